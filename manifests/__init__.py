@@ -1,0 +1,1 @@
+"""The words every part of Lamina shares: the manifest schema and the errors. Imports none of the other parts."""

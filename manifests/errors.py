@@ -1,0 +1,42 @@
+"""The errors that reach a user, each with the exit code of the command that ends by it.
+
+Every one takes a single message, so that it survives pickling between processes.
+"""
+
+
+class LaminaError(Exception):
+    """Something went wrong that a user can act on; `exit_code` is what the command returns."""
+
+    exit_code = 1
+
+
+class InputError(LaminaError, ValueError):
+    """The manifest, model, text, budget or a directory given is wrong: nothing was computed, nothing written to OUTPUT."""
+
+    exit_code = 2
+
+
+class NumericsError(InputError):
+    """NaN or infinity in weights or activations; the message names layer and tensor."""
+
+
+class InUseError(InputError):
+    """Another live job holds the run directory or the output."""
+
+
+class StorageError(LaminaError, OSError):
+    """A write or read failed while the job ran (full disk, lost mount, no permission); resumable after a fix."""
+
+
+class CorruptError(StorageError):
+    """Stored data does not match the digest, shape or chunk count that was committed for it."""
+
+
+class WorkerError(LaminaError, RuntimeError):
+    """A worker died or failed on a unit for good; resumable after a fix."""
+
+
+class Interrupted(LaminaError):
+    """SIGTERM or SIGINT: what is done is committed; the same command goes on."""
+
+    exit_code = 75

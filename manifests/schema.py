@@ -1,0 +1,195 @@
+"""The manifest: what a job reads, writes and computes. DESIGN §4.
+
+One pydantic model per block; unknown fields, wrong types and impossible values are refused, all of them at once.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+MANIFEST_VERSION = 1
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+LAYERS_PATTERN = re.compile(r"^(all|last:(\d+|0?\.\d+|1\.0*))$")
+
+
+class Block(BaseModel):
+    """Base of every manifest block: frozen, and unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Model(Block):
+    """Where the dense model is: a directory or a hub id; `revision` is the hub's."""
+
+    source: str = Field(min_length=1)
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+class Budget(Block):
+    """`keep`: share of the stored numbers in `scope` that may remain, indices and second factors counted."""
+
+    keep: Share
+    scope: Literal["decoder", "model"] = "decoder"
+
+
+class Text(Block):
+    """Text by `files` (.txt, .jsonl, .json, .parquet; `field` names the column) or by a `datasets` dataset."""
+
+    files: tuple[str, ...] | None = Field(default=None, strict=False)
+    field: str | None = None
+    dataset: str | None = None
+    name: str | None = None
+    split: str = "train"
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if bool(self.files) == bool(self.dataset):
+            raise ValueError("give either `files` (a non-empty list) or `dataset`, and not both")
+        return self
+
+
+class Calibration(Block):
+    """The calibration text and how it is cut: `samples` of `sequence_length` tokens in `shards` fixed parts."""
+
+    text: Text
+    samples: PositiveInt = 256
+    sequence_length: Annotated[int, Field(ge=2)] = 2048
+    shards: PositiveInt = 16
+    micro_batch: PositiveInt = 1
+    propagate: Literal["compressed", "dense"] = "compressed"
+
+    @model_validator(mode="after")
+    def _shards_have_samples(self) -> Self:
+        if self.shards > self.samples:
+            raise ValueError(f"shards: {self.shards} is more than samples: {self.samples}; every shard needs a sample")
+        return self
+
+
+class MethodEntry(Block):
+    """What every method's entry may say: which layers, and a `keep` of its own instead of the common budget's."""
+
+    layers: str | tuple[int, ...] = Field(default="all", strict=False)
+    keep: Share | None = None
+
+    @model_validator(mode="after")
+    def _layers_are_known(self) -> Self:
+        if isinstance(self.layers, str) and not LAYERS_PATTERN.match(self.layers):
+            raise ValueError(f"layers: {self.layers!r}; allowed are all, last:N, last:SHARE or a list of layer numbers")
+        return self
+
+    def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layer numbers meant, ascending, for a model of `num_layers`. Raises ValueError when one does not exist."""
+        if self.layers == "all":
+            return tuple(range(num_layers))
+        if isinstance(self.layers, str):
+            number = self.layers.removeprefix("last:")
+            count = round(float(number) * num_layers) if "." in number else int(number)
+            if not 1 <= count <= num_layers:
+                raise ValueError(f"layers: {self.layers} asks for {count} of {num_layers} layers")
+            return tuple(range(num_layers - count, num_layers))
+        chosen = tuple(sorted(set(self.layers)))
+        if not chosen or chosen[0] < 0 or chosen[-1] >= num_layers:
+            raise ValueError(f"layers: {list(self.layers)}; the model has layers 0 to {num_layers - 1}")
+        return chosen
+
+
+class FlatLLMRanks(Block):
+    """Ranks given outright, the same in every layer, instead of a budget."""
+
+    value: PositiveInt | None = None
+    mlp: PositiveInt | None = None
+    query_key: PositiveInt | None = None
+
+
+class FlatLLM(MethodEntry):
+    """FLAT-LLM, METHODS §1. The defaults are ours; the paper's are basis: value, weighting: none, selection: leverage."""
+
+    method: Literal["flat_llm"]
+    attention: bool = True
+    mlp: bool = True
+    allocation: Literal["importance", "uniform"] = "importance"
+    basis: Literal["value", "context"] = "context"
+    weighting: Literal["none", "output"] = "output"
+    selection: Literal["leverage", "eliminate"] = "eliminate"
+    query_key: Literal["none", "head_pca"] = "none"
+    ridge: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
+    rank_multiple: PositiveInt = 1
+    ranks: FlatLLMRanks | None = None
+
+    @model_validator(mode="after")
+    def _claims_something(self) -> Self:
+        if not (self.attention or self.mlp or self.query_key != "none"):
+            raise ValueError("attention, mlp and query_key are all off: the method would claim nothing")
+        if self.ranks is not None and self.keep is not None:
+            raise ValueError("give `ranks` or `keep`, not both")
+        return self
+
+
+class Workers(Block):
+    """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker)."""
+
+    min: PositiveInt = 1
+    max: PositiveInt = 1
+    cpus: PositiveInt = 1
+    gpus: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0
+    activation_memory_gb: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 8.0
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min: {self.min} is above max: {self.max}")
+        return self
+
+
+class Resume(Block):
+    """Hidden states are committed every `every` layers; a crash costs at most the layers since."""
+
+    every: PositiveInt = 1
+
+
+class Statistics(Block):
+    """Whether statistics outlive their layer; null: yes with propagate: dense, no with compressed."""
+
+    keep: bool | None = None
+
+
+class Perplexity(Block):
+    """Perplexity of the committed output on `text`, windows of `window` tokens."""
+
+    text: Text
+    window: Annotated[int, Field(ge=2)] = 2048
+
+
+class Evaluation(Block):
+    """What is measured on the committed output."""
+
+    perplexity: Perplexity | None = None
+    tasks: tuple[str, ...] = Field(default=(), strict=False)
+
+
+class Manifest(Block):
+    """The whole job. Only `model`, `output`, `run_dir` and `methods` are always needed."""
+
+    version: Literal[1]
+    model: Model
+    output: str = Field(min_length=1)
+    run_dir: str = Field(min_length=1)
+    seed: Annotated[int, Field(ge=0)] = 0
+    budget: Budget | None = None
+    calibration: Calibration | None = None
+    methods: tuple[FlatLLM, ...] = Field(min_length=1, strict=False)
+    workers: Workers = Workers()
+    resume: Resume = Resume()
+    statistics: Statistics = Statistics()
+    evaluation: Evaluation = Evaluation()
+    environment: tuple[str, ...] = Field(default=(), strict=False)
+
+    def semantic(self) -> dict[str, Any]:
+        """The fields that change the output's bytes: what the fingerprint covers. Paths, resume and evaluation do not."""
+        kept = self.model_dump(mode="json", include={"version", "seed", "budget", "calibration", "methods"})
+        kept["workers"] = {"cpus": self.workers.cpus}
+        return kept
