@@ -29,7 +29,17 @@ class StorageError(LaminaError, OSError):
 
 
 class CorruptError(StorageError):
-    """Stored data does not match the digest, shape or chunk count that was committed for it."""
+    """Stored data does not match the digest, shape or chunk count that was committed for it.
+
+    `path` is the `path` of the record that names the data, so that the entry with that record can be taken back.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class WorkerError(LaminaError, RuntimeError):

@@ -1,0 +1,1 @@
+"""What is computed, in which order. `python -m pipeline.run MANIFEST` is the job."""

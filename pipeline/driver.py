@@ -1,0 +1,328 @@
+"""The loop over layers: which units are due, in which order they are committed, where an interrupted job goes on.
+
+No I/O and no tensors: units go to a pool, what is done goes to a journal. Order of durability: a layer's statistics are
+entered before its factors, its factors before the hidden states that follow from them; replaced data is dropped last.
+
+The journal's keys: `dense/L` the dense pass through layer L, `ranks`, `statistics/L` and `activations/L` of the walk,
+`layer/L` the compressed layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manifests.errors import CorruptError
+from pipeline.methods.method import Form, Moment
+from pipeline.methods.registry import Task, layer_moments, ranks_key
+from pipeline.ports import (
+    Cleaner,
+    Forward,
+    ForwardDone,
+    Journal,
+    Lineage,
+    Observer,
+    Pool,
+    Record,
+    Reduce,
+    Solve,
+    SolveDone,
+    Unit,
+    Write,
+)
+from pipeline.ranks.importance import angular_importance
+
+RanksOf = Mapping[str, Mapping[str, int]]
+CORRUPTIONS_REPAIRED = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the driver must know of a job.
+
+    Attributes:
+        allocate: importance of each layer -> ranks of every task, by `ranks_key`.
+        propagate: whose hidden states the statistics are taken on.
+        every: hidden states are committed each time this many layers are done.
+    """
+
+    num_layers: int
+    shards: int
+    tasks: tuple[Task, ...]
+    allocate: Callable[[Mapping[int, float]], dict[str, dict[str, int]]]
+    needs_importance: bool
+    propagate: Lineage
+    every: int = 1
+    keep_statistics: bool = False
+
+
+class Driver:
+    """Runs a job's computation to its end: afterwards every claimed layer is staged and entered in the journal."""
+
+    def __init__(self, job: Job, pool: Pool, journal: Journal, cleaner: Cleaner, observer: Observer) -> None:
+        self.job = job
+        self.pool = pool
+        self.journal = journal
+        self.cleaner = cleaner
+        self.observer = observer
+
+    def run(self) -> None:
+        """Goes through the phases, each from where the journal says it was left.
+
+        Stored data that proves corrupt is taken out of the journal and computed again.
+        """
+        for _ in range(CORRUPTIONS_REPAIRED):
+            try:
+                return self._run_phases()
+            except CorruptError as error:
+                self._retract(error)
+        self._run_phases()
+
+    def _run_phases(self) -> None:
+        dense = self.job.propagate == "dense"
+        has_moments = any(task.group.moments for task in self.job.tasks)
+        if self.job.needs_importance or (dense and has_moments):
+            self._dense_pass(with_moments=dense)
+        ranks = self._ranks()
+        if dense or not has_moments:
+            self._solve_all(ranks)
+        else:
+            self._walk(ranks)
+
+    # -- the dense pass: importance, and with propagate: dense every statistic --------------------------------------
+
+    def _dense_pass(self, with_moments: bool) -> None:
+        last = self.job.num_layers - 1
+        first = base = self._dense_resume_layer()
+        if first > last:
+            return
+        phase = "statistics" if with_moments else "importance"
+        self.observer.phase(phase, last + 1 - first, self.job.shards)
+        for layer in range(first, last + 1):
+            moments = layer_moments(self.job.tasks, layer) if with_moments else ()
+            store = self._is_boundary(layer + 1) and layer < last
+            emit = layer < last
+            done = self._forward("dense", layer, None, moments, base, cosine=True, emit=emit, store=store)
+            entry: Record = {
+                "cosine": [result.cosine for result in done],
+                "statistics": self._reduce("dense", layer, moments, done),
+            }
+            if store:
+                entry["activations"] = [result.activation for result in done]
+            self.journal.commit(f"dense/{layer:05d}", entry)
+            if store:
+                base = layer + 1
+                self.cleaner.retain_activations(tuple(entry["activations"]))
+            self.observer.layer_done(phase, layer, {})
+        self.cleaner.retain_activations(())
+
+    def _dense_resume_layer(self) -> int:
+        """The layer to begin the dense pass with: after the last committed one whose outputs are stored."""
+        entered = [self.journal.get(f"dense/{layer:05d}") for layer in range(self.job.num_layers)]
+        done = next((layer for layer, entry in enumerate(entered) if entry is None), self.job.num_layers)
+        if done == self.job.num_layers:
+            return done
+        return next((layer for layer in range(done, 0, -1) if self._activations("dense", layer)), 0)
+
+    def _ranks(self) -> RanksOf:
+        entered = self.journal.get("ranks")
+        if entered is None:
+            importance = self._importance() if self.job.needs_importance else {}
+            ranks = self.job.allocate(importance)
+            entered = {"ranks": ranks, "importance": {str(layer): score for layer, score in importance.items()}}
+            self.journal.commit("ranks", entered)
+        chosen: RanksOf = entered["ranks"]
+        return chosen
+
+    def _importance(self) -> dict[int, float]:
+        """t_l = arccos(c_l)/π from the cosines of all shards, summed in shard order."""
+        means = []
+        for layer in range(self.job.num_layers):
+            cosines = self._entry(f"dense/{layer:05d}")["cosine"]
+            means.append(sum(total for total, _ in cosines) / sum(count for _, count in cosines))
+        return dict(enumerate(angular_importance(means)))
+
+    # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
+
+    def _solve_all(self, ranks: RanksOf) -> None:
+        pending = [layer for layer in self._claimed() if not self._staged(layer)]
+        self.observer.phase("compress", len(pending), 1)
+        while pending:
+            batch, pending = pending[: self.pool.size], pending[self.pool.size :]
+            self._compress({layer: self._dense_statistics(layer) for layer in batch}, ranks)
+            if not self.job.keep_statistics:
+                live = [self._dense_statistics(layer) for layer in pending]
+                self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
+
+    def _dense_statistics(self, layer: int) -> Mapping[str, Record]:
+        if not layer_moments(self.job.tasks, layer):
+            return {}
+        statistics: dict[str, Record] = self._entry(f"dense/{layer:05d}")["statistics"]
+        return statistics
+
+    # -- the walk with propagate: compressed -------------------------------------------------------------------------
+
+    def _walk(self, ranks: RanksOf) -> None:
+        claimed = self._claimed()
+        first = next((layer for layer in claimed if not self._staged(layer)), None)
+        if first is None:
+            return
+        last = claimed[-1]
+        base = next((layer for layer in range(first, 0, -1) if self._activations("compressed", layer)), 0)
+        self.observer.phase("walk", last + 1 - base, 2 * self.job.shards)
+        for layer in range(base, last + 1):
+            if layer in claimed and not self._staged(layer):
+                self._compress({layer: self._walk_statistics(layer, base)}, ranks)
+                if not self.job.keep_statistics:
+                    self.cleaner.retain_statistics(())
+            if layer < last and self._is_boundary(layer + 1):
+                base = self._propagate(layer, base)
+        self.cleaner.retain_activations(())
+
+    def _walk_statistics(self, layer: int, base: int) -> Mapping[str, Record]:
+        entered = self.journal.get(f"statistics/{layer:05d}")
+        if entered is None:
+            moments = layer_moments(self.job.tasks, layer)
+            done = self._forward("compressed", layer, None, moments, base, emit=False) if moments else []
+            entered = {"statistics": self._reduce("compressed", layer, moments, done)}
+            self.journal.commit(f"statistics/{layer:05d}", entered)
+        statistics: dict[str, Record] = entered["statistics"]
+        return statistics
+
+    def _propagate(self, layer: int, base: int) -> int:
+        """The layer's outputs, by the weights it now has, become the committed inputs of the next, which is returned."""
+        done = self._forward("compressed", layer, self._staged(layer), (), base, store=True)
+        activations = [result.activation for result in done]
+        self.journal.commit(f"activations/{layer + 1:05d}", {"activations": activations})
+        self.cleaner.retain_activations(tuple(record for record in activations if record))
+        return layer + 1
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _is_boundary(self, layer: int) -> bool:
+        return layer % self.job.every == 0
+
+    def _forward(
+        self,
+        lineage: Lineage,
+        layer: int,
+        staged: Record | None,
+        moments: tuple[Moment, ...],
+        base: int,
+        *,
+        cosine: bool = False,
+        emit: bool = True,
+        store: bool = False,
+    ) -> list[ForwardDone]:
+        """All shards through a layer; results in shard order."""
+        activations = self._activations(lineage, base)
+        replay = tuple(self._staged(before) if lineage == "compressed" else None for before in range(base, layer))
+        units = [
+            Forward(
+                lineage=lineage,
+                layer=layer,
+                shard=shard,
+                staged=staged,
+                moments=moments,
+                cosine=cosine,
+                emit=emit,
+                store=store,
+                base=base,
+                base_record=activations[shard] if activations else None,
+                replay=replay,
+                ahead=layer + 1 if layer + 1 < self.job.num_layers else None,
+            )
+            for shard in range(self.job.shards)
+        ]
+        return self._do(units)
+
+    def _reduce(
+        self, lineage: Lineage, layer: int, moments: Iterable[Moment], done: Sequence[ForwardDone]
+    ) -> dict[str, Record]:
+        """Moment key -> record of the stored sum over all shards."""
+        units = [
+            Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in moments
+        ]
+        return {unit.moment.key: record for unit, record in zip(units, self._do(units), strict=True)}
+
+    def _compress(self, statistics: Mapping[int, Mapping[str, Record]], ranks: RanksOf) -> None:
+        """Solves every group of some layers, then writes and enters each layer."""
+        solves = [
+            Solve(task, ranks[ranks_key(task)], {moment: statistics[layer][moment.key] for moment in task.group.moments})
+            for layer in statistics
+            for task in self.job.tasks
+            if task.group.layer == layer
+        ]
+        solved: dict[int, list[tuple[Solve, SolveDone]]] = {layer: [] for layer in statistics}
+        for solve, solution in zip(solves, self._do(solves), strict=True):
+            solved[solve.task.group.layer].append((solve, solution))
+        writes = [_write_unit(layer, parts) for layer, parts in solved.items()]
+        for write, staged in zip(writes, self._do(writes), strict=True):
+            groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved[write.layer]}
+            entry = {"staged": staged, "forms": dict(write.forms), "groups": groups}
+            self.journal.commit(f"layer/{write.layer:05d}", entry)
+            self.observer.layer_done("compress", write.layer, groups)
+
+    def _do(self, units: Sequence[Unit]) -> list[Any]:
+        """Submits units and waits for all of them. Results in the order of the units."""
+        results: dict[str, Any] = {}
+        for unit in units:
+            self.pool.submit(unit)
+        while len(results) < len(units):
+            unit, result = self.pool.wait()
+            results[unit.key] = result
+            self.observer.unit_done(unit, result)
+        return [results[unit.key] for unit in units]
+
+    # -- the journal -------------------------------------------------------------------------------------------------
+
+    def _claimed(self) -> list[int]:
+        return sorted({task.group.layer for task in self.job.tasks})
+
+    def _entry(self, key: str) -> Record:
+        entry = self.journal.get(key)
+        if entry is None:
+            raise CorruptError(f"journal: {key} is missing or damaged although later entries build on it", key)
+        return entry
+
+    def _staged(self, layer: int) -> Record | None:
+        """The committed compressed layer: its file and its forms."""
+        entry = self.journal.get(f"layer/{layer:05d}")
+        return {**entry["staged"], "forms": entry["forms"]} if entry else None
+
+    def _activations(self, lineage: Lineage, layer: int) -> list[Record] | None:
+        """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""
+        if layer == 0:
+            return None
+        entry = self.journal.get(f"dense/{layer - 1:05d}" if lineage == "dense" else f"activations/{layer:05d}")
+        return entry.get("activations") if entry else None
+
+    def _retract(self, error: CorruptError) -> None:
+        """Takes back every entry that names the corrupt data, so that it is computed again."""
+        layers = range(self.job.num_layers + 1)
+        keys = [f"{kind}/{layer:05d}" for kind in ("dense", "statistics", "activations", "layer") for layer in layers]
+        named = [key for key in keys if (entry := self.journal.get(key)) and _names(entry, error.path)]
+        if not named:
+            raise error
+        self.observer.repaired(str(error), named)
+        for key in named:
+            self.journal.retract(key)
+
+
+def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
+    forms: dict[str, Form] = {}
+    for _, solution in parts:
+        forms.update(solution.forms)
+    return Write(layer, tuple(solution.factors for _, solution in parts), forms)
+
+
+def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:
+    return {"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report}
+
+
+def _names(entry: Any, path: str) -> bool:
+    """Whether a record somewhere in an entry has this path."""
+    if isinstance(entry, Mapping):
+        return entry.get("path") == path or any(_names(value, path) for value in entry.values())
+    return isinstance(entry, list) and any(_names(value, path) for value in entry)

@@ -1,0 +1,1 @@
+"""Model families as data: tensor names, geometry, biases. No weights."""

@@ -1,0 +1,121 @@
+"""What a model family is, as data: where its tensors are called what, and which numbers its config gives.
+
+Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+LINEAR_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
+NORM_ROLES = ("input_norm", "mlp_norm")
+HEAD_NORM_ROLES = ("q_norm", "k_norm")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of decoder models. A new family is one such value in a file of its own, listed in `registry.py`.
+
+    Attributes:
+        modules: role -> module path inside a layer; roles the family lacks (gate, mlp_norm, q_norm) are left out.
+        biases: role -> True, or the name of the config field that says whether the module has a bias.
+        fields: standard config name -> this family's name for it, or a constant (`= value` when not a string).
+        requires: config field -> the only value that is supported.
+    """
+
+    model_type: str
+    modules: Mapping[str, str]
+    embed: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    head_bias: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    rotary: Literal["half", "interleaved"] | None = "half"
+    positions: Mapping[str, Any] | None = None
+    parallel: bool = False
+    biases: Mapping[str, bool | str] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    requires: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The numbers of one model of a family; everything about shapes and names that planning and solving need."""
+
+    model_type: str
+    num_layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    layers_path: str
+    modules: tuple[tuple[str, str], ...]
+    biases: frozenset[str]
+    layer_norm: bool
+    outer: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles this model's layers have, in the family's order."""
+        return tuple(role for role, _ in self.modules)
+
+    def weight_shape(self, role: str) -> tuple[int, ...]:
+        """Shape of the dense weight of a role: (out, in) of a linear, (D,) or (d,) of a norm."""
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "q": (query, self.hidden),
+            "k": (key_value, self.hidden),
+            "v": (key_value, self.hidden),
+            "o": (self.hidden, query),
+            "gate": (self.intermediate, self.hidden),
+            "up": (self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
+        return shapes.get(role) or ((self.head_dim,) if role in HEAD_NORM_ROLES else (self.hidden,))
+
+    def role_shapes(self, role: str) -> dict[str, tuple[int, ...]]:
+        """`weight` and, where the module has one, `bias` -> shape."""
+        weight = self.weight_shape(role)
+        has_bias = role in self.biases or (role in NORM_ROLES and self.layer_norm)
+        return {"weight": weight, "bias": weight[:1]} if has_bias else {"weight": weight}
+
+    def path(self, layer: int, role: str) -> str:
+        """Module path of a role in a layer, as the checkpoint names it."""
+        return f"{self.layers_path}.{layer}.{dict(self.modules)[role]}"
+
+    def layer_tensors(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """`role.weight` / `role.bias` -> (tensor name in the checkpoint, shape), for one layer."""
+        return {
+            f"{role}.{part}": (f"{self.path(layer, role)}.{part}", shape)
+            for role in self.roles
+            for part, shape in self.role_shapes(role).items()
+        }
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor the checkpoint must hold -> its shape."""
+        expected = dict(self.outer)
+        for layer in range(self.num_layers):
+            expected.update(self.layer_tensors(layer).values())
+        return expected
+
+    def layer_numbers(self, roles: tuple[str, ...] | None = None) -> int:
+        """How many numbers one dense layer (or only some of its roles) stores."""
+        chosen = self.roles if roles is None else roles
+        return sum(_product(shape) for role in chosen for shape in self.role_shapes(role).values())
+
+    def model_numbers(self) -> int:
+        """How many numbers the whole dense model stores; tied embeddings once."""
+        return self.num_layers * self.layer_numbers() + sum(_product(shape) for _, shape in self.outer)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

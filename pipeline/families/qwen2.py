@@ -1,0 +1,6 @@
+"""Qwen2: Llama with biases on q, k and v."""
+
+from pipeline.families.family import Family
+from pipeline.families.llama import MODULES
+
+FAMILY = Family(model_type="qwen2", modules=MODULES, biases=dict.fromkeys(("q", "k", "v"), True))

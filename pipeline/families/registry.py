@@ -1,0 +1,177 @@
+"""From a config.json to a family, its geometry, and the config of the checkpoint that Lamina writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig
+
+from manifests.errors import InputError
+from pipeline.families import gptj, llama, mistral, opt, qwen2, qwen3
+from pipeline.families.family import Family, Geometry
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, opt, gptj)
+}
+COPIED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+POSITIVE_FIELDS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
+)  # fmt: skip
+
+
+def supported_families() -> tuple[str, ...]:
+    """The `model_type`s that can be compressed."""
+    return tuple(sorted(FAMILIES))
+
+
+def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a source model under standard names, as a Lamina checkpoint stores it, every form dense.
+
+    Raises:
+        InputError: unsupported `model_type`, values of the wrong type, or a variant of the family that is not supported.
+    """
+    family, source = _load(config)
+    standard = {name: getattr(source, name) for name in COPIED_FIELDS}
+    for name in ("intermediate_size", "num_key_value_heads", "hidden_act", "norm_eps", "initializer_range"):
+        standard[name] = _field(family, source, name, "rms_norm_eps" if name == "norm_eps" else name)
+    standard["attention_dropout"] = 0.0
+    standard["head_dim"] = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+    if standard["intermediate_size"] is None:  # GPT-J writes null for four times the hidden size
+        standard["intermediate_size"] = 4 * source.hidden_size
+    _check_numbers(standard)
+    standard["rope_parameters"] = _rope_parameters(family, source, standard["head_dim"])
+    standard["sliding_window"] = getattr(source, "sliding_window", None)
+    standard["layer_types"] = getattr(source, "layer_types", None)
+    standard["source_model_type"] = family.model_type
+    standard["block"] = _block(family, source)
+    standard["forms"] = [{} for _ in range(source.num_hidden_layers)]
+    return standard
+
+
+def geometry_of(standard: Mapping[str, Any]) -> Geometry:
+    """The geometry of a model from its standard config (of a dense model or of a Lamina checkpoint)."""
+    block = standard["block"]
+    hidden, vocab = standard["hidden_size"], standard["vocab_size"]
+    layer_norm = block["norm"] == "layer"
+    outer: list[tuple[str, tuple[int, ...]]] = [(f"{block['embed']}.weight", (vocab, hidden))]
+    if block["positions"]:
+        rows = standard["max_position_embeddings"] + block["positions"]["offset"]
+        outer.append((f"{block['positions']['module']}.weight", (rows, hidden)))
+    outer.append((f"{block['final_norm']}.weight", (hidden,)))
+    if layer_norm:
+        outer.append((f"{block['final_norm']}.bias", (hidden,)))
+    if not standard["tie_word_embeddings"]:
+        outer.append((f"{block['head']}.weight", (vocab, hidden)))
+    if block["head_bias"]:
+        outer.append((f"{block['head']}.bias", (vocab,)))
+    return Geometry(
+        model_type=standard["source_model_type"],
+        num_layers=standard["num_hidden_layers"],
+        hidden=hidden,
+        intermediate=standard["intermediate_size"],
+        heads=standard["num_attention_heads"],
+        kv_heads=standard["num_key_value_heads"],
+        head_dim=standard["head_dim"],
+        vocab=vocab,
+        tied=standard["tie_word_embeddings"],
+        layers_path=block["layers"],
+        modules=tuple(block["modules"].items()),
+        biases=frozenset(block["biases"]),
+        layer_norm=layer_norm,
+        outer=tuple(outer),
+    )
+
+
+def checkpoint_config(standard: Mapping[str, Any], forms: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, Any]:
+    """The config.json of a compressed checkpoint: the standard config with the forms of every layer."""
+    return {
+        **standard,
+        "model_type": "lamina",
+        "architectures": ["LaminaForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "modeling_lamina.LaminaConfig",
+            "AutoModel": "modeling_lamina.LaminaModel",
+            "AutoModelForCausalLM": "modeling_lamina.LaminaForCausalLM",
+        },
+        "forms": [dict(layer) for layer in forms],
+        "dtype": dtype,
+    }
+
+
+def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise InputError(f"config.json: model_type {model_type!r} is not supported; supported: {supported_families()}")
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    try:
+        source = AutoConfig.for_model(family.model_type, **fields)
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise InputError(f"config.json: not a valid {family.model_type} config: {error}") from error
+    for name, needed in family.requires.items():
+        given = getattr(source, name, needed)
+        if given != needed:
+            raise InputError(f"config.json: {name} is {given!r}; for {family.model_type} only {needed!r} is supported")
+    if getattr(source, "word_embed_proj_dim", source.hidden_size) != source.hidden_size:
+        raise InputError("config.json: word_embed_proj_dim differs from hidden_size, which is not supported")
+    return family, source
+
+
+def _field(family: Family, source: PreTrainedConfig, name: str, default_name: str) -> Any:
+    given = family.fields.get(name, default_name)
+    return getattr(source, given) if isinstance(given, str) else given
+
+
+def _check_numbers(standard: Mapping[str, Any]) -> None:
+    faults = [
+        f"{name}: {standard[name]!r} is no positive integer"
+        for name in POSITIVE_FIELDS
+        if not isinstance(standard[name], int) or isinstance(standard[name], bool) or standard[name] < 1
+    ]
+    if not faults and standard["num_attention_heads"] % standard["num_key_value_heads"]:
+        faults.append(
+            f"num_attention_heads: {standard['num_attention_heads']} is no multiple of "
+            f"num_key_value_heads: {standard['num_key_value_heads']}"
+        )
+    if faults:
+        raise InputError("config.json:\n  " + "\n  ".join(faults))
+
+
+def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> dict[str, Any] | None:
+    if family.rotary is None:
+        return None
+    rope = getattr(source, "rope_parameters", None)
+    if rope:
+        return dict(rope)
+    rotary_dim = getattr(source, "rotary_dim", None) or head_dim
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary_dim / head_dim}
+
+
+def _block(family: Family, source: PreTrainedConfig) -> dict[str, Any]:
+    has_bias = {role: bias if isinstance(bias, bool) else bool(getattr(source, bias)) for role, bias in family.biases.items()}
+    return {
+        "embed": family.embed,
+        "layers": family.layers,
+        "final_norm": family.final_norm,
+        "head": family.head,
+        "head_bias": family.head_bias,
+        "modules": dict(family.modules),
+        "biases": [role for role in family.modules if has_bias.get(role, False)],
+        "norm": family.norm,
+        "rotary": family.rotary,
+        "positions": dict(family.positions) if family.positions else None,
+        "parallel": family.parallel,
+    }

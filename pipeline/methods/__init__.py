@@ -1,0 +1,1 @@
+"""The compression methods. Each file is pure functions behind one `Method`; none knows another."""

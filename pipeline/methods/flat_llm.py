@@ -1,0 +1,208 @@
+"""FLAT-LLM: value/output by head-wise PCA, MLP by Nyström, ranks by importance. METHODS §1.
+
+Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, r and k the ranks kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manifests.schema import FlatLLM
+from pipeline.families.family import Geometry
+from pipeline.kernels.nystrom import nystrom_refit, output_error, select_eliminate, select_leverage
+from pipeline.kernels.spectra import head_pca, output_gram, weighted_head_pca
+from pipeline.methods.method import Group, Key, Moment, Ranks, Solution
+from pipeline.ranks.budget import Knob
+from pipeline.ranks.importance import preserve_importance
+
+MLP_ROLES = ("gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class FlatLLMMethod:
+    """`method: flat_llm` with the settings of its manifest entry."""
+
+    entry: FlatLLM
+    name: str = "flat_llm"
+
+    @property
+    def keep(self) -> float | None:
+        """A budget of its own, if the entry gives one."""
+        return self.entry.keep
+
+    @property
+    def fixed_ranks(self) -> bool:
+        """Whether the entry gives ranks outright."""
+        return self.entry.ranks is not None
+
+    @property
+    def needs_importance(self) -> bool:
+        """Whether ranks follow the layers' importance (IPRS)."""
+        return self.entry.allocation == "importance" and not self.fixed_ranks
+
+    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+        """Groups `attention` (v, o), `mlp` and `query_key` (q, k) of every chosen layer."""
+        groups = []
+        for layer in self.entry.chosen_layers(geometry.num_layers):
+            if self.entry.attention:
+                groups.append(Group(layer, "attention", ("v", "o"), (self._value_moment(geometry),)))
+            if self.entry.query_key == "head_pca":
+                groups.append(Group(layer, "query_key", ("q", "k"), _query_key_moments(geometry)))
+            if self.entry.mlp:
+                groups.append(Group(layer, "mlp", _mlp_roles(geometry), (Moment("down.in"),)))
+        return tuple(groups)
+
+    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+        """One rank per layer and group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
+        return tuple(_knob(group, geometry, self.entry.rank_multiple) for group in self.claims(geometry))
+
+    def wants(self, geometry: Geometry, ratio: float, importance: Mapping[int, float]) -> dict[Key, float]:
+        """w_l · cap for every knob, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the ranks given."""
+        knobs = self.knobs(geometry)
+        if self.entry.ranks is not None:
+            given = self.entry.ranks.model_dump()
+            return {knob.key: float(min(given[knob.name] or knob.cap, knob.cap)) for knob in knobs}
+        layers = self.entry.chosen_layers(geometry.num_layers)
+        shares = [ratio] * len(layers)
+        if self.needs_importance:
+            shares = preserve_importance([importance[layer] for layer in layers], ratio)
+        share_of = dict(zip(layers, shares, strict=True))
+        return {knob.key: share_of[knob.layer] * knob.cap for knob in knobs}
+
+    def compress(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Mapping[str, Tensor],
+        moments: Mapping[Moment, Tensor],
+        ranks: Ranks,
+    ) -> Solution:
+        """Dispatches on the group; see the three functions below."""
+        if group.name == "attention":
+            return self._compress_attention(geometry, weights, moments[self._value_moment(geometry)], ranks["value"])
+        if group.name == "query_key":
+            return _compress_query_key(geometry, weights, moments, ranks["query_key"])
+        return self._compress_mlp(geometry, weights, moments[Moment("down.in")], ranks["mlp"])
+
+    def _value_moment(self, geometry: Geometry) -> Moment:
+        if self.entry.basis == "context":
+            return Moment("o.in", heads=geometry.heads, groups=geometry.kv_heads)
+        return Moment("v.out", heads=geometry.kv_heads, groups=geometry.kv_heads)
+
+    def _compress_attention(
+        self, geometry: Geometry, weights: Mapping[str, Tensor], moment_Gdd: Tensor, rank: int
+    ) -> Solution:
+        """W̃_v = E W_v and W̃_o = W_o D for the encoder E (r × d) and decoder D (d × r) of each KV head."""
+        if self.entry.weighting == "output":
+            gram_Gdd = output_gram(weights["o.weight"].double(), geometry.heads, geometry.kv_heads)
+            encoder_Grd, decoder_Gdr, eigenvalues_Gd = weighted_head_pca(moment_Gdd, gram_Gdd, rank)
+        else:
+            decoder_Gdr, eigenvalues_Gd = head_pca(moment_Gdd, rank)
+            encoder_Grd = decoder_Gdr.transpose(1, 2)
+        tensors = {
+            "v.weight": _encode(encoder_Grd, weights["v.weight"]),
+            "o.weight": _decode(weights["o.weight"], decoder_Gdr, geometry.heads),
+        }
+        if "v.bias" in weights:
+            tensors["v.bias"] = _encode(encoder_Grd, weights["v.bias"][:, None])[:, 0]
+        if "o.bias" in weights:
+            tensors["o.bias"] = weights["o.bias"].double()
+        form = {"form": "head_pca", "rank": rank}
+        return Solution(tensors, {"v": form, "o": form}, {"error": _dropped_share(eigenvalues_Gd, rank)})
+
+    def _compress_mlp(self, geometry: Geometry, weights: Mapping[str, Tensor], moment_1NN: Tensor, rank: int) -> Solution:
+        """Keeps `rank` channels and refits the down projection on them."""
+        moment_NN, down_DN = moment_1NN[0], weights["down.weight"].double()
+        if self.entry.selection == "leverage":
+            kept_k = select_leverage(moment_NN, rank, self.entry.ridge)
+        else:
+            kept_k = select_eliminate(moment_NN, down_DN, rank)
+        refit_Dk, fallbacks = nystrom_refit(down_DN, moment_NN, kept_k)
+        tensors = {"down.weight": refit_Dk}
+        for role in _mlp_roles(geometry)[:-1]:
+            tensors[f"{role}.weight"] = weights[f"{role}.weight"][kept_k].double()
+            if f"{role}.bias" in weights:
+                tensors[f"{role}.bias"] = weights[f"{role}.bias"][kept_k].double()
+        if "down.bias" in weights:
+            tensors["down.bias"] = weights["down.bias"].double()
+        error = output_error(down_DN, refit_Dk, kept_k, moment_NN)
+        form = {"form": "pruned", "rank": rank}
+        return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), {"error": error, **fallbacks})
+
+
+def _compress_query_key(
+    geometry: Geometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor], rank: int
+) -> Solution:
+    """Q Qᵀ W per head, before RoPE, as two factors: first (n·r × D), second (n × d × r).
+
+    Where the two factors would store as much as the weight, the weight stays.
+    """
+    if rank * (geometry.hidden + geometry.head_dim) >= geometry.head_dim * geometry.hidden:
+        return Solution({name: weight.double() for name, weight in weights.items()}, {}, {"dense": True})
+    tensors: dict[str, Tensor] = {}
+    report = {}
+    for role, moment in zip(("q", "k"), _query_key_moments(geometry), strict=True):
+        basis_ndr, eigenvalues_nd = head_pca(moments[moment], rank)
+        tensors[f"{role}.first.weight"] = _encode(basis_ndr.transpose(1, 2), weights[f"{role}.weight"])
+        tensors[f"{role}.second"] = basis_ndr
+        if f"{role}.bias" in weights:
+            tensors[f"{role}.bias"] = _project(basis_ndr, weights[f"{role}.bias"])
+        report[f"{role}_error"] = _dropped_share(eigenvalues_nd, rank)
+    form = {"form": "head_low_rank", "rank": rank}
+    return Solution(tensors, {"q": form, "k": form}, report)
+
+
+def _query_key_moments(geometry: Geometry) -> tuple[Moment, Moment]:
+    heads, kv_heads = geometry.heads, geometry.kv_heads
+    return Moment("q.out", heads=heads, groups=heads), Moment("k.out", heads=kv_heads, groups=kv_heads)
+
+
+def _mlp_roles(geometry: Geometry) -> tuple[str, ...]:
+    return tuple(role for role in MLP_ROLES if role in geometry.roles)
+
+
+def _encode(encoder_nrd: Tensor, weight: Tensor) -> Tensor:
+    """(n, r, d) times the n row blocks of a (n·d, D) weight -> (n·r, D)."""
+    n, _, d = encoder_nrd.shape
+    return torch.bmm(encoder_nrd, weight.double().reshape(n, d, -1)).flatten(0, 1)
+
+
+def _decode(weight_DHd: Tensor, decoder_Gdr: Tensor, heads: int) -> Tensor:
+    """Each head's (D, d) columns of W_o times the decoder of its KV head -> (D, H·r)."""
+    decoder_Hdr = decoder_Gdr.repeat_interleave(heads // decoder_Gdr.shape[0], dim=0)
+    weight_HDd = weight_DHd.double().reshape(weight_DHd.shape[0], heads, -1).transpose(0, 1)
+    return torch.bmm(weight_HDd, decoder_Hdr).transpose(0, 1).flatten(1).contiguous()
+
+
+def _project(basis_ndr: Tensor, bias: Tensor) -> Tensor:
+    """Q Qᵀ b per head."""
+    bias_nd1 = bias.double().reshape(basis_ndr.shape[0], -1, 1)
+    return torch.bmm(basis_ndr, torch.bmm(basis_ndr.transpose(1, 2), bias_nd1)).flatten()
+
+
+def _dropped_share(eigenvalues_nd: Tensor, rank: int) -> float:
+    """Share of the energy in the eigenvalues beyond `rank`: the relative squared error (Theorem 4.1)."""
+    total = eigenvalues_nd.sum().item()
+    return eigenvalues_nd[:, rank:].sum().item() / total if total > 0 else 0.0
+
+
+def _knob(group: Group, geometry: Geometry, multiple: int) -> Knob:
+    D, d, N = geometry.hidden, geometry.head_dim, geometry.intermediate
+    H, G = geometry.heads, geometry.kv_heads
+    if group.name == "attention":
+        per_rank = D * (H + G) + (G if "v" in geometry.biases else 0)
+        bias = D if "o" in geometry.biases else 0
+        return Knob(group.layer, group.name, "value", d, multiple, lambda rank: per_rank * rank + bias)
+    if group.name == "query_key":
+        bias = H * d * ("q" in geometry.biases) + G * d * ("k" in geometry.biases)
+        factored, dense = (H + G) * (D + d), (H + G) * d * D
+        return Knob(group.layer, group.name, "query_key", d, multiple, lambda rank: bias + min(factored * rank, dense))
+    rows = [role for role in group.roles if role != "down"]
+    per_channel = D * len(group.roles) + sum(role in geometry.biases for role in rows)
+    bias = D if "down" in geometry.biases else 0
+    return Knob(group.layer, group.name, "mlp", N, multiple, lambda rank: per_channel * rank + bias)
+

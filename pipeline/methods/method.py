@@ -1,0 +1,101 @@
+"""What a compression method declares and computes; the only view of a method that driver and workers have.
+
+Legend: D hidden, F features of a tap, G groups, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pipeline.families.family import Geometry
+from pipeline.ranks.budget import Knob
+
+Ranks = Mapping[str, int]
+Form = dict[str, Any]
+Key = tuple[int, str, str]
+
+
+@dataclass(frozen=True, order=True)
+class Moment:
+    """A statistic: the uncentred second moment, summed over calibration tokens, of what passes a point of the layer.
+
+    Attributes:
+        point: `role.in` or `role.out`; roles that share their input share the moment (`attention.in`, `mlp.in`).
+        heads: the F features are cut in `heads` equal parts, each with a moment of its own.
+        groups: the moments of consecutive heads are summed into `groups` of them: (groups, F/heads, F/heads).
+    """
+
+    point: str
+    heads: int = 1
+    groups: int = 1
+
+    @property
+    def key(self) -> str:
+        """A name for files."""
+        return f"{self.point}-{self.heads}-{self.groups}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that a method compresses together in one layer: one unit of solving.
+
+    Attributes:
+        roles: the roles whose tensors are claimed; nobody else may claim them.
+        moments: the statistics needed; empty for a data-free group.
+    """
+
+    layer: int
+    name: str
+    roles: tuple[str, ...]
+    moments: tuple[Moment, ...] = ()
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What compressing a group gives.
+
+    Attributes:
+        tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, float64.
+        forms: role -> form and ranks, as the checkpoint's config holds them; a dense role is left out.
+        report: figures for the summary: errors, fallbacks, condition numbers.
+    """
+
+    tensors: dict[str, Tensor]
+    forms: dict[str, Form]
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class Method(Protocol):
+    """A compression method bound to its manifest entry. Everything it computes is pure."""
+
+    name: str
+    keep: float | None  # a budget of its own, instead of the common one
+    fixed_ranks: bool  # the entry gives ranks, no budget applies
+    needs_importance: bool
+
+    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+        """The groups this method takes, over all layers. Raises ValueError when the geometry does not allow it."""
+        ...
+
+    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+        """The integers to choose, with what each costs in stored numbers."""
+        ...
+
+    def wants(self, geometry: Geometry, ratio: float, importance: Mapping[int, float]) -> dict[Key, float]:
+        """The real-valued rank of every knob at a common `ratio` in (0, 1]."""
+        ...
+
+    def compress(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Mapping[str, Tensor],
+        moments: Mapping[Moment, Tensor],
+        ranks: Ranks,
+    ) -> Solution:
+        """The factors of one group. `weights`: `role.weight` / `role.bias` of the claimed roles, dense; not changed."""
+        ...

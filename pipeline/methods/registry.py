@@ -1,0 +1,149 @@
+"""From manifest entries to methods, what they claim together, and the ranks that meet the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from manifests.errors import InputError
+from manifests.schema import FlatLLM, Manifest
+from pipeline.families.family import Geometry
+from pipeline.methods.flat_llm import FlatLLMMethod
+from pipeline.methods.method import Group, Method, Moment
+from pipeline.ranks.budget import fit_ranks, solve_ratio
+
+METHODS = {FlatLLM: FlatLLMMethod}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A group and who compresses it: the position of the method in the manifest."""
+
+    method: int
+    group: Group
+
+
+def build_methods(manifest: Manifest) -> tuple[Method, ...]:
+    """The methods of a manifest, in its order."""
+    return tuple(METHODS[type(entry)](entry) for entry in manifest.methods)
+
+
+def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
+    """Every group of every method, by layer. Raises InputError when a tensor is claimed twice or a claim is impossible."""
+    tasks: list[Task] = []
+    owner: dict[tuple[int, str], str] = {}
+    for position, method in enumerate(methods):
+        try:
+            groups = method.claims(geometry)
+        except ValueError as error:
+            raise InputError(f"methods.{position} ({method.name}): {error}") from error
+        for group in groups:
+            claim = f"methods.{position} ({method.name}, {group.name})"
+            for role in group.roles:
+                other = owner.setdefault((group.layer, role), claim)
+                if other != claim:
+                    raise InputError(f"layer {group.layer}: {role} is claimed by {other} and by {claim}; a tensor is claimed once")
+            tasks.append(Task(position, group))
+    return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+
+
+def layer_moments(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
+    """The statistics a layer needs, each once, in a fixed order."""
+    return tuple(sorted({moment for task in tasks if task.group.layer == layer for moment in task.group.moments}))
+
+
+def scope_numbers(geometry: Geometry, scope: str) -> int:
+    """Stored numbers of the dense model that the budget's share is of."""
+    return geometry.model_numbers() if scope == "model" else geometry.num_layers * geometry.layer_numbers()
+
+
+def allocate_ranks(
+    manifest: Manifest, methods: Sequence[Method], geometry: Geometry, importance: Mapping[int, float]
+) -> dict[str, dict[str, int]]:
+    """`layer/method/group` -> ranks that meet the budget: one common ratio over all methods without a budget of their own.
+
+    Raises:
+        InputError: the budget cannot be met; the message says the reachable range.
+    """
+    chosen: dict[str, dict[str, int]] = {}
+    sharing = []
+    fixed_numbers = 0.0
+    for position, method in enumerate(methods):
+        if method.fixed_ranks:
+            wants = method.wants(geometry, 1.0, importance)
+            ranks = {key: max(1, round(want)) for key, want in wants.items()}
+        elif method.keep is not None:
+            ranks = _fit(((position, method),), geometry, importance, method.keep * _dense_numbers(method, geometry))[position]
+        else:
+            sharing.append((position, method))
+            continue
+        fixed_numbers += sum(knob.cost(ranks[knob.key]) for knob in method.knobs(geometry))
+        _enter(chosen, position, ranks)
+    if sharing:
+        target = _shared_target(manifest, methods, geometry) - fixed_numbers
+        for position, ranks in _fit(sharing, geometry, importance, target).items():
+            _enter(chosen, position, ranks)
+    return chosen
+
+
+def ranks_key(task: Task) -> str:
+    """Where `allocate_ranks` puts the ranks of a task."""
+    return f"{task.group.layer}/{task.method}/{task.group.name}"
+
+
+def _enter(chosen: dict[str, dict[str, int]], position: int, ranks: Mapping[tuple[int, str, str], int]) -> None:
+    for (layer, group, name), rank in ranks.items():
+        chosen.setdefault(f"{layer}/{position}/{group}", {})[name] = rank
+
+
+def _dense_numbers(method: Method, geometry: Geometry) -> int:
+    return sum(geometry.layer_numbers(group.roles) for group in method.claims(geometry))
+
+
+def _shared_target(manifest: Manifest, methods: Sequence[Method], geometry: Geometry) -> float:
+    """Stored numbers that everything claimed may take: keep · total less what nobody claims."""
+    if manifest.budget is None:
+        raise InputError("budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry")
+    total = scope_numbers(geometry, manifest.budget.scope)
+    return manifest.budget.keep * total - (total - sum(_dense_numbers(method, geometry) for method in methods))
+
+
+def _fit(
+    sharing: Sequence[tuple[int, Method]], geometry: Geometry, importance: Mapping[int, float], target: float
+) -> dict[int, dict[tuple[int, str, str], int]]:
+    """Ranks of several methods at the largest common ratio whose stored numbers stay within `target`."""
+    knobs = {position: method.knobs(geometry) for position, method in sharing}
+    least = sum(knob.cost(min(knob.multiple, knob.cap)) for group in knobs.values() for knob in group)
+    most = sum(knob.cost(knob.cap) for group in knobs.values() for knob in group)
+    if target < least:
+        dense = sum(_dense_numbers(method, geometry) for _, method in sharing)
+        raise InputError(
+            f"budget: what is claimed may store {target:,.0f} numbers, but takes {least:,.0f} at the least and {most:,.0f} at "
+            f"the most ({dense:,} dense); claim more tensors or keep more. {_reachable(geometry, dense, least, most)}"
+        )
+
+    def cost_at(ratio: float) -> float:
+        return sum(
+            knob.cost(wants[knob.key])
+            for position, method in sharing
+            for wants in (method.wants(geometry, ratio, importance),)
+            for knob in knobs[position]
+        )
+
+    ratio = 1.0 if target >= most else solve_ratio(cost_at, target)
+    flat = {(position, knob.key): knob for position, group in knobs.items() for knob in group}
+    wants = {
+        (position, key): want
+        for position, method in sharing
+        for key, want in method.wants(geometry, ratio, importance).items()
+    }
+    fitted = fit_ranks(flat, wants, int(target))
+    return {
+        position: {key: rank for (owner, key), rank in fitted.items() if owner == position} for position, _ in sharing
+    }
+
+
+def _reachable(geometry: Geometry, dense: int, least: float, most: float) -> str:
+    total = geometry.num_layers * geometry.layer_numbers()
+    low, high = (total - dense + least) / total, min(1.0, (total - dense + most) / total)
+    return f"Reachable with scope decoder: keep {low:.3f} to {high:.3f}"

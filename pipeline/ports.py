@@ -1,0 +1,206 @@
+"""What the driver talks to: units of work and their results, the pool that does them, the journal that remembers them.
+
+Units and results are small and picklable; tensors travel between workers behind opaque handles and never reach the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from pipeline.methods.method import Form, Moment
+from pipeline.methods.registry import Task
+
+Lineage = Literal["dense", "compressed"]
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One calibration shard through one layer.
+
+    Attributes:
+        lineage: whose hidden states come in and go out: those of the dense model or of the compressed one.
+        staged: the committed record of the compressed layer to use; None: the layer's dense weights.
+        moments: statistics to take.
+        cosine: whether to sum the cosines between input and output.
+        emit: whether the outputs become the hidden states of the next layer.
+        store: whether these outputs are written to the activation store.
+        base: the layer whose inputs are committed (0: the token embeddings); a worker that does not hold the inputs
+            starts there, and goes through the layers of `replay` (staged records, or None for dense weights).
+        ahead: the layer to read next, if any.
+    """
+
+    lineage: Lineage
+    layer: int
+    shard: int
+    staged: Record | None = None
+    moments: tuple[Moment, ...] = ()
+    cosine: bool = False
+    emit: bool = True
+    store: bool = False
+    base: int = 0
+    base_record: Record | None = None
+    replay: tuple[Record | None, ...] = ()
+    ahead: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"forward/{self.lineage}/{self.layer}/{self.shard}/{'staged' if self.staged else 'dense'}"
+
+
+@dataclass(frozen=True)
+class ForwardDone:
+    """What came of a `Forward`: handles of the partial moments, (sum, count) of cosines, the activation record."""
+
+    partials: Mapping[Moment, Any]
+    cosine: tuple[float, int] | None
+    activation: Record | None
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Adds the partial moments of all shards, in shard order, and stores the sum."""
+
+    lineage: Lineage
+    layer: int
+    moment: Moment
+    partials: tuple[Any, ...]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"reduce/{self.lineage}/{self.layer}/{self.moment.key}"
+
+
+@dataclass(frozen=True)
+class Solve:
+    """Compresses one group of one layer."""
+
+    task: Task
+    ranks: Mapping[str, int]
+    statistics: Mapping[Moment, Record]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"solve/{self.task.group.layer}/{self.task.method}/{self.task.group.name}"
+
+
+@dataclass(frozen=True)
+class SolveDone:
+    """Handle of the factors, the forms they take, and the figures for the summary."""
+
+    factors: Any
+    forms: Mapping[str, Form]
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Writes one layer: the factors of its groups, everything else copied from the source."""
+
+    layer: int
+    factors: tuple[Any, ...]
+    forms: Mapping[str, Form]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"write/{self.layer}"
+
+
+@dataclass(frozen=True)
+class Score:
+    """Negative log likelihood (sum, count) of one shard of windows, from the inputs of layer `layer`, one past the last.
+
+    `base`, `base_record` and `replay` as in `Forward`.
+    """
+
+    layer: int
+    shard: int
+    lineage: Lineage = "dense"
+    base: int = 0
+    base_record: Record | None = None
+    replay: tuple[Record | None, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"score/{self.shard}"
+
+
+Unit = Forward | Reduce | Solve | Write | Score
+
+
+class Pool(Protocol):
+    """Workers that do units in any order; a lost worker's units are done again by another."""
+
+    @property
+    def size(self) -> int:
+        """How many workers there are to keep busy."""
+        ...
+
+    def submit(self, unit: Unit) -> None:
+        """Queues a unit."""
+        ...
+
+    def wait(self) -> tuple[Unit, Any]:
+        """The next finished unit and its result.
+
+        Raises:
+            Interrupted: the job was asked to stop.
+            LaminaError: the unit failed for good.
+        """
+        ...
+
+
+class Journal(Protocol):
+    """The ledger as the driver sees it: small immutable entries by key."""
+
+    def commit(self, key: str, record: Record) -> None:
+        """Durably enters a record."""
+        ...
+
+    def get(self, key: str) -> Record | None:
+        """The valid record of a key, if any."""
+        ...
+
+    def retract(self, key: str) -> None:
+        """Durably takes an entry back."""
+        ...
+
+
+class Observer(Protocol):
+    """Who is told how the job goes: the progress display, the log, the status file."""
+
+    def phase(self, name: str, layers: int, units_per_layer: int) -> None:
+        """A phase begins."""
+        ...
+
+    def unit_done(self, unit: Unit, result: Any) -> None:
+        """A unit is finished."""
+        ...
+
+    def layer_done(self, phase: str, layer: int, summary: Mapping[str, Any]) -> None:
+        """A layer is committed."""
+        ...
+
+    def repaired(self, reason: str, keys: Sequence[str]) -> None:
+        """Stored data was corrupt; these entries are taken back and their work is done again."""
+        ...
+
+
+class Cleaner(Protocol):
+    """Drops stored data that no entry will need again."""
+
+    def retain_activations(self, records: tuple[Record, ...]) -> None:
+        """Drops all stored hidden states but these."""
+        ...
+
+    def retain_statistics(self, records: tuple[Record, ...]) -> None:
+        """Drops all stored moments but these."""
+        ...
