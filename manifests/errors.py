@@ -24,7 +24,7 @@ class InUseError(InputError):
     """Another live job holds the run directory or the output."""
 
 
-class StorageError(LaminaError, OSError):
+class StorageError(LaminaError):
     """A write or read failed while the job ran (full disk, lost mount, no permission); resumable after a fix."""
 
 
@@ -44,6 +44,10 @@ class CorruptError(StorageError):
 
 class WorkerError(LaminaError, RuntimeError):
     """A worker died or failed on a unit for good; resumable after a fix."""
+
+
+class LostInputError(LaminaError):
+    """Something a unit builds on went with the worker that held it; what led to it is done again."""
 
 
 class Interrupted(LaminaError):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manifests.errors import CorruptError
+from manifests.errors import CorruptError, LaminaError, LostInputError
 from pipeline.methods.method import Form, Moment
 from pipeline.methods.registry import Task, layer_moments, ranks_key
 from pipeline.ports import (
@@ -34,7 +34,7 @@ from pipeline.ports import (
 from pipeline.ranks.importance import angular_importance
 
 RanksOf = Mapping[str, Mapping[str, int]]
-CORRUPTIONS_REPAIRED = 3
+REPAIRS = 8
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,14 @@ class Driver:
     def run(self) -> None:
         """Goes through the phases, each from where the journal says it was left.
 
-        Stored data that proves corrupt is taken out of the journal and computed again.
+        Stored data that proves corrupt is taken out of the journal and computed again, and so is what was lost with a
+        worker before it was committed.
         """
-        for _ in range(CORRUPTIONS_REPAIRED):
+        for _ in range(REPAIRS):
             try:
                 return self._run_phases()
-            except CorruptError as error:
+            except (CorruptError, LostInputError) as error:
+                self.pool.drain()
                 self._retract(error)
         self._run_phases()
 
@@ -298,8 +300,10 @@ class Driver:
         entry = self.journal.get(f"dense/{layer - 1:05d}" if lineage == "dense" else f"activations/{layer:05d}")
         return entry.get("activations") if entry else None
 
-    def _retract(self, error: CorruptError) -> None:
+    def _retract(self, error: LaminaError) -> None:
         """Takes back every entry that names the corrupt data, so that it is computed again."""
+        if not isinstance(error, CorruptError):
+            return self.observer.repaired(str(error), [])
         layers = range(self.job.num_layers + 1)
         keys = [f"{kind}/{layer:05d}" for kind in ("dense", "statistics", "activations", "layer") for layer in layers]
         named = [key for key in keys if (entry := self.journal.get(key)) and _names(entry, error.path)]

@@ -157,6 +157,10 @@ class Pool(Protocol):
         """
         ...
 
+    def drain(self) -> None:
+        """Waits for everything submitted and forgets the results, so that other units can be submitted afresh."""
+        ...
+
 
 class Journal(Protocol):
     """The ledger as the driver sees it: small immutable entries by key."""

@@ -1,0 +1,123 @@
+"""One decoder layer on a device: built from tensors, run on a micro-batch, with taps for the statistics.
+
+Legend: B micro-batch, S sequence, D hidden, F features at a tap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lamina.modeling_lamina import (
+    LaminaConfig,
+    LaminaDecoderLayer,
+    LaminaRotaryEmbedding,
+    make_norm,
+    prepare_layer_inputs,
+)
+from torch import Tensor, nn
+
+from manifests.errors import NumericsError
+
+SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}
+Tap = Callable[[Tensor], None]
+
+
+class _Enough(Exception):
+    """Raised by the last tap when nobody needs the layer's output."""
+
+
+class Block:
+    """A layer of the model, dense or compressed: what its forms in the config say."""
+
+    def __init__(self, config: LaminaConfig, layer: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """`tensors`: names relative to the layer, already of the forward's dtype."""
+        self.layer = layer
+        self.config = config
+        self.device = device
+        with torch.device("meta"):
+            self.module = LaminaDecoderLayer(config, layer)
+        placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self.module.load_state_dict(placed, strict=True, assign=True)
+        self.module.eval().requires_grad_(False)
+        self.rotary = LaminaRotaryEmbedding(config, device) if config.block["rotary"] else None
+
+    @torch.inference_mode()
+    def run(self, hidden_BSD: Tensor, taps: Iterable[tuple[str, Tap]] = (), output: bool = True) -> Tensor | None:
+        """The layer's output for hidden states of whole samples; None with `output` off, which ends at the last tap.
+
+        Raises NumericsError, naming layer and module, when the output is not finite.
+        """
+        with self._tapped(taps, stop=not output):
+            try:
+                result_BSD = self._forward(hidden_BSD)
+            except _Enough:
+                return None
+        if not torch.isfinite(result_BSD).all():
+            raise NumericsError(self._blame(hidden_BSD))
+        return result_BSD if output else None
+
+    def _forward(self, hidden_BSD: Tensor) -> Tensor:
+        inputs = prepare_layer_inputs(self.config, self.rotary, hidden_BSD)
+        result: Tensor = self.module(hidden_BSD, **inputs.of(self.module))
+        return result
+
+    @contextmanager
+    def _tapped(self, taps: Iterable[tuple[str, Tap]], stop: bool) -> Iterator[None]:
+        """Hooks the taps onto the modules of their roles; the one reached last ends the pass if `stop`."""
+        resolved: dict[str, list[Tap]] = {}
+        for point, tap in taps:
+            resolved.setdefault(SHARED_INPUTS.get(point, point), []).append(tap)
+        order = [f"{role}.{side}" for role in self._run_order() for side in ("in", "out")]
+        final = max(resolved, key=order.index, default=None) if stop else None
+        with ExitStack() as hooks:
+            for point, tap_list in resolved.items():
+                role, _, side = point.partition(".")
+                handle = _hook(self.module.role(role), side, tap_list, point == final)
+                hooks.callback(handle.remove)
+            yield
+
+    def _run_order(self) -> tuple[str, ...]:
+        mlp = ("mlp_norm", "gate", "up", "down")
+        attention = ("input_norm", "q", "k", "v", "q_norm", "k_norm", "o")
+        return attention + mlp
+
+    def _blame(self, hidden_BSD: Tensor) -> str:
+        """Runs again to find the first module whose output is not finite."""
+        if not torch.isfinite(hidden_BSD).all():
+            return f"layer {self.layer}: its input holds NaN or infinity"
+        bad: list[str] = []
+
+        def watch(role: str) -> Tap:
+            return lambda values: bad.append(role) if not torch.isfinite(values).all() else None
+
+        roles = [role for role in self._run_order() if role in self.config.block["modules"]]
+        with self._tapped([(f"{role}.out", watch(role)) for role in roles], stop=False):
+            self._forward(hidden_BSD)
+        where = self.config.block["modules"][bad[0]] if bad else "the residual sum"
+        return (
+            f"layer {self.layer}: NaN or infinity first appears in the output of {where} ({hidden_BSD.dtype}); "
+            "weights or activations overflow this dtype: convert the checkpoint to bfloat16 or float32"
+        )
+
+
+def _hook(module: nn.Module, side: str, taps: list[Tap], last: bool) -> Any:
+    def see(values: Tensor) -> None:
+        for tap in taps:
+            tap(values)
+        if last:
+            raise _Enough
+
+    if side == "in":
+        return module.register_forward_pre_hook(lambda _, arguments: see(arguments[0]))
+    return module.register_forward_hook(lambda _, __, result: see(result))
+
+
+def final_norm(config: LaminaConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The norm after the last layer, from its `weight` and, if it has one, `bias`."""
+    with torch.device("meta"):
+        module = make_norm(config)
+    module.load_state_dict(dict(tensors), strict=True, assign=True)
+    return module

@@ -1,0 +1,89 @@
+"""Layers for a worker: read from the source or from a staged shard, checked, one at a time, the next one read ahead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from lamina.modeling_lamina import LaminaConfig
+from torch import Tensor
+
+from manifests.errors import NumericsError
+from stores.staging import read_staged
+from workers.block import Block
+from workers.setup import Setup
+
+
+class LayerReader:
+    """Builds the block of a layer. Holds one block on the device and at most one more layer's dense tensors."""
+
+    def __init__(self, setup: Setup, device: torch.device) -> None:
+        self.setup = setup
+        self.device = device
+        self.config = LaminaConfig(**setup.config)
+        self.config._attn_implementation = "sdpa"
+        self.current: tuple[Any, Block] | None = None
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+        self.ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
+
+    def block(self, layer: int, staged: Mapping[str, Any] | None) -> Block:
+        """The layer with its dense weights, or as staged."""
+        wanted = (layer, staged["path"] if staged else None)
+        if self.current is None or self.current[0] != wanted:
+            self.current = None  # frees the device before the next layer is placed
+            self.current = (wanted, self._staged_block(layer, staged) if staged else self._source_block(layer))
+        return self.current[1]
+
+    def read_ahead(self, layer: int | None) -> None:
+        """Starts reading a layer's source tensors in the background."""
+        if layer is not None and (self.ahead is None or self.ahead[0] != layer):
+            self.ahead = (layer, self.thread.submit(self._read_layer, layer))
+
+    def outer(self, *names: str) -> dict[str, Tensor]:
+        """Tensors outside the layers (embeddings, final norm, head), on the device, in the forward's dtype."""
+        present = [name for name in names if name in self.setup.source.tensors]
+        return {name: tensor.to(self.device) for name, tensor in self._read(present).items()}
+
+    def dense_weights(self, layer: int, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """`role.weight` -> source tensor, for {role.weight: tensor name}; in the source's dtype, on the device."""
+        tensors = self.setup.source.read(names.values())
+        for name, tensor in tensors.items():
+            _require_finite(name, tensor, f"layer {layer}")
+        return {role: tensors[name].to(self.device) for role, name in names.items()}
+
+    def _source_block(self, layer: int) -> Block:
+        if self.ahead is not None and self.ahead[0] == layer:
+            tensors = self.ahead[1].result()
+            self.ahead = None
+        else:
+            tensors = self._read_layer(layer)
+        return Block(self.config, layer, tensors, self.device)
+
+    def _staged_block(self, layer: int, staged: Mapping[str, Any]) -> Block:
+        config = copy.copy(self.config)
+        config.forms = [dict(staged["forms"]) if index == layer else {} for index in range(config.num_hidden_layers)]
+        tensors = read_staged(self.setup.run_dir, staged)
+        return Block(config, layer, self._relative(layer, tensors), self.device)
+
+    def _read_layer(self, layer: int) -> dict[str, Tensor]:
+        prefix = f"{self.setup.geometry.layers_path}.{layer}."
+        names = [name for name in self.setup.source.tensors if name.startswith(prefix)]
+        return self._relative(layer, self._read(names))
+
+    def _read(self, names: list[str]) -> dict[str, Tensor]:
+        tensors = self.setup.source.read(names)
+        for name, tensor in tensors.items():
+            _require_finite(name, tensor, "source")
+        return {name: tensor.to(self.setup.dtype) for name, tensor in tensors.items()}
+
+    def _relative(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        prefix = f"{self.setup.geometry.layers_path}.{layer}."
+        return {name.removeprefix(prefix): tensor.to(self.setup.dtype) for name, tensor in tensors.items()}
+
+
+def _require_finite(name: str, tensor: Tensor, where: str) -> None:
+    if not torch.isfinite(tensor).all():
+        raise NumericsError(f"{where}: tensor {name} holds NaN or infinity; the checkpoint is damaged")

@@ -1,0 +1,252 @@
+"""The pool of Ray actors: who gets which unit, and what happens when one dies.
+
+A shard's forward units go to the worker that holds its hidden states; every other unit goes to whoever is least busy.
+A lost worker's units are queued again, and another worker is started in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+
+from manifests.errors import InputError, Interrupted, WorkerError
+from manifests.schema import Workers
+from pipeline.ports import Forward, Score, Unit
+from workers.actor import Outcome, WorkerActor
+from workers.setup import Setup
+
+DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
+MAX_FAILURES = 3
+POLL_SECONDS = 0.5  # how soon a signal is noticed
+START_WARNING_SECONDS = 60.0
+LOST = (RayActorError, WorkerCrashedError)
+
+
+@dataclass
+class _Member:
+    actor: Any
+    ready: Any
+    live: bool = False
+    where: dict[str, Any] = field(default_factory=dict)
+    shards: set[int] = field(default_factory=set)
+    queue: deque[Unit] = field(default_factory=deque)
+    running: dict[Any, Unit] = field(default_factory=dict)
+
+    @property
+    def load(self) -> int:
+        return len(self.queue) + len(self.running)
+
+
+def connect(address: str | None, workers: Workers) -> str:
+    """Joins a running Ray cluster, or starts one on this machine that listens on loopback only. Returns its address.
+
+    An address may also come from RAY_ADDRESS, as under `ray job submit`.
+
+    Raises:
+        InputError: no cluster answers, or this machine has not what one worker asks for.
+    """
+    found = address or os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        if found:
+            context = ray.init(address=found, log_to_driver=False, logging_level="ERROR")
+        else:
+            context = ray.init(
+                num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _node_ip_address="127.0.0.1",
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InputError(f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none") from error
+    resources = ray.cluster_resources()
+    if not found and workers.gpus * workers.min > resources.get("GPU", 0):
+        ray.shutdown()
+        raise InputError(
+            f"workers.gpus: {workers.gpus} for each of {workers.min} workers, but this machine has "
+            f"{resources.get('GPU', 0):g} GPUs; set workers.gpus: 0 or give --address of a cluster that has them"
+        )
+    return str(context.address_info["gcs_address"])
+
+
+class RayPool:
+    """See `pipeline.ports.Pool`."""
+
+    def __init__(self, setup: Setup, workers: Workers, stop: threading.Event, note: Callable[[str], None]) -> None:
+        """Starts up to `workers.max` actors and returns when `workers.min` of them are ready.
+
+        Args:
+            stop: set by a signal handler; `wait` then raises Interrupted.
+            note: takes lines for the log.
+
+        Raises:
+            WorkerError: workers cannot start.
+        """
+        self.setup = ray.put(setup)
+        self.stop = stop
+        self.note = note
+        self.waiting: deque[Unit] = deque()
+        self.failures: Counter[str] = Counter()
+        self.seconds: dict[str, list[float]] = {}  # kind of unit -> [units, seconds, of these in products and decompositions]
+        self.peak_bytes: dict[str, int] = {}
+        self.finished: deque[tuple[Unit, Outcome]] = deque()
+        resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
+        self.actor_class = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
+        self.members = [self._start() for _ in range(min(workers.max, setup.shards))]
+        self._await_members(min(workers.min, len(self.members)))
+
+    @property
+    def size(self) -> int:
+        """How many workers are ready."""
+        return sum(member.live for member in self.members)
+
+    def submit(self, unit: Unit) -> None:
+        """Queues a unit."""
+        self.waiting.append(unit)
+
+    def wait(self) -> tuple[Unit, Any]:
+        """The next finished unit. See `pipeline.ports.Pool.wait`."""
+        while True:
+            if self.stop.is_set():
+                raise Interrupted("stopped by a signal; run the same command again to go on")
+            if self.finished:
+                unit, outcome = self.finished.popleft()
+                if outcome.error is not None:
+                    raise outcome.error
+                return unit, outcome.result
+            self._dispatch()
+            self._step(POLL_SECONDS)
+
+    def drain(self) -> None:
+        """Waits for what runs, forgets everything submitted."""
+        self.waiting.clear()
+        for member in self.members:
+            member.queue.clear()
+        while any(member.running for member in self.members):
+            if self.stop.is_set():
+                raise Interrupted("stopped by a signal; run the same command again to go on")
+            self._step(POLL_SECONDS)
+            self.waiting.clear()
+        self.finished.clear()
+
+    def busy(self) -> dict[str, str]:
+        """Worker -> the unit it is at, for the status."""
+        return {
+            _name(member): next(iter(member.running.values())).key
+            for member in self.members
+            if member.running
+        }
+
+    def close(self) -> None:
+        """Ends all workers."""
+        for member in self.members:
+            ray.kill(member.actor)
+        self.members = []
+
+    # -- members -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> _Member:
+        actor = self.actor_class.remote(self.setup)
+        return _Member(actor, actor.ready.remote())
+
+    def _await_members(self, count: int) -> None:
+        started = warned = time.monotonic()
+        while self.size < count:
+            if self.stop.is_set():
+                raise Interrupted("stopped by a signal before any worker was ready")
+            self._step(POLL_SECONDS)
+            if time.monotonic() - warned > START_WARNING_SECONDS:
+                warned = time.monotonic()
+                self.note(
+                    f"waiting since {warned - started:.0f} s for {count} workers, {self.size} are ready; "
+                    f"the cluster has {ray.cluster_resources()}, free {ray.available_resources()}"
+                )
+
+    def _step(self, timeout_s: float) -> None:
+        """Takes in whatever is ready: new members, finished units, deaths."""
+        owners = {ref: member for member in self.members for ref in member.running}
+        owners |= {member.ready: member for member in self.members if not member.live}
+        if not owners:
+            raise WorkerError("no worker is left and none can be started")
+        done, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s, fetch_local=False)
+        for ref in done:
+            member = owners[ref]
+            if member in self.members:
+                self._take(member, ref)
+
+    def _take(self, member: _Member, ref: Any) -> None:
+        try:
+            value = ray.get(ref)
+        except LOST as error:
+            self._replace(member, error)
+        except RayTaskError as error:
+            unit = member.running.pop(ref, None)
+            what = unit.key if unit else "starting a worker"
+            raise WorkerError(f"{what}: {error.cause or error}\n{error.traceback_str}") from None
+        else:
+            if ref == member.ready:
+                member.live, member.where = True, value
+                return
+            unit = member.running.pop(ref)
+            self._account(member, unit, value)
+            self.finished.append((unit, value))
+
+    def _account(self, member: _Member, unit: Unit, outcome: Outcome) -> None:
+        spent = self.seconds.setdefault(type(unit).__name__.lower(), [0, 0.0, 0.0])
+        for position, amount in enumerate((1, outcome.seconds, outcome.compute_seconds)):
+            spent[position] += amount
+        self.peak_bytes[_name(member)] = outcome.peak_bytes
+
+    def _replace(self, member: _Member, error: Exception) -> None:
+        """Queues a dead worker's units again and starts another."""
+        self.members.remove(member)
+        lost = [*member.running.values(), *member.queue]
+        for unit in member.running.values():
+            self.failures[unit.key] += 1
+            if self.failures[unit.key] >= MAX_FAILURES:
+                raise WorkerError(f"{unit.key}: {MAX_FAILURES} workers died on it; the last: {error}")
+        if not member.live:
+            self.failures["start"] += 1
+            if self.failures["start"] >= MAX_FAILURES:
+                raise WorkerError(f"{MAX_FAILURES} workers died before they were ready; the last: {error}")
+        self.note(f"worker {_name(member)} died, {len(lost)} units are done again: {type(error).__name__}")
+        self.waiting.extendleft(reversed(lost))
+        self.members.append(self._start())
+
+    # -- units -------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        live = [member for member in self.members if member.live]
+        if not live:
+            return
+        while self.waiting:
+            unit = self.waiting.popleft()
+            self._choose(unit, live).queue.append(unit)
+        for member in live:
+            while member.queue and len(member.running) < DEPTH:
+                unit = member.queue.popleft()
+                member.running[member.actor.execute.remote(unit)] = unit
+
+    def _choose(self, unit: Unit, live: list[_Member]) -> _Member:
+        if not isinstance(unit, (Forward, Score)):
+            return min(live, key=lambda member: member.load)
+        for member in live:
+            if unit.shard in member.shards:
+                return member
+        chosen = min(live, key=lambda member: len(member.shards))
+        chosen.shards.add(unit.shard)
+        return chosen
+
+
+def _name(member: _Member) -> str:
+    return f"{member.where.get('node', '?')}:{member.where.get('pid', '?')}"
