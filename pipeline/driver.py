@@ -15,7 +15,7 @@ from typing import Any
 
 from manifests.errors import CorruptError, LaminaError, LostInputError
 from pipeline.methods.method import Form, Moment
-from pipeline.methods.registry import Task, layer_moments, ranks_key
+from pipeline.methods.registry import Task, layer_importance, layer_moments, ranks_key
 from pipeline.ports import (
     Cleaner,
     Forward,
@@ -31,7 +31,6 @@ from pipeline.ports import (
     Unit,
     Write,
 )
-from pipeline.ranks.importance import angular_importance
 
 RanksOf = Mapping[str, Mapping[str, int]]
 REPAIRS = 8
@@ -138,12 +137,12 @@ class Driver:
         return chosen
 
     def _importance(self) -> dict[int, float]:
-        """t_l = arccos(c_l)/π from the cosines of all shards, summed in shard order."""
+        """Of every layer, from the cosines of all shards, summed in shard order."""
         means = []
         for layer in range(self.job.num_layers):
             cosines = self._entry(f"dense/{layer:05d}")["cosine"]
             means.append(sum(total for total, _ in cosines) / sum(count for _, count in cosines))
-        return dict(enumerate(angular_importance(means)))
+        return layer_importance(means)
 
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 

@@ -11,6 +11,7 @@ from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.method import Group, Method, Moment
 from pipeline.ranks.budget import fit_ranks, solve_ratio
+from pipeline.ranks.importance import angular_importance
 
 METHODS = {FlatLLM: FlatLLMMethod}
 
@@ -84,6 +85,11 @@ def allocate_ranks(
         for position, ranks in _fit(sharing, geometry, importance, target).items():
             _enter(chosen, position, ranks)
     return chosen
+
+
+def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
+    """Layer -> t_l, from the mean cosine between each layer's input and output. METHODS §1."""
+    return dict(enumerate(angular_importance(mean_cosines)))
 
 
 def ranks_key(task: Task) -> str:

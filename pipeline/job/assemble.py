@@ -1,0 +1,250 @@
+"""Puts the committed layers together as a checkpoint: shards, config, contract, model card, and last of all the index.
+
+Order of durability: everything else is in OUTPUT before the index is renamed in; a directory without it is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lamina.modeling_lamina
+
+from manifests import VERSION
+from manifests.errors import CorruptError, InputError
+from pipeline.families.family import Geometry
+from pipeline.families.registry import checkpoint_config
+from pipeline.job.inputs import Inputs
+from pipeline.ports import Journal, Record
+from stores.checkpoint import copy_shard, describe_shard, link_or_copy, write_index
+from stores.durable import fsync_directory, sha256_file, write_durably
+from stores.headers import DTYPES
+from stores.source import INDEX_FILE
+
+CONTRACT_VERSION = 1
+CONTRACT_FILE = "compression.json"
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What goes into one output file: a staged layer, a whole source file, or some tensors of one."""
+
+    name: str
+    layer: int | None = None
+    source_file: str | None = None
+    tensors: tuple[str, ...] = ()
+    whole: bool = False
+
+
+def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
+    """One shard for every claimed layer, then what nobody claims, file by file of the source."""
+    layers = sorted({task.group.layer for task in inputs.tasks})
+    taken = {name for layer in layers for name in inputs.source.tensors if name.startswith(f"{inputs.geometry.layers_path}.{layer}.")}
+    rest: dict[str, list[str]] = {}
+    for name, record in inputs.source.tensors.items():
+        if name not in taken:
+            rest.setdefault(Path(record.file).name, []).append(name)
+    held = {file: 0 for file in rest}
+    for record in inputs.source.tensors.values():
+        if Path(record.file).name in held:
+            held[Path(record.file).name] += 1
+    count = len(layers) + len(rest)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    plans = [ShardPlan(name, layer=layer) for name, layer in zip(names, layers, strict=False)]
+    for name, (file, tensors) in zip(names[len(layers) :], sorted(rest.items()), strict=True):
+        plans.append(ShardPlan(name, source_file=file, tensors=tuple(sorted(tensors)), whole=held[file] == len(tensors)))
+    return tuple(plans)
+
+
+class Assembler:
+    """Writes OUTPUT from a finished journal. Doing it again, after an interruption, gives the same bytes."""
+
+    def __init__(self, inputs: Inputs, journal: Journal, run_dir: Path, source_files: Mapping[str, Any]) -> None:
+        """`source_files`: file -> size and sha256, for the contract."""
+        self.inputs = inputs
+        self.journal = journal
+        self.run_dir = run_dir
+        self.source_files = source_files
+        self.output = Path(inputs.manifest.output)
+
+    def run(self) -> dict[str, Any]:
+        """Writes everything, the index last; returns the contract (compression.json)."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        plans = plan_shards(self.inputs)
+        self._remove_strays(plans)
+        records = {plan.name: self._place(plan) for plan in plans}
+        fsync_directory(self.output)
+        contract = self._contract(plans, records)
+        self._write_companions()
+        self._write_json("config.json", self._config())
+        self._write_json(CONTRACT_FILE, contract)
+        write_durably(self.output / "README.md", model_card(contract).encode())
+        weight_map = {name: entry["shard"] for name, entry in contract["tensors"].items()}
+        counts = contract["counts"]
+        write_index(self.output, weight_map, counts["bytes"]["compressed"], counts["parameters"]["compressed"])
+        return contract
+
+    def _remove_strays(self, plans: Sequence[ShardPlan]) -> None:
+        """Shards of an earlier, other job; its index goes first."""
+        (self.output / INDEX_FILE).unlink(missing_ok=True)
+        fsync_directory(self.output)
+        expected = {plan.name for plan in plans}
+        for path in self.output.glob("model-*.safetensors"):
+            if path.name not in expected:
+                path.unlink()
+
+    def _place(self, plan: ShardPlan) -> Record:
+        target = self.output / plan.name
+        if plan.layer is not None:
+            entry = self.journal.get(f"layer/{plan.layer:05d}")
+            if entry is None:
+                raise CorruptError(f"journal: layer {plan.layer} is not entered", f"layer/{plan.layer:05d}")
+            link_or_copy(self.run_dir / entry["staged"]["path"], target)
+            staged: Record = entry["staged"]
+            return staged
+        entered = self.journal.get(f"rest/{plan.name}")
+        if entered is not None and target.exists() and sha256_file(target) == entered["sha256"]:
+            return entered
+        assert plan.source_file is not None
+        if plan.whole:
+            link_or_copy(self.inputs.source.directory.resolve() / plan.source_file, target)
+            record = describe_shard(target)
+        else:
+            record = copy_shard(target, self.inputs.source, plan.tensors)
+        self.journal.commit(f"rest/{plan.name}", record)
+        return record
+
+    def _forms(self) -> list[dict[str, Any]]:
+        entries = [self.journal.get(f"layer/{layer:05d}") for layer in range(self.inputs.geometry.num_layers)]
+        return [entry["forms"] if entry else {} for entry in entries]
+
+    def _config(self) -> dict[str, Any]:
+        return checkpoint_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
+
+    def _contract(self, plans: Sequence[ShardPlan], records: Mapping[str, Record]) -> dict[str, Any]:
+        geometry, forms = self.inputs.geometry, self._forms()
+        owners = {(task.group.layer, role): task for task in self.inputs.tasks for role in task.group.roles}
+        tensors: dict[str, Any] = {}
+        for plan in plans:
+            roles = _roles_of_layer(geometry, plan.layer) if plan.layer is not None else {}
+            for name, described in records[plan.name]["tensors"].items():
+                role = next((role for path, role in roles.items() if name.startswith(path)), None)
+                task = owners.get((plan.layer, role)) if plan.layer is not None and role else None
+                form = forms[plan.layer].get(role, {"form": "dense"}) if plan.layer is not None and role else {"form": "dense"}
+                origin = self.inputs.methods[task.method].name if task else "copied"
+                tensors[name] = {**described, **form, "origin": origin, "shard": plan.name}
+        return {
+            "version": CONTRACT_VERSION,
+            "code_version": VERSION,
+            "source": {
+                "path": self.inputs.manifest.model.source,
+                "revision": self.inputs.manifest.model.revision,
+                "model_type": geometry.model_type,
+                "files": {file: {key: found[key] for key in ("size", "sha256")} for file, found in self.source_files.items()},
+            },
+            "manifest": self.inputs.manifest.semantic(),
+            "counts": count(self.inputs, tensors, forms),
+            "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
+            "shards": {name: {key: record[key] for key in ("size", "sha256")} for name, record in records.items()},
+            "tensors": tensors,
+        }
+
+    def _layer_report(self, layer: int) -> dict[str, Any]:
+        entry = self.journal.get(f"layer/{layer:05d}")
+        return {"groups": entry["groups"] if entry else {}, "forms": entry["forms"] if entry else {}}
+
+    def _write_companions(self) -> None:
+        source = self.inputs.source.directory
+        for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
+            write_durably(self.output / path.name, path.read_bytes())
+        write_durably(self.output / "modeling_lamina.py", Path(lamina.modeling_lamina.__file__).read_bytes())
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        write_durably(self.output / name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Stored numbers and bytes, dense and compressed, from what was written; and the cache per token."""
+    geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
+    written = {name: math.prod(entry["shape"]) for name, entry in tensors.items()}
+    prefix = f"{geometry.layers_path}."
+    dense_bytes = sum(record.end - record.begin for record in inputs.source.tensors.values())
+    sources = {name: math.prod(record.shape) for name, record in inputs.source.tensors.items()}
+    return {
+        "parameters": {"dense": sum(sources.values()), "compressed": sum(written.values())},
+        "decoder_parameters": {
+            "dense": sum(number for name, number in sources.items() if name.startswith(prefix)),
+            "compressed": sum(number for name, number in written.items() if name.startswith(prefix)),
+        },
+        "bytes": {"dense": dense_bytes, "compressed": sum(number * DTYPES[tensors[name]["dtype"]].itemsize for name, number in written.items())},
+        "cache_bytes_per_token": {
+            "dense": itemsize * geometry.num_layers * 2 * geometry.kv_heads * geometry.head_dim,
+            "compressed": itemsize * sum(cache_numbers(inputs, layer) for layer in forms),
+        },
+    }
+
+
+def cache_numbers(inputs: Inputs, forms: Mapping[str, Any]) -> int:
+    """How many numbers a layer caches per token: d per KV head for keys; for values d, or the rank of their PCA."""
+    geometry = inputs.geometry
+    return geometry.kv_heads * (geometry.head_dim + forms.get("v", {}).get("rank", geometry.head_dim))
+
+
+def _roles_of_layer(geometry: Geometry, layer: int) -> dict[str, str]:
+    """Module path with a trailing dot -> role."""
+    return {f"{geometry.path(layer, role)}.": role for role in geometry.roles}
+
+
+def check_output(output: Path, run_dir: Path, fresh: bool) -> None:
+    """Refuses an OUTPUT that holds a checkpoint of another job. Raises InputError."""
+    if (output / INDEX_FILE).exists() and not fresh:
+        raise InputError(f"output: {output} already holds a checkpoint that {run_dir} did not write; give another directory, or --fresh to replace it")
+    if output.exists() and any(path.suffix == ".safetensors" and not path.name.startswith("model-") for path in output.iterdir()):
+        raise InputError(f"output: {output} holds other safetensors files; give an empty directory")
+
+
+def free_bytes(path: Path) -> int:
+    """Free space on the filesystem that a path is, or will be, on."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def model_card(contract: Mapping[str, Any]) -> str:
+    """README.md of the checkpoint."""
+    counts, methods = contract["counts"], ", ".join(entry["method"] for entry in contract["manifest"]["methods"])
+    parameters, cache = counts["parameters"], counts["cache_bytes_per_token"]
+    return f"""---
+library_name: transformers
+tags: [lamina, compressed]
+---
+# {Path(contract["source"]["path"]).name}, compressed with {methods}
+
+| | dense | compressed |
+|---|---|---|
+| stored numbers | {parameters["dense"]:,} | {parameters["compressed"]:,} |
+| of these in decoder layers | {counts["decoder_parameters"]["dense"]:,} | {counts["decoder_parameters"]["compressed"]:,} |
+| bytes | {counts["bytes"]["dense"]:,} | {counts["bytes"]["compressed"]:,} |
+| cache bytes per token | {cache["dense"]:,} | {cache["compressed"]:,} |
+
+Load it with transformers:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(PATH)
+```
+
+With the package `lamina` installed and imported, `trust_remote_code` is not needed. `compression.json` says of every tensor
+how it is stored and which method it comes from. Written by Lamina {contract["code_version"]} from a {contract["source"]["model_type"]} model.
+"""

@@ -1,0 +1,46 @@
+"""Calibration tokens: read, packed, stored once for the workers, and known by their digest."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import InputError
+from pipeline.job.inputs import Inputs
+from stores.corpus import evaluation_windows, load_tokenizer, pack_samples, read_documents
+
+
+def calibration_tokens(inputs: Inputs) -> torch.Tensor | None:
+    """Token ids (samples, sequence), or None for a data-free job. Raises InputError about the text."""
+    calibration = inputs.manifest.calibration
+    if calibration is None or not inputs.needs_calibration:
+        return None
+    tokenizer = load_tokenizer(inputs.source.directory)
+    documents = read_documents(calibration.text)
+    tokens = pack_samples(documents, tokenizer, calibration.samples, calibration.sequence_length, inputs.manifest.seed)
+    check_ids(tokens, inputs.geometry.vocab)
+    return tokens
+
+
+def window_tokens(directory: Path, text: Any, window: int, vocab: int) -> torch.Tensor:
+    """Token ids (windows, window) of an evaluation text. Raises InputError about the text."""
+    tokens = evaluation_windows(read_documents(text), load_tokenizer(directory), window)
+    check_ids(tokens, vocab)
+    return tokens
+
+
+def tokens_digest(tokens: torch.Tensor | None) -> str | None:
+    """sha256 of shape and ids."""
+    if tokens is None:
+        return None
+    return hashlib.sha256(str(tuple(tokens.shape)).encode() + tokens.to(torch.int64).numpy().tobytes()).hexdigest()
+
+
+def check_ids(tokens: torch.Tensor, vocab: int) -> None:
+    """Raises InputError when the tokenizer does not belong to the model."""
+    largest = int(tokens.max())
+    if largest >= vocab:
+        raise InputError(f"tokenizer: gives token {largest}, but the model has {vocab}; it does not belong to this model")

@@ -1,0 +1,103 @@
+"""From a manifest to everything a job needs to know before it computes: checked source, geometry, methods, tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import InputError
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.methods.method import Method
+from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks
+from stores.source import SourceCheckpoint, open_source
+from workers.setup import DTYPES
+
+STORED_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A job's inputs, checked: whatever a header or a config can show to be wrong is found here."""
+
+    manifest: Manifest
+    source: SourceCheckpoint
+    config: Mapping[str, Any]
+    geometry: Geometry
+    methods: tuple[Method, ...]
+    tasks: tuple[Task, ...]
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """As config.json writes it."""
+        return STORED_NAMES[self.dtype]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all tensors of the source."""
+        return sum(record.end - record.begin for record in self.source.tensors.values())
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether any method asks for statistics or importance."""
+        return any(task.group.moments for task in self.tasks) or any(method.needs_importance for method in self.methods)
+
+
+def read_inputs(manifest: Manifest) -> Inputs:
+    """Opens the source (headers only) and checks manifest and model against each other.
+
+    Raises:
+        InputError: see the message; nothing was written.
+    """
+    source = open_source(manifest.model.source, manifest.model.revision)
+    config = standard_config(source.config)
+    geometry = geometry_of(config)
+    source.require(geometry.expected_tensors())
+    methods = build_methods(manifest)
+    tasks = claim_tasks(methods, geometry)
+    inputs = Inputs(manifest, source, config, geometry, methods, tasks, layer_dtype(source, geometry))
+    allocate_ranks(manifest, methods, geometry, {layer: 1.0 for layer in range(geometry.num_layers)})
+    if inputs.needs_calibration and manifest.calibration is None:
+        raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
+    _check_sequence(manifest, config)
+    _check_places(manifest, source.directory)
+    return inputs
+
+
+def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
+    """The dtype of the forward pass: the one that most layer tensors are stored in."""
+    names = [name for layer in range(geometry.num_layers) for name, _ in geometry.layer_tensors(layer).values()]
+    counts = Counter(source.tensors[name].dtype for name in names)
+    unsupported = sorted(set(counts) - set(DTYPES))
+    if unsupported:
+        raise InputError(f"model: layer tensors are stored as {unsupported}; supported are {sorted(DTYPES)} (no quantised checkpoints)")
+    return DTYPES[counts.most_common(1)[0][0]]
+
+
+def _check_sequence(manifest: Manifest, config: Mapping[str, Any]) -> None:
+    limit = config["max_position_embeddings"]
+    wanted = {"calibration.sequence_length": manifest.calibration.sequence_length if manifest.calibration else 0}
+    if manifest.evaluation.perplexity:
+        wanted["evaluation.perplexity.window"] = manifest.evaluation.perplexity.window
+    for field, length in wanted.items():
+        if length > limit:
+            raise InputError(f"{field}: {length} is longer than the model's max_position_embeddings {limit}")
+
+
+def _check_places(manifest: Manifest, source: Path) -> None:
+    places = {"output": Path(manifest.output).resolve(), "run_dir": Path(manifest.run_dir).resolve()}
+    source = source.resolve()
+    for name, place in places.items():
+        if place == source or place in source.parents or source in place.parents:
+            raise InputError(f"{name}: {place} and the model {source} lie in each other; the source is never written to")
+        if place.exists() and not place.is_dir():
+            raise InputError(f"{name}: {place} is no directory")
+    if places["output"] == places["run_dir"] or places["output"] in places["run_dir"].parents:
+        raise InputError(f"output: {places['output']} must not hold run_dir {places['run_dir']}; give two separate directories")

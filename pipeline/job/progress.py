@@ -1,0 +1,144 @@
+"""What one sees while a job runs: a live display in a terminal, plain lines elsewhere, a log file, the lock's status."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pipeline.ports import Forward, ForwardDone, Unit
+
+LOG = logging.getLogger("lamina")
+BEAT_SECONDS = 2.0
+
+
+class JobObserver:
+    """See `pipeline.ports.Observer`. Use as a context manager, which starts and ends the display."""
+
+    def __init__(self, beat: Callable[[dict[str, Any]], None], stream: TextIO | None = None, pool: Any = None) -> None:
+        """`beat` takes the state for `status`, at most every two seconds."""
+        self.stream = stream or sys.stderr
+        self.beat = beat
+        self.pool = pool
+        self.console = Console(file=self.stream)
+        self.live = self.console.is_terminal
+        self.state: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+        self.tokens = 0
+        self.total_units = self.done_units = 0
+        self.started = self.beaten = time.monotonic()
+        self.progress: Progress | None = None
+        self.bar: TaskID | None = None
+
+    def __enter__(self) -> JobObserver:
+        if self.live:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[detail]}"))
+            self.progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
+            self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_phase()
+        if self.progress is not None:
+            self.progress.stop()
+
+    def phase(self, name: str, layers: int, units_per_layer: int) -> None:
+        """A phase begins: `layers` layers of `units_per_layer` forward units."""
+        self._close_phase()
+        self.started, self.tokens, self.done_units = time.monotonic(), 0, 0
+        self.total_units = max(1, layers * units_per_layer)
+        self.state = {"phase": name, "layers": layers, "layer": None}
+        self.say(f"phase {name}: {layers} layers")
+        if self.progress is not None:
+            self.bar = self.progress.add_task(name, total=self.total_units, detail="")
+        self._beat(force=True)
+
+    def unit_done(self, unit: Unit, result: Any) -> None:
+        """A unit is finished."""
+        self.state["unit"] = unit.key
+        if isinstance(unit, Forward) and isinstance(result, ForwardDone):
+            self.tokens += result.tokens
+            self.done_units += 1
+            self.state |= {"layer": unit.layer, "shard": unit.shard}
+            self._update()
+        self._beat()
+
+    def layer_done(self, phase: str, layer: int, summary: Mapping[str, Any]) -> None:
+        """A layer is committed."""
+        figures = "; ".join(f"{group}: {_figures(report)}" for group, report in summary.items())
+        self.say(f"{phase} layer {layer} committed{f' ({figures})' if figures else ''}{self._rate()}")
+        if phase == "compress" and not self.tokens:
+            self.done_units += 1
+            self._update()
+
+    def repaired(self, reason: str, keys: Sequence[str]) -> None:
+        """Stored data was corrupt or lost."""
+        self.say(f"repairing: {reason}; done again: {', '.join(keys) or 'the layer in hand'}", logging.WARNING)
+
+    def say(self, line: str, level: int = logging.INFO) -> None:
+        """One line to the log file and, unless a live display shows it, to the terminal."""
+        LOG.log(level, line)
+        if self.progress is not None:
+            self.progress.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=self.stream, flush=True)
+
+    def _update(self) -> None:
+        if self.progress is not None and self.bar is not None:
+            where = f"layer {self.state.get('layer')} shard {self.state.get('shard')}"
+            detail = f"{where}{self._rate()}"
+            self.progress.update(self.bar, completed=min(self.done_units, self.total_units), detail=detail)
+
+    def _rate(self) -> str:
+        spent = time.monotonic() - self.started
+        parts = [f", {self.tokens / spent:,.0f} tokens/s"] if self.tokens and spent > 0 else []
+        if 0 < self.done_units < self.total_units:
+            parts.append(f", {spent / self.done_units * (self.total_units - self.done_units):,.0f} s left")
+        peaks = self.pool.peak_bytes.values() if self.pool is not None else ()
+        if peaks:
+            parts.append(f", worker {max(peaks) / 2**30:.2f} GiB")
+        return "".join(parts)
+
+    def _close_phase(self) -> None:
+        name = self.state.get("phase")
+        if name:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - self.started
+        if self.progress is not None and self.bar is not None:
+            self.progress.remove_task(self.bar)
+            self.bar = None
+
+    def _beat(self, force: bool = False) -> None:
+        if force or time.monotonic() - self.beaten > BEAT_SECONDS:
+            self.beaten = time.monotonic()
+            workers = self.pool.busy() if self.pool is not None else {}
+            self.beat({**self.state, "workers": workers, "done": self.done_units, "of": self.total_units})
+
+
+def open_log(directory: Path) -> Path:
+    """Starts a log file of its own for this run; everything `say` says and all warnings go there."""
+    path = directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{psutil.Process().pid}.log"
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False
+    LOG.handlers = [handler]
+    return path
+
+
+def driver_peak_bytes() -> int:
+    """Peak resident memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _figures(report: Mapping[str, Any]) -> str:
+    ranks = ", ".join(f"{name} {rank}" for name, rank in report.get("ranks", {}).items())
+    error = report.get("error")
+    return ranks + (f", error {error:.2e}" if isinstance(error, float) else "")

@@ -1,0 +1,61 @@
+"""The end of a job as a person reads it: ranks and errors per layer, what is kept, where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """To the terminal."""
+    console = Console()
+    if summary.get("already_finished"):
+        console.print(f"{summary['output']}: finished before; nothing to do")
+    console.print(_layer_table(summary["layers"]))
+    console.print(_count_table(summary["counts"]))
+    console.print(_time_line(summary["seconds"]))
+    peaks = summary["peak_bytes"]
+    workers = ", ".join(f"{peak / 2**20:,.0f}" for peak in peaks["workers"].values())
+    console.print(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
+    if "perplexity" in summary["evaluation"]:
+        found = summary["evaluation"]["perplexity"]
+        console.print(f"perplexity {found['perplexity']:.4f} ({found['tokens']:,} tokens, windows of {found['window']})")
+    console.print(f"output: {summary['output']}")
+
+
+def compute_share(seconds: Mapping[str, Any]) -> float:
+    """Share of the workers' busy time inside matrix products and decompositions."""
+    units = seconds["units"].values()
+    busy = sum(spent for _, spent, _ in units)
+    return sum(computing for _, _, computing in units) / busy if busy else 0.0
+
+
+def _layer_table(layers: list[Mapping[str, Any]]) -> Table:
+    table = Table("layer", "group", "ranks", "relative error", "notes")
+    for layer, entry in enumerate(layers):
+        for group, report in entry["groups"].items():
+            ranks = ", ".join(f"{name} {rank}" for name, rank in report["ranks"].items())
+            error = report.get("error")
+            notes = ", ".join(f"{key} {_short(value)}" for key, value in report.items() if key not in ("ranks", "error", "method"))
+            table.add_row(str(layer), group, ranks, f"{error:.3e}" if error is not None else "", notes)
+    return table
+
+
+def _count_table(counts: Mapping[str, Mapping[str, int]]) -> Table:
+    table = Table("", "dense", "compressed", "kept")
+    for name, pair in counts.items():
+        share = pair["compressed"] / pair["dense"] if pair["dense"] else 1.0
+        table.add_row(name.replace("_", " "), f"{pair['dense']:,}", f"{pair['compressed']:,}", f"{share:.4f}")
+    return table
+
+
+def _time_line(seconds: Mapping[str, Any]) -> str:
+    phases = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds["phases"].items())
+    return f"time: {seconds['total']:.1f} s ({phases}); workers inside products and decompositions: {compute_share(seconds):.0%}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

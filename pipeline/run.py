@@ -1,0 +1,263 @@
+"""`python -m pipeline.run MANIFEST`: the job, from a manifest to a checkpoint that loads and scores. DESIGN §2."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests import VERSION
+from manifests.errors import InputError
+from manifests.loading import dump_manifest, load_manifest
+from manifests.schema import Manifest
+from pipeline.driver import Driver, Job
+from pipeline.job.assemble import Assembler, check_output, free_bytes
+from pipeline.job.calibration import calibration_tokens, tokens_digest
+from pipeline.job.cli import parser, run_command
+from pipeline.job.inputs import Inputs, read_inputs
+from pipeline.job.perplexity import measure_perplexity
+from pipeline.job.progress import JobObserver, driver_peak_bytes, open_log
+from pipeline.job.summary import print_summary
+from pipeline.methods.registry import allocate_ranks
+from pipeline.plan import make_plan
+from pipeline.ports import Record
+from stores.activations import ActivationStore
+from stores.durable import sha256_file, write_durably
+from stores.ledger import Ledger
+from stores.lock import RunLock
+from stores.run_directory import RunDirectory
+from stores.source import INDEX_FILE
+from stores.statistics import StatisticsStore
+from workers.pool import RayPool, connect
+from workers.setup import Setup
+
+
+class StoreCleaner:
+    """See `pipeline.ports.Cleaner`; the calibration tokens always stay."""
+
+    def __init__(self, activations: ActivationStore, statistics: StatisticsStore, tokens: Record | None) -> None:
+        self.activations = activations
+        self.statistics = statistics
+        self.always = (tokens,) if tokens else ()
+
+    def retain_activations(self, records: tuple[Record, ...]) -> None:
+        """Drops all stored hidden states but these."""
+        self.activations.sweep((*records, *self.always))
+
+    def retain_statistics(self, records: tuple[Record, ...]) -> None:
+        """Drops all stored moments but these."""
+        self.statistics.sweep(records)
+
+
+def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threading.Event) -> dict[str, Any]:
+    """Runs a job to its end, or goes on with one that was interrupted. Returns the summary.
+
+    Raises:
+        InputError: something given is wrong (exit 2); found before anything expensive.
+        Interrupted: `stop` was set; resumable (exit 75).
+        LaminaError: the job failed; resumable after a fix (exit 1).
+    """
+    inputs = read_inputs(manifest)
+    tokens = calibration_tokens(inputs)
+    output, run_dir = Path(manifest.output), RunDirectory(manifest.run_dir)
+    plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
+    with ExitStack() as stack:
+        run_dir.prepare(plan.run_dir_bytes)
+        lock = stack.enter_context(RunLock(run_dir.lock))
+        stack.enter_context(RunLock(output_lock(output)))
+        ledger = Ledger(run_dir.ledger)
+        source_files = _source_digests(inputs, ledger)
+        run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
+        ledger.commit("source", source_files)
+        done = ledger.get("complete")
+        if done and _is_finished(done, output):
+            return {**done["summary"], "already_finished": True}
+        if not ledger.get("assembling"):
+            check_output(output, run_dir.path, fresh)
+        if free_bytes(output) < plan.output_bytes:
+            raise InputError(f"output: {plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}")
+        write_durably(run_dir.manifest, dump_manifest(manifest).encode())
+        log = open_log(run_dir.logs)
+        observer = stack.enter_context(JobObserver(lock.beat))
+        observer.say(f"log: {log}")
+        return _compute(inputs, tokens, run_dir, ledger, source_files, observer, address, stop, plan.report())
+
+
+def _compute(
+    inputs: Inputs,
+    tokens: torch.Tensor | None,
+    run_dir: RunDirectory,
+    ledger: Ledger,
+    source_files: Mapping[str, Any],
+    observer: JobObserver,
+    address: str | None,
+    stop: threading.Event,
+    plan: Mapping[str, Any],
+) -> dict[str, Any]:
+    started = time.monotonic()
+    activations, statistics = ActivationStore(run_dir.activations), StatisticsStore(run_dir.statistics)
+    tokens_record = _stored_tokens(tokens, activations, ledger)
+    setup = _setup(inputs, run_dir, tokens_record)
+    observer.say(f"Ray at {connect(address, inputs.manifest.workers)}")
+    _catch_signals(stop)  # after Ray, which installs a handler of its own
+    with _pool(setup, inputs, stop, observer) as pool:
+        observer.pool = pool
+        cleaner = StoreCleaner(activations, statistics, tokens_record)
+        Driver(_job(inputs), pool, ledger, cleaner, observer).run()
+        seconds = {"driver": time.monotonic() - started}
+        worker_seconds, peaks = pool.seconds, dict(pool.peak_bytes)
+    observer.phase("assemble", 1, 1)
+    ledger.commit("assembling", {"output": inputs.manifest.output})
+    contract = Assembler(inputs, ledger, run_dir.path, source_files).run()
+    seconds["assemble"] = time.monotonic() - started - seconds["driver"]
+    evaluation = {}
+    if inputs.manifest.evaluation.perplexity:
+        observer.phase("evaluate", inputs.geometry.num_layers, 1)
+        evaluation = _evaluate(inputs.manifest, stop, observer)
+    summary = {
+        "output": inputs.manifest.output,
+        "counts": contract["counts"],
+        "layers": contract["layers"],
+        "evaluation": evaluation,
+        "seconds": {**seconds, "phases": observer.seconds, "units": worker_seconds, "total": time.monotonic() - started},
+        "peak_bytes": {"driver": driver_peak_bytes(), "workers": peaks},
+        "plan": dict(plan),
+    }
+    index = Path(inputs.manifest.output) / INDEX_FILE
+    done = {"output": str(index.parent.resolve()), "index_sha256": sha256_file(index), "summary": summary}
+    ledger.commit("complete", done)
+    return summary
+
+
+def _job(inputs: Inputs) -> Job:
+    manifest, calibration = inputs.manifest, inputs.manifest.calibration
+    propagate = calibration.propagate if calibration else "dense"
+    keep = manifest.statistics.keep
+    return Job(
+        num_layers=inputs.geometry.num_layers,
+        shards=calibration.shards if calibration else 1,
+        tasks=inputs.tasks,
+        allocate=lambda importance: allocate_ranks(manifest, inputs.methods, inputs.geometry, importance),
+        needs_importance=any(method.needs_importance for method in inputs.methods),
+        propagate=propagate,
+        every=manifest.resume.every,
+        keep_statistics=propagate == "dense" if keep is None else keep,
+    )
+
+
+def _setup(inputs: Inputs, run_dir: RunDirectory, tokens: Record | None) -> Setup:
+    manifest, calibration = inputs.manifest, inputs.manifest.calibration
+    return Setup(
+        source=inputs.source,
+        config=inputs.config,
+        geometry=inputs.geometry,
+        run_dir=run_dir.path.resolve(),
+        tokens=tokens,
+        shards=calibration.shards if calibration else manifest.workers.max,
+        micro_batch=calibration.micro_batch if calibration else 1,
+        dtype=inputs.dtype,
+        threads=manifest.workers.cpus,
+        use_gpu=manifest.workers.gpus > 0,
+        hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
+        manifest=manifest,
+    )
+
+
+@contextmanager
+def _pool(setup: Setup, inputs: Inputs, stop: threading.Event, observer: JobObserver) -> Iterator[RayPool]:
+    workers = inputs.manifest.workers
+    if workers.max > setup.shards:
+        observer.say(f"workers.max: {workers.max} is more than the {setup.shards} shards; the rest would be idle", logging.WARNING)
+    pool = RayPool(setup, workers, stop, observer.say)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def _evaluate(manifest: Manifest, stop: threading.Event, observer: JobObserver) -> dict[str, Any]:
+    assert manifest.evaluation.perplexity is not None
+    wanted = manifest.evaluation.perplexity
+    found = measure_perplexity(manifest.output, wanted.text, wanted.window, manifest.workers, torch.float32, stop, observer)
+    observer.say(f"perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens")
+    return {"perplexity": found}
+
+
+def _stored_tokens(tokens: torch.Tensor | None, store: ActivationStore, ledger: Ledger) -> Record | None:
+    if tokens is None:
+        return None
+    entered = ledger.get("tokens")
+    if entered is None:
+        entered = {"tokens": store.write_tokens(tokens.to(torch.int32))}
+        ledger.commit("tokens", entered)
+    record: Record = entered["tokens"]
+    return record
+
+
+def _source_digests(inputs: Inputs, ledger: Ledger) -> dict[str, Any]:
+    """File -> size, times and sha256; a file that looks as it did is not read again."""
+    return inputs.source.file_digests(ledger.get("source") or {})
+
+
+def _fingerprint(inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that decides the output's bytes. DESIGN §3."""
+    return {
+        "source": {file: {"size": found["size"], "sha256": found["sha256"]} for file, found in source_files.items()},
+        "config": inputs.source.config,
+        "calibration_tokens": tokens_digest(tokens),
+        "manifest": inputs.manifest.semantic(),
+        "code": VERSION,
+        "dtype": inputs.dtype_name,
+        "device": "cuda" if inputs.manifest.workers.gpus else "cpu",
+    }
+
+
+def _is_finished(done: Record, output: Path) -> bool:
+    index = output / INDEX_FILE
+    return done["output"] == str(output.resolve()) and index.exists() and sha256_file(index) == done["index_sha256"]
+
+
+def output_lock(output: Path) -> Path:
+    """Beside OUTPUT, not in it: OUTPUT holds nothing until there is something to publish."""
+    return output.resolve().parent / f".{output.name}.lock"
+
+
+def _catch_signals(stop: threading.Event) -> None:
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = parser("run", "Compresses a model by a manifest; run again, it goes on where it was.")
+    options.add_argument("manifest", help="the job, in YAML")
+    options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a manifest field")
+    options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
+    options.add_argument("--address", help="a running Ray cluster; default: RAY_ADDRESS, or a local one")
+    options.add_argument("--json", action="store_true", help="print the summary as JSON")
+    return run_command(_body, options.parse_args(argv))
+
+
+def _body(arguments: Any) -> int:
+    stop = threading.Event()
+    _catch_signals(stop)
+    manifest = load_manifest(arguments.manifest, arguments.set)
+    summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)
+    if arguments.json:
+        print(json.dumps(summary))
+    else:
+        print_summary(summary)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Compressed layers before they are put together: one safetensors file each, under RUN_DIR/staged/."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import CorruptError, InputError
+from stores.checkpoint import ShardRecord, write_shard
+from stores.durable import storage_errors
+from stores.headers import read_header
+from stores.source import read_tensor
+
+STAGED = "staged"
+
+
+def write_staged(run_dir: Path, layer: int, tensors: Mapping[str, torch.Tensor]) -> ShardRecord:
+    """Writes a layer under a name nobody reads yet; its record, with `path` relative to RUN_DIR, goes to the ledger.
+
+    Raises NumericsError (a tensor is not finite) and StorageError.
+    """
+    path = Path(STAGED) / f"layer-{layer:05d}.{uuid.uuid4().hex}.safetensors"
+    return {**write_shard(run_dir / path, tensors), "path": str(path)}
+
+
+def read_staged(run_dir: Path, record: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a staged layer, each held against its digest. Raises CorruptError."""
+    path = run_dir / record["path"]
+    try:
+        found = read_header(path)
+    except InputError as error:
+        raise CorruptError(f"staged layer damaged: {error}", record["path"]) from None
+    tensors = {}
+    with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
+        for name, committed in record["tensors"].items():
+            tensor = read_tensor(file, found[name]) if name in found else None
+            if tensor is None or _digest(tensor) != committed["sha256"]:
+                raise CorruptError(f"staged layer damaged: {path}: tensor {name} is not what was committed", record["path"])
+            tensors[name] = tensor
+    return tensors
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()
