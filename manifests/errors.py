@@ -11,7 +11,7 @@ class LaminaError(Exception):
 
 
 class InputError(LaminaError, ValueError):
-    """The manifest, model, text, budget or a directory given is wrong: nothing was computed, nothing written to OUTPUT."""
+    """The manifest, model, text, budget or a directory given is wrong: nothing was computed, nothing written."""
 
     exit_code = 2
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 MANIFEST_VERSION = 1
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Listed = Field(strict=False)  # YAML has lists only; strict tuples refuse them
 LAYERS_PATTERN = re.compile(r"^(all|last:(\d+|0?\.\d+|1\.0*))$")
 
 
@@ -39,7 +40,7 @@ class Budget(Block):
 class Text(Block):
     """Text by `files` (.txt, .jsonl, .json, .parquet; `field` names the column) or by a `datasets` dataset."""
 
-    files: tuple[str, ...] | None = Field(default=None, strict=False)
+    files: Annotated[tuple[str, ...], Listed] | None = None
     field: str | None = None
     dataset: str | None = None
     name: str | None = None
@@ -72,7 +73,7 @@ class Calibration(Block):
 class MethodEntry(Block):
     """What every method's entry may say: which layers, and a `keep` of its own instead of the common budget's."""
 
-    layers: str | tuple[int, ...] = Field(default="all", strict=False)
+    layers: str | Annotated[tuple[int, ...], Listed] = "all"
     keep: Share | None = None
 
     @model_validator(mode="after")
@@ -82,7 +83,7 @@ class MethodEntry(Block):
         return self
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layer numbers meant, ascending, for a model of `num_layers`. Raises ValueError when one does not exist."""
+        """The layer numbers meant, ascending, for a model of `num_layers`. Raises ValueError if one does not exist."""
         if self.layers == "all":
             return tuple(range(num_layers))
         if isinstance(self.layers, str):
@@ -106,7 +107,7 @@ class FlatLLMRanks(Block):
 
 
 class FlatLLM(MethodEntry):
-    """FLAT-LLM, METHODS §1. The defaults are ours; the paper's are basis: value, weighting: none, selection: leverage."""
+    """FLAT-LLM, METHODS §1. Defaults are ours; the paper's are basis: value, weighting: none, selection: leverage."""
 
     method: Literal["flat_llm"]
     attention: bool = True
@@ -168,7 +169,7 @@ class Evaluation(Block):
     """What is measured on the committed output."""
 
     perplexity: Perplexity | None = None
-    tasks: tuple[str, ...] = Field(default=(), strict=False)
+    tasks: Annotated[tuple[str, ...], Listed] = ()
 
 
 class Manifest(Block):
@@ -181,15 +182,15 @@ class Manifest(Block):
     seed: Annotated[int, Field(ge=0)] = 0
     budget: Budget | None = None
     calibration: Calibration | None = None
-    methods: tuple[FlatLLM, ...] = Field(min_length=1, strict=False)
+    methods: Annotated[tuple[FlatLLM, ...], Listed] = Field(min_length=1)
     workers: Workers = Workers()
     resume: Resume = Resume()
     statistics: Statistics = Statistics()
     evaluation: Evaluation = Evaluation()
-    environment: tuple[str, ...] = Field(default=(), strict=False)
+    environment: Annotated[tuple[str, ...], Listed] = ()
 
     def semantic(self) -> dict[str, Any]:
-        """The fields that change the output's bytes: what the fingerprint covers. Paths, resume and evaluation do not."""
+        """The fields that change the output's bytes: what the fingerprint covers. Paths and evaluation do not."""
         kept = self.model_dump(mode="json", include={"version", "seed", "budget", "calibration", "methods"})
         kept["workers"] = {"cpus": self.workers.cpus}
         return kept

@@ -1,0 +1,37 @@
+# make setup | check | test | quickstart | clean
+# PYTHON chooses the interpreter of the environment, VENV its folder.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+INPUTS := pyproject.toml deploy/serving/pyproject.toml deploy/constraints.txt
+
+.PHONY: setup check test quickstart clean
+
+setup: $(STAMP)
+
+# torch goes first and alone: pinned, from whatever index pip is configured with. Resolved among the others, an
+# unpinned torch can bring gigabytes of CUDA packages to a machine that has no GPU.
+$(STAMP): $(INPUTS)
+	@echo "setup: installing into $(VENV), a few minutes the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install "$$(grep '^torch==' deploy/constraints.txt)" -c deploy/constraints.txt
+	@$(PIP) install -c deploy/constraints.txt -e '.[dev]'
+	@$(PIP) install -c deploy/constraints.txt -e deploy/serving
+	@touch $@
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: setup check
+	$(BIN)/python -m pytest -q
+
+quickstart: setup
+	$(BIN)/python -m deploy.quickstart
+
+clean:
+	rm -rf $(VENV) build dist runs/quickstart .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

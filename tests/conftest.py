@@ -1,0 +1,46 @@
+"""Settings that must stand before torch, ray or transformers are imported, and the fixtures every test may ask for."""
+
+from __future__ import annotations
+
+import os
+
+# Ray's local clusters switch token authentication on by themselves and write a token to the home directory.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import factories
+
+torch.set_num_threads(1)  # results do not depend on the machine's cores, and workers share them
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The trained models and texts that lie beside the checkout."""
+    path = Path(__file__).resolve().parents[2] / "shared"
+    if not path.is_dir():
+        pytest.skip(f"no trained models: {path} is missing")
+    return path
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Callable[..., Path]:
+    """`tiny_model("qwen2", tie_word_embeddings=True)`: a random model in a directory of this test's own."""
+
+    def make(family: str = "llama", **overrides: object) -> Path:
+        number = len(list(tmp_path.glob("model-*")))
+        return factories.make_model(tmp_path / f"model-{number}", family, **overrides)
+
+    return make
+
+
+@pytest.fixture
+def calibration_text(tmp_path: Path) -> Path:
+    """A text file of some 100 KB."""
+    return factories.write_text(tmp_path / "calibration.txt")

@@ -1,0 +1,100 @@
+"""Small real inputs for tests: random models saved as from a hub, and text. Plain functions, used by any test."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from deploy.quickstart.text import story_text
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size / heads, three layers
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+
+
+def make_model(
+    directory: str | Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "40KB",
+    **overrides: Any,
+) -> Path:
+    """Saves a random model of `family` with a tokenizer in several shards; returns `directory`.
+
+    Weights are large enough for peaked logits, norms are not 1 and biases not 0, so that nothing is right by chance.
+    `overrides` go to the config (`tie_word_embeddings=True`, `num_hidden_layers=5`, ...).
+    """
+    directory = Path(directory)
+    config_class, model_class = FAMILIES[family]
+    config = config_class(**{**GEOMETRY, **overrides})
+    model = model_class(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.2 * noise if "norm" in name else 0.15 * noise
+    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    make_tokenizer(config.vocab_size).save_pretrained(directory)
+    return directory
+
+
+def make_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with <s> = 0 (put in front of every text) and </s> = 1, trained on our own text."""
+    tokenizer = Tokenizer.from_str(_trained_bpe(vocab_size))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+@cache
+def _trained_bpe(vocab_size: int) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([story_text(50_000, seed=0)], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return str(tokenizer.to_str())
+
+
+def write_text(path: str | Path, num_bytes: int = 100_000, seed: int = 0) -> Path:
+    """Writes stories of about `num_bytes` bytes, one to a line; returns `path`."""
+    path = Path(path)
+    path.write_text(story_text(num_bytes, seed), encoding="utf-8")
+    return path

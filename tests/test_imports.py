@@ -1,0 +1,269 @@
+"""DESIGN §1: who may import whom. The whole tree is read with `ast`; nothing is imported to find out.
+
+Every import counts: at the top of a file, inside a function, under TYPE_CHECKING, and `import_module("literal")`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from manifests.schema import MethodEntry
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN = ("manifests", "pipeline", "stores", "workers", "lamina", "deploy")
+FOLDERS = {  # folder of the repository -> what its modules' names start with
+    "manifests": "manifests",
+    "pipeline": "pipeline",
+    "stores": "stores",
+    "workers": "workers",
+    "deploy/serving/lamina": "lamina",
+    "deploy/quickstart": "deploy.quickstart",
+}
+COMMANDS = {f"pipeline.{name}" for name in ("run", "status", "verify", "evaluate", "report", "plan.__main__", "cli")}
+METHODS = {"flat_llm", "lorc", "lestd", "joint_rank_k"} | {
+    name for entry in MethodEntry.__subclasses__() for name in get_args(entry.model_fields["method"].annotation)
+}
+FILES_WITH_RAY = 2
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the modules under a name may import of ours, and of others (`only`: these and the standard library)."""
+
+    own: tuple[str, ...]
+    never: frozenset[str] = frozenset()
+    only: frozenset[str] | None = None
+
+
+LAYERS = {  # the longest name that fits a module is its layer
+    "manifests": Layer(("manifests",), never=frozenset({"torch", "ray", "zarr", "transformers"})),
+    "pipeline": Layer(("manifests", "pipeline.methods", "pipeline.families"), never=frozenset({"ray"})),
+    "pipeline.kernels": Layer(("pipeline.kernels",), only=frozenset({"torch"})),
+    "pipeline.ranks": Layer(("manifests", "pipeline.ranks"), never=frozenset({"ray"})),
+    "pipeline.families": Layer(("manifests", "pipeline.families"), never=frozenset({"ray"})),
+    "pipeline.methods": Layer(
+        ("manifests", "pipeline.kernels", "pipeline.ranks", "pipeline.families", "pipeline.methods"),
+        never=frozenset({"ray"}),
+    ),
+    "stores": Layer(("manifests", "stores"), never=frozenset({"ray"})),
+    "workers": Layer(("manifests", "pipeline", "stores", "workers", "lamina")),
+    "lamina": Layer(("lamina",), never=frozenset({"ray", "zarr"})),
+    "deploy.quickstart": Layer(("deploy.quickstart",), never=frozenset({"ray", "zarr"})),
+}
+PIPELINE_FOLDERS = {name.split(".")[1] for name in LAYERS if name.startswith("pipeline.")}
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Sources by module name; `packages` are the names whose file is an `__init__.py`."""
+
+    sources: Mapping[str, str]
+    packages: frozenset[str] = field(default=frozenset())
+
+    def imports(self, module: str) -> set[str]:
+        """The modules that `module` imports, `from package import submodule` resolved to the submodule."""
+        found = set(_imports(ast.parse(self.sources[module]), module if module in self.packages else _parent(module)))
+        return {f"{base}.{name}" if f"{base}.{name}" in self.sources else base for base, name in found}
+
+
+def read_tree(root: Path) -> Tree:
+    sources, packages = {}, set()
+    for folder, prefix in FOLDERS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = [prefix, *path.relative_to(root / folder).with_suffix("").parts]
+            if parts[-1] == "__init__":
+                parts.pop()
+                packages.add(".".join(parts))
+            sources[".".join(parts)] = path.read_text(encoding="utf-8")
+    return Tree(sources, frozenset(packages))
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _under(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def _imports(tree: ast.AST, package: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import; name is empty for `import module`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value, ""
+
+
+def _layer(module: str) -> Layer:
+    return LAYERS[max((name for name in LAYERS if _under(module, name)), key=len)]
+
+
+def _method(module: str) -> str | None:
+    """The method that a module is part of: `pipeline/methods/lorc.py`, or anything in a folder of that name."""
+    name = module.removeprefix("pipeline.methods.").split(".")[0]
+    return name if module.startswith("pipeline.methods.") and name in METHODS else None
+
+
+def _allowed_own(module: str, target: str) -> bool:
+    if any(_under(target, prefix) for prefix in _layer(module).own):
+        return True
+    # plan, driver, ports and their like (anything of pipeline outside its folders) know each other.
+    beside = target == "pipeline" or (target.startswith("pipeline.") and target.split(".")[1] not in PIPELINE_FOLDERS)
+    return _layer(module) is LAYERS["pipeline"] and beside
+
+
+def _fault(module: str, target: str) -> str | None:
+    """Why `module` may not import `target`, or None."""
+    top = target.split(".")[0]
+    if target in COMMANDS and not (target == "pipeline.cli" and module in COMMANDS):
+        return "nobody imports a command"
+    if module in COMMANDS:
+        return None
+    if top in OWN:
+        if not _allowed_own(module, target):
+            return "not in the table of DESIGN §1"
+        method = _method(target)
+        if method and _layer(module) is LAYERS["pipeline"]:
+            return "plan and driver name no method: go through the registry"
+        if method and _method(module) not in (None, method):
+            return "a method imports no other method"
+        return None
+    layer = _layer(module)
+    if top in layer.never or (layer.only is not None and top not in layer.only | sys.stdlib_module_names):
+        return "forbidden here"
+    return None
+
+
+def _cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """One import cycle, its first module repeated at the end, or an empty list."""
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(graph[module] & graph.keys()):
+            if found := visit(target, (*path, module)):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := visit(module, ()))), [])
+
+
+def violations(tree: Tree) -> list[str]:
+    graph = {module: tree.imports(module) for module in tree.sources}
+    found = [
+        f"{module} imports {target}: {fault}"
+        for module, targets in sorted(graph.items())
+        for target in sorted(targets)
+        if (fault := _fault(module, target))
+    ]
+    of_workers = sorted(module for module in graph if _under(module, "workers"))
+    with_ray = [module for module in of_workers if any(_under(target, "ray") for target in graph[module])]
+    if len(with_ray) > FILES_WITH_RAY:
+        found.append(f"ray is imported by {len(with_ray)} files of workers, {FILES_WITH_RAY} allowed: {with_ray}")
+    if cycle := _cycle(graph):
+        found.append("import cycle: " + " -> ".join(cycle))
+    return found
+
+
+def test_tree_follows_the_table() -> None:
+    tree = read_tree(ROOT)
+    assert {"manifests", "manifests.schema", "deploy.quickstart.__main__"} <= tree.sources.keys()
+    assert violations(tree) == []
+
+
+SOUND = {
+    "manifests": "import yaml",
+    "manifests.schema": "from manifests import errors",
+    "manifests.errors": "",
+    "pipeline": "",
+    "pipeline.kernels": "",
+    "pipeline.kernels.spectra": "import math\nimport torch\nfrom . import moments",
+    "pipeline.kernels.moments": "from torch import Tensor",
+    "pipeline.ranks.budget": "from manifests.schema import Budget",
+    "pipeline.families": "from pipeline.families import llama",
+    "pipeline.families.llama": "from manifests import errors",
+    "pipeline.methods": "from pipeline.methods.flat_llm import mlp\nfrom pipeline.methods import lorc",
+    "pipeline.methods.flat_llm": "",
+    "pipeline.methods.flat_llm.mlp": "from .value import solve\nfrom pipeline.kernels import spectra",
+    "pipeline.methods.flat_llm.value": "import torch",
+    "pipeline.methods.lorc": "from pipeline.ranks import budget",
+    "pipeline.plan": "from pipeline import methods, ports",
+    "pipeline.plan.__main__": "from pipeline import cli, plan\nimport ray",
+    "pipeline.cli": "import rich",
+    "pipeline.driver": "from . import plan\nfrom pipeline.families import FAMILIES",
+    "pipeline.ports": "",
+    "pipeline.run": "import ray\nfrom workers import pool\nimport stores\nfrom pipeline.cli import main",
+    "stores": "import zarr\nfrom manifests.errors import CorruptError",
+    "workers": "",
+    "workers.pool": "import ray\nfrom workers import actor, block",
+    "workers.actor": "from ray import remote\nfrom pipeline.kernels import moments",
+    "workers.block": "import lamina\nimport stores",
+    "lamina": "from .modeling import LaminaModel",
+    "lamina.modeling": "import torch, transformers",
+}
+PACKAGES = frozenset(
+    {"manifests", "pipeline", "pipeline.kernels", "pipeline.families", "pipeline.methods", "pipeline.methods.flat_llm"}
+    | {"pipeline.plan", "stores", "workers", "lamina"}
+)
+
+
+def test_sound_tree_has_no_violation() -> None:
+    assert violations(Tree(SOUND, PACKAGES)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("manifests.schema", "import torch", "manifests.schema imports torch: forbidden here"),
+        ("manifests.schema", "from pipeline import ports", "manifests.schema imports pipeline.ports: not in the table"),
+        ("pipeline.kernels.lowrank", "import numpy", "imports numpy: forbidden here"),
+        ("pipeline.kernels.lowrank", "from manifests.errors import InputError", "manifests.errors: not in the table"),
+        ("pipeline.kernels.lowrank", "from ..ranks import budget", "imports pipeline.ranks.budget: not in the table"),
+        ("pipeline.ranks.uniform", "import stores", "imports stores: not in the table"),
+        ("pipeline.ranks.uniform", "from pipeline.kernels import spectra", "kernels.spectra: not in the table"),
+        ("pipeline.families.opt", "def f():\n    import workers.pool", "imports workers.pool: not in the table"),
+        ("pipeline.methods.lorc", "import ray", "pipeline.methods.lorc imports ray: forbidden here"),
+        ("pipeline.methods.lorc", "from stores import Shards", "imports stores: not in the table"),
+        ("pipeline.methods.lorc", "from pipeline.methods.flat_llm.value import f", "imports no other method"),
+        ("pipeline.methods.lestd", "from . import lorc", "a method imports no other method"),
+        ("pipeline.methods.lorc", "import pipeline.driver", "imports pipeline.driver: not in the table"),
+        ("pipeline.plan", "import importlib\nimportlib.import_module('stores')", "stores: not in the table"),
+        ("pipeline.driver", "from pipeline.methods import lorc", "plan and driver name no method"),
+        ("pipeline.driver", "if TYPE_CHECKING:\n    from ray.actor import ActorHandle", "ray.actor: forbidden here"),
+        ("pipeline.driver", "from pipeline.kernels import moments", "pipeline.kernels.moments: not in the table"),
+        ("pipeline.driver", "import pipeline.run", "imports pipeline.run: nobody imports a command"),
+        ("pipeline.driver", "from pipeline.plan import __main__", "plan.__main__: nobody imports a command"),
+        ("pipeline.ports", "from pipeline import cli", "imports pipeline.cli: nobody imports a command"),
+        ("pipeline.verify", "from pipeline.run import main", "imports pipeline.run: nobody imports a command"),
+        ("stores.zarrs", "from pipeline.ports import Store", "imports pipeline.ports: not in the table"),
+        ("stores.zarrs", "__import__('ray')", "stores.zarrs imports ray: forbidden here"),
+        ("workers.more", "from ray.util import metrics", "ray is imported by 3 files of workers, 2 allowed"),
+        ("workers.block", "from pipeline.run import main", "imports pipeline.run: nobody imports a command"),
+        ("lamina.config", "import zarr", "lamina.config imports zarr: forbidden here"),
+        ("lamina.config", "from manifests import errors", "imports manifests.errors: not in the table"),
+        ("deploy.quickstart.model", "import pipeline.ports", "imports pipeline.ports: not in the table"),
+        ("pipeline.ports", "from pipeline.driver import step", "import cycle: pipeline.driver -> pipeline.plan"),
+        ("pipeline.methods.lorc", "from pipeline.methods import METHODS", "import cycle: pipeline.methods -> "),
+    ],
+)
+def test_planted_violation_is_found(module: str, source: str, expected: str) -> None:
+    found = violations(Tree({**SOUND, module: source}, PACKAGES))
+    assert any(expected in line for line in found), found
