@@ -1,0 +1,1 @@
+"""Everything on disk: source shards, statistics and activations (Zarr), ledger, lock, texts, the output's shards."""

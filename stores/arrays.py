@@ -1,0 +1,290 @@
+"""Zarr 3 arrays that are written once under a fresh generation and read only against the record of their commit.
+
+What is kept out (FACTS §2.2): a missing chunk, which Zarr reads as zeros; a flipped bit (Crc32c in the codec chain); a
+chunk of another array or time (the record lists each chunk's checksum, in C order, and the digest of the metadata).
+
+    <directory>/<prefix>/<generation>/zarr.json, c.0.0, c.0.1, ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+import zarr
+from zarr.codecs import Crc32cCodec
+from zarr.storage import LocalStore
+
+from manifests.errors import CorruptError, InputError
+from stores.durable import fsync_directory, make_directory, storage_errors, sweep_partials, write_durably
+
+ARRAY_VERSION = 1
+CHECKSUM_BYTES = 4
+METADATA_FILE = "zarr.json"
+GROUP_METADATA = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+GENERATION = re.compile(r"[0-9a-f]{32}")
+PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+ZARR_NAMES = {name: name for name in DTYPES} | {"bfloat16": "uint16"}  # Zarr has no bfloat16: its bits are stored
+
+Record = dict[str, Any]
+Selection = tuple[slice, ...]
+Coordinates = tuple[int, ...]
+
+
+class ArrayStore:
+    """Arrays of one directory. Writers of different arrays never meet; an array has one writer."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    def create(
+        self, prefix: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[int], upper_tiles: bool = False
+    ) -> ArrayWriter:
+        """A new generation of `prefix` to write into. `upper_tiles`: chunks below the diagonal of the last two axes
+        are never written. Raises ValueError (shape, dtype) and StorageError."""
+        dtype_name = str(dtype).removeprefix("torch.")
+        if dtype_name not in DTYPES:
+            raise ValueError(f"dtype {dtype} cannot be stored; known are {', '.join(DTYPES)}")
+        if math.prod(shape) == 0 or len(chunks) != len(shape):
+            raise ValueError(f"shape {tuple(shape)}, chunks {tuple(chunks)}: an empty axis or not one chunk each")
+        if not all(PART.fullmatch(part) and not GENERATION.fullmatch(part) for part in prefix.split("/")):
+            raise ValueError(f"prefix {prefix!r}: expected parts of letters, digits, _ . and - with / between them")
+        path = f"{prefix}/{uuid.uuid4().hex}"
+        self._make_groups(prefix)
+        record = {
+            "version": ARRAY_VERSION,
+            "path": path,
+            "shape": [int(size) for size in shape],
+            "dtype": dtype_name,
+            "chunks": [min(int(edge), int(size)) for edge, size in zip(chunks, shape, strict=True)],
+            "symmetric": upper_tiles,
+        }
+        return ArrayWriter(make_directory(self.directory / path), record)
+
+    def open(self, record: Mapping[str, Any]) -> ArrayReader:
+        """A committed array. Raises CorruptError (not there, or not what was committed) and InputError (version)."""
+        version = record.get("version")
+        if version != ARRAY_VERSION:
+            raise InputError(f"array {record.get('path')}: version {version}, this Lamina knows {ARRAY_VERSION}")
+        return ArrayReader(self._locate(record), record)
+
+    def drop(self, record: Mapping[str, Any]) -> None:
+        """Removes an array, if it is there; retract or replace its ledger entry first. Raises StorageError."""
+        self._remove(self._locate(record))
+
+    def sweep(self, live: Iterable[Mapping[str, Any]]) -> int:
+        """Removes every generation that no record in `live` names, and temporary files; returns how many generations.
+
+        Only for the one process that holds the run's lock, while no worker writes. Raises StorageError.
+        """
+        kept = {self._locate(record) for record in live}
+        doomed = []
+        with storage_errors("sweeping", self.directory):
+            for parent, children, _ in os.walk(self.directory):
+                generations = [child for child in children if GENERATION.fullmatch(child)]
+                children[:] = [child for child in children if child not in generations]
+                doomed += [path for path in (Path(parent, child) for child in generations) if path not in kept]
+        for path in doomed:
+            self._remove(path)
+        sweep_partials(self.directory)
+        return len(doomed)
+
+    def _locate(self, record: Mapping[str, Any]) -> Path:
+        path = str(record.get("path"))
+        *prefix, generation = path.split("/")
+        if not (prefix and all(PART.fullmatch(part) for part in prefix) and GENERATION.fullmatch(generation)):
+            raise CorruptError(f"array {path!r}: no path inside {self.directory}; the record that names it is damaged")
+        return self.directory / path
+
+    def _make_groups(self, prefix: str) -> None:
+        """Group metadata on the way down, so that any Zarr reader can walk the store."""
+        group = make_directory(self.directory / prefix)
+        for directory in (group, *group.parents):
+            if not (directory / METADATA_FILE).exists():
+                write_durably(directory / METADATA_FILE, GROUP_METADATA)
+            if directory == self.directory:
+                return
+
+    def _remove(self, path: Path) -> None:
+        with storage_errors("removing", path):
+            if path.is_dir():
+                shutil.rmtree(path)
+                fsync_directory(path.parent)
+
+
+class ArrayWriter:
+    """An array being written, invisible until its record is in the ledger. Leaving the block uncommitted removes it."""
+
+    def __init__(self, path: Path, record: Record) -> None:
+        self.path = path
+        self._record = record
+        self._committed = False
+        with storage_errors("writing", path):
+            self._array = zarr.create_array(
+                store=LocalStore(path),
+                shape=tuple(record["shape"]),
+                dtype=ZARR_NAMES[record["dtype"]],
+                chunks=tuple(record["chunks"]),
+                filters=None,
+                compressors=Crc32cCodec(),
+                fill_value=0,
+                attributes={"lamina_dtype": record["dtype"], "upper_tiles": record["symmetric"]},
+                chunk_key_encoding={"name": "default", "separator": "."},  # all chunks in one directory: one fsync
+                config={"write_empty_chunks": True},  # chunks are counted: one of zeros must be there, too
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._record["shape"])
+
+    def write_(self, selection: Selection, values: torch.Tensor) -> None:
+        """Sets whole chunks; `values` has the shape of the selection and any device. Raises StorageError."""
+        expected = DTYPES[self._record["dtype"]]
+        if values.dtype != expected:
+            raise ValueError(f"array {self._record['path']}: {values.dtype} values for {expected}")
+        with storage_errors("writing", self.path):
+            self._array[selection] = _bits(values)
+
+    def commit(self) -> Record:
+        """Makes what was written durable and returns the record that a ledger entry is to hold.
+
+        Raises:
+            ValueError: a chunk was never written.
+            StorageError: no room, or a failing device.
+        """
+        keys = [_chunk_name(at) for at in _coordinates(self._record)]
+        missing = [key for key in keys if not (self.path / key).exists()]
+        if missing:
+            raise ValueError(f"array {self._record['path']}: {len(missing)} of {len(keys)} chunks were never written")
+        with storage_errors("syncing", self.path):
+            for key in (METADATA_FILE, *keys):
+                _fsync_file(self.path / key)
+            metadata = (self.path / METADATA_FILE).read_bytes()
+        fsync_directory(self.path)
+        self._committed = True
+        checksums = [_checksum(self.path / key) for key in keys]
+        return {**self._record, "metadata_sha256": hashlib.sha256(metadata).hexdigest(), "checksums": checksums}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._committed:
+            shutil.rmtree(self.path, ignore_errors=True)  # nobody names it; what stays, the next sweep removes
+
+
+class ArrayReader:
+    """A committed array. Every chunk is held against the record before its numbers are given out."""
+
+    def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
+        self.path = path
+        self.shape: tuple[int, ...] = tuple(record["shape"])
+        self.chunks: tuple[int, ...] = tuple(record["chunks"])
+        self.dtype = DTYPES[record["dtype"]]
+        self.symmetric = bool(record["symmetric"])
+        coordinates = _coordinates(record)
+        if len(coordinates) != len(record["checksums"]):
+            raise CorruptError(f"{path}: {len(record['checksums'])} checksums for {len(coordinates)} chunks")
+        self._checksums = dict(zip(coordinates, record["checksums"], strict=True))
+        self._check_metadata(record)
+        with storage_errors("reading", path):
+            self._array = zarr.open_array(store=LocalStore(path, read_only=True), mode="r")
+
+    def read(self, selection: Selection) -> torch.Tensor:
+        """The numbers of a selection (slices with step 1, one per axis), on the CPU.
+
+        Raises:
+            CorruptError: a chunk is missing, damaged, or of another array or generation.
+            StorageError: it cannot be read.
+        """
+        selection = tuple(slice(*part.indices(size)) for part, size in zip(selection, self.shape, strict=True))
+        for at in self._touched(selection):
+            path = self.path / _chunk_name(at)
+            if _checksum(path) != self._checksums[at]:
+                raise CorruptError(f"{path}: not the chunk that was committed (checksum {_checksum(path)})")
+        with storage_errors("reading", self.path):
+            try:
+                values = np.asarray(self._array[selection])
+            except ValueError as error:  # of the Crc32c codec
+                raise CorruptError(f"{self.path}: damaged: {error}") from error
+        tensor = torch.from_numpy(values)
+        return tensor.view(self.dtype) if self.dtype == torch.bfloat16 else tensor
+
+    def _touched(self, selection: Selection) -> Iterable[Coordinates]:
+        axes = zip(selection, self.chunks, strict=True)
+        return itertools.product(*(range(part.start // edge, -(-part.stop // edge)) for part, edge in axes))
+
+    def _check_metadata(self, record: Mapping[str, Any]) -> None:
+        path = self.path / METADATA_FILE
+        with storage_errors("reading", path):
+            metadata = path.read_bytes() if path.exists() else b""
+        if hashlib.sha256(metadata).hexdigest() != record["metadata_sha256"]:
+            raise CorruptError(f"{path}: {'damaged' if metadata else 'missing'}: not the array that was committed")
+
+
+def chunk_shape(shape: Sequence[int], edge: int = 1024) -> tuple[int, ...]:
+    """Chunks of at most edge² numbers, at most `edge` along an axis (a vector: edge²), the last axes filled first."""
+    left = edge * edge
+    chunks: list[int] = []
+    for size in reversed(shape):
+        chunks.append(max(1, min(size, left, edge if len(shape) > 1 else left)))
+        left //= chunks[-1]
+    return tuple(reversed(chunks))
+
+
+def _coordinates(record: Mapping[str, Any]) -> list[Coordinates]:
+    """Positions in the chunk grid of all chunks that are stored, in C order."""
+    counts = [-(-size // edge) for size, edge in zip(record["shape"], record["chunks"], strict=True)]
+    everything = itertools.product(*map(range, counts))
+    return [at for at in everything if not record["symmetric"] or at[-2] <= at[-1]]
+
+
+def _chunk_name(at: Coordinates) -> str:
+    return ".".join(["c", *map(str, at)])
+
+
+def _checksum(path: Path) -> str:
+    """The CRC32C that the codec appended to a chunk, in hex."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < CHECKSUM_BYTES:
+                raise CorruptError(f"{path}: truncated chunk")
+            file.seek(-CHECKSUM_BYTES, os.SEEK_END)
+            return file.read(CHECKSUM_BYTES).hex()
+    except FileNotFoundError as error:
+        raise CorruptError(f"{path}: missing chunk") from error
+    except CorruptError:
+        raise
+    except OSError as error:
+        with storage_errors("reading", path):
+            raise error
+
+
+def _fsync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _bits(values: torch.Tensor) -> np.ndarray[Any, Any]:
+    values = values.detach().cpu()
+    array: np.ndarray[Any, Any] = (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+    return array

@@ -1,0 +1,209 @@
+"""The output's files: safetensors shards written in one pass, shards copied or linked, the index. FACTS §3.
+
+Each file is durable and whole when it gets its name. The index goes last: a directory without it is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from manifests.errors import CorruptError, InputError, NumericsError, StorageError
+from stores.durable import (
+    CHUNK_BYTES,
+    durable_file,
+    fsync_directory,
+    partial_path,
+    sha256_file,
+    storage_errors,
+    write_durably,
+)
+from stores.headers import DTYPE_NAMES, DTYPES, TensorRecord, build_header, read_header
+from stores.source import INDEX_FILE, SourceCheckpoint
+
+METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
+CHECKED_NUMBERS = 16 * 1024 * 1024
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
+
+Spec = tuple[str, str, tuple[int, ...]]
+ShardRecord = dict[str, Any]
+
+
+def write_shard(
+    path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> ShardRecord:
+    """Writes a safetensors file durably; equal tensors and metadata give equal bytes, whatever the order given.
+
+    Returns {file, size, sha256, tensors: {name: {dtype, shape, sha256}}}, the record of a ledger entry.
+
+    Raises:
+        NumericsError: a tensor holds NaN or infinity; nothing is written.
+        StorageError: no room, or a failing device; nothing is published.
+    """
+    for name, tensor in tensors.items():
+        _check_finite(name, tensor)
+    specs = [(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return _write(Path(path), specs, metadata, lambda name: _tensor_bytes(tensors[name]))
+
+
+def copy_shard(
+    path: str | Path, source: SourceCheckpoint, names: Iterable[str], metadata: Mapping[str, str] | None = None
+) -> ShardRecord:
+    """Writes tensors of the source, bit for bit, into a new shard; holds a few megabytes at a time.
+
+    Returns the record as `write_shard` does. Raises InputError (no such tensor) and StorageError.
+    """
+    specs = []
+    for name in names:
+        if name not in source.tensors:
+            raise InputError(f"{path}: cannot copy {name!r}: the source has no such tensor")
+        specs.append((name, source.tensors[name].dtype, source.tensors[name].shape))
+    return _write(Path(path), specs, metadata, lambda name: source.copy_bytes(name, CHUNK_BYTES))
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> bool:
+    """Gives a file a second name, replacing what had it: a hard link, or a durable copy where that cannot be.
+
+    Returns whether it was linked. Raises StorageError.
+    """
+    path, target = Path(source).resolve(), Path(target)  # a hub's snapshot holds symbolic links: link what they mean
+    temporary = partial_path(target)
+    try:
+        os.link(path, temporary)
+    except OSError as error:
+        if error.errno not in NO_LINK:
+            with storage_errors(f"linking {path} to", target):
+                raise
+        _copy_file(path, target)
+        return False
+    with storage_errors("writing", target):
+        os.replace(temporary, target)
+        temporary.unlink(missing_ok=True)  # renaming one name of a file onto another of the same does nothing
+    fsync_directory(target.parent)
+    return True
+
+
+def verify_shard(path: str | Path, record: Mapping[str, Any]) -> None:
+    """Holds a shard against its record, streaming it. Raises CorruptError, naming the tensors that differ."""
+    path = Path(path)
+    if not path.is_file():
+        raise CorruptError(f"{path}: missing")
+    with storage_errors("reading", path):
+        size = path.stat().st_size
+    if size != record["size"]:
+        raise CorruptError(f"{path}: {size} bytes, committed were {record['size']}")
+    if sha256_file(path) != record["sha256"]:
+        raise CorruptError(f"{path}: sha256 differs from what was committed; {_differing(path, record)}")
+
+
+def write_index(
+    directory: str | Path, weight_map: Mapping[str, str], total_bytes: int, total_parameters: int
+) -> Path:
+    """Writes model.safetensors.index.json durably: call it last. Raises StorageError."""
+    content = {
+        "metadata": {"total_parameters": total_parameters, "total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    path = Path(directory) / INDEX_FILE
+    write_durably(path, (json.dumps(content, indent=2) + "\n").encode())
+    return path
+
+
+def _write(
+    path: Path, specs: Iterable[Spec], metadata: Mapping[str, str] | None, pieces: Callable[[str], Iterator[Any]]
+) -> ShardRecord:
+    # Wide dtypes first: every tensor is aligned to its own size for readers that map the file.
+    ordered = sorted(specs, key=lambda spec: (-DTYPES[spec[1]].itemsize, spec[0]))
+    header, records = build_header(ordered, {**METADATA, **(metadata or {})})
+    with durable_file(path) as file:
+        shard = _Hashed(file)
+        shard.write(header)
+        digests = {record.name: _write_tensor(shard, record, pieces(record.name)) for record in records}
+    tensors = {
+        record.name: {"dtype": record.dtype, "shape": list(record.shape), "sha256": digests[record.name]}
+        for record in records
+    }
+    return {"file": path.name, "size": shard.num_bytes, "sha256": shard.digest.hexdigest(), "tensors": tensors}
+
+
+class _Hashed:
+    """A file being written, its digest and size so far."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, piece: Any) -> None:
+        self._file.write(piece)
+        self.digest.update(piece)
+        self.num_bytes += len(piece)
+
+
+def _write_tensor(shard: _Hashed, record: TensorRecord, pieces: Iterator[Any]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+        shard.write(piece)
+    if shard.num_bytes != record.end:
+        raise StorageError(f"tensor {record.name!r}: wrote up to byte {shard.num_bytes}, expected {record.end}")
+    return digest.hexdigest()
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    view = flat.view(torch.uint8).numpy().data
+    for start in range(0, len(view), CHUNK_BYTES):
+        yield view[start : start + CHUNK_BYTES]
+
+
+def _check_finite(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point():
+        return
+    flat = tensor.detach().flatten()
+    for start in range(0, flat.numel(), CHECKED_NUMBERS):
+        part = flat[start : start + CHECKED_NUMBERS]
+        finite = torch.isfinite(part.float() if part.dtype.itemsize == 1 else part)
+        if not finite.all():
+            raise NumericsError(
+                f"tensor {name}: {int((~finite).sum())} of {part.numel()} numbers from {start} on are NaN or infinite; "
+                "the source or the calibration text is damaged, or a value overflowed in the checkpoint's dtype"
+            )
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    with storage_errors("reading", source), open(source, "rb", buffering=0) as reader, durable_file(target) as file:
+        while piece := reader.read(CHUNK_BYTES):
+            file.write(piece)
+
+
+def _differing(path: Path, record: Mapping[str, Any]) -> str:
+    try:
+        found = read_header(path)
+    except InputError as error:
+        return f"its header is damaged ({error})"
+    differing = []
+    for name, tensor in record["tensors"].items():
+        at = found.get(name)
+        shape_and_dtype = (at.dtype, list(at.shape)) if at else None
+        if at is None or shape_and_dtype != (tensor["dtype"], tensor["shape"]) or _digest(path, at) != tensor["sha256"]:
+            differing.append(name)
+    return f"tensors that differ: {', '.join(differing)}" if differing else "its tensors do not differ"
+
+
+def _digest(path: Path, at: TensorRecord) -> str:
+    digest = hashlib.sha256()
+    with storage_errors("reading", path), open(path, "rb") as file:
+        file.seek(at.begin)
+        left_bytes = at.num_bytes
+        while piece := file.read(min(CHUNK_BYTES, left_bytes)):
+            digest.update(piece)
+            left_bytes -= len(piece)
+    return digest.hexdigest()

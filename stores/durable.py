@@ -1,0 +1,175 @@
+"""Writes that survive a crash: temp name, fsync, rename or link, fsync of the directory. DESIGN §3.
+
+What is written appears whole or not at all. Temporary files end in `.partial`; nobody reads those, and `sweep_partials`
+removes what a killed writer left.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from manifests.errors import LaminaError, StorageError
+
+PARTIAL_SUFFIX = ".partial"
+CHUNK_BYTES = 8 * 1024 * 1024
+ADVICE = {
+    errno.ENOSPC: "the disk is full; free some room there, then run the same command again",
+    errno.EDQUOT: "the quota is used up; free some room or raise it, then run the same command again",
+    errno.EROFS: "the filesystem is mounted read-only; remount it, or choose another path",
+    errno.EACCES: "this user may not do that there; change the permissions, or choose another path",
+    errno.EPERM: "this user may not do that there; change the permissions, or choose another path",
+    errno.ESTALE: "the network mount has gone stale; mount it again, then run the same command again",
+    errno.EIO: "the device or the network mount fails; check both, then run the same command again",
+    errno.EMFILE: "too many open files; raise `ulimit -n`",
+    errno.ENOENT: "it was removed or never made; check the path and that nothing cleans up there",
+}
+
+
+def storage_error(action: str, path: str | Path, error: OSError) -> StorageError:
+    """The StorageError to raise for `error`: what was being done, where, the likely cause, what to change."""
+    reason = error.strerror or str(error) or type(error).__name__
+    advice = ADVICE.get(error.errno or 0, "check the disk or mount, then run the same command again")
+    return StorageError(f"{action} {path}: {reason}; {advice}")
+
+
+@contextmanager
+def storage_errors(action: str, path: str | Path) -> Iterator[None]:
+    """Turns an OSError of the block into a StorageError; Lamina's own errors pass."""
+    try:
+        yield
+    except LaminaError:
+        raise
+    except OSError as error:
+        raise storage_error(action, path, error) from error
+
+
+def fsync_directory(directory: str | Path) -> None:
+    """Makes the names in a directory durable. Raises StorageError."""
+    with storage_errors("syncing directory", directory):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # POSIX: EINVAL means that this filesystem has no fsync for directories
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def make_directory(directory: str | Path) -> Path:
+    """Creates a directory and its parents, durably; one that exists is left as it is. Raises StorageError."""
+    directory = Path(directory)
+    with storage_errors("creating directory", directory):
+        missing = [parent for parent in (directory, *directory.parents) if not parent.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+    for created in reversed(missing):
+        fsync_directory(created.parent)
+    return directory
+
+
+def partial_path(path: Path) -> Path:
+    """A fresh temporary name beside `path`."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}")
+
+
+@contextmanager
+def durable_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write to that gets its name, replacing what had it, when the block ends; never on an exception.
+
+    Raises:
+        StorageError: no room, no permission, or a failing device.
+    """
+    path = Path(path)
+    temporary = partial_path(path)
+    try:
+        with storage_errors("writing", path):
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)  # only after its bytes are durable: a name never points to a torn file
+        fsync_directory(path.parent)
+    except BaseException:
+        _remove_quietly(temporary)
+        raise
+
+
+def write_durably(path: str | Path, data: bytes) -> None:
+    """Writes a whole file, replacing an older one in one step. Raises StorageError."""
+    with durable_file(path) as file:
+        file.write(data)
+
+
+def create_only(path: str | Path, data: bytes) -> None:
+    """Writes a whole file under a name that nobody has: one of several racing creators wins, the others are told.
+
+    Raises:
+        FileExistsError: the name is taken; its content is untouched.
+        StorageError: the write failed.
+    """
+    path = Path(path)
+    temporary = partial_path(path)
+    try:
+        with storage_errors("writing", path):
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            exists = not _link(temporary, path)
+    except BaseException:
+        _remove_quietly(temporary)
+        raise
+    _remove_quietly(temporary)
+    if exists:
+        raise FileExistsError(errno.EEXIST, "already there", str(path))
+    fsync_directory(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # NFS may repeat a link that had succeeded and report the repetition: the same inode means that it is ours.
+        return os.path.samefile(temporary, path)
+    return True
+
+
+def _remove_quietly(temporary: Path) -> None:
+    try:
+        os.unlink(temporary)
+    except OSError:
+        return  # gone already, or the next sweep_partials takes it; the write's own outcome is what counts
+
+
+def sweep_partials(directory: str | Path) -> int:
+    """Removes temporary files below a directory that no live writer has; returns how many. Raises StorageError."""
+    removed = 0
+    with storage_errors("sweeping", directory):
+        for parent, _, names in os.walk(directory):
+            for name in names:
+                if name.endswith(PARTIAL_SUFFIX):
+                    Path(parent, name).unlink(missing_ok=True)
+                    removed += 1
+    return removed
+
+
+def sha256_file(path: str | Path, chunk_bytes: int = CHUNK_BYTES) -> str:
+    """The hex SHA-256 of a file's content, read in pieces. Raises StorageError."""
+    with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
+        return sha256_stream(file, chunk_bytes)
+
+
+def sha256_stream(file: BinaryIO, chunk_bytes: int = CHUNK_BYTES) -> str:
+    """The hex SHA-256 of the rest of an open file."""
+    digest = hashlib.sha256()
+    view = memoryview(bytearray(chunk_bytes))
+    while count := file.readinto(view):  # type: ignore[attr-defined]
+        digest.update(view[:count])
+    return digest.hexdigest()

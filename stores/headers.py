@@ -1,0 +1,186 @@
+"""The header of a safetensors file, read without trusting it. FACTS §3.
+
+Layout: 8 bytes little-endian length n, n bytes JSON, then the tensors' bytes without gaps to the end of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import InputError
+from stores.durable import storage_errors
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Where a tensor's bytes are: `begin` and `end` count from the start of `file` (a name inside the checkpoint)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    begin: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+def read_header(path: str | Path) -> dict[str, TensorRecord]:
+    """The tensors of a safetensors file by name, in the order of their bytes.
+
+    Raises:
+        InputError: not safetensors, truncated, or a header that contradicts itself or the file's size.
+        StorageError: the file cannot be read.
+    """
+    path = Path(path)
+    with storage_errors("reading", path), open(path, "rb") as file:
+        file_bytes = path.stat().st_size
+        prefix = file.read(LENGTH_BYTES)
+        header_bytes = _header_length(path, prefix, file_bytes)
+        text = file.read(header_bytes)
+    if len(text) != header_bytes:
+        raise InputError(f"{path}: truncated: expected {header_bytes} bytes of header, got {len(text)}")
+    entries = _parse_json(path, text)
+    entries.pop("__metadata__", None)
+    data_begin = LENGTH_BYTES + header_bytes
+    records = [_record(path, name, entry, data_begin) for name, entry in entries.items()]
+    records.sort(key=lambda record: (record.begin, record.end))
+    _check_layout(path, records, data_begin, file_bytes)
+    return {record.name: record for record in records}
+
+
+def build_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[TensorRecord]]:
+    """The header for tensors (name, dtype, shape) laid out in the order given, and where each will be.
+
+    Padded with blanks so that the data begins at a multiple of 8. Equal arguments give equal bytes.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    begin = LENGTH_BYTES + len(text)
+    records = [
+        TensorRecord(name, entry["dtype"], tuple(entry["shape"]), "", *(begin + at for at in entry["data_offsets"]))
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    ]
+    return struct.pack("<Q", len(text)) + text, records
+
+
+def _header_length(path: Path, prefix: bytes, file_bytes: int) -> int:
+    if len(prefix) < LENGTH_BYTES:
+        raise InputError(f"{path}: truncated: {file_bytes} bytes, expected at least {LENGTH_BYTES}; fetch it anew")
+    length: int = struct.unpack("<Q", prefix)[0]
+    if length > MAX_HEADER_BYTES:
+        raise InputError(f"{path}: no safetensors file: a header of {length} bytes claimed (limit {MAX_HEADER_BYTES})")
+    if length > file_bytes - LENGTH_BYTES:
+        raise InputError(
+            f"{path}: truncated: expected a header of {length} bytes, the whole file has {file_bytes}; fetch it anew"
+        )
+    return length
+
+
+def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise InputError(f"{path}: damaged safetensors header: {error}") from error
+    if not isinstance(entries, dict):
+        raise InputError(f"{path}: damaged safetensors header: a JSON {type(entries).__name__}, expected an object")
+    return entries
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of a JSON object whose keys must differ. Raises ValueError."""
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {repeated!r} occurs twice")
+    return entries
+
+
+def _record(path: Path, name: str, entry: Any, data_begin: int) -> TensorRecord:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise InputError(f"{path}: tensor {name!r}: expected dtype, shape and data_offsets, found {_shown(entry)}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise InputError(f"{path}: tensor {name!r}: unknown dtype {_shown(dtype)}; known are {', '.join(DTYPES)}")
+    if not _are_sizes(shape):
+        raise InputError(f"{path}: tensor {name!r}: shape {_shown(shape)} is no list of sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise InputError(f"{path}: tensor {name!r}: data_offsets {_shown(offsets)} are no [begin, end]")
+    expected_bytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != expected_bytes:
+        raise InputError(
+            f"{path}: tensor {name!r}: {dtype} {shape} takes {expected_bytes} bytes, "
+            f"its data_offsets hold {offsets[1] - offsets[0]}"
+        )
+    return TensorRecord(name, dtype, tuple(shape), path.name, data_begin + offsets[0], data_begin + offsets[1])
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _check_layout(path: Path, records: list[TensorRecord], data_begin: int, file_bytes: int) -> None:
+    position = data_begin
+    for record in records:
+        if record.begin != position:
+            fault = "overlaps the tensor before it" if record.begin < position else "leaves a gap before it"
+            raise InputError(
+                f"{path}: tensor {record.name!r} {fault}: it begins at byte {record.begin}, expected {position}"
+            )
+        position = record.end
+    if position != file_bytes:
+        fault = "truncated" if file_bytes < position else "has bytes that no tensor owns"
+        raise InputError(f"{path}: {fault}: expected {position} bytes, the file has {file_bytes}; fetch it anew")

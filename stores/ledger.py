@@ -1,0 +1,187 @@
+"""What is done: one small immutable file per commit. DESIGN §3.
+
+`layer/00003` committed for the second time is `layer.00003.000002.json`, created whole and never changed. The highest
+generation that validates counts; a retraction is a generation without a record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError, StorageError
+from stores.durable import create_only, fsync_directory, make_directory, storage_errors, sweep_partials
+
+LEDGER_VERSION = 1
+KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
+ENTRY_NAME = re.compile(r"(?P<key>[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)\.(?P<generation>\d{6,})\.json")
+RACES = 100
+
+logger = logging.getLogger(__name__)
+
+
+class Ledger:
+    """The entries of one directory. One process commits (it holds the run's lock); any may read meanwhile.
+
+    Data that a record names must be durable before `commit`, and may go only after a later `commit` or `retract`.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    def commit(self, key: str, record: dict[str, Any]) -> None:
+        """Makes `record` (JSON values only) the one of `key`, durably; then drops what it supersedes.
+
+        Raises:
+            ValueError: no key, or no JSON.
+            StorageError: the entry could not be written; the record before it still counts.
+        """
+        self._append(key, record)
+
+    def retract(self, key: str) -> None:
+        """Undoes the commit of `key`, durably; nothing when there is none. Raises StorageError."""
+        if self._generations(key):
+            self._append(key, None)
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The record of `key`; None when it was never committed, was retracted or is damaged (a warning says so).
+
+        Raises:
+            InputError: the entry was written by a newer Lamina.
+            StorageError: the entry cannot be read.
+        """
+        for _ in range(RACES):
+            with suppress(_DroppedMeanwhileError):
+                return self._latest(key)
+        raise StorageError(f"ledger {self.directory}: entries of {key!r} vanish while read; what cleans up there?")
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """The committed keys that begin with `prefix`, ascending."""
+        return [key for key in self._all_keys() if key.startswith(prefix) and self.get(key) is not None]
+
+    def sweep(self) -> None:
+        """Removes temporary files, superseded generations, and retractions that nothing older needs."""
+        sweep_partials(self.directory)
+        for key in self._all_keys():
+            generations = self._generations(key)
+            valid = [number for number, path in generations if self._read(path, key, number) is not None]
+            if valid:
+                self._drop_below(key, valid[-1])
+                if self.get(key) is None:  # only now: with an older one there, removing the retraction would undo it
+                    self._unlink([path for number, path in generations if number >= valid[-1]])
+
+    def clear(self) -> None:
+        """Forgets everything, durably. A crash halfway leaves entries that are still true."""
+        self._unlink([path for key in self._all_keys() for _, path in self._generations(key)])
+        sweep_partials(self.directory)
+
+    def _append(self, key: str, record: dict[str, Any] | None) -> None:
+        if not KEY.fullmatch(key):
+            raise ValueError(f"ledger key {key!r}: expected parts of letters, digits, _ and - with / between them")
+        make_directory(self.directory)
+        for _ in range(RACES):
+            generation = max((number for number, _ in self._generations(key)), default=0) + 1
+            with suppress(FileExistsError):
+                create_only(self._path(key, generation), _encode(key, generation, record))
+                self._drop_below(key, generation)  # only after the new one is durable
+                return
+        raise StorageError(f"ledger {self.directory}: others commit {key!r} meanwhile; is a second job running?")
+
+    def _drop_below(self, key: str, generation: int) -> None:
+        self._unlink([path for number, path in self._generations(key) if number < generation])
+
+    def _unlink(self, paths: list[Path]) -> None:
+        with storage_errors("removing entries of the ledger", self.directory):
+            for path in paths:
+                path.unlink(missing_ok=True)
+        if paths:
+            fsync_directory(self.directory)
+
+    def _latest(self, key: str) -> dict[str, Any] | None:
+        for generation, path in reversed(self._generations(key)):
+            entry = self._read(path, key, generation)
+            if entry is not None:
+                record: dict[str, Any] | None = entry["record"]
+                return record
+        return None
+
+    def _read(self, path: Path, key: str, generation: int) -> dict[str, Any] | None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError as error:
+            raise _DroppedMeanwhileError(path) from error
+        except OSError as error:
+            with storage_errors("reading", path):
+                raise error
+        try:
+            return _decode(data, key, generation)
+        except _DamagedError as error:
+            logger.warning("ledger entry %s is damaged (%s): ignored, its work is done again", path, error)
+            return None
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+
+    def _generations(self, key: str) -> list[tuple[int, Path]]:
+        start = key.replace("/", ".") + "."
+        names = (name for name in self._names() if name.startswith(start))
+        matches = ((ENTRY_NAME.fullmatch(name), self.directory / name) for name in names)
+        return sorted((int(match["generation"]), path) for match, path in matches if match and _key_of(match) == key)
+
+    def _all_keys(self) -> list[str]:
+        return sorted({_key_of(match) for match in map(ENTRY_NAME.fullmatch, self._names()) if match})
+
+    def _names(self) -> list[str]:
+        with storage_errors("listing", self.directory):
+            return os.listdir(self.directory) if self.directory.is_dir() else []
+
+    def _path(self, key: str, generation: int) -> Path:
+        return self.directory / f"{key.replace('/', '.')}.{generation:06d}.json"
+
+
+class _DamagedError(Exception):
+    """An entry that does not match its own digest, or is none."""
+
+
+class _DroppedMeanwhileError(Exception):
+    """The committing process dropped this generation between listing and reading: a newer one is there."""
+
+
+def _key_of(match: re.Match[str]) -> str:
+    return match["key"].replace(".", "/")
+
+
+def _encode(key: str, generation: int, record: dict[str, Any] | None) -> bytes:
+    entry = {"version": LEDGER_VERSION, "key": key, "generation": generation, "record": record}
+    entry = json.loads(json.dumps(entry, allow_nan=False))  # tuples and int keys as they will be read back
+    return _canonical({**entry, "sha256": hashlib.sha256(_canonical(entry)).hexdigest()})
+
+
+def _decode(data: bytes, key: str, generation: int) -> dict[str, Any]:
+    try:
+        entry = json.loads(data)
+        stated = entry.pop("sha256")
+        digest = hashlib.sha256(_canonical(entry)).hexdigest()
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
+        raise _DamagedError(f"no ledger entry: {error}") from error
+    if stated != digest:
+        raise _DamagedError("its sha256 does not match")
+    version = entry.get("version")
+    if version != LEDGER_VERSION:
+        raise InputError(
+            f"ledger version {version}, this Lamina knows version {LEDGER_VERSION}; "
+            "use the Lamina that wrote it, or start over with --fresh"
+        )
+    if (entry.get("key"), entry.get("generation")) != (key, generation):
+        raise _DamagedError(f"it is of {entry.get('key')!r}, generation {entry.get('generation')}")
+    assert isinstance(entry, dict)
+    return entry
+
+
+def _canonical(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()

@@ -1,0 +1,283 @@
+"""The dense checkpoint: sharded safetensors in a directory, or fetched from the hub. Never written to.
+
+Everything about names, shapes and sizes is checked on opening; tensors are read front to back, each file opened once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import InputError, StorageError
+from stores.durable import CHUNK_BYTES, sha256_file, storage_errors
+from stores.headers import TensorRecord, read_header, without_duplicates
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
+HUB_IGNORED = ["*.py", "*.bin", "*.pt", "*.pth", "*/*"]
+MAX_FAULTS = 20
+HASH_THREADS = 4
+
+FileStat = dict[str, int]
+
+
+@dataclass(frozen=True)
+class SourceCheckpoint:
+    """A checked checkpoint. Holds no open file, so that it can be sent to workers on nodes that see the directory.
+
+    `tensors`: every tensor by name; `files`: the safetensors files; `config`: the content of config.json.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorRecord]
+    files: tuple[str, ...]
+    indexed: bool
+
+    def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Checks that the tensors named are there with these shapes. Raises InputError with every fault (up to 20)."""
+        faults = []
+        for name, shape in shapes.items():
+            record = self.tensors.get(name)
+            if record is None:
+                faults.append(f"{name}: missing")
+            elif record.shape != tuple(shape):
+                faults.append(f"{name}: shape {list(record.shape)}, expected {list(shape)}")
+        raise_faults(f"{self.directory}: config.json and weights do not fit together", faults)
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors on the CPU, each in memory of its own, in the order asked; read by file and offset.
+
+        Raises:
+            InputError: no such tensor.
+            StorageError: the file cannot be read, or is not what it was when it was opened.
+        """
+        wanted = list(names)
+        records = sorted(map(self._record, set(wanted)), key=lambda record: (record.file, record.begin))
+        tensors: dict[str, torch.Tensor] = {}
+        for file_name in sorted({record.file for record in records}):
+            path = self.directory / file_name
+            with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
+                self._check_size(file_name, os.fstat(file.fileno()).st_size)
+                tensors |= {record.name: _read_tensor(file, record) for record in records if record.file == file_name}
+        return {name: tensors[name] for name in wanted}
+
+    def copy_bytes(self, name: str, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """A tensor's bytes as they are in the file, in pieces. Raises as `read` does."""
+        record = self._record(name)
+        path = self.directory / record.file
+        with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
+            self._check_size(record.file, os.fstat(file.fileno()).st_size)
+            file.seek(record.begin)
+            left_bytes = record.num_bytes
+            while left_bytes:
+                piece = file.read(min(chunk_bytes, left_bytes))
+                if not piece:
+                    raise _short_read(record, record.num_bytes - left_bytes)
+                left_bytes -= len(piece)
+                yield piece
+
+    def file_stat(self, file: str) -> FileStat:
+        """size, mtime_ns, ctime_ns and inode of a file of the checkpoint. Raises StorageError."""
+        path = self.directory / file
+        with storage_errors("reading", path):
+            return _stat_record(os.stat(path))
+
+    def file_digests(self, known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """size, mtime_ns, ctime_ns, inode and sha256 of config.json, the index and every safetensors file.
+
+        A file whose stat equals that of its record in `known` is not read again.
+
+        Raises:
+            StorageError: a file cannot be read, or changes while it is.
+        """
+        names = [CONFIG_FILE, *([INDEX_FILE] if self.indexed else []), *self.files]
+        with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="digest") as pool:
+            records = pool.map(lambda name: self._digest(name, known.get(name, {})), names)
+            return dict(zip(names, records, strict=True))
+
+    def _digest(self, file_name: str, known: Mapping[str, Any]) -> dict[str, Any]:
+        stat = self.file_stat(file_name)
+        if all(known.get(field) == value for field, value in stat.items()) and isinstance(known.get("sha256"), str):
+            return dict(known)
+        path = self.directory / file_name
+        sha256 = sha256_file(path)
+        if self.file_stat(file_name) != stat:
+            raise StorageError(f"{path}: changed while it was read; let nothing write to the source, then start again")
+        return {**stat, "sha256": sha256}
+
+    def _record(self, name: str) -> TensorRecord:
+        if name not in self.tensors:
+            raise InputError(f"{self.directory}: no tensor {name!r} among its {len(self.tensors)}")
+        return self.tensors[name]
+
+    def _check_size(self, file_name: str, actual_bytes: int) -> None:
+        # The header was checked to account for every byte: the end of the last tensor is the file's size.
+        expected_bytes = max(record.end for record in self.tensors.values() if record.file == file_name)
+        if actual_bytes < expected_bytes:
+            raise StorageError(
+                f"{self.directory / file_name}: {actual_bytes} bytes, expected {expected_bytes}: "
+                "it was changed or truncated after the job opened it; restore it, then run the same command again"
+            )
+
+
+def open_source(source: str, revision: str | None = None) -> SourceCheckpoint:
+    """Opens a directory or a hub id (fetched first) and checks config, index and every header.
+
+    Raises:
+        InputError: everything that is wrong, at once (up to 20 faults).
+        StorageError: a file cannot be read.
+    """
+    directory = _locate(source, revision)
+    faults: list[str] = []
+    config = _read_object(directory / CONFIG_FILE, faults)
+    indexed = not (directory / SINGLE_FILE).is_file()  # transformers, too, takes the single file where both are there
+    names_of = _indexed_names(directory, faults) if indexed else {SINGLE_FILE: None}
+    tensors: dict[str, TensorRecord] = {}
+    for file, names in names_of.items():
+        tensors |= _shard_tensors(directory / file, names, faults)
+    raise_faults(f"{directory}: no usable checkpoint", faults)
+    return SourceCheckpoint(directory, config, tensors, tuple(names_of), indexed)
+
+
+def raise_faults(what: str, faults: Sequence[str]) -> None:
+    """Raises one InputError that lists all the faults (the first 20 of them); returns when there are none."""
+    if faults:
+        more = [f"... and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
+        raise InputError("\n  ".join([f"{what}:", *faults[:MAX_FAULTS], *more]))
+
+
+def _locate(source: str, revision: str | None) -> Path:
+    directory = Path(source).expanduser()
+    if directory.is_dir():
+        return directory.resolve()
+    if directory.exists():
+        raise InputError(f"model source {source}: a file; give the directory that holds config.json")
+    if "://" in source:
+        raise InputError(f"model source {source}: buckets cannot be read yet; copy the model to a directory")
+    if not HUB_ID.fullmatch(source):
+        raise InputError(f"model source {source}: no such directory")
+    return _fetch(source, revision)
+
+
+def _fetch(source: str, revision: str | None) -> Path:
+    import huggingface_hub
+
+    try:
+        fetched = huggingface_hub.snapshot_download(
+            source, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED
+        )
+    except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors and those of its HTTP client among them
+        raise InputError(
+            f"model source {source}: no such directory, and the hub does not give it"
+            f"{f' at revision {revision}' if revision else ''}: {type(error).__name__}: {error}; "
+            "check the path or id, the network and the access token, or fetch it beforehand and give the directory"
+        ) from error
+    return Path(fetched)
+
+
+def _read_object(path: Path, faults: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        faults.append(f"{path}: missing; the directory of a transformers model has it")
+        return {}
+    try:
+        with storage_errors("reading", path):
+            content = json.loads(path.read_bytes(), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:
+        faults.append(f"{path}: not JSON: {error}")
+        return {}
+    if not isinstance(content, dict):
+        faults.append(f"{path}: a JSON {type(content).__name__}, expected an object")
+        return {}
+    return content
+
+
+def _indexed_names(directory: Path, faults: list[str]) -> dict[str, list[str] | None]:
+    """The tensor names by file, as the index has them; files ascending."""
+    path = directory / INDEX_FILE
+    if not path.is_file():
+        faults.append(_why_no_weights(directory))
+        return {}
+    before = len(faults)
+    weight_map = _read_object(path, faults).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        if len(faults) == before:
+            faults.append(f"{path}: weight_map is {type(weight_map).__name__}, expected an object of tensor name: file")
+        return {}
+    names_of: dict[str, list[str] | None] = {}
+    for file in sorted(set(map(str, weight_map.values()))):
+        names = [name for name, owner in weight_map.items() if str(owner) == file]
+        if _is_plain_file_name(file) and all(isinstance(weight_map[name], str) for name in names):
+            names_of[file] = names
+        else:
+            faults.append(f"{path}: {names[0]!r} is said to be in {file!r}: no safetensors file name in this directory")
+    return names_of
+
+
+def _is_plain_file_name(file: str) -> bool:
+    return file.endswith(".safetensors") and file == os.path.basename(file) and "\\" not in file and "\0" not in file
+
+
+def _why_no_weights(directory: Path) -> str:
+    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        return (
+            f"{directory}: only pickled weights ({', '.join(pickles[:3])}): refused, because "
+            "loading a pickle runs code of whoever made it; convert them to safetensors "
+            "(save_pretrained of transformers writes it) where you trust them"
+        )
+    return f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}"
+
+
+def _shard_tensors(path: Path, names: list[str] | None, faults: list[str]) -> dict[str, TensorRecord]:
+    """The records of the tensors of one file: of those named, or of all."""
+    if not path.is_file():
+        faults.append(f"{path}: missing, though the index names it; fetch the model anew")
+        return {}
+    try:
+        records = read_header(path)
+    except InputError as error:
+        faults.append(str(error))
+        return {}
+    if names is None:
+        return records
+    faults += [f"{path}: tensor {name!r} is in the index, not in the file" for name in names if name not in records]
+    return {name: records[name] for name in names if name in records}
+
+
+def _read_tensor(file: RawIOBase, record: TensorRecord) -> torch.Tensor:
+    # torch's allocator aligns to 64 bytes; a file's offsets need not be aligned, so that mapping it would not do.
+    buffer = torch.empty(record.num_bytes, dtype=torch.uint8)
+    view = buffer.numpy().data
+    file.seek(record.begin)
+    done_bytes = 0
+    while done_bytes < record.num_bytes:
+        count = file.readinto(view[done_bytes:])
+        if not count:
+            raise _short_read(record, done_bytes)
+        done_bytes += count
+    return buffer.view(record.torch_dtype).reshape(record.shape)
+
+
+def _short_read(record: TensorRecord, done_bytes: int) -> StorageError:
+    return StorageError(
+        f"{record.file}: tensor {record.name!r} ends after {done_bytes} of {record.num_bytes} bytes: the file was "
+        "truncated after the job opened it; restore it, then run the same command again"
+    )
+
+
+def _stat_record(stat: os.stat_result) -> FileStat:
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}

@@ -1,0 +1,104 @@
+"""Sums of calibration statistics, one array each: `layer-00003/<name>/<generation>`.
+
+A float64 moment that equals its transpose bit for bit is stored by its upper tiles only (-44 % at 8192, FACTS §2.1).
+
+Shape suffixes: G groups (KV heads, or 1), F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stores.arrays import ArrayReader, ArrayStore, ArrayWriter, Record, chunk_shape
+
+TILE = 1024
+
+
+class StatisticsStore:
+    """The arrays under one directory (statistics.zarr). What is written counts once its record is in the ledger."""
+
+    def __init__(self, directory: str | Path, tile: int = TILE) -> None:
+        self._arrays = ArrayStore(directory)
+        self._tile = tile
+
+    def write(self, layer: int, name: str, moment: torch.Tensor) -> Record:
+        """Stores a statistic durably under a fresh generation: read back, it is the same bit for bit.
+
+        `moment`: (G, F, F) float64 sums, or anything else (stored plainly). Returns the record for the ledger entry.
+        Holds one row of tiles besides the moment. Raises StorageError.
+        """
+        symmetric = self._is_symmetric(moment)
+        chunks = chunk_shape(moment.shape, self._tile)
+        prefix = f"layer-{layer:05d}/{name}"
+        with self._arrays.create(prefix, moment.shape, moment.dtype, chunks, upper_tiles=symmetric) as writer:
+            if symmetric:
+                self._write_upper_(writer, moment)
+            else:
+                _write_plain_(writer, moment, chunks)
+            return writer.commit()
+
+    def read(self, record: Mapping[str, Any]) -> torch.Tensor:
+        """The whole statistic in the dtype it was written in (float64 for moments), both triangles.
+
+        Raises:
+            CorruptError: missing, damaged or other chunks; names the path. To be computed again.
+            StorageError: it cannot be read.
+        """
+        reader = self._arrays.open(record)
+        if not reader.symmetric:
+            return reader.read(tuple(slice(size) for size in reader.shape))
+        return self._read_upper(reader)
+
+    def drop(self, record: Mapping[str, Any]) -> None:
+        """Removes a statistic; retract its ledger entry first. Raises StorageError."""
+        self._arrays.drop(record)
+
+    def sweep(self, live: Iterable[Mapping[str, Any]]) -> int:
+        """Removes what no record in `live` names; only while nobody writes. Returns how many generations."""
+        return self._arrays.sweep(live)
+
+    def _is_symmetric(self, moment: torch.Tensor) -> bool:
+        """Whether storing the upper tiles loses nothing: compared as bits, tile by tile, so that NaN and -0 count."""
+        if moment.dtype != torch.float64 or moment.ndim != 3 or moment.shape[1] != moment.shape[2]:
+            return False
+        if moment.shape[1] <= self._tile:
+            return False  # one tile per group: nothing to save
+        bits_GFF = moment.detach().view(torch.int64)
+        for bits_FF in bits_GFF:
+            for start, stop in self._tile_rows(moment.shape[1]):
+                if not torch.equal(bits_FF[start:stop, stop:], bits_FF[stop:, start:stop].T):
+                    return False
+        return True
+
+    def _write_upper_(self, writer: ArrayWriter, moment_GFF: torch.Tensor) -> None:
+        for group, moment_FF in enumerate(moment_GFF):
+            for start, stop in self._tile_rows(moment_GFF.shape[1]):
+                selection = (slice(group, group + 1), slice(start, stop), slice(start, moment_GFF.shape[2]))
+                writer.write_(selection, moment_FF[start:stop, start:].unsqueeze(0))
+
+    def _read_upper(self, reader: ArrayReader) -> torch.Tensor:
+        moment_GFF = torch.empty(reader.shape, dtype=reader.dtype)
+        for group, moment_FF in enumerate(moment_GFF):
+            for start, stop in self._tile_rows(reader.shape[1]):
+                row = reader.read((slice(group, group + 1), slice(start, stop), slice(start, reader.shape[2])))[0]
+                moment_FF[start:stop, start:] = row
+                moment_FF[stop:, start:stop] = row[:, stop - start :].T
+        return moment_GFF
+
+    def _tile_rows(self, num_features: int) -> Iterable[tuple[int, int]]:
+        return ((start, min(start + self._tile, num_features)) for start in range(0, num_features, self._tile))
+
+
+def _write_plain_(writer: ArrayWriter, values: torch.Tensor, chunks: tuple[int, ...]) -> None:
+    """Writes slab by slab along the first axis, so that a tensor on a device is never copied whole."""
+    rest = tuple(slice(size) for size in values.shape[1:])
+    if not values.shape:
+        writer.write_((), values)
+        return
+    for start in range(0, values.shape[0], chunks[0]):
+        stop = min(start + chunks[0], values.shape[0])
+        writer.write_((slice(start, stop), *rest), values[start:stop])

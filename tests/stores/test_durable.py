@@ -1,0 +1,116 @@
+"""Durable writes: whole or nothing, no leftovers, errors that say what to change."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import CorruptError, StorageError
+from stores.durable import create_only, durable_file, make_directory, sha256_file, sweep_partials, write_durably
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_write_replaces_in_one_step(tmp_path: Path) -> None:
+    write_durably(tmp_path / "a", b"one")
+    write_durably(tmp_path / "a", b"two")
+    assert (tmp_path / "a").read_bytes() == b"two"
+    assert names(tmp_path) == ["a"]
+
+
+def test_create_only_lets_the_first_win(tmp_path: Path) -> None:
+    create_only(tmp_path / "a", b"one")
+    with pytest.raises(FileExistsError):
+        create_only(tmp_path / "a", b"two")
+    assert (tmp_path / "a").read_bytes() == b"one"
+    assert names(tmp_path) == ["a"]
+
+
+def test_create_only_accepts_a_link_that_was_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.link
+
+    def repeated(source: Path, target: Path) -> None:
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", repeated)
+    create_only(tmp_path / "a", b"one")
+    assert (tmp_path / "a").read_bytes() == b"one"
+
+
+def test_nothing_is_published_on_an_exception(tmp_path: Path) -> None:
+    write_durably(tmp_path / "a", b"old")
+    with pytest.raises(ZeroDivisionError), durable_file(tmp_path / "a") as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("operation", ["fsync", "replace", "link"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE])
+def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, code: int) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, operation, fail)
+    write = create_only if operation == "link" else write_durably
+    with pytest.raises(StorageError, match=os.strerror(code)) as caught:
+        write(tmp_path / "a", b"data")
+    assert str(tmp_path / "a") in str(caught.value)
+    assert names(tmp_path) == []
+
+
+def test_full_disk_while_writing(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with pytest.raises(StorageError, match="free some room"), durable_file(tmp_path / "a") as file:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
+        file.write(b"x" * 100_000)
+    assert names(tmp_path) == []
+
+
+def test_directory_fsync_comes_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for operation in ("fsync", "replace"):
+        real = getattr(os, operation)
+        monkeypatch.setattr(os, operation, lambda *a, real=real, name=operation: (calls.append(name), real(*a)))
+    write_durably(tmp_path / "a", b"data")
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_make_directory_syncs_every_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *a, **k: (synced.append(Path(path)), real(path, *a, **k))[1])
+    make_directory(tmp_path / "a" / "b")
+    make_directory(tmp_path / "a" / "b")
+    assert synced == [tmp_path, tmp_path / "a"]
+
+
+def test_sweep_takes_partial_files_only(tmp_path: Path) -> None:
+    make_directory(tmp_path / "deep")
+    (tmp_path / "deep" / "a.0123.partial").write_bytes(b"torn")
+    (tmp_path / "kept").write_bytes(b"data")
+    assert sweep_partials(tmp_path) == 1
+    assert names(tmp_path / "deep") == []
+    assert names(tmp_path) == ["deep", "kept"]
+
+
+def test_sha256_of_pieces(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert sha256_file(tmp_path / "a", chunk_bytes=2) == (
+        "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    )
+    with pytest.raises(StorageError, match="missing"):
+        sha256_file(tmp_path / "missing")
+
+
+def test_errors_survive_pickling() -> None:
+    assert str(pickle.loads(pickle.dumps(CorruptError("what, where")))) == "what, where"
