@@ -1,0 +1,143 @@
+"""Sums over tokens: second moments and cosines.
+
+T tokens, F features, H heads, G groups of heads, d = F / H, D hidden size, R rows of one product, b a block of columns.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.checks import require_finite
+
+# A float32 product sums at most so many rows; the sums of products are float64.
+ROWS_PER_PRODUCT = 4096
+# Blocks above the diagonal are computed once and mirrored: half the work, and no F x F temporary.
+BLOCK_COLUMNS = 2048
+# Magnitudes whose squares, summed over ROWS_PER_PRODUCT rows, keep well inside the type's range.
+_SAFE_EXPONENTS = {torch.float32: (-30, 40), torch.float64: (-300, 400)}
+_LARGEST = 1e150
+_COSINE_NUMBERS = 1 << 23
+
+
+def head_moment(
+    values_TF: Tensor, heads: int = 1, groups: int = 1, product_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Second moments Σ_t y yᵀ of each of `heads` equal parts of the features, summed over the heads of a group.
+
+    `values_TF` is (..., F) in any floating type; heads of a group are neighbours. Returns (groups, F/heads, F/heads)
+    float64; heads = groups = 1 gives the plain F x F moment as (1, F, F). Products of at most 4096 rows run in
+    `product_dtype` (float32 or float64) and are summed in float64. Raises ValueError as `add_head_moment_` does.
+    """
+    width = values_TF.shape[-1] // heads if heads > 0 and values_TF.ndim else 0
+    total_Gdd = torch.zeros(max(groups, 0), width, width, dtype=torch.float64, device=values_TF.device)
+    add_head_moment_(total_Gdd, values_TF, heads, groups, product_dtype)
+    return total_Gdd
+
+
+def add_head_moment_(
+    total_Gdd: Tensor, values_TF: Tensor, heads: int = 1, groups: int = 1, product_dtype: torch.dtype = torch.float32
+) -> None:
+    """Adds `head_moment(values_TF, ...)` to the float64 `total_Gdd` in place, without an F x F temporary.
+
+    Raises ValueError on shapes that do not fit, on NaN or infinity, and on magnitudes whose squares leave float64;
+    `total_Gdd` is then unchanged.
+    """
+    _check_parts(total_Gdd, values_TF, heads, groups, product_dtype)
+    peak = require_finite("values", values_TF)
+    if peak > _LARGEST:
+        raise ValueError(f"values: magnitudes up to {peak:.3g} have no float64 square sum (limit {_LARGEST:.0e})")
+    if peak == 0.0:
+        return
+    exponent = math.frexp(peak)[1]
+    low, high = _SAFE_EXPONENTS[product_dtype]
+    shift = 0 if low <= exponent <= high else exponent
+    values_TF = values_TF.detach().reshape(-1, values_TF.shape[-1])
+    tokens = max(1, ROWS_PER_PRODUCT * groups // heads)
+    for start in range(0, values_TF.shape[0], tokens):
+        chunk_TF = values_TF[start : start + tokens]
+        if shift:
+            # A power of two: exact, and undone exactly in float64. In steps, as 2^-shift itself may be subnormal.
+            chunk_TF = chunk_TF.to(torch.float64).mul(2.0 ** -(shift // 2)).mul(2.0 ** -(shift - shift // 2))
+        rows_GRd = _rows(chunk_TF, heads, groups, product_dtype)
+        _add_products_(total_Gdd, rows_GRd, product_dtype, 4.0**shift if shift else None)
+
+
+def cosine_sums(x_TD: Tensor, y_TD: Tensor) -> tuple[float, int]:
+    """The float64 sum over rows of cos(x_t, y_t), and the number of rows (METHODS §1, importance).
+
+    Row by row in float64, each row scaled by its largest magnitude, so that nothing overflows. The cosine of two zero
+    rows is 1, of a zero row and another 0. Raises ValueError on unequal shapes and on NaN or infinity.
+    """
+    if x_TD.shape != y_TD.shape or x_TD.ndim < 1 or x_TD.shape[-1] == 0:
+        raise ValueError(f"x and y need one shape, (..., D), not {tuple(x_TD.shape)} and {tuple(y_TD.shape)}")
+    require_finite("x", x_TD)
+    require_finite("y", y_TD)
+    x_TD, y_TD = (rows.detach().reshape(-1, rows.shape[-1]) for rows in (x_TD, y_TD))
+    total = torch.zeros((), dtype=torch.float64, device=x_TD.device)
+    tokens = max(1, _COSINE_NUMBERS // x_TD.shape[1])
+    for start in range(0, x_TD.shape[0], tokens):
+        x, x_zero = _unit_rows(x_TD[start : start + tokens])
+        y, y_zero = _unit_rows(y_TD[start : start + tokens])
+        cosines_T = (x * y).sum(dim=1).clamp_(-1.0, 1.0)
+        total += cosines_T.masked_fill_(x_zero & y_zero, 1.0).sum()
+    return float(total), x_TD.shape[0]
+
+
+def _unit_rows(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
+    rows_TD = rows_TD.to(torch.float64)
+    peak_T = rows_TD.abs().amax(dim=1)
+    zero_T = peak_T == 0
+    # Divided, not multiplied by a reciprocal: 1 / 5e-324 is infinite.
+    rows_TD = rows_TD / peak_T.masked_fill(zero_T, 1.0)[:, None]
+    norm_T = torch.linalg.vector_norm(rows_TD, dim=1).masked_fill_(zero_T, 1.0)
+    return rows_TD.div_(norm_T[:, None]), zero_T
+
+
+def _check_parts(total_Gdd: Tensor, values_TF: Tensor, heads: int, groups: int, product_dtype: torch.dtype) -> None:
+    if product_dtype not in _SAFE_EXPONENTS:
+        raise ValueError(f"product_dtype must be float32 or float64, not {product_dtype}")
+    shape = tuple(values_TF.shape)
+    if values_TF.ndim < 1 or heads < 1 or shape[-1] == 0 or shape[-1] % heads:
+        raise ValueError(f"values of shape {shape} cannot be cut into {heads} equal heads along the last axis")
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{heads} heads cannot be put into {groups} equal groups")
+    width = shape[-1] // heads
+    if tuple(total_Gdd.shape) != (groups, width, width) or total_Gdd.dtype != torch.float64:
+        raise ValueError(
+            f"the total must be float64 of shape {(groups, width, width)} for values of shape {shape}, "
+            f"not {total_Gdd.dtype} of shape {tuple(total_Gdd.shape)}"
+        )
+
+
+def _rows(chunk_TF: Tensor, heads: int, groups: int, product_dtype: torch.dtype) -> Tensor:
+    """(T, F) -> (G, T * heads per group, d): what one batched product sums over."""
+    tokens, per_group = chunk_TF.shape[0], heads // groups
+    if not _exact_halves(chunk_TF, product_dtype):
+        chunk_TF = chunk_TF.to(product_dtype)
+    rows_GTHd = chunk_TF.reshape(tokens, groups, per_group, -1).permute(1, 0, 2, 3)
+    return rows_GTHd.reshape(groups, tokens * per_group, -1)
+
+
+def _exact_halves(rows: Tensor, product_dtype: torch.dtype) -> bool:
+    """Whether a GPU's matrix units can multiply these 16-bit numbers exactly into float32 sums, with no upcast."""
+    halves = rows.dtype in (torch.float16, torch.bfloat16)
+    return halves and rows.is_cuda and torch.version.hip is None and product_dtype == torch.float32
+
+
+def _add_products_(total_Gdd: Tensor, rows_GRd: Tensor, product_dtype: torch.dtype, factor: float | None) -> None:
+    width = total_Gdd.shape[-1]
+    blocks = [slice(start, min(start + BLOCK_COLUMNS, width)) for start in range(0, width, BLOCK_COLUMNS)]
+    for number, rows in enumerate(blocks):
+        left_GbR = rows_GRd[:, :, rows].transpose(1, 2)
+        for columns in blocks[number:]:
+            right_GRb = rows_GRd[:, :, columns]
+            if rows_GRd.dtype == product_dtype:
+                product_Gbb = torch.bmm(left_GbR, right_GRb)
+            else:
+                product_Gbb = torch.bmm(left_GbR, right_GRb, out_dtype=product_dtype)
+            if factor is not None:
+                product_Gbb = product_Gbb.to(torch.float64).mul_(factor)
+            total_Gdd[:, rows, columns].add_(product_Gbb)
+            if rows != columns:
+                total_Gdd[:, columns, rows].add_(product_Gbb.transpose(1, 2))

@@ -1,0 +1,133 @@
+"""Eigenvectors and roots of second moments, and head-wise PCA (METHODS §1).
+
+G KV heads, H query heads, d head dimension, D hidden size, r rank. A leading batch dimension is always allowed.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.checks import require_finite, require_rank, require_square
+from pipeline.kernels.moments import head_moment
+
+# Eigenvalues below FLOOR x the largest are clipped before a root is inverted: the inverse stays below 1e5.
+FLOOR = 1e-10
+_JITTER = 1e-14
+
+
+def eigh_descending(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (..., n), descending, and eigenvectors (..., n, n) as columns, of a positive semidefinite matrix.
+
+    float64. The matrix is symmetrised first; eigenvalues that round-off made negative are 0. Each eigenvector's
+    component of largest magnitude (the first, of equal ones) is positive, so that the result does not hang on a
+    library's choice of sign. Raises ValueError on a shape that is not square, NaN, infinity, or if no solver converges.
+    """
+    require_square("moment", moment)
+    peak = require_finite("moment", moment)
+    # Exactly undone; keeps solvers that do not scale by themselves away from overflow.
+    exponent = max(-1000, min(1000, math.frexp(peak)[1]))
+    scaled = moment.detach().to(torch.float64) * 2.0**-exponent
+    scaled = (scaled + scaled.mT).mul_(0.5)
+    values, vectors = _eigh(scaled)
+    values = values.clamp_min(0.0).flip(-1)
+    vectors = _fix_signs(vectors.flip(-1))
+    return values * 2.0**exponent, vectors
+
+
+def symmetric_root(moment: Tensor, floor: float = FLOOR) -> tuple[Tensor, Tensor, int]:
+    """M^{1/2} and M^{-1/2} in float64, and how many eigenvalues were clipped.
+
+    Eigenvalues below `floor` x the largest are raised to it first (per matrix of a batch), so that the two are
+    inverse to one another. An all-zero matrix gives two identities, with every eigenvalue counted as clipped. Raises ValueError as
+    `eigh_descending`, and unless 0 < floor <= 1.
+    """
+    if not 0.0 < floor <= 1.0:
+        raise ValueError(f"floor must be within (0, 1], not {floor}")
+    values, vectors = eigh_descending(moment)
+    largest = values[..., :1]
+    least = largest * floor
+    clipped = int((values < least).sum() + (largest == 0).expand_as(values).sum())
+    values = torch.where(largest == 0, torch.ones_like(values), torch.maximum(values, least))
+    root = values.sqrt()
+    return _with_spectrum(vectors, root), _with_spectrum(vectors, 1.0 / root), clipped
+
+
+def head_pca(moment_Gdd: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The `rank` leading eigenvectors Q̃ (G, d, r) of each head's moment, and all its eigenvalues (G, d), descending.
+
+    METHODS §1: W̃_v^g = Q̃ᵀ W_v^g, W̃_o^h = W_o^h Q̃; the squared error Σ‖y − Q̃Q̃ᵀy‖² is the sum of the eigenvalues
+    beyond `rank`. float64. Raises ValueError as `eigh_descending`, and unless 1 <= rank <= d.
+    """
+    require_rank("rank", rank, require_square("moment", moment_Gdd))
+    values_Gd, vectors_Gdd = eigh_descending(moment_Gdd)
+    return vectors_Gdd[..., :rank].contiguous(), values_Gd
+
+
+def weighted_head_pca(
+    moment_Gdd: Tensor, output_gram_Gdd: Tensor, rank: int, floor: float = FLOOR
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Encoder UᵀN (G, r, d), decoder N⁻¹U (G, d, r), eigenvalues (G, d): METHODS §1, `weighting: output`.
+
+    U are the leading eigenvectors of N C N for the value moment C, and N = (M / mean diag M)^{1/2} for the output
+    gram M (its eigenvalues clipped from below at `floor` x the largest): normalised, so that the factors keep the scale of
+    the weights. W̃_v^g = encoder W_v^g, W̃_o^h = W_o^h decoder. The eigenvalues beyond `rank` sum to the squared error
+    of the outputs, Σ_h Σ‖W_o^h (y − ŷ)‖², as long as nothing of M was clipped; at rank = d decoder @ encoder is the
+    identity. All float64. Raises ValueError on unequal shapes and as `eigh_descending`.
+    """
+    width = require_square("moment", moment_Gdd)
+    require_rank("rank", rank, width)
+    if moment_Gdd.shape != output_gram_Gdd.shape:
+        shapes = f"{tuple(moment_Gdd.shape)} and {tuple(output_gram_Gdd.shape)}"
+        raise ValueError(f"moment and output gram differ in shape: {shapes}")
+    require_finite("moment", moment_Gdd)
+    require_finite("output_gram", output_gram_Gdd)
+    gram_Gdd = output_gram_Gdd.detach().to(torch.float64)
+    scale_G11 = gram_Gdd.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    scale_G11 = torch.where(scale_G11 > 0, scale_G11, torch.ones_like(scale_G11))
+    root_Gdd, inverse_Gdd, _ = symmetric_root(gram_Gdd / scale_G11, floor)
+    values_Gd, vectors_Gdd = eigh_descending(root_Gdd @ moment_Gdd.detach().to(torch.float64) @ root_Gdd)
+    leading_Gdr = vectors_Gdd[..., :rank]
+    encoder_Grd = leading_Gdr.mT @ root_Gdd
+    return encoder_Grd.contiguous(), inverse_Gdd @ leading_Gdr, values_Gd * scale_G11[..., 0]
+
+
+def output_gram(weight_DF: Tensor, heads: int, groups: int) -> Tensor:
+    """M_g = Σ_{h in g} W_o^hᵀ W_o^h (G, d, d) in float64, from W_o (D, H·d) whose columns are the heads in order.
+
+    Raises ValueError as `head_moment`.
+    """
+    return head_moment(weight_DF, heads, groups, product_dtype=torch.float64)
+
+
+def _with_spectrum(vectors: Tensor, values: Tensor) -> Tensor:
+    product = (vectors * values[..., None, :]) @ vectors.mT
+    return (product + product.mT).mul_(0.5)
+
+
+def _fix_signs(vectors: Tensor) -> Tensor:
+    magnitude = vectors.abs()
+    # Components equal but for rounding count as equal, or the sign would hang on the last bit.
+    largest = magnitude >= magnitude.amax(dim=-2, keepdim=True) * (1.0 - 1e-9)
+    first = largest.to(torch.uint8).argmax(dim=-2, keepdim=True)
+    return torch.where(vectors.gather(-2, first) < 0, -vectors, vectors)
+
+
+def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.linalg.eigh; a solver that fails is tried again on the CPU, then with a tiny relative jitter."""
+    size = symmetric.shape[-1]
+    mean = symmetric.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]
+    eye = torch.eye(size, dtype=symmetric.dtype, device=symmetric.device)
+    causes = []
+    for device, jitter in ((symmetric.device, 0.0), (torch.device("cpu"), 0.0), (torch.device("cpu"), _JITTER)):
+        try:
+            tried = symmetric if jitter == 0.0 else symmetric + jitter * mean * eye
+            values, vectors = torch.linalg.eigh(tried.to(device))
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, but not in __all__
+            causes.append(str(error))
+            continue
+        # cuSOLVER has been seen to give NaN where it should have reported.
+        if bool(torch.isfinite(values).all()) and bool(torch.isfinite(vectors).all()):
+            return values.to(symmetric.device), vectors.to(symmetric.device)
+        causes.append("NaN eigenvectors")
+    raise ValueError(f"moment of shape {tuple(symmetric.shape)}: no eigenvalue solver converged ({'; '.join(causes)})")

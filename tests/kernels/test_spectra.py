@@ -1,0 +1,217 @@
+"""Eigenvectors, roots and head-wise PCA: the theorems, on a grid of shapes and scales."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.kernels import spectra
+from pipeline.kernels.spectra import eigh_descending, head_pca, output_gram, symmetric_root, weighted_head_pca
+
+
+def correlated(groups: int, tokens: int, width: int, seed: int = 0) -> Tensor:
+    """Correlated values: random ones through a random matrix with a falling spectrum."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(groups, width, width, generator=generator, dtype=torch.float64)
+    falling = torch.linspace(0, -1.5, width, dtype=torch.float64).exp()
+    return torch.randn(groups, tokens, width, generator=generator, dtype=torch.float64) * falling @ mix
+
+
+def moment_of(values: Tensor) -> Tensor:
+    return values.mT @ values
+
+
+GRID = [(1, 1, 1), (1, 40, 3), (2, 40, 8), (3, 4, 8)]
+
+
+@pytest.mark.parametrize(("groups", "tokens", "width"), GRID)
+@pytest.mark.parametrize("scale", [5e-324, 1e-300, 1e-60, 1.0, 1e60, 1e302])
+def test_eigh_rebuilds_the_moment(groups: int, tokens: int, width: int, scale: float) -> None:
+    moment_Gdd = moment_of(correlated(groups, tokens, width)) * scale
+    before = moment_Gdd.clone()
+    values_Gd, vectors_Gdd = eigh_descending(moment_Gdd)
+    largest = float(moment_Gdd.abs().max())
+    rebuilt = vectors_Gdd * values_Gd[:, None] @ vectors_Gdd.mT
+    assert float((rebuilt - moment_Gdd).abs().max()) <= 1e-13 * largest + 5e-323
+    eye = torch.eye(width, dtype=torch.float64).expand(groups, -1, -1)
+    torch.testing.assert_close(vectors_Gdd.mT @ vectors_Gdd, eye)
+    assert bool((values_Gd[:, :-1] >= values_Gd[:, 1:]).all())
+    assert bool((values_Gd >= 0).all())
+    assert torch.equal(moment_Gdd, before)
+
+
+def test_eigh_ignores_asymmetry_and_reads_every_type() -> None:
+    moment = moment_of(correlated(1, 30, 6))[0]
+    skew = torch.triu(torch.full((6, 6), 0.1, dtype=torch.float64), 1)
+    torch.testing.assert_close(eigh_descending(moment + skew - skew.T)[0], eigh_descending(moment)[0])
+    assert eigh_descending(moment.bfloat16())[1].dtype == torch.float64
+
+
+def test_signs_do_not_depend_on_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = moment_of(correlated(2, 30, 6))
+    _, vectors = eigh_descending(moment)
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    assert bool((largest > 0).all())
+    solver = torch.linalg.eigh
+
+    def flipped(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        values, columns = solver(matrix)
+        return values, -columns
+
+    monkeypatch.setattr(torch.linalg, "eigh", flipped)
+    assert torch.equal(eigh_descending(moment)[1], vectors)
+
+
+def test_sign_of_equal_components_is_the_first_ones() -> None:
+    _, vectors = eigh_descending(torch.tensor([[2.0, -1.0], [-1.0, 2.0]]))
+    assert bool((vectors[0] > 0).all())
+
+
+def test_a_failing_solver_is_tried_again_and_then_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = moment_of(correlated(2, 30, 6))
+    expected = eigh_descending(moment)[0]
+    solver, calls = torch.linalg.eigh, []
+
+    def failing(times: int, nan: bool = False) -> Any:
+        def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+            calls.append(matrix)
+            if len(calls) > times:
+                return tuple(solver(matrix))
+            if nan:
+                return matrix[..., 0] * math.nan, matrix
+            raise torch.linalg.LinAlgError("did not converge")
+
+        return eigh
+
+    for nan in (False, True):
+        calls.clear()
+        monkeypatch.setattr(torch.linalg, "eigh", failing(2, nan))
+        torch.testing.assert_close(eigh_descending(moment)[0], expected, rtol=0, atol=1e-12 * float(expected.max()))
+        assert len(calls) == 3
+        assert not torch.equal(calls[2], calls[1])
+    calls.clear()
+    monkeypatch.setattr(torch.linalg, "eigh", failing(3))
+    with pytest.raises(ValueError, match=r"\(2, 6, 6\): no eigenvalue solver converged \(did not converge"):
+        eigh_descending(moment)
+
+
+@pytest.mark.parametrize(("groups", "tokens", "width"), GRID)
+@pytest.mark.parametrize("scale", [1e-60, 1.0, 1e60])
+def test_roots(groups: int, tokens: int, width: int, scale: float) -> None:
+    moment = moment_of(correlated(groups, tokens, width)) * scale
+    root, inverse, clipped = symmetric_root(moment)
+    assert float((root @ root - moment).abs().max()) <= 2e-10 * float(moment.abs().max())
+    eye = torch.eye(width, dtype=torch.float64).expand(groups, -1, -1)
+    torch.testing.assert_close(root @ inverse, eye, rtol=0, atol=1e-9)
+    assert clipped == groups * max(0, width - tokens)
+    assert torch.equal(root, root.mT)
+
+
+def test_root_of_zero_is_the_identity() -> None:
+    batch = torch.stack([torch.zeros(3, 3), torch.eye(3) * 4])
+    root, inverse, clipped = symmetric_root(batch)
+    torch.testing.assert_close(root, torch.stack([torch.eye(3), torch.eye(3) * 2]).double())
+    torch.testing.assert_close(inverse, torch.stack([torch.eye(3), torch.eye(3) / 2]).double())
+    assert clipped == 3
+    with pytest.raises(ValueError, match="floor"):
+        symmetric_root(batch, 0.0)
+
+
+@pytest.mark.parametrize(("groups", "tokens", "width"), GRID)
+def test_dropped_eigenvalues_are_the_squared_error(groups: int, tokens: int, width: int) -> None:
+    values = correlated(groups, tokens, width)
+    moment_Gdd = moment_of(values)
+    for rank in range(1, width + 1):
+        basis_Gdr, eigenvalues_Gd = head_pca(moment_Gdd, rank)
+        assert basis_Gdr.shape == (groups, width, rank)
+        error_G = (values - values @ basis_Gdr @ basis_Gdr.mT).square().sum((1, 2))
+        dropped_G = eigenvalues_Gd[:, rank:].sum(1)
+        torch.testing.assert_close(error_G, dropped_G, rtol=1e-10, atol=1e-11 * float(moment_Gdd.max()))
+
+
+def weighted_error(values: Tensor, gram: Tensor, decoder: Tensor, encoder: Tensor) -> Tensor:
+    residual = values - values @ encoder.mT @ decoder.mT
+    return torch.einsum("gti,gij,gtj->g", residual, gram, residual)
+
+
+@pytest.mark.parametrize(("groups", "tokens", "width"), GRID)
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_weighted_pca_dropped_eigenvalues_are_the_output_error(
+    groups: int, tokens: int, width: int, scale: float
+) -> None:
+    values = correlated(groups, tokens, width)
+    gram_Gdd = moment_of(correlated(groups, 3 * width, width, seed=1)) * scale
+    before = gram_Gdd.clone()
+    moment_Gdd = moment_of(values)
+    size = float((gram_Gdd @ moment_Gdd).abs().max())
+    for rank in range(1, width + 1):
+        encoder_Grd, decoder_Gdr, eigenvalues_Gd = weighted_head_pca(moment_Gdd, gram_Gdd, rank)
+        error_G = weighted_error(values, gram_Gdd, decoder_Gdr, encoder_Grd)
+        dropped_G = eigenvalues_Gd[:, rank:].sum(1)
+        torch.testing.assert_close(error_G, dropped_G, rtol=1e-9, atol=1e-11 * size)
+        eye = torch.eye(rank, dtype=torch.float64).expand(groups, -1, -1)
+        torch.testing.assert_close(encoder_Grd @ decoder_Gdr, eye, rtol=0, atol=1e-9)
+    torch.testing.assert_close(decoder_Gdr @ encoder_Grd, eye, rtol=0, atol=1e-9)
+    assert torch.equal(gram_Gdd, before)
+
+
+def test_weighted_pca_beats_random_projections_and_the_plain_one() -> None:
+    values = correlated(2, 60, 6)
+    gram_Gdd = moment_of(correlated(2, 20, 6, seed=1))
+    generator = torch.Generator().manual_seed(2)
+    for rank in (1, 3, 5):
+        encoder, decoder, _ = weighted_head_pca(moment_of(values), gram_Gdd, rank)
+        best_G = weighted_error(values, gram_Gdd, decoder, encoder)
+        basis, _ = head_pca(moment_of(values), rank)
+        assert bool((best_G < weighted_error(values, gram_Gdd, basis, basis.mT)).all())
+        for size in (1.0, 0.1, 0.01):
+            for _ in range(20):
+                near_decoder = decoder + size * torch.randn(decoder.shape, generator=generator, dtype=torch.float64)
+                near_encoder = encoder + size * torch.randn(encoder.shape, generator=generator, dtype=torch.float64)
+                assert bool((best_G <= weighted_error(values, gram_Gdd, near_decoder, near_encoder)).all())
+
+
+def test_weighted_pca_with_an_orthogonal_output_is_the_plain_one() -> None:
+    moment_Gdd = moment_of(correlated(2, 60, 6))
+    gram_Gdd = 3.0 * torch.eye(6, dtype=torch.float64).expand(2, -1, -1)
+    encoder, decoder, eigenvalues = weighted_head_pca(moment_Gdd, gram_Gdd, 4)
+    basis, plain = head_pca(moment_Gdd, 4)
+    torch.testing.assert_close(encoder, basis.mT)
+    torch.testing.assert_close(decoder, basis)
+    torch.testing.assert_close(eigenvalues, 3.0 * plain)
+
+
+def test_weighted_pca_of_a_dead_output_and_of_dead_values() -> None:
+    moment_Gdd = moment_of(correlated(1, 60, 4))
+    zero = torch.zeros(1, 4, 4)
+    for moment, gram in ((moment_Gdd, zero), (zero, moment_Gdd), (zero, zero)):
+        encoder, decoder, _ = weighted_head_pca(moment, gram, 4)
+        torch.testing.assert_close(decoder @ encoder, torch.eye(4, dtype=torch.float64)[None])
+
+
+def test_output_gram_is_the_sum_over_the_heads_of_a_group() -> None:
+    weight_DF = torch.randn(7, 4 * 3, generator=torch.Generator().manual_seed(3)).bfloat16()
+    gram_Gdd = output_gram(weight_DF, heads=4, groups=2)
+    heads = weight_DF.double().split(3, dim=1)
+    torch.testing.assert_close(gram_Gdd[0], heads[0].T @ heads[0] + heads[1].T @ heads[1])
+    torch.testing.assert_close(gram_Gdd[1], heads[2].T @ heads[2] + heads[3].T @ heads[3])
+
+
+def test_arguments() -> None:
+    eye = torch.eye(3)[None]
+    with pytest.raises(ValueError, match=r"square.*\(2, 3\)"):
+        eigh_descending(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="moment: 3 of 9"):
+        eigh_descending(torch.full((3, 3), math.inf).tril(-1))
+    for rank in (0, 4):
+        with pytest.raises(ValueError, match=rf"rank must be within 1..3, not {rank}"):
+            head_pca(eye, rank)
+        with pytest.raises(ValueError, match=rf"rank must be within 1..3, not {rank}"):
+            weighted_head_pca(eye, eye, rank)
+    with pytest.raises(ValueError, match=r"\(1, 3, 3\).*\(2, 3, 3\)"):
+        weighted_head_pca(eye, torch.eye(3).expand(2, 3, 3), 1)
+    with pytest.raises(ValueError, match="output_gram: 9 of 9"):
+        weighted_head_pca(eye, eye * math.nan, 1)
+    assert 0 < spectra.FLOOR < 1
