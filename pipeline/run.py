@@ -72,9 +72,9 @@ def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threa
     plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
-        lock = stack.enter_context(RunLock(run_dir.lock))
+        lock = stack.enter_context(run_dir.lock)
         stack.enter_context(RunLock(output_lock(output)))
-        ledger = Ledger(run_dir.ledger)
+        ledger = run_dir.ledger
         source_files = _source_digests(inputs, ledger)
         run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
         ledger.commit("source", source_files)
@@ -104,14 +104,13 @@ def _compute(
     plan: Mapping[str, Any],
 ) -> dict[str, Any]:
     started = time.monotonic()
-    activations, statistics = ActivationStore(run_dir.activations), StatisticsStore(run_dir.statistics)
-    tokens_record = _stored_tokens(tokens, activations, ledger)
+    tokens_record = _stored_tokens(tokens, run_dir.activations, ledger)
     setup = _setup(inputs, run_dir, tokens_record)
     observer.say(f"Ray at {connect(address, inputs.manifest.workers)}")
     _catch_signals(stop)  # after Ray, which installs a handler of its own
     with _pool(setup, inputs, stop, observer) as pool:
         observer.pool = pool
-        cleaner = StoreCleaner(activations, statistics, tokens_record)
+        cleaner = StoreCleaner(run_dir.activations, run_dir.statistics, tokens_record)
         Driver(_job(inputs), pool, ledger, cleaner, observer).run()
         seconds = {"driver": time.monotonic() - started}
         worker_seconds, peaks = pool.seconds, dict(pool.peak_bytes)

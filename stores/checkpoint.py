@@ -103,6 +103,16 @@ def verify_shard(path: str | Path, record: Mapping[str, Any]) -> None:
         raise CorruptError(f"{path}: sha256 differs from what was committed; {_differing(path, record)}")
 
 
+def describe_shard(path: str | Path) -> ShardRecord:
+    """The record, as `write_shard` gives it, of a file that is already there. Raises InputError on a damaged header."""
+    path = Path(path)
+    found = read_header(path)
+    tensors = {
+        name: {"dtype": at.dtype, "shape": list(at.shape), "sha256": _digest(path, at)} for name, at in found.items()
+    }
+    return {"file": path.name, "size": path.stat().st_size, "sha256": sha256_file(path), "tensors": tensors}
+
+
 def write_index(
     directory: str | Path, weight_map: Mapping[str, str], total_bytes: int, total_parameters: int
 ) -> Path:

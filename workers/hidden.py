@@ -51,7 +51,7 @@ class Collector:
 
     def finish(self) -> Mapping[str, Any] | None:
         """Makes the stored copy durable; its record, if there is one."""
-        record: Mapping[str, Any] | None = self.writer.finish() if self.writer is not None else None
+        record: Mapping[str, Any] | None = self.writer.commit() if self.writer is not None else None
         return record
 
 

@@ -13,7 +13,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from stores.source import SourceCheckpoint
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FORWARD_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Setup:
 
     Attributes:
         config: the standard config (families/registry.py) of the source: every form dense, unless it is a Lamina checkpoint.
-        tokens: record of the token ids (samples, sequence) in the activation store.
+        tokens: record of the token ids (samples, sequence) in the activation store; None for data-free jobs.
         shards: how many parts the samples are cut in.
         dtype: of the forward pass.
         manifest: None when nothing is compressed (evaluation).
@@ -33,7 +33,7 @@ class Setup:
     config: Mapping[str, Any]
     geometry: Geometry
     run_dir: Path
-    tokens: Mapping[str, Any]
+    tokens: Mapping[str, Any] | None
     shards: int
     micro_batch: int
     dtype: torch.dtype

@@ -41,7 +41,7 @@ class Worker:
         self.methods = build_methods(setup.manifest) if setup.manifest else ()
         self.activations = ActivationStore(setup.run_dir / "activations.zarr")
         self.statistics = StatisticsStore(setup.run_dir / "statistics.zarr")
-        self.tokens = self.activations.open(setup.tokens)
+        self.tokens = self.activations.open(setup.tokens) if setup.tokens else None
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
         self.layers = LayerReader(setup, self.device)
         self.compute_seconds = 0.0  # spent inside products and decompositions
@@ -244,9 +244,11 @@ class Worker:
 
     @property
     def _sequence(self) -> int:
+        assert self.setup.tokens is not None
         return int(self.setup.tokens["shape"][1])
 
     def _range(self, shard: int) -> tuple[int, int]:
+        assert self.setup.tokens is not None
         return self.setup.shard_range(shard, self.setup.tokens["shape"][0])
 
     def _samples(self, shard: int) -> int:
@@ -260,6 +262,7 @@ class Worker:
 
     def _tokens(self, start: int, stop: int) -> Tensor:
         """Token ids (B, S) of samples of the whole calibration set."""
+        assert self.tokens is not None
         return self.tokens.read(start, stop).long().to(self.device)
 
     def _collector(self, place: tuple[str, int, int], store: bool) -> Collector:

@@ -27,6 +27,7 @@ from stores.headers import DTYPES
 from stores.source import INDEX_FILE
 
 CONTRACT_VERSION = 1
+SHARD_SUFFIX = ".safetensors"
 CONTRACT_FILE = "compression.json"
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
@@ -111,7 +112,7 @@ class Assembler:
             link_or_copy(self.run_dir / entry["staged"]["path"], target)
             staged: Record = entry["staged"]
             return staged
-        entered = self.journal.get(f"rest/{plan.name}")
+        entered = self.journal.get(f"rest/{plan.name.removesuffix(SHARD_SUFFIX)}")
         if entered is not None and target.exists() and sha256_file(target) == entered["sha256"]:
             return entered
         assert plan.source_file is not None
@@ -120,7 +121,7 @@ class Assembler:
             record = describe_shard(target)
         else:
             record = copy_shard(target, self.inputs.source, plan.tensors)
-        self.journal.commit(f"rest/{plan.name}", record)
+        self.journal.commit(f"rest/{plan.name.removesuffix(SHARD_SUFFIX)}", record)
         return record
 
     def _forms(self) -> list[dict[str, Any]]:

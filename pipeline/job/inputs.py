@@ -17,7 +17,8 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Method
 from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks
 from stores.source import SourceCheckpoint, open_source
-from workers.setup import DTYPES
+from stores.headers import DTYPES
+from workers.setup import FORWARD_DTYPES
 
 STORED_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 
@@ -75,9 +76,9 @@ def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
     """The dtype of the forward pass: the one that most layer tensors are stored in."""
     names = [name for layer in range(geometry.num_layers) for name, _ in geometry.layer_tensors(layer).values()]
     counts = Counter(source.tensors[name].dtype for name in names)
-    unsupported = sorted(set(counts) - set(DTYPES))
+    unsupported = sorted(set(counts) - set(FORWARD_DTYPES))
     if unsupported:
-        raise InputError(f"model: layer tensors are stored as {unsupported}; supported are {sorted(DTYPES)} (no quantised checkpoints)")
+        raise InputError(f"model: layer tensors are stored as {unsupported}; supported are {FORWARD_DTYPES} (no quantised checkpoints)")
     return DTYPES[counts.most_common(1)[0][0]]
 
 

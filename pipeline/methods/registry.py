@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manifests.errors import InputError
 from manifests.schema import FlatLLM, Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
-from pipeline.methods.method import Group, Method, Moment
-from pipeline.ranks.budget import fit_ranks, solve_ratio
+from pipeline.methods.method import Group, Key, Method, Moment
+from pipeline.ranks.budget import Knob, fit_ranks, solve_ratio
 from pipeline.ranks.importance import angular_importance
 
 METHODS = {FlatLLM: FlatLLMMethod}
@@ -61,30 +61,34 @@ def scope_numbers(geometry: Geometry, scope: str) -> int:
 def allocate_ranks(
     manifest: Manifest, methods: Sequence[Method], geometry: Geometry, importance: Mapping[int, float]
 ) -> dict[str, dict[str, int]]:
-    """`layer/method/group` -> ranks that meet the budget: one common ratio over all methods without a budget of their own.
+    """`ranks_key` -> ranks that meet the budget: one common ratio over all methods without a budget of their own.
 
     Raises:
         InputError: the budget cannot be met; the message says the reachable range.
     """
-    chosen: dict[str, dict[str, int]] = {}
+    chosen: dict[Key, int] = {}
     sharing = []
     fixed_numbers = 0.0
     for position, method in enumerate(methods):
+        knobs = _knobs(position, method, geometry)
         if method.fixed_ranks:
-            wants = method.wants(geometry, 1.0, importance)
+            wants = _wants([(position, method)], geometry, 1.0, importance)
             ranks = {key: max(1, round(want)) for key, want in wants.items()}
         elif method.keep is not None:
-            ranks = _fit(((position, method),), geometry, importance, method.keep * _dense_numbers(method, geometry))[position]
+            target = method.keep * _dense_numbers(method, geometry)
+            ranks = _fit([(position, method)], geometry, importance, target)
         else:
             sharing.append((position, method))
             continue
-        fixed_numbers += sum(knob.cost(ranks[knob.key]) for knob in method.knobs(geometry))
-        _enter(chosen, position, ranks)
+        fixed_numbers += sum(knob.cost(ranks[knob.key]) for knob in knobs)
+        chosen |= ranks
     if sharing:
         target = _shared_target(manifest, methods, geometry) - fixed_numbers
-        for position, ranks in _fit(sharing, geometry, importance, target).items():
-            _enter(chosen, position, ranks)
-    return chosen
+        chosen |= _fit(sharing, geometry, importance, target)
+    by_task: dict[str, dict[str, int]] = {}
+    for (layer, group, name), rank in chosen.items():
+        by_task.setdefault(f"{layer}/{group}", {})[name] = rank
+    return by_task
 
 
 def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
@@ -97,9 +101,19 @@ def ranks_key(task: Task) -> str:
     return f"{task.group.layer}/{task.method}/{task.group.name}"
 
 
-def _enter(chosen: dict[str, dict[str, int]], position: int, ranks: Mapping[tuple[int, str, str], int]) -> None:
-    for (layer, group, name), rank in ranks.items():
-        chosen.setdefault(f"{layer}/{position}/{group}", {})[name] = rank
+def _knobs(position: int, method: Method, geometry: Geometry) -> list[Knob]:
+    """The knobs of a method, told apart from another method's by its position in their group's name."""
+    return [replace(knob, group=f"{position}/{knob.group}") for knob in method.knobs(geometry)]
+
+
+def _wants(
+    sharing: Sequence[tuple[int, Method]], geometry: Geometry, ratio: float, importance: Mapping[int, float]
+) -> dict[Key, float]:
+    return {
+        (layer, f"{position}/{group}", name): want
+        for position, method in sharing
+        for (layer, group, name), want in method.wants(geometry, ratio, importance).items()
+    }
 
 
 def _dense_numbers(method: Method, geometry: Geometry) -> int:
@@ -116,11 +130,11 @@ def _shared_target(manifest: Manifest, methods: Sequence[Method], geometry: Geom
 
 def _fit(
     sharing: Sequence[tuple[int, Method]], geometry: Geometry, importance: Mapping[int, float], target: float
-) -> dict[int, dict[tuple[int, str, str], int]]:
+) -> dict[Key, int]:
     """Ranks of several methods at the largest common ratio whose stored numbers stay within `target`."""
-    knobs = {position: method.knobs(geometry) for position, method in sharing}
-    least = sum(knob.cost(min(knob.multiple, knob.cap)) for group in knobs.values() for knob in group)
-    most = sum(knob.cost(knob.cap) for group in knobs.values() for knob in group)
+    knobs = [knob for position, method in sharing for knob in _knobs(position, method, geometry)]
+    least = sum(knob.cost(min(knob.multiple, knob.cap)) for knob in knobs)
+    most = sum(knob.cost(knob.cap) for knob in knobs)
     if target < least:
         dense = sum(_dense_numbers(method, geometry) for _, method in sharing)
         raise InputError(
@@ -129,24 +143,11 @@ def _fit(
         )
 
     def cost_at(ratio: float) -> float:
-        return sum(
-            knob.cost(wants[knob.key])
-            for position, method in sharing
-            for wants in (method.wants(geometry, ratio, importance),)
-            for knob in knobs[position]
-        )
+        wants = _wants(sharing, geometry, ratio, importance)
+        return sum(knob.cost(wants[knob.key]) for knob in knobs)
 
     ratio = 1.0 if target >= most else solve_ratio(cost_at, target)
-    flat = {(position, knob.key): knob for position, group in knobs.items() for knob in group}
-    wants = {
-        (position, key): want
-        for position, method in sharing
-        for key, want in method.wants(geometry, ratio, importance).items()
-    }
-    fitted = fit_ranks(flat, wants, int(target))
-    return {
-        position: {key: rank for (owner, key), rank in fitted.items() if owner == position} for position, _ in sharing
-    }
+    return fit_ranks(knobs, _wants(sharing, geometry, ratio, importance), int(target))
 
 
 def _reachable(geometry: Geometry, dense: int, least: float, most: float) -> str:
