@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from manifests.schema import Manifest
 from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
-from pipeline.job.cli import parser, run_command
+from pipeline.job.cli import catch_signals, parser, run_command
 from pipeline.job.inputs import Inputs, read_inputs
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver, driver_peak_bytes, open_log
@@ -73,7 +72,7 @@ def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threa
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
         lock = stack.enter_context(run_dir.lock)
-        stack.enter_context(RunLock(output_lock(output)))
+        claim = stack.enter_context(RunLock(output_lock(output)))
         ledger = run_dir.ledger
         source_files = _source_digests(inputs, ledger)
         run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
@@ -87,7 +86,7 @@ def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threa
             raise InputError(f"output: {plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}")
         write_durably(run_dir.manifest, dump_manifest(manifest).encode())
         log = open_log(run_dir.logs)
-        observer = stack.enter_context(JobObserver(lock.beat))
+        observer = stack.enter_context(JobObserver((lock.beat, claim.beat)))
         observer.say(f"log: {log}")
         return _compute(inputs, tokens, run_dir, ledger, source_files, observer, address, stop, plan.report())
 
@@ -107,7 +106,7 @@ def _compute(
     tokens_record = _stored_tokens(tokens, run_dir.activations, ledger)
     setup = _setup(inputs, run_dir, tokens_record)
     observer.say(f"Ray at {connect(address, inputs.manifest.workers)}")
-    _catch_signals(stop)  # after Ray, which installs a handler of its own
+    catch_signals(stop)  # after Ray, which installs a handler of its own
     with _pool(setup, inputs, stop, observer) as pool:
         observer.pool = pool
         cleaner = StoreCleaner(run_dir.activations, run_dir.statistics, tokens_record)
@@ -230,11 +229,6 @@ def output_lock(output: Path) -> Path:
     return output.resolve().parent / f".{output.name}.lock"
 
 
-def _catch_signals(stop: threading.Event) -> None:
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: stop.set())
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = parser("run", "Compresses a model by a manifest; run again, it goes on where it was.")
@@ -248,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _body(arguments: Any) -> int:
     stop = threading.Event()
-    _catch_signals(stop)
+    catch_signals(stop)
     manifest = load_manifest(arguments.manifest, arguments.set)
     summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)
     if arguments.json:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 
 from manifests.errors import InputError, Interrupted, WorkerError
@@ -60,12 +61,12 @@ def connect(address: str | None, workers: Workers) -> str:
         if found:
             context = ray.init(address=found, log_to_driver=False, logging_level="ERROR")
         else:
+            _listen_on_loopback()
             context = ray.init(
                 num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
-                _node_ip_address="127.0.0.1",
             )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none") from error
@@ -77,6 +78,13 @@ def connect(address: str | None, workers: Workers) -> str:
             f"{resources.get('GPU', 0):g} GPUs; set workers.gpus: 0 or give --address of a cluster that has them"
         )
     return str(context.address_info["gcs_address"])
+
+
+def _listen_on_loopback() -> None:
+    """A local Ray otherwise opens its ports on every interface. Ray has this switch for the systems whose firewalls ask;
+    `_node_ip_address="127.0.0.1"` alone is replaced by the external address."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 class RayPool:
@@ -142,8 +150,8 @@ class RayPool:
     def busy(self) -> dict[str, str]:
         """Worker -> the unit it is at, for the status."""
         return {
-            _name(member): next(iter(member.running.values())).key
-            for member in self.members
+            _name(member): next(iter(list(member.running.values()))).key
+            for member in list(self.members)
             if member.running
         }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 
@@ -39,6 +41,12 @@ def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.N
         where = traceback.extract_tb(error.__traceback__)[-1]
         print(f"internal error: {type(error).__name__}: {error} ({where.filename}:{where.lineno}); --debug shows more", file=sys.stderr)
         return 1
+
+
+def catch_signals(stop: threading.Event) -> None:
+    """SIGTERM and SIGINT set `stop`. Call it after Ray has started, which installs handlers of its own."""
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
 
 
 def _headline(error: LaminaError) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,27 +15,31 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from manifests.errors import InUseError, LaminaError
 from pipeline.ports import Forward, ForwardDone, Unit
 
 LOG = logging.getLogger("lamina")
-BEAT_SECONDS = 2.0
+BEAT_SECONDS = 3.0
 
 
 class JobObserver:
     """See `pipeline.ports.Observer`. Use as a context manager, which starts and ends the display."""
 
-    def __init__(self, beat: Callable[[dict[str, Any]], None], stream: TextIO | None = None, pool: Any = None) -> None:
-        """`beat` takes the state for `status`, at most every two seconds."""
+    def __init__(self, beats: Sequence[Callable[[dict[str, Any]], None]] = (), stream: TextIO | None = None, quiet: bool = False) -> None:
+        """`beats` take the state for `status`, every few seconds, from a thread; `quiet` shows nothing."""
         self.stream = stream or sys.stderr
-        self.beat = beat
-        self.pool = pool
+        self.beats = beats
+        self.ended = threading.Event()
+        self.lost: LaminaError | None = None
+        self.pool: Any = None
+        self.quiet = quiet
         self.console = Console(file=self.stream)
-        self.live = self.console.is_terminal
+        self.live = self.console.is_terminal and not quiet
         self.state: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
         self.tokens = 0
         self.total_units = self.done_units = 0
-        self.started = self.beaten = time.monotonic()
+        self.started = time.monotonic()
         self.progress: Progress | None = None
         self.bar: TaskID | None = None
 
@@ -43,9 +48,12 @@ class JobObserver:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[detail]}"))
             self.progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
             self.progress.start()
+        if self.beats:
+            threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.ended.set()
         self._close_phase()
         if self.progress is not None:
             self.progress.stop()
@@ -59,17 +67,17 @@ class JobObserver:
         self.say(f"phase {name}: {layers} layers")
         if self.progress is not None:
             self.bar = self.progress.add_task(name, total=self.total_units, detail="")
-        self._beat(force=True)
 
     def unit_done(self, unit: Unit, result: Any) -> None:
-        """A unit is finished."""
-        self.state["unit"] = unit.key
+        """A unit is finished. Raises InUseError when the lock has gone to another meanwhile."""
+        if self.lost is not None:
+            raise self.lost
+        self.state |= {"unit": unit.key, "done": self.done_units, "of": self.total_units}
         if isinstance(unit, Forward) and isinstance(result, ForwardDone):
             self.tokens += result.tokens
             self.done_units += 1
             self.state |= {"layer": unit.layer, "shard": unit.shard}
             self._update()
-        self._beat()
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, Any]) -> None:
         """A layer is committed."""
@@ -88,7 +96,7 @@ class JobObserver:
         LOG.log(level, line)
         if self.progress is not None:
             self.progress.console.print(line, highlight=False, markup=False)
-        else:
+        elif not self.quiet:
             print(line, file=self.stream, flush=True)
 
     def _update(self) -> None:
@@ -115,11 +123,17 @@ class JobObserver:
             self.progress.remove_task(self.bar)
             self.bar = None
 
-    def _beat(self, force: bool = False) -> None:
-        if force or time.monotonic() - self.beaten > BEAT_SECONDS:
-            self.beaten = time.monotonic()
+    def _keep_beating(self) -> None:
+        while not self.ended.wait(BEAT_SECONDS):
             workers = self.pool.busy() if self.pool is not None else {}
-            self.beat({**self.state, "workers": workers, "done": self.done_units, "of": self.total_units})
+            try:
+                for beat in self.beats:
+                    beat({**self.state, "workers": workers})
+            except InUseError as error:
+                self.lost = error
+                return
+            except LaminaError as error:
+                LOG.warning("heartbeat: %s", error)
 
 
 def open_log(directory: Path) -> Path:

@@ -1,0 +1,62 @@
+"""`python -m pipeline.evaluate MODEL --text FILE… --window W`: perplexity of a dense or compressed checkpoint, streamed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import InputError
+from manifests.schema import Text, Workers
+from pipeline.job.cli import catch_signals, parser, run_command
+from pipeline.job.perplexity import measure_perplexity
+from pipeline.job.progress import JobObserver
+from workers.pool import connect
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "stored": None}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = parser("evaluate", "Token-level perplexity over non-overlapping windows, one layer in memory at a time.")
+    options.add_argument("model", help="directory of a dense or compressed checkpoint, or a hub id")
+    options.add_argument("--text", nargs="+", required=True, metavar="FILE", help=".txt, .jsonl, .json or .parquet")
+    options.add_argument("--field", help="the column of .jsonl, .json or .parquet that holds the text")
+    options.add_argument("--window", type=int, default=2048, help="tokens a window; every token but its first is scored")
+    options.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of the forward pass; log-softmax is float32")
+    options.add_argument("--workers", type=int, default=1)
+    options.add_argument("--cpus", type=int, default=1, help="threads of a worker")
+    options.add_argument("--gpus", type=float, default=0, help="GPUs of a worker")
+    options.add_argument("--scratch", type=Path, help="a directory all nodes see, for hidden states; default: a local one")
+    options.add_argument("--address", help="a running Ray cluster; default: RAY_ADDRESS, or a local one")
+    options.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    return run_command(_body, options.parse_args(argv))
+
+
+def _body(arguments: Any) -> int:
+    for name in ("window", "workers", "cpus"):
+        if getattr(arguments, name) < (2 if name == "window" else 1):
+            raise InputError(f"--{name}: {getattr(arguments, name)} is too small")
+    text = Text(files=tuple(arguments.text), field=arguments.field)
+    workers = Workers(min=1, max=arguments.workers, cpus=arguments.cpus, gpus=arguments.gpus)
+    stop = threading.Event()
+    with JobObserver(quiet=arguments.json) as observer:
+        connect(arguments.address, workers)
+        catch_signals(stop)
+        dtype = DTYPES[arguments.dtype]
+        found = measure_perplexity(
+            arguments.model, text, arguments.window, workers, dtype, stop, observer, arguments.scratch
+        )
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, **found}))
+    else:
+        print(f"{arguments.model}: perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens, windows of {found['window']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

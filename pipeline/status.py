@@ -1,0 +1,90 @@
+"""`python -m pipeline.status RUN_DIR`: how far a job is, who works on what. Reads the ledger and the lock; changes nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError
+from manifests.loading import load_manifest
+from pipeline.job.cli import parser, run_command
+from stores.lock import read_lock
+from stores.run_directory import RunDirectory
+
+LOG_LINES = 5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = parser("status", "Says how far a job is; works whether it runs or not.")
+    options.add_argument("run_dir", help="the run directory of the job")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    return run_command(_body, options.parse_args(argv))
+
+
+def _body(arguments: Any) -> int:
+    state = read_status(Path(arguments.run_dir))
+    if arguments.json:
+        print(json.dumps(state))
+    else:
+        _print(state)
+    return 0
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """Everything known of a run directory. Raises InputError when it is none."""
+    run_dir = RunDirectory(path)
+    if not run_dir.fingerprint.exists():
+        raise InputError(f"{path}: no run directory (it has no fingerprint.json)")
+    manifest = load_manifest(run_dir.manifest) if run_dir.manifest.exists() else None
+    ledger = run_dir.ledger
+    keys = ledger.keys()
+    committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
+    owner = read_lock(path / "lock")
+    complete = ledger.get("complete")
+    return {
+        "run_dir": str(path),
+        "output": manifest.output if manifest else None,
+        "state": _state(owner, complete),
+        "owner": owner,
+        "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
+        "last_commit": max((entry.stat().st_mtime for entry in (path / "ledger").glob("*.json")), default=None),
+        "summary": complete["summary"] if complete else None,
+        "log": _last_lines(run_dir.logs),
+    }
+
+
+def _state(owner: dict[str, Any] | None, complete: Any) -> str:
+    if owner is not None and owner.get("alive"):
+        return "running"
+    return "finished" if complete else "stopped; run the same command again to go on"
+
+
+def _last_lines(logs: Path) -> list[str]:
+    files = sorted(logs.glob("*.log"))
+    return files[-1].read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:] if files else []
+
+
+def _print(state: dict[str, Any]) -> None:
+    print(f"{state['run_dir']}: {state['state']}")
+    print(f"output: {state['output']}")
+    for name, number in state["layers"].items():
+        print(f"layers committed, {name.replace('_', ' ')}: {number}")
+    if state["last_commit"]:
+        print(f"last commit: {time.time() - state['last_commit']:.0f} s ago")
+    owner = state["owner"]
+    if owner and owner.get("alive"):
+        print(f"held by process {owner['pid']} on {owner['host']}, heartbeat {owner['heartbeat_age_s']:.0f} s ago")
+        progress = owner.get("progress") or {}
+        print(f"phase {progress.get('phase')}: layer {progress.get('layer')}, {progress.get('done')} of {progress.get('of')} units")
+        for worker, unit in (progress.get("workers") or {}).items():
+            print(f"  {worker}: {unit}")
+    for line in state["log"]:
+        print(f"  {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
