@@ -1,4 +1,4 @@
-"""Compressed tensors made by hand from a source model, and dense tensors of the source's shapes that must do the same."""
+"""Compressed tensors made by hand from a source model, and source-shaped tensors that must compute the same."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ def _head_low_rank(
     source: PreTrainedConfig, ours: dict[str, Tensor], reference: dict[str, Tensor], name: str, rank: int
 ) -> None:
     """P.first.weight (n·r, D), P.second (n, d, r): the leading singular triples of each head."""
-    weight_ndD = ours.pop(name + ".weight").unflatten(0, (-1, describe(source)["head_dim"]))
+    weight_ndD = ours.pop(name + ".weight").reshape(-1, describe(source)["head_dim"], describe(source)["hidden_size"])
     u, s, vh = torch.linalg.svd(weight_ndD, full_matrices=False)
     first_nrD, second_ndr = vh[:, :rank], u[..., :rank] * s[:, None, :rank]
     ours[name + ".first.weight"] = first_nrD.flatten(0, 1).contiguous()

@@ -7,7 +7,6 @@ contract between both must not share it.
 from typing import Any
 
 import torch
-from lamina import LaminaConfig, LaminaForCausalLM
 from transformers import (
     GPTJConfig,
     GPTJForCausalLM,
@@ -18,12 +17,13 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from lamina import LaminaConfig, LaminaForCausalLM
 
 LLAMA_MODULES = {
     "input_norm": "input_layernorm",
@@ -171,27 +171,27 @@ CLASSES: dict[str, Any] = {
 }
 
 
-def make_source(name: str, seed: int = 0) -> PreTrainedModel:
+def make_source(name: str, seed: int = 0) -> Any:
     """A random model in float32, every parameter (norms and biases too) away from its initial value."""
     torch.manual_seed(seed)
     config = _source_config(name)
-    model: PreTrainedModel = CLASSES[config.model_type](config).eval()
+    model = CLASSES[config.model_type](config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
-def describe(source: PreTrainedConfig, forms: list[dict[str, Any]] | None = None, **changes: Any) -> dict[str, Any]:
+def describe(source: PreTrainedConfig, forms: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """The config.json fields of lamina for a source model."""
-    get = source.to_dict().get
+    get: Any = source.to_dict().get
     kind, heads = source.model_type, get("num_attention_heads") or get("n_head")
     hidden = get("hidden_size") or get("n_embd")
     head_dim = get("head_dim") or hidden // heads
     rope = get("rope_parameters")
     if kind == "gptj":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": get("rotary_dim") / head_dim}
-    fields = {
+    return {
         "model_type": "lamina",
         "architectures": ["LaminaForCausalLM"],
         "auto_map": {
@@ -223,15 +223,13 @@ def describe(source: PreTrainedConfig, forms: list[dict[str, Any]] | None = None
         "block": BLOCKS[kind],
         "forms": forms or [{} for _ in range(get("num_hidden_layers") or get("n_layer"))],
     }
-    return {**fields, **changes}
 
 
-def build(
-    source: PreTrainedConfig, tensors: dict[str, torch.Tensor], forms: list[dict[str, Any]] | None = None, **changes: Any
-) -> LaminaForCausalLM:
+def build(source: PreTrainedConfig, tensors: dict[str, torch.Tensor], forms: list[dict[str, Any]] | None = None) -> Any:
     """The lamina model of a source's description with these tensors, loaded strictly."""
-    config = LaminaConfig(**describe(source, forms, **changes), attn_implementation="sdpa")
-    model = LaminaForCausalLM(config).eval()
+    config = LaminaConfig(**describe(source, forms))
+    model: Any = LaminaForCausalLM(config)
+    model.eval().set_attn_implementation("sdpa")
     model.load_state_dict(tensors, strict=True)
     return model
 

@@ -387,8 +387,8 @@ class LaminaAttention(nn.Module):
         if padding:
             value = nn.functional.pad(value, (0, padding))
 
-        attention_interface: Callable[..., tuple[Tensor, Tensor | None]]
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+        # This assignment and the one call below are what vLLM looks for in the source.
+        attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
         attn_output, attn_weights = attention_interface(

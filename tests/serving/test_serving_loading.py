@@ -1,0 +1,191 @@
+"""From a folder, as a user loads it: with the code in the checkpoint, with the installed package, in half precision."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
+
+import lamina.modeling_lamina
+from tests.serving.serving_compressed import MIXED, compress, forms_for
+from tests.serving.serving_sources import build, describe, make_source, padded_batch
+
+MODELING_FILE = Path(lamina.modeling_lamina.__file__)
+SAVED = ("llama-gqa", "qwen2-tied", "opt-tied", "gptj")
+
+
+def write_checkpoint(folder: Path, name: str) -> None:
+    """A folder as the compress side writes it, with the logits that it must give in `expected.safetensors`."""
+    folder.mkdir(parents=True)
+    source = make_source(name)
+    forms = forms_for(source.config, MIXED)
+    tensors, _ = compress(source.config, source.state_dict(), forms)
+    ids_BT, mask_BT = padded_batch()
+    with torch.no_grad():
+        logits = build(source.config, tensors, forms)(ids_BT, attention_mask=mask_BT).logits
+    if source.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    save_file({k: t.contiguous() for k, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(describe(source.config, forms)))
+    shutil.copy(MODELING_FILE, folder)
+    save_file({"ids": ids_BT, "mask": mask_BT, "logits": logits}, folder / "expected.safetensors")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name in SAVED:
+        write_checkpoint(root / name, name)
+    return root
+
+
+def load(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    """Loaded with the installed package: no trust_remote_code, and nobody is asked."""
+    model, report = auto.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(report.values()), report
+    assert type(model).__module__ == "lamina.modeling_lamina"
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_installed_package_loads_without_remote_code(name: str, checkpoints: Path) -> None:
+    model = load(checkpoints / name)
+    expected = load_file(checkpoints / name / "expected.safetensors")
+    with torch.no_grad():
+        logits = model(expected["ids"], attention_mask=expected["mask"]).logits
+        assert torch.equal(logits, expected["logits"])
+        base = load(checkpoints / name, AutoModel)
+        hidden_BTD = base(expected["ids"], attention_mask=expected["mask"]).last_hidden_state
+        assert torch.equal(model.get_output_embeddings()(hidden_BTD), expected["logits"])
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_bfloat16(name: str, checkpoints: Path) -> None:
+    model = load(checkpoints / name, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    if model.base_model.rotary_emb is not None:
+        assert model.base_model.rotary_emb.inv_freq.dtype == torch.float32
+    expected = load_file(checkpoints / name / "expected.safetensors")
+    mask_BT = expected["mask"].bool()
+    with torch.no_grad():
+        logits = model(expected["ids"], attention_mask=expected["mask"]).logits
+    error = (logits.float() - expected["logits"])[mask_BT]
+    assert error.norm() < 0.05 * expected["logits"][mask_BT].norm()
+    assert model.generate(expected["ids"], attention_mask=expected["mask"], max_new_tokens=3).shape == (3, 17)
+
+
+def test_device_map_splits_between_layers(checkpoints: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    folder = checkpoints / "llama-gqa"
+    device_map = dict.fromkeys(("model.embed_tokens", "model.layers", "model.norm", "lm_head"), "cpu")
+    device_map |= {"model.rotary_emb": "cpu"}
+    del device_map["model.layers"]
+    device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}
+    model = load(folder, device_map=device_map, offload_folder=tmp_path)
+    expected = load_file(folder / "expected.safetensors")
+    assert model.model.layers[1].self_attn.q_proj.second.is_meta  # the factors of layer 1 stay on disk
+    with torch.no_grad():
+        assert torch.equal(model(expected["ids"], attention_mask=expected["mask"]).logits, expected["logits"])
+    assert load(folder, device_map="cpu").device.type == "cpu"
+    assert "LaminaDecoderLayer" in model._no_split_modules
+
+
+def test_random_initialisation_fills_every_parameter(checkpoints: Path) -> None:
+    torch.manual_seed(0)
+    for name in SAVED:
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(AutoConfig.from_pretrained(checkpoints / name))
+        for parameter, tensor in model.named_parameters():
+            assert tensor.abs().amax() <= 1.0, parameter  # false for NaN, too
+        factors = [t for parameter, t in model.named_parameters() if parameter.endswith(".second")]
+        assert len(factors) == 2
+        assert all(0.01 < t.std() < 0.04 for t in factors)
+
+
+def test_saved_again_it_is_the_same_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
+    for name in SAVED:
+        load(checkpoints / name).save_pretrained(tmp_path / name)
+        before, after = (load_file(root / name / "model.safetensors") for root in (checkpoints, tmp_path))
+        assert before.keys() == after.keys()  # tied embeddings once
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert (tmp_path / name / MODELING_FILE.name).read_bytes() == MODELING_FILE.read_bytes()
+        mine, again = (json.loads((root / name / "config.json").read_text()) for root in (checkpoints, tmp_path))
+        assert {key: again.get(key) for key in ("forms", "block", "auto_map", "architectures")} == {
+            key: mine[key] for key in ("forms", "block", "auto_map", "architectures")
+        }
+
+
+def test_stray_and_missing_tensors_are_reported(checkpoints: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoints / "llama-gqa", tmp_path / "stray")
+    file = tmp_path / "stray" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.bias"] = torch.zeros(97)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    auto: Any = AutoModelForCausalLM
+    _, report = auto.from_pretrained(tmp_path / "stray", output_loading_info=True)
+    assert set(report["unexpected_keys"]) == {"lm_head.bias"}
+    assert set(report["missing_keys"]) == {"model.norm.weight"}
+
+
+REMOTE = """
+import sys, torch
+from pathlib import Path
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+root, again = Path(sys.argv[1]), Path(sys.argv[2])
+sys.modules["lamina"] = None  # import lamina fails, installed or not
+try:
+    AutoModelForCausalLM.from_pretrained(root / "gptj", trust_remote_code=False)
+except ValueError as error:
+    assert "trust_remote_code" in str(error), error
+else:
+    raise AssertionError("loaded code without consent")
+for folder in sorted(root.iterdir()):
+    def logits_of(path):
+        expected = load_file(folder / "expected.safetensors")
+        model, report = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, output_loading_info=True)
+        assert not any(report.values()), report
+        assert type(model).__module__.startswith("transformers_modules."), type(model)
+        with torch.no_grad():
+            logits = model(expected["ids"], attention_mask=expected["mask"]).logits
+        assert torch.equal(logits, expected["logits"]), folder
+        tokens = model.generate(expected["ids"], attention_mask=expected["mask"], max_new_tokens=4, do_sample=False)
+        assert tokens.shape[1] > expected["ids"].shape[1]
+        base, report = AutoModel.from_pretrained(path, trust_remote_code=True, output_loading_info=True)
+        assert not any(report.values()), report
+        return model
+    logits_of(folder).save_pretrained(again / folder.name)
+    logits_of(again / folder.name)
+print("loaded", len(list(root.iterdir())))
+"""
+
+
+def test_code_in_the_checkpoint_is_enough(checkpoints: Path, tmp_path: Path) -> None:
+    """A process that cannot import lamina; nothing may be printed about the weights or the configuration."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", REMOTE, str(checkpoints), str(tmp_path / "again")],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["loaded", str(len(SAVED))]
+    assert run.stderr == ""
+
+
+def test_static_cache_of_a_loaded_model(checkpoints: Path) -> None:
+    """generate(cache_implementation="static") and a cache of one's own give the same tokens."""
+    model = load(checkpoints / "llama-gqa")
+    expected = load_file(checkpoints / "llama-gqa" / "expected.safetensors")
+    options = {"attention_mask": expected["mask"], "max_new_tokens": 5, "do_sample": False, "disable_compile": True}
+    own = model.generate(expected["ids"], past_key_values=StaticCache(model.config, max_cache_len=19), **options)
+    assert torch.equal(own, model.generate(expected["ids"], cache_implementation="static", **options))
