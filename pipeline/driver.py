@@ -192,7 +192,7 @@ class Driver:
         return statistics
 
     def _propagate(self, layer: int, base: int) -> int:
-        """The layer's outputs, by the weights it now has, become the committed inputs of the next, which is returned."""
+        """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
         done = self._forward("compressed", layer, self._staged(layer), (), base, store=True)
         activations = [result.activation for result in done]
         self.journal.commit(f"activations/{layer + 1:05d}", {"activations": activations})
@@ -250,7 +250,9 @@ class Driver:
     def _compress(self, statistics: Mapping[int, Mapping[str, Record]], ranks: RanksOf) -> None:
         """Solves every group of some layers, then writes and enters each layer."""
         solves = [
-            Solve(task, ranks[ranks_key(task)], {moment: statistics[layer][moment.key] for moment in task.group.moments})
+            Solve(
+                task, ranks[ranks_key(task)], {moment: statistics[layer][moment.key] for moment in task.group.moments}
+            )
             for layer in statistics
             for task in self.job.tasks
             if task.group.layer == layer

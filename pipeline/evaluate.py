@@ -1,4 +1,4 @@
-"""`python -m pipeline.evaluate MODEL --text FILE… --window W`: perplexity of a dense or compressed checkpoint, streamed."""
+"""`python -m pipeline.evaluate MODEL --text FILE… --window W`: streamed perplexity of a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("model", help="directory of a dense or compressed checkpoint, or a hub id")
     options.add_argument("--text", nargs="+", required=True, metavar="FILE", help=".txt, .jsonl, .json or .parquet")
     options.add_argument("--field", help="the column of .jsonl, .json or .parquet that holds the text")
-    options.add_argument("--window", type=int, default=2048, help="tokens a window; every token but its first is scored")
-    options.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of the forward pass; log-softmax is float32")
+    options.add_argument(
+        "--window", type=int, default=2048, help="tokens a window; every token but its first is scored"
+    )
+    options.add_argument(
+        "--dtype", choices=sorted(DTYPES), default="float32", help="of the forward pass; log-softmax is float32"
+    )
     options.add_argument("--workers", type=int, default=1)
     options.add_argument("--cpus", type=int, default=1, help="threads of a worker")
     options.add_argument("--gpus", type=float, default=0, help="GPUs of a worker")
-    options.add_argument("--scratch", type=Path, help="a directory all nodes see, for hidden states; default: a local one")
+    options.add_argument(
+        "--scratch", type=Path, help="a directory all nodes see, for hidden states; default: a local one"
+    )
     options.add_argument("--address", help="a running Ray cluster; default: RAY_ADDRESS, or a local one")
     options.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return run_command(_body, options.parse_args(argv))
@@ -54,7 +60,10 @@ def _body(arguments: Any) -> int:
     if arguments.json:
         print(json.dumps({"model": arguments.model, **found}))
     else:
-        print(f"{arguments.model}: perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens, windows of {found['window']}")
+        print(
+            f"{arguments.model}: perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens, "
+            f"windows of {found['window']}"
+        )
     return 0
 
 

@@ -1,6 +1,6 @@
 """What the driver talks to: units of work and their results, the pool that does them, the journal that remembers them.
 
-Units and results are small and picklable; tensors travel between workers behind opaque handles and never reach the driver.
+Units and results are small and picklable; tensors travel between workers behind opaque handles, past the driver.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Score:
-    """Negative log likelihood (sum, count) of one shard of windows, from the inputs of layer `layer`, one past the last.
+    """Negative log likelihood (sum, count) of one shard of windows; `layer` is one past the last.
 
     `base`, `base_record` and `replay` as in `Forward`.
     """

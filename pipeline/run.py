@@ -83,7 +83,9 @@ def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threa
         if not ledger.get("assembling"):
             check_output(output, run_dir.path, fresh)
         if free_bytes(output) < plan.output_bytes:
-            raise InputError(f"output: {plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}")
+            raise InputError(
+                f"output: {plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
+            )
         write_durably(run_dir.manifest, dump_manifest(manifest).encode())
         log = open_log(run_dir.logs)
         observer = stack.enter_context(JobObserver((lock.beat, claim.beat)))
@@ -126,7 +128,12 @@ def _compute(
         "counts": contract["counts"],
         "layers": contract["layers"],
         "evaluation": evaluation,
-        "seconds": {**seconds, "phases": observer.seconds, "units": worker_seconds, "total": time.monotonic() - started},
+        "seconds": {
+            **seconds,
+            "phases": observer.seconds,
+            "units": worker_seconds,
+            "total": time.monotonic() - started,
+        },
         "peak_bytes": {"driver": driver_peak_bytes(), "workers": peaks},
         "plan": dict(plan),
     }
@@ -174,7 +181,10 @@ def _setup(inputs: Inputs, run_dir: RunDirectory, tokens: Record | None) -> Setu
 def _pool(setup: Setup, inputs: Inputs, stop: threading.Event, observer: JobObserver) -> Iterator[RayPool]:
     workers = inputs.manifest.workers
     if workers.max > setup.shards:
-        observer.say(f"workers.max: {workers.max} is more than the {setup.shards} shards; the rest would be idle", logging.WARNING)
+        observer.say(
+            f"workers.max: {workers.max} is more than the {setup.shards} shards; the rest would be idle",
+            logging.WARNING,
+        )
     pool = RayPool(setup, workers, stop, observer.say)
     try:
         yield pool
@@ -185,7 +195,9 @@ def _pool(setup: Setup, inputs: Inputs, stop: threading.Event, observer: JobObse
 def _evaluate(manifest: Manifest, stop: threading.Event, observer: JobObserver) -> dict[str, Any]:
     assert manifest.evaluation.perplexity is not None
     wanted = manifest.evaluation.perplexity
-    found = measure_perplexity(manifest.output, wanted.text, wanted.window, manifest.workers, torch.float32, stop, observer)
+    found = measure_perplexity(
+        manifest.output, wanted.text, wanted.window, manifest.workers, torch.float32, stop, observer
+    )
     observer.say(f"perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens")
     return {"perplexity": found}
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline.status RUN_DIR`: how far a job is, who works on what. Reads the ledger and the lock; changes nothing."""
+"""`python -m pipeline.status RUN_DIR`: how far a job is, who works on what. Changes nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def _print(state: dict[str, Any]) -> None:
     if owner and owner.get("alive"):
         print(f"held by process {owner['pid']} on {owner['host']}, heartbeat {owner['heartbeat_age_s']:.0f} s ago")
         progress = owner.get("progress") or {}
-        print(f"phase {progress.get('phase')}: layer {progress.get('layer')}, {progress.get('done')} of {progress.get('of')} units")
+        print(
+            f"phase {progress.get('phase')}: layer {progress.get('layer')}, "
+            f"{progress.get('done')} of {progress.get('of')} units"
+        )
         for worker, unit in (progress.get("workers") or {}).items():
             print(f"  {worker}: {unit}")
     for line in state["log"]:

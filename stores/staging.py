@@ -40,7 +40,9 @@ def read_staged(run_dir: Path, record: Mapping[str, Any]) -> dict[str, torch.Ten
         for name, committed in record["tensors"].items():
             tensor = read_tensor(file, found[name]) if name in found else None
             if tensor is None or _digest(tensor) != committed["sha256"]:
-                raise CorruptError(f"staged layer damaged: {path}: tensor {name} is not what was committed", record["path"])
+                raise CorruptError(
+                    f"staged layer damaged: {path}: tensor {name} is not what was committed", record["path"]
+                )
             tensors[name] = tensor
     return tensors
 

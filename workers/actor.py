@@ -48,7 +48,7 @@ class Outcome:
 
 
 class WorkerActor:
-    """One worker in a process of its own. Errors for users travel as values, so that they arrive as they were raised."""
+    """One worker in a process of its own. Errors for users travel as values and arrive as they were raised."""
 
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(setup.threads)

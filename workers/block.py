@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from lamina.modeling_lamina import (
     LaminaConfig,
     LaminaDecoderLayer,
@@ -17,8 +19,6 @@ from lamina.modeling_lamina import (
     make_norm,
     prepare_layer_inputs,
 )
-from torch import Tensor, nn
-
 from manifests.errors import NumericsError
 
 SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}

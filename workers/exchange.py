@@ -51,5 +51,9 @@ def unpack(packed: Packed) -> dict[str, Tensor]:
     tensors = {}
     for name, (dtype, array) in packed.items():
         readable: np.ndarray[Any, Any] = array
-        tensors[name] = torch.from_numpy(readable).view(getattr(torch, dtype)) if readable.size else torch.from_numpy(readable.copy())
+        tensors[name] = (
+            torch.from_numpy(readable).view(getattr(torch, dtype))
+            if readable.size
+            else torch.from_numpy(readable.copy())
+        )
     return tensors

@@ -72,7 +72,9 @@ class HiddenStates:
         self.held[place] = self.store.open(record)
         return self.held[place]
 
-    def collector(self, place: Place, shape_MSD: tuple[int, int, int], dtype: torch.dtype, store: bool, batch: int) -> Collector:
+    def collector(
+        self, place: Place, shape_MSD: tuple[int, int, int], dtype: torch.dtype, store: bool, batch: int
+    ) -> Collector:
         """Where the outputs of a layer go. Beyond the memory limit they are written to the store in any case."""
         nbytes = shape_MSD[0] * shape_MSD[1] * shape_MSD[2] * dtype.itemsize
         fits = self._bytes_in_memory() + nbytes <= self.limit_bytes
@@ -84,9 +86,7 @@ class HiddenStates:
         """Holds what was collected instead of anything older of the shard. Returns the record if it was stored."""
         record = collector.finish()
         lineage, _, shard = place
-        self.held = {
-            other: slices for other, slices in self.held.items() if other[2] != shard and other[0] == lineage
-        }
+        self.held = {other: slices for other, slices in self.held.items() if other[2] != shard and other[0] == lineage}
         if collector.hidden_MSD is not None:
             self.held[place] = _InMemory(collector.hidden_MSD)
         else:

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from lamina.modeling_lamina import LaminaConfig
 from torch import Tensor
 
+from lamina.modeling_lamina import LaminaConfig
 from manifests.errors import NumericsError
 from stores.staging import read_staged
 from workers.block import Block

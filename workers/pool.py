@@ -6,6 +6,7 @@ A lost worker's units are queued again, and another worker is started in its pla
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -59,17 +60,19 @@ def connect(address: str | None, workers: Workers) -> str:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         if found:
-            context = ray.init(address=found, log_to_driver=False, logging_level="ERROR")
+            context = ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
         else:
             _listen_on_loopback()
             context = ray.init(
                 num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
             )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none") from error
+        raise InputError(
+            f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none"
+        ) from error
     resources = ray.cluster_resources()
     if not found and workers.gpus * workers.min > resources.get("GPU", 0):
         ray.shutdown()
@@ -81,8 +84,10 @@ def connect(address: str | None, workers: Workers) -> str:
 
 
 def _listen_on_loopback() -> None:
-    """A local Ray otherwise opens its ports on every interface. Ray has this switch for the systems whose firewalls ask;
-    `_node_ip_address="127.0.0.1"` alone is replaced by the external address."""
+    """A local Ray otherwise opens its ports on every interface.
+
+    This is Ray's switch for systems whose firewalls ask; `_node_ip_address="127.0.0.1"` becomes the external address.
+    """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
 
@@ -105,7 +110,9 @@ class RayPool:
         self.note = note
         self.waiting: deque[Unit] = deque()
         self.failures: Counter[str] = Counter()
-        self.seconds: dict[str, list[float]] = {}  # kind of unit -> [units, seconds, of these in products and decompositions]
+        self.seconds: dict[
+            str, list[float]
+        ] = {}  # kind of unit -> [units, seconds, of these in products and decompositions]
         self.peak_bytes: dict[str, int] = {}
         self.finished: deque[tuple[Unit, Outcome]] = deque()
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}

@@ -214,9 +214,16 @@ class Worker:
         inputs = self._inputs(unit, unit.layer)
         block = self.setup.config["block"]
         head = block["embed"] if self.setup.geometry.tied else block["head"]
-        parts = (f"{block['final_norm']}.weight", f"{block['final_norm']}.bias", f"{head}.weight", f"{block['head']}.bias")
+        parts = (
+            f"{block['final_norm']}.weight",
+            f"{block['final_norm']}.bias",
+            f"{head}.weight",
+            f"{block['head']}.bias",
+        )
         tensors = self.layers.outer(*parts)
-        norm = final_norm(self.layers.config, {name.rpartition(".")[2]: tensors[name] for name in parts[:2] if name in tensors})
+        norm = final_norm(
+            self.layers.config, {name.rpartition(".")[2]: tensors[name] for name in parts[:2] if name in tensors}
+        )
         first, _ = self._range(unit.shard)
         total, count = 0.0, 0
         for start, stop in self._micro_batches(unit.shard):

@@ -41,7 +41,7 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a source model under standard names, as a Lamina checkpoint stores it, every form dense.
 
     Raises:
-        InputError: unsupported `model_type`, values of the wrong type, or a variant of the family that is not supported.
+        InputError: unsupported `model_type`, a value of the wrong type, or an unsupported variant of the family.
     """
     family, source = _load(config)
     standard = {name: getattr(source, name) for name in COPIED_FIELDS}
@@ -161,7 +161,9 @@ def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) ->
 
 
 def _block(family: Family, source: PreTrainedConfig) -> dict[str, Any]:
-    has_bias = {role: bias if isinstance(bias, bool) else bool(getattr(source, bias)) for role, bias in family.biases.items()}
+    has_bias = {
+        role: bias if isinstance(bias, bool) else bool(getattr(source, bias)) for role, bias in family.biases.items()
+    }
     return {
         "embed": family.embed,
         "layers": family.layers,

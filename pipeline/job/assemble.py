@@ -1,6 +1,6 @@
 """Puts the committed layers together as a checkpoint: shards, config, contract, model card, and last of all the index.
 
-Order of durability: everything else is in OUTPUT before the index is renamed in; a directory without it is no checkpoint.
+Order of durability: the index is renamed into OUTPUT after everything else; a directory without it is no checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import lamina.modeling_lamina
-
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError
 from pipeline.families.family import Geometry
@@ -49,7 +48,12 @@ class ShardPlan:
 def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
     """One shard for every claimed layer, then what nobody claims, file by file of the source."""
     layers = sorted({task.group.layer for task in inputs.tasks})
-    taken = {name for layer in layers for name in inputs.source.tensors if name.startswith(f"{inputs.geometry.layers_path}.{layer}.")}
+    taken = {
+        name
+        for layer in layers
+        for name in inputs.source.tensors
+        if name.startswith(f"{inputs.geometry.layers_path}.{layer}.")
+    }
     rest: dict[str, list[str]] = {}
     for name, record in inputs.source.tensors.items():
         if name not in taken:
@@ -62,7 +66,9 @@ def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     plans = [ShardPlan(name, layer=layer) for name, layer in zip(names, layers, strict=False)]
     for name, (file, tensors) in zip(names[len(layers) :], sorted(rest.items()), strict=True):
-        plans.append(ShardPlan(name, source_file=file, tensors=tuple(sorted(tensors)), whole=held[file] == len(tensors)))
+        plans.append(
+            ShardPlan(name, source_file=file, tensors=tuple(sorted(tensors)), whole=held[file] == len(tensors))
+        )
     return tuple(plans)
 
 
@@ -140,7 +146,11 @@ class Assembler:
             for name, described in records[plan.name]["tensors"].items():
                 role = next((role for path, role in roles.items() if name.startswith(path)), None)
                 task = owners.get((plan.layer, role)) if plan.layer is not None and role else None
-                form = forms[plan.layer].get(role, {"form": "dense"}) if plan.layer is not None and role else {"form": "dense"}
+                form = (
+                    forms[plan.layer].get(role, {"form": "dense"})
+                    if plan.layer is not None and role
+                    else {"form": "dense"}
+                )
                 origin = self.inputs.methods[task.method].name if task else "copied"
                 tensors[name] = {**described, **form, "origin": origin, "shard": plan.name}
         return {
@@ -150,7 +160,9 @@ class Assembler:
                 "path": self.inputs.manifest.model.source,
                 "revision": self.inputs.manifest.model.revision,
                 "model_type": geometry.model_type,
-                "files": {file: {key: found[key] for key in ("size", "sha256")} for file, found in self.source_files.items()},
+                "files": {
+                    file: {key: found[key] for key in ("size", "sha256")} for file, found in self.source_files.items()
+                },
             },
             "manifest": self.inputs.manifest.semantic(),
             "counts": count(self.inputs, tensors, forms),
@@ -186,7 +198,10 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
             "dense": sum(number for name, number in sources.items() if name.startswith(prefix)),
             "compressed": sum(number for name, number in written.items() if name.startswith(prefix)),
         },
-        "bytes": {"dense": dense_bytes, "compressed": sum(number * DTYPES[tensors[name]["dtype"]].itemsize for name, number in written.items())},
+        "bytes": {
+            "dense": dense_bytes,
+            "compressed": sum(number * DTYPES[tensors[name]["dtype"]].itemsize for name, number in written.items()),
+        },
         "cache_bytes_per_token": {
             "dense": itemsize * geometry.num_layers * 2 * geometry.kv_heads * geometry.head_dim,
             "compressed": itemsize * sum(cache_numbers(inputs, layer) for layer in forms),
@@ -208,8 +223,13 @@ def _roles_of_layer(geometry: Geometry, layer: int) -> dict[str, str]:
 def check_output(output: Path, run_dir: Path, fresh: bool) -> None:
     """Refuses an OUTPUT that holds a checkpoint of another job. Raises InputError."""
     if (output / INDEX_FILE).exists() and not fresh:
-        raise InputError(f"output: {output} already holds a checkpoint that {run_dir} did not write; give another directory, or --fresh to replace it")
-    if output.exists() and any(path.suffix == ".safetensors" and not path.name.startswith("model-") for path in output.iterdir()):
+        raise InputError(
+            f"output: {output} holds a checkpoint that {run_dir} did not write; "
+            "give another directory, or --fresh to replace it"
+        )
+    if output.exists() and any(
+        path.suffix == ".safetensors" and not path.name.startswith("model-") for path in output.iterdir()
+    ):
         raise InputError(f"output: {output} holds other safetensors files; give an empty directory")
 
 
@@ -223,7 +243,9 @@ def free_bytes(path: Path) -> int:
 def model_card(contract: Mapping[str, Any]) -> str:
     """README.md of the checkpoint."""
     counts, methods = contract["counts"], ", ".join(entry["method"] for entry in contract["manifest"]["methods"])
-    parameters, cache = counts["parameters"], counts["cache_bytes_per_token"]
+    parameters, decoder = counts["parameters"], counts["decoder_parameters"]
+    stored, cache = counts["bytes"], counts["cache_bytes_per_token"]
+    origin = f'Written by Lamina {contract["code_version"]} from a {contract["source"]["model_type"]} model.'
     return f"""---
 library_name: transformers
 tags: [lamina, compressed]
@@ -233,8 +255,8 @@ tags: [lamina, compressed]
 | | dense | compressed |
 |---|---|---|
 | stored numbers | {parameters["dense"]:,} | {parameters["compressed"]:,} |
-| of these in decoder layers | {counts["decoder_parameters"]["dense"]:,} | {counts["decoder_parameters"]["compressed"]:,} |
-| bytes | {counts["bytes"]["dense"]:,} | {counts["bytes"]["compressed"]:,} |
+| of these in decoder layers | {decoder["dense"]:,} | {decoder["compressed"]:,} |
+| bytes | {stored["dense"]:,} | {stored["compressed"]:,} |
 | cache bytes per token | {cache["dense"]:,} | {cache["compressed"]:,} |
 
 Load it with transformers:
@@ -243,9 +265,9 @@ Load it with transformers:
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(PATH)
+tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
 ```
 
-With the package `lamina` installed and imported, `trust_remote_code` is not needed. `compression.json` says of every tensor
-how it is stored and which method it comes from. Written by Lamina {contract["code_version"]} from a {contract["source"]["model_type"]} model.
+With the package `lamina` installed and imported, `trust_remote_code` is not needed. `compression.json` says of
+every tensor how it is stored and which method it comes from. {origin}
 """

@@ -43,4 +43,6 @@ def check_ids(tokens: torch.Tensor, vocab: int) -> None:
     """Raises InputError when the tokenizer does not belong to the model."""
     largest = int(tokens.max())
     if largest >= vocab:
-        raise InputError(f"tokenizer: gives token {largest}, but the model has {vocab}; it does not belong to this model")
+        raise InputError(
+            f"tokenizer: gives token {largest}, but the model has {vocab}; it does not belong to this model"
+        )

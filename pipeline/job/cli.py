@@ -39,7 +39,10 @@ def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.N
         if arguments.debug:
             raise
         where = traceback.extract_tb(error.__traceback__)[-1]
-        print(f"internal error: {type(error).__name__}: {error} ({where.filename}:{where.lineno}); --debug shows more", file=sys.stderr)
+        print(
+            f"internal error: {type(error).__name__}: {error} ({where.filename}:{where.lineno}); --debug shows more",
+            file=sys.stderr,
+        )
         return 1
 
 

@@ -16,11 +16,16 @@ from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Method
 from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks
-from stores.source import SourceCheckpoint, open_source
 from stores.headers import DTYPES
+from stores.source import SourceCheckpoint, open_source
 from workers.setup import FORWARD_DTYPES
 
-STORED_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+STORED_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,9 @@ def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
     counts = Counter(source.tensors[name].dtype for name in names)
     unsupported = sorted(set(counts) - set(FORWARD_DTYPES))
     if unsupported:
-        raise InputError(f"model: layer tensors are stored as {unsupported}; supported are {FORWARD_DTYPES} (no quantised checkpoints)")
+        raise InputError(
+            f"model: layer tensors are stored as {unsupported}; supported are {FORWARD_DTYPES}, not quantised ones"
+        )
     return DTYPES[counts.most_common(1)[0][0]]
 
 
@@ -97,8 +104,12 @@ def _check_places(manifest: Manifest, source: Path) -> None:
     source = source.resolve()
     for name, place in places.items():
         if place == source or place in source.parents or source in place.parents:
-            raise InputError(f"{name}: {place} and the model {source} lie in each other; the source is never written to")
+            raise InputError(
+                f"{name}: {place} and the model {source} lie in each other; the source is never written to"
+            )
         if place.exists() and not place.is_dir():
             raise InputError(f"{name}: {place} is no directory")
     if places["output"] == places["run_dir"] or places["output"] in places["run_dir"].parents:
-        raise InputError(f"output: {places['output']} must not hold run_dir {places['run_dir']}; give two separate directories")
+        raise InputError(
+            f"output: {places['output']} must not hold run_dir {places['run_dir']}; give two separate directories"
+        )

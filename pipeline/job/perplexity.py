@@ -63,7 +63,9 @@ def measure_perplexity(
     source, config = read_checkpoint(model)
     geometry = geometry_of(config)
     if window > config["max_position_embeddings"]:
-        raise InputError(f"window: {window} is longer than the model's max_position_embeddings {config['max_position_embeddings']}")
+        raise InputError(
+            f"window: {window} is longer than the model's max_position_embeddings {config['max_position_embeddings']}"
+        )
     tokens = window_tokens(source.directory, text, window, geometry.vocab)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as directory:
         record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))
@@ -85,7 +87,13 @@ def measure_perplexity(
             loss, count = score_windows(pool, geometry.num_layers, setup.shards, observer)
         finally:
             pool.close()
-    return {"perplexity": math.exp(loss / count), "loss": loss / count, "tokens": count, "windows": len(tokens), "window": window}
+    return {
+        "perplexity": math.exp(loss / count),
+        "loss": loss / count,
+        "tokens": count,
+        "windows": len(tokens),
+        "window": window,
+    }
 
 
 def score_windows(pool: Pool, num_layers: int, shards: int, observer: JobObserver) -> tuple[float, int]:

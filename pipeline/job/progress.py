@@ -1,4 +1,4 @@
-"""What one sees while a job runs: a live display in a terminal, plain lines elsewhere, a log file, the lock's status."""
+"""What one sees while a job runs: a live display in a terminal, plain lines elsewhere, a log file, a heartbeat."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ BEAT_SECONDS = 3.0
 class JobObserver:
     """See `pipeline.ports.Observer`. Use as a context manager, which starts and ends the display."""
 
-    def __init__(self, beats: Sequence[Callable[[dict[str, Any]], None]] = (), stream: TextIO | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self, beats: Sequence[Callable[[dict[str, Any]], None]] = (), stream: TextIO | None = None, quiet: bool = False
+    ) -> None:
         """`beats` take the state for `status`, every few seconds, from a thread; `quiet` shows nothing."""
         self.stream = stream or sys.stderr
         self.beats = beats

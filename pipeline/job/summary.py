@@ -22,7 +22,9 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     console.print(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
     if "perplexity" in summary["evaluation"]:
         found = summary["evaluation"]["perplexity"]
-        console.print(f"perplexity {found['perplexity']:.4f} ({found['tokens']:,} tokens, windows of {found['window']})")
+        console.print(
+            f"perplexity {found['perplexity']:.4f} ({found['tokens']:,} tokens, windows of {found['window']})"
+        )
     console.print(f"output: {summary['output']}")
 
 
@@ -39,7 +41,9 @@ def _layer_table(layers: list[Mapping[str, Any]]) -> Table:
         for group, report in entry["groups"].items():
             ranks = ", ".join(f"{name} {rank}" for name, rank in report["ranks"].items())
             error = report.get("error")
-            notes = ", ".join(f"{key} {_short(value)}" for key, value in report.items() if key not in ("ranks", "error", "method"))
+            notes = ", ".join(
+                f"{key} {_short(value)}" for key, value in report.items() if key not in ("ranks", "error", "method")
+            )
             table.add_row(str(layer), group, ranks, f"{error:.3e}" if error is not None else "", notes)
     return table
 
@@ -54,7 +58,8 @@ def _count_table(counts: Mapping[str, Mapping[str, int]]) -> Table:
 
 def _time_line(seconds: Mapping[str, Any]) -> str:
     phases = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds["phases"].items())
-    return f"time: {seconds['total']:.1f} s ({phases}); workers inside products and decompositions: {compute_share(seconds):.0%}"
+    share = compute_share(seconds)
+    return f"time: {seconds['total']:.1f} s ({phases}); workers inside products and decompositions: {share:.0%}"
 
 
 def _short(value: Any) -> str:

@@ -114,7 +114,9 @@ class FlatLLMMethod:
         form = {"form": "head_pca", "rank": rank}
         return Solution(tensors, {"v": form, "o": form}, {"error": _dropped_share(eigenvalues_Gd, rank)})
 
-    def _compress_mlp(self, geometry: Geometry, weights: Mapping[str, Tensor], moment_1NN: Tensor, rank: int) -> Solution:
+    def _compress_mlp(
+        self, geometry: Geometry, weights: Mapping[str, Tensor], moment_1NN: Tensor, rank: int
+    ) -> Solution:
         """Keeps `rank` channels and refits the down projection on them."""
         moment_NN, down_DN = moment_1NN[0], weights["down.weight"].double()
         if self.entry.selection == "leverage":
@@ -205,4 +207,3 @@ def _knob(group: Group, geometry: Geometry, multiple: int) -> Knob:
     per_channel = D * len(group.roles) + sum(role in geometry.biases for role in rows)
     bias = D if "down" in geometry.biases else 0
     return Knob(group.layer, group.name, "mlp", N, multiple, lambda rank: per_channel * rank + bias)
-

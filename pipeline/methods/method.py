@@ -72,10 +72,25 @@ class Solution:
 class Method(Protocol):
     """A compression method bound to its manifest entry. Everything it computes is pure."""
 
-    name: str
-    keep: float | None  # a budget of its own, instead of the common one
-    fixed_ranks: bool  # the entry gives ranks, no budget applies
-    needs_importance: bool
+    @property
+    def name(self) -> str:
+        """As the manifest calls it."""
+        ...
+
+    @property
+    def keep(self) -> float | None:
+        """A budget of its own, instead of the common one."""
+        ...
+
+    @property
+    def fixed_ranks(self) -> bool:
+        """Whether the entry gives ranks, so that no budget applies."""
+        ...
+
+    @property
+    def needs_importance(self) -> bool:
+        """Whether ranks follow the layers' importance."""
+        ...
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """The groups this method takes, over all layers. Raises ValueError when the geometry does not allow it."""

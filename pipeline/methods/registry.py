@@ -30,7 +30,7 @@ def build_methods(manifest: Manifest) -> tuple[Method, ...]:
 
 
 def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
-    """Every group of every method, by layer. Raises InputError when a tensor is claimed twice or a claim is impossible."""
+    """Every group of every method, by layer. Raises InputError on a tensor claimed twice or an impossible claim."""
     tasks: list[Task] = []
     owner: dict[tuple[int, str], str] = {}
     for position, method in enumerate(methods):
@@ -43,7 +43,9 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
             for role in group.roles:
                 other = owner.setdefault((group.layer, role), claim)
                 if other != claim:
-                    raise InputError(f"layer {group.layer}: {role} is claimed by {other} and by {claim}; a tensor is claimed once")
+                    raise InputError(
+                        f"layer {group.layer}: {role} is claimed by {other} and by {claim}; a tensor is claimed once"
+                    )
             tasks.append(Task(position, group))
     return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
 
@@ -138,8 +140,8 @@ def _fit(
     if target < least:
         dense = sum(_dense_numbers(method, geometry) for _, method in sharing)
         raise InputError(
-            f"budget: what is claimed may store {target:,.0f} numbers, but takes {least:,.0f} at the least and {most:,.0f} at "
-            f"the most ({dense:,} dense); claim more tensors or keep more. {_reachable(geometry, dense, least, most)}"
+            f"budget: what is claimed may store {target:,.0f} numbers, but takes {least:,.0f} at the least and "
+            f"{most:,.0f} at the most ({dense:,} dense); claim more tensors or keep more. {_reachable(geometry, dense, least, most)}"
         )
 
     def cost_at(ratio: float) -> float:

@@ -55,7 +55,9 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
     claimed = sorted({task.group.layer for task in tasks})
     layer_numbers = geometry.layer_numbers()
-    statistics = max((sum(moment_bytes(moment, geometry) for moment in layer_moments(tasks, layer)) for layer in claimed), default=0)
+    statistics = max(
+        (sum(moment_bytes(moment, geometry) for moment in layer_moments(tasks, layer)) for layer in claimed), default=0
+    )
     compressed = calibration is not None and calibration.propagate == "compressed"
     passes = _passes(manifest, tasks, compressed)
     activations = tokens * geometry.hidden * itemsize
@@ -68,7 +70,10 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         claimed_layers=len(claimed),
         layer_bytes=layer_numbers * itemsize,
         source_bytes=source_bytes,
-        read_bytes=int(passes * geometry.num_layers * layer_numbers * itemsize + 2 * (dense - geometry.num_layers * layer_numbers) * itemsize),
+        read_bytes=int(
+            passes * geometry.num_layers * layer_numbers * itemsize
+            + 2 * (dense - geometry.num_layers * layer_numbers) * itemsize
+        ),
         worker_peak_bytes=_worker_peak(manifest, geometry, itemsize, statistics, activations // max(1, workers)),
         driver_peak_bytes=PROCESS_BYTES + tokens * 8,
         statistics_bytes_per_layer=statistics,
@@ -77,9 +82,16 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         output_bytes=expected * itemsize,
         expected_numbers=expected,
         dense_numbers=dense,
-        forward_flops=passes * geometry.num_layers * tokens * _forward_flops(geometry, calibration.sequence_length if calibration else 0),
-        moment_flops=float(tokens * sum(_moment_flops(moment, geometry) for layer in claimed for moment in layer_moments(tasks, layer))),
-        solve_flops=float(sum(_solve_flops(moment, geometry) for layer in claimed for moment in layer_moments(tasks, layer))),
+        forward_flops=passes
+        * geometry.num_layers
+        * tokens
+        * _forward_flops(geometry, calibration.sequence_length if calibration else 0),
+        moment_flops=float(
+            tokens * sum(_moment_flops(moment, geometry) for layer in claimed for moment in layer_moments(tasks, layer))
+        ),
+        solve_flops=float(
+            sum(_solve_flops(moment, geometry) for layer in claimed for moment in layer_moments(tasks, layer))
+        ),
         calibration_tokens=tokens,
         workers=workers,
     )
@@ -104,7 +116,10 @@ def _passes(manifest: Manifest, tasks: Sequence[Task], compressed: bool) -> int:
     """How often the layers are gone through: importance or dense statistics once, the compressed walk twice."""
     if not any(task.group.moments for task in tasks):
         return 0
-    importance = any(getattr(entry, "allocation", None) == "importance" and not getattr(entry, "ranks", None) for entry in manifest.methods)
+    importance = any(
+        getattr(entry, "allocation", None) == "importance" and not getattr(entry, "ranks", None)
+        for entry in manifest.methods
+    )
     return (2 + int(importance)) if compressed else 1
 
 

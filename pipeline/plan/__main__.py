@@ -23,7 +23,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser("plan", "Says what a job would read, hold, write and compute; computes nothing on the model.")
     options.add_argument("manifest", help="the job, in YAML")
     options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a manifest field")
-    options.add_argument("--tflops", type=float, help="of one worker, for the estimated time; default: this machine, measured")
+    options.add_argument(
+        "--tflops", type=float, help="of one worker, for the estimated time; default: this machine, measured"
+    )
     options.add_argument("--json", action="store_true", help="print the plan as JSON")
     return run_command(_body, options.parse_args(argv))
 

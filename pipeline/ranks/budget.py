@@ -1,5 +1,7 @@
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
+
+
 @dataclass(frozen=True)
 class Knob:
     layer:int; group:str; name:str; cap:int; multiple:int; cost: Callable

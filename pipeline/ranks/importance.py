@@ -1,4 +1,6 @@
 import math
+
+
 def angular_importance(c): return [math.acos(max(-1,min(1,x)))/math.pi for x in c]
 def preserve_importance(t, mean):
     L=len(t); w=[0.0]*L; active=set(range(L)); B=L*mean
