@@ -39,8 +39,8 @@ def symmetric_root(moment: Tensor, floor: float = FLOOR) -> tuple[Tensor, Tensor
     """M^{1/2} and M^{-1/2} in float64, and how many eigenvalues were clipped.
 
     Eigenvalues below `floor` x the largest are raised to it first (per matrix of a batch), so that the two are
-    inverse to one another. An all-zero matrix gives two identities, with every eigenvalue counted as clipped. Raises ValueError as
-    `eigh_descending`, and unless 0 < floor <= 1.
+    inverse to one another. An all-zero matrix gives two identities, with every eigenvalue counted as clipped. Raises
+    ValueError as `eigh_descending`, and unless 0 < floor <= 1.
     """
     if not 0.0 < floor <= 1.0:
         raise ValueError(f"floor must be within (0, 1], not {floor}")
@@ -70,10 +70,10 @@ def weighted_head_pca(
     """Encoder UᵀN (G, r, d), decoder N⁻¹U (G, d, r), eigenvalues (G, d): METHODS §1, `weighting: output`.
 
     U are the leading eigenvectors of N C N for the value moment C, and N = (M / mean diag M)^{1/2} for the output
-    gram M (its eigenvalues clipped from below at `floor` x the largest): normalised, so that the factors keep the scale of
-    the weights. W̃_v^g = encoder W_v^g, W̃_o^h = W_o^h decoder. The eigenvalues beyond `rank` sum to the squared error
-    of the outputs, Σ_h Σ‖W_o^h (y − ŷ)‖², as long as nothing of M was clipped; at rank = d decoder @ encoder is the
-    identity. All float64. Raises ValueError on unequal shapes and as `eigh_descending`.
+    gram M (its eigenvalues clipped from below at `floor` x the largest): normalised, so that the factors keep the
+    scale of the weights. W̃_v^g = encoder W_v^g, W̃_o^h = W_o^h decoder. The eigenvalues beyond `rank` sum to the
+    squared error of the outputs, Σ_h Σ‖W_o^h (y − ŷ)‖², as long as nothing of M was clipped; at rank = d
+    decoder @ encoder is the identity. All float64. Raises ValueError on unequal shapes and as `eigh_descending`.
     """
     width = require_square("moment", moment_Gdd)
     require_rank("rank", rank, width)
