@@ -1,8 +1,8 @@
 """Which MLP channels to keep, and the best refit of W_down on them (METHODS §1, MLP).
 
 N channels, D hidden size, k kept channels S, R = the removed ones, C = Σ h hᵀ their moment, n channels still standing,
-m removals of one panel. Selection and refit work on correlations: C and W_down scaled so that diag C = 1. That changes no
-minimum, and makes every jitter and floor relative to each channel's own size.
+m removals of one panel. Selection and refit work on correlations: C and W_down scaled so that diag C = 1. That
+changes no minimum, and makes every jitter and floor relative to each channel's own size.
 """
 
 from typing import TypedDict
@@ -27,8 +27,8 @@ _INVERSE_COLUMNS = 1024
 class RefitReport(TypedDict):
     """How a refit was solved.
 
-    `jitter` was added to the correlations' unit diagonal; `condition` estimates their 2-norm condition (of the kept part
-    after a fallback); `fallback` says that they are rank-deficient and `dropped` eigenvalues were left out.
+    `jitter` was added to the correlations' unit diagonal; `condition` estimates their 2-norm condition (of the kept
+    part after a fallback); `fallback` says that they are rank-deficient and `dropped` eigenvalues were left out.
     """
 
     jitter: float
@@ -52,8 +52,9 @@ def ridge_leverage(moment_NN: Tensor, ridge: float = 1.0) -> Tensor:
         return torch.zeros(size, dtype=torch.float64, device=moment_NN.device)
     damped_NN = moment_NN.detach().to(torch.float64) / mean
     damped_NN.diagonal().add_(ridge)
-    factor_NN, _ = _jittered_cholesky(damped_NN, 0.0, _INVERSE_JITTERS)
-    return (1.0 - ridge * _inverse_diagonal(factor_NN)).clamp_(0.0, 1.0)
+    # A jitter (only where the ridge is too small for the inverse) is so much more ridge.
+    factor_NN, jitter = _jittered_cholesky(damped_NN, _SOLVE_PIVOT, _INVERSE_JITTERS)
+    return (1.0 - (ridge + jitter) * _inverse_diagonal(factor_NN)).clamp_(0.0, 1.0)
 
 
 def select_leverage(moment_NN: Tensor, count: int, ridge: float = 1.0) -> Tensor:
@@ -70,11 +71,11 @@ def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, bloc
     """Indices (count,), ascending, that stay after greedy elimination (METHODS §1, `selection: eliminate`).
 
     Removes, one after another, the channel whose removal adds least output error after the best refit of W_down:
-    ‖b_j‖² / [C⁻¹]_jj with B the refitted W_down so far; of equal ones the lower index stays. Exact for every `block`: it
-    is the number of removals after which C⁻¹ and BᵀB, otherwise updated only where they are read, are updated as a
+    ‖b_j‖² / [C⁻¹]_jj with B the refitted W_down so far; of equal ones the lower index stays. Exact for every `block`:
+    it is the number of removals after which C⁻¹ and BᵀB, otherwise updated only where they are read, are updated as a
     whole by one matrix product (as in a blocked pivoted Cholesky factorisation), and changes speed and rounding only.
-    A singular C gets a relative jitter. Needs 3 N² float64 numbers besides its inputs. Raises ValueError on
-    shapes that do not fit, NaN, infinity, count outside 1..N, or if C is not positive semidefinite.
+    A singular C gets a relative jitter. Needs 3 N² float64 numbers besides its inputs. Raises ValueError on shapes
+    that do not fit, NaN, infinity, count outside 1..N, or if C is not positive semidefinite.
     """
     size = _check_down(moment_NN, weight_down_DN)
     require_rank("count", count, size)
@@ -107,8 +108,8 @@ def nystrom_refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) 
 
     Solved as W_S + W_R C[R,S] C[S,S]⁻¹ by a Cholesky factor with a relative jitter if need be; a rank-deficient C[S,S]
     (fewer tokens than k) by its eigenvectors, the eigenvalues below 1e-8 of the largest dropped, so that what the
-    calibration never saw keeps W_S. With all N channels kept W_down itself is returned. Raises ValueError on shapes that
-    do not fit, NaN, infinity, or indices that are not strictly ascending within 0..N-1.
+    calibration never saw keeps W_S. With all N channels kept W_down itself is returned. Raises ValueError on shapes
+    that do not fit, NaN, infinity, or indices that are not strictly ascending within 0..N-1.
     """
     size = _check_down(moment_NN, weight_down_DN)
     _check_indices(indices_k, size)
@@ -135,8 +136,10 @@ def output_error(weight_DN: Tensor, refit_Dk: Tensor, indices_k: Tensor, moment_
     size = _check_down(moment_NN, weight_DN)
     _check_indices(indices_k, size)
     if tuple(refit_Dk.shape) != (weight_DN.shape[0], indices_k.numel()):
-        raise ValueError(f"refit of shape {tuple(refit_Dk.shape)} does not fit {indices_k.numel()} kept columns of "
-                         f"a weight of shape {tuple(weight_DN.shape)}")
+        raise ValueError(
+            f"refit of shape {tuple(refit_Dk.shape)} does not fit {indices_k.numel()} kept columns of "
+            f"a weight of shape {tuple(weight_DN.shape)}"
+        )
     require_finite("refit", refit_Dk)
     moment_NN = moment_NN.detach().to(torch.float64)
     weight_DN = weight_DN.detach().to(torch.float64)
@@ -169,8 +172,8 @@ def _eliminate_panel_(inverse_nn: Tensor, gram_nn: Tensor, gone_n: Tensor, steps
     """Removes `steps` channels: marks them in `gone_n`, and brings C⁻¹ and BᵀB up to date.
 
     Removing j with k = C⁻¹[:, j] / C⁻¹[j, j]: C⁻¹ -= C⁻¹[j, j] k kᵀ and B -= b_j kᵀ, hence BᵀB -= p kᵀ + k pᵀ with
-    p = Bᵀb_j − ½‖b_j‖² k. The panel holds the k and p; only row j of either matrix is ever needed before its end. No step
-    waits for the device: the index j stays a tensor.
+    p = Bᵀb_j − ½‖b_j‖² k. The panel holds the k and p; only row j of either matrix is ever needed before its end. No
+    step waits for the device: the index j stays a tensor.
     """
     size = gone_n.numel()
     precision_n = inverse_nn.diagonal().masked_fill(gone_n, 1.0)
