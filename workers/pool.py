@@ -60,10 +60,10 @@ def connect(address: str | None, workers: Workers) -> str:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         if found:
-            context = ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
         else:
             _listen_on_loopback()
-            context = ray.init(
+            ray.init(
                 num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -80,7 +80,7 @@ def connect(address: str | None, workers: Workers) -> str:
             f"workers.gpus: {workers.gpus} for each of {workers.min} workers, but this machine has "
             f"{resources.get('GPU', 0):g} GPUs; set workers.gpus: 0 or give --address of a cluster that has them"
         )
-    return str(context.address_info["gcs_address"])
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _listen_on_loopback() -> None:
@@ -116,7 +116,7 @@ class RayPool:
         self.peak_bytes: dict[str, int] = {}
         self.finished: deque[tuple[Unit, Outcome]] = deque()
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
-        self.actor_class = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
+        self.actor_class: Any = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
         self.members = [self._start() for _ in range(min(workers.max, setup.shards))]
         self._await_members(min(workers.min, len(self.members)))
 

@@ -212,7 +212,8 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
 def cache_numbers(inputs: Inputs, forms: Mapping[str, Any]) -> int:
     """How many numbers a layer caches per token: d per KV head for keys; for values d, or the rank of their PCA."""
     geometry = inputs.geometry
-    return geometry.kv_heads * (geometry.head_dim + forms.get("v", {}).get("rank", geometry.head_dim))
+    value_dim: int = forms.get("v", {}).get("rank", geometry.head_dim)
+    return geometry.kv_heads * (geometry.head_dim + value_dim)
 
 
 def _roles_of_layer(geometry: Geometry, layer: int) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,12 @@ def score_windows(pool: Pool, num_layers: int, shards: int, observer: JobObserve
     return sum(loss for loss, _ in parts), sum(count for _, count in parts)
 
 
-def _do(pool: Pool, units: list[Any], observer: JobObserver) -> dict[str, Any]:
+def _do(pool: Pool, units: Sequence[Unit], observer: JobObserver) -> dict[str, Any]:
     for unit in units:
         pool.submit(unit)
     results: dict[str, Any] = {}
     while len(results) < len(units):
-        unit: Unit
-        unit, result = pool.wait()
-        results[unit.key] = result
-        observer.unit_done(unit, result)
+        done, result = pool.wait()
+        results[done.key] = result
+        observer.unit_done(done, result)
     return results
