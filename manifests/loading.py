@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from manifests.errors import InputError
 from manifests.schema import Manifest
+from manifests.strict_yaml import read_yaml, write_yaml
 
+MAX_FILE_BYTES = 256 * 1024
+MAX_DEPTH = 32
+PLAIN_WORDS = {  # pydantic's names for what YAML has
+    r"a valid tuple": "a list",
+    r"a valid dictionary or instance of \w+": "a mapping of fields",
+    r"a valid boolean": "true or false",
+    r"a valid string": "text",
+}
 ENVIRONMENT_PATTERN = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -24,12 +32,16 @@ def load_manifest(path: str | Path, overrides: Sequence[str] = ()) -> Manifest:
         InputError: missing file, not YAML, or the list of every field that is wrong.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        text = content.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
         raise InputError(f"manifest {path}: cannot be read ({error}); give the path of a YAML file") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise InputError(f"manifest {path}: more than {MAX_FILE_BYTES} bytes; this is no manifest")
     try:
-        document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        document = read_yaml(text)
+    except ValueError as error:
         raise InputError(f"manifest {path}: not YAML: {error}") from error
     if not isinstance(document, dict):
         raise InputError(f"manifest {path}: expected a mapping of fields, found {type(document).__name__}")
@@ -40,26 +52,31 @@ def load_manifest(path: str | Path, overrides: Sequence[str] = ()) -> Manifest:
 
 def parse_manifest(document: Mapping[str, Any], origin: str = "manifest") -> Manifest:
     """Checks a manifest already in memory. Raises InputError with one line for every fault."""
-    listed = document.get("environment") or ()
-    expanded = _expand_environment(document, tuple(listed) if isinstance(listed, (list, tuple)) else ())
+    listed = document.get("environment")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
+    faults = [f"  environment: {name} is listed but not set" for name in names if name not in os.environ]
+    expanded = _expand_environment(document, {name: os.environ[name] for name in names if name in os.environ}, origin)
     try:
-        return Manifest.model_validate(expanded)
+        manifest = Manifest.model_validate(expanded)
     except ValidationError as error:
-        raise InputError(f"manifest {origin}:\n" + "\n".join(_describe(fault) for fault in error.errors())) from None
+        faults += [_describe(fault) for fault in error.errors()]
+    if faults:
+        raise InputError(f"manifest {origin}:\n" + "\n".join(faults))
+    return manifest
 
 
 def dump_manifest(manifest: Manifest) -> str:
     """The resolved manifest (every default filled in) as YAML."""
-    return yaml.safe_dump(manifest.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return write_yaml(manifest.model_dump(mode="json"))
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
     field, separator, value = override.partition("=")
-    if not separator or not field:
+    if not separator or not all(field.split(".")):
         raise InputError(f"--set {override}: expected FIELD=VALUE, such as budget.keep=0.8")
     try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        parsed = read_yaml(value)
+    except ValueError as error:
         raise InputError(f"--set {override}: the value is not YAML: {error}") from error
     target: Any = document
     *parents, last = field.split(".")
@@ -84,36 +101,50 @@ def _child(target: Any, name: str, override: str, path: str) -> Any:
 
 
 def _position(target: list[Any], name: str, override: str) -> int:
-    if not name.isdigit() or int(name) >= len(target):
-        raise InputError(f"--set {override}: {name!r} is no position in a list of {len(target)}")
-    return int(name)
+    positions = [str(position) for position in range(len(target))]
+    if name not in positions:
+        raise InputError(f"--set {override}: {name!r} is no position in a list of {len(target)}; the first is 0")
+    return positions.index(name)
 
 
-def _expand_environment(value: Any, listed: Sequence[Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _expand_environment(child, listed) for key, child in value.items()}
+def _expand_environment(value: Any, variables: Mapping[str, str], origin: str, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise InputError(f"manifest {origin}: nested more than {MAX_DEPTH} deep")
+    if isinstance(value, Mapping):
+        return {key: _expand_environment(child, variables, origin, depth + 1) for key, child in value.items()}
     if isinstance(value, list):
-        return [_expand_environment(child, listed) for child in value]
+        return [_expand_environment(child, variables, origin, depth + 1) for child in value]
     if isinstance(value, str):
-        return ENVIRONMENT_PATTERN.sub(lambda match: _variable(match, listed), value)
+        return ENVIRONMENT_PATTERN.sub(lambda match: variables.get(match.group(1), match.group(0)), value)
     return value
 
 
-def _variable(match: re.Match[str], listed: Sequence[Any]) -> str:
-    name = match.group(1)
-    if name not in listed:
-        return match.group(0)
-    if name not in os.environ:
-        raise InputError(f"environment: {name} is listed but not set")
-    return os.environ[name]
-
-
 def _describe(fault: Any) -> str:
-    where = ".".join(str(part) for part in fault["loc"]) or "(top)"
-    message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "extra_forbidden":
-        return f"  {where}: unknown field"
+    where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "missing":
         return f"  {where}: missing"
-    shown = repr(fault.get("input"))
-    return f"  {where}: {message} (given: {shown if len(shown) <= 80 else shown[:77] + '...'})"
+    shown = repr(fault["input"])
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    if fault["type"] == "extra_forbidden":
+        return f"  {where}: unknown field (given: {shown}; allowed here: {', '.join(_allowed_beside(fault['loc']))})"
+    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    for theirs, ours in PLAIN_WORDS.items():
+        message = re.sub(theirs, ours, message)
+    return f"  {where}: {message} (given: {shown})"
+
+
+def _allowed_beside(loc: Sequence[str | int]) -> list[str]:
+    """The fields of the block in which the last part of `loc` was found; parts that name no field are passed over."""
+    blocks: list[type[BaseModel]] = [Manifest]
+    for part in loc[:-1]:
+        named = [block.model_fields[part].annotation for block in blocks if part in block.model_fields]
+        if named:
+            blocks = [block for annotation in named for block in _blocks_in(annotation)]
+    return sorted({field for block in blocks for field in block.model_fields})
+
+
+def _blocks_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _blocks_in(argument)

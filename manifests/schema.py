@@ -8,12 +8,21 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 MANIFEST_VERSION = 1
-Share = Annotated[float, Field(gt=0.0, le=1.0)]
+LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
+
+
+def _without_control_characters(text: str) -> str:
+    if not text.strip() or any(ord(character) < 32 for character in text):
+        raise ValueError("should be a path or an address: not blank, no control characters")
+    return text
+
+
+Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+Location = Annotated[str, AfterValidator(_without_control_characters)]
 Listed = Field(strict=False)  # YAML has lists only; strict tuples refuse them
-LAYERS_PATTERN = re.compile(r"^(all|last:(\d+|0?\.\d+|1\.0*))$")
 
 
 class Block(BaseModel):
@@ -25,7 +34,7 @@ class Block(BaseModel):
 class Model(Block):
     """Where the dense model is: a directory or a hub id; `revision` is the hub's."""
 
-    source: str = Field(min_length=1)
+    source: Location
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -40,7 +49,7 @@ class Budget(Block):
 class Text(Block):
     """Text by `files` (.txt, .jsonl, .json, .parquet; `field` names the column) or by a `datasets` dataset."""
 
-    files: Annotated[tuple[str, ...], Listed] | None = None
+    files: Annotated[tuple[Location, ...], Listed] | None = None
     field: str | None = None
     dataset: str | None = None
     name: str | None = None
@@ -73,14 +82,17 @@ class Calibration(Block):
 class MethodEntry(Block):
     """What every method's entry may say: which layers, and a `keep` of its own instead of the common budget's."""
 
-    layers: str | Annotated[tuple[int, ...], Listed] = "all"
+    layers: str | tuple[int, ...] = "all"
     keep: Share | None = None
 
-    @model_validator(mode="after")
-    def _layers_are_known(self) -> Self:
-        if isinstance(self.layers, str) and not LAYERS_PATTERN.match(self.layers):
-            raise ValueError(f"layers: {self.layers!r}; allowed are all, last:N, last:SHARE or a list of layer numbers")
-        return self
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers_are_known(cls, layers: Any) -> str | tuple[int, ...]:
+        if isinstance(layers, str) and LAYERS_PATTERN.fullmatch(layers):
+            return layers
+        if isinstance(layers, (list, tuple)) and layers and all(type(n) is int and n >= 0 for n in layers):
+            return tuple(layers)
+        raise ValueError("should be all, last:N, last:SHARE (N and SHARE above 0) or a list of layer numbers from 0")
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layer numbers meant, ascending, for a model of `num_layers`. Raises ValueError if one does not exist."""
@@ -93,7 +105,7 @@ class MethodEntry(Block):
                 raise ValueError(f"layers: {self.layers} asks for {count} of {num_layers} layers")
             return tuple(range(num_layers - count, num_layers))
         chosen = tuple(sorted(set(self.layers)))
-        if not chosen or chosen[0] < 0 or chosen[-1] >= num_layers:
+        if chosen[-1] >= num_layers:
             raise ValueError(f"layers: {list(self.layers)}; the model has layers 0 to {num_layers - 1}")
         return chosen
 
@@ -104,6 +116,12 @@ class FlatLLMRanks(Block):
     value: PositiveInt | None = None
     mlp: PositiveInt | None = None
     query_key: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.value is None and self.mlp is None and self.query_key is None:
+            raise ValueError("should give at least one of value, mlp, query_key")
+        return self
 
 
 class FlatLLM(MethodEntry):
@@ -143,6 +161,8 @@ class Workers(Block):
     def _min_below_max(self) -> Self:
         if self.min > self.max:
             raise ValueError(f"min: {self.min} is above max: {self.max}")
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise ValueError(f"gpus: {self.gpus}; a share of one GPU (up to 1) or a whole number of them")
         return self
 
 
@@ -175,19 +195,34 @@ class Evaluation(Block):
 class Manifest(Block):
     """The whole job. Only `model`, `output`, `run_dir` and `methods` are always needed."""
 
-    version: Literal[1]
+    version: int
     model: Model
-    output: str = Field(min_length=1)
-    run_dir: str = Field(min_length=1)
-    seed: Annotated[int, Field(ge=0)] = 0
+    output: Location
+    run_dir: Location
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     budget: Budget | None = None
     calibration: Calibration | None = None
-    methods: Annotated[tuple[FlatLLM, ...], Listed] = Field(min_length=1)
+    methods: Annotated[tuple[FlatLLM, ...], Listed]
     workers: Workers = Workers()
     resume: Resume = Resume()
     statistics: Statistics = Statistics()
     evaluation: Evaluation = Evaluation()
     environment: Annotated[tuple[str, ...], Listed] = ()
+
+    @field_validator("version")
+    @classmethod
+    def _version_is_ours(cls, version: int) -> int:
+        if version != MANIFEST_VERSION:
+            raise ValueError(f"this code reads manifests of version {MANIFEST_VERSION}, and no older or newer ones")
+        return version
+
+    @field_validator("methods")
+    @classmethod
+    def _has_a_method(cls, methods: tuple[FlatLLM, ...]) -> tuple[FlatLLM, ...]:
+        # Not min_length: it counts the entries that are right, and so reports a wrong entry twice.
+        if not methods:
+            raise ValueError("should list at least one method")
+        return methods
 
     def semantic(self) -> dict[str, Any]:
         """The fields that change the output's bytes: what the fingerprint covers. Paths and evaluation do not."""

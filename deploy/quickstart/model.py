@@ -1,0 +1,143 @@
+"""A small Llama, trained here in a minute and a half on two cores, saved as a hub has it: shards and an index.
+
+B windows in a batch, S tokens in a window (one more is drawn, for the targets), T tokens of the whole text.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from deploy.quickstart.text import story_text
+
+BOS, EOS = "<s>", "</s>"
+NUM_THREADS = 2  # fixed: sums are ordered by thread, and the same seed must give the same weights everywhere
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights."""
+
+    vocab_size: int = 640
+    hidden_size: int = 128
+    intermediate_size: int = 352
+    num_layers: int = 5
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    window_tokens: int = 128
+    batch_windows: int = 16
+    num_steps: int = 500
+    learning_rate: float = 4e-3
+    train_bytes: int = 3_000_000
+    calibration_bytes: int = 150_000
+    evaluation_bytes: int = 60_000
+    shard_size: str = "800KB"
+    seed: int = 0
+
+
+def make_model(directory: Path, recipe: Recipe, say: Callable[[str], None] = print) -> None:
+    """Writes `directory`/model, calibration.txt and evaluation.txt (stories the model was not trained on).
+
+    `model` appears last and complete, under a temporary name until then, so its presence means that all is there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    text = story_text(recipe.train_bytes, recipe.seed)
+    (directory / "calibration.txt").write_text(story_text(recipe.calibration_bytes, recipe.seed + 1), encoding="utf-8")
+    (directory / "evaluation.txt").write_text(story_text(recipe.evaluation_bytes, recipe.seed + 2), encoding="utf-8")
+    tokenizer = train_tokenizer(text[:300_000], recipe.vocab_size)
+    tokens_T = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+    model = build_model(recipe)
+    train(model, tokens_T, recipe, say)
+    unfinished = directory / "model.unfinished"
+    model.save_pretrained(unfinished, max_shard_size=recipe.shard_size)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(directory / "model")
+
+
+def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `vocab_size` tokens; <s> goes in front of every text it is given."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=EOS)
+
+
+def build_model(recipe: Recipe) -> LlamaForCausalLM:
+    """A Llama with grouped heads and untied embeddings, its weights drawn by the recipe's seed."""
+    torch.manual_seed(recipe.seed)
+    config = LlamaConfig(
+        vocab_size=recipe.vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        max_position_embeddings=2 * recipe.window_tokens,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train(model: LlamaForCausalLM, tokens_T: torch.Tensor, recipe: Recipe, say: Callable[[str], None]) -> float:
+    """Trains in place on random windows of `tokens_T`; returns the last loss, in nats per token."""
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.05)
+    started = time.monotonic()
+    loss = math.nan
+    try:
+        for step in range(recipe.num_steps):
+            windows_BS = _draw_windows(tokens_T, recipe, generator)
+            loss = _step(model, optimizer, windows_BS, recipe.learning_rate * _schedule(step, recipe.num_steps))
+            if (step + 1) % max(1, recipe.num_steps // 6) == 0:
+                say(f"  step {step + 1}/{recipe.num_steps}  loss {loss:.3f}  {time.monotonic() - started:.0f} s")
+    finally:
+        torch.set_num_threads(threads_before)
+    model.eval()
+    return loss
+
+
+def _draw_windows(tokens_T: torch.Tensor, recipe: Recipe, generator: torch.Generator) -> torch.Tensor:
+    """(B, S + 1); every second window begins with <s>, as a prompt does, the others amid the text."""
+    length = recipe.window_tokens + 1
+    starts_B = torch.randint(len(tokens_T) - length, (recipe.batch_windows,), generator=generator)
+    windows_BS = tokens_T[starts_B[:, None] + torch.arange(length)]
+    windows_BS[::2, 0] = 0
+    return windows_BS
+
+
+def _schedule(step: int, num_steps: int) -> float:
+    """Share of the learning rate: linear warm-up over a twentieth of the steps, then a cosine to 2 %."""
+    warm_up = max(1, num_steps // 20)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, num_steps - warm_up)))
+
+
+def _step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, windows_BS: torch.Tensor, rate: float) -> float:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    logits_BSV = model(input_ids=windows_BS[:, :-1], use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), windows_BS[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach())

@@ -1,0 +1,64 @@
+"""YAML as manifests use it: plain data, no second reading.
+
+Beyond yaml.safe_load: `1e-6` is a number, a date is text, and duplicate keys, keys that are not text, aliases
+(which can make a small file fill the memory) and tags are errors with their line.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+EXPONENT = re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")  # YAML 1.2; PyYAML wants 1.0e-6
+FLOAT_TAG, TEXT_TAG, DATE_TAG = (f"tag:yaml.org,2002:{kind}" for kind in ("float", "str", "timestamp"))
+FIRST_CHARACTERS = list("-+.0123456789")
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs leave it out
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(None, None, f"alias *{event.anchor}: write the value out", event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(None, None, f"tag {event.tag}: only plain values are allowed", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag != TEXT_TAG:
+                shown = getattr(key, "value", "") if isinstance(key, yaml.ScalarNode) else "a collection"
+                raise yaml.MarkedYAMLError(None, None, f"key {shown}: a field's name must be text", key.start_mark)
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(None, None, f"field {key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would read as a number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != DATE_TAG]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(FLOAT_TAG, EXPONENT, FIRST_CHARACTERS)
+_Dumper.add_implicit_resolver(FLOAT_TAG, EXPONENT, FIRST_CHARACTERS)
+
+
+def read_yaml(text: str) -> Any:
+    """The data in `text`. Raises ValueError saying what is wrong and in which line."""
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader: builds plain data only
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def write_yaml(document: Any) -> str:
+    """`document` as YAML that `read_yaml` reads back equal."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
