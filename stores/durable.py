@@ -28,6 +28,8 @@ ADVICE = {
     errno.ESTALE: "the network mount has gone stale; mount it again, then run the same command again",
     errno.EIO: "the device or the network mount fails; check both, then run the same command again",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
+    errno.EEXIST: "a file is in the way; remove it, or choose another path",
+    errno.ENOTDIR: "a file is in the way; remove it, or choose another path",
     errno.ENOENT: "it was removed or never made; check the path and that nothing cleans up there",
 }
 

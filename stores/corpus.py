@@ -1,0 +1,281 @@
+"""Texts: documents from files or a dataset, calibration samples and evaluation windows of token ids.
+
+A .txt file is one document, held in memory whole; .jsonl, .parquet and datasets are streamed document by document.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from manifests.errors import InputError
+from manifests.schema import Text
+from stores.durable import storage_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_FIELD = "text"
+PIECE_CHARACTERS = 1 << 20
+POOL_FACTOR = 32
+
+
+def read_documents(text: Text) -> Iterator[str]:
+    """The documents of a manifest's `text`, in order; empty ones too (their separators count in an evaluation).
+
+    Raises:
+        InputError: a file is missing, of an unknown kind, not UTF-8, empty, or lacks the field; no such dataset.
+        StorageError: a file cannot be read.
+    """
+    if text.dataset:
+        yield from _dataset_documents(text)
+        return
+    for name in text.files or ():
+        path = Path(name)
+        reader = READERS.get(path.suffix.lower())
+        if reader is None:
+            raise InputError(f"text file {path}: unknown kind {path.suffix!r}; known are {', '.join(READERS)}")
+        if not path.is_file():
+            raise InputError(f"text file {path}: missing; relative paths are relative to the working directory")
+        found = False
+        for document in reader(path, text.field):
+            found = found or bool(document.strip())
+            yield document
+        if not found:
+            raise InputError(f"text file {path}: empty")
+
+
+def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer saved beside the model; nothing is fetched, no code of the model is run. Raises InputError."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever a damaged file makes of it: transformers and tokenizers raise plain Exception
+        raise InputError(
+            f"{directory}: no usable tokenizer: {type(error).__name__}: {error}; "
+            "the tokenizer files (tokenizer.json, tokenizer_config.json) belong beside the weights"
+        ) from error
+    return tokenizer
+
+
+def pack_samples(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, samples: int, sequence_length: int, seed: int
+) -> torch.Tensor:
+    """Calibration samples (samples, sequence_length) int64: windows of the tokenised documents put end to end.
+
+    Each non-empty document begins with the tokenizer's BOS where it has one; no other special token is added. Windows
+    do not overlap. Among the first 32 * samples of them (all, in most corpora) the seed chooses, and the choice keeps
+    their order; the rest of the corpus is not read.
+
+    Raises:
+        InputError: fewer tokens than samples * sequence_length.
+    """
+    generator = random.Random(seed)
+    chosen: list[tuple[int, torch.Tensor]] = []
+    num_tokens = 0
+    for position, window in enumerate(_windows(_token_pieces(documents, tokenizer), sequence_length)):
+        num_tokens += len(window)
+        if len(window) < sequence_length or position == POOL_FACTOR * samples:
+            break
+        # Algorithm R: every window so far is equally likely to be among the chosen; memory for `samples` only.
+        slot = position if position < samples else generator.randrange(position + 1)
+        if position < samples:
+            chosen.append((position, window.clone()))  # a view would keep its whole piece in memory
+        elif slot < samples:
+            chosen[slot] = (position, window.clone())
+    if len(chosen) < samples:
+        raise InputError(
+            f"calibration text: {num_tokens} tokens, but {samples} samples of {sequence_length} need "
+            f"{samples * sequence_length}; give more text, or lower calibration.samples or sequence_length"
+        )
+    return torch.stack([window for _, window in sorted(chosen, key=lambda item: item[0])])
+
+
+def evaluation_windows(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window: int
+) -> torch.Tensor:
+    """Windows (n, window) int64 of the documents joined by blank lines, tokenised at once without special tokens.
+
+    This is how perplexity is usually scored: a .txt file as it is, a dataset's rows joined by two newlines. The last
+    incomplete window is dropped.
+
+    Raises:
+        InputError: the text is shorter than one window.
+    """
+    ids = torch.tensor(_encode(tokenizer, ["\n\n".join(documents)])[0], dtype=torch.int64)
+    count = len(ids) // window
+    if count == 0:
+        raise InputError(f"evaluation text: {len(ids)} tokens, one window has {window}; give more text or lower window")
+    return ids[: count * window].view(count, window)
+
+
+def _windows(pieces: Iterable[torch.Tensor], length: int) -> Iterator[torch.Tensor]:
+    """Consecutive windows; the incomplete one at the end, too."""
+    rest = torch.empty(0, dtype=torch.int64)
+    for piece in pieces:
+        rest = torch.cat([rest, piece])
+        complete = len(rest) // length * length
+        yield from rest[:complete].view(-1, length)
+        rest = rest[complete:]
+    if len(rest):
+        yield rest
+
+
+def _token_pieces(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[torch.Tensor]:
+    """Token ids, piece by piece, tokenised in batches of about PIECE_CHARACTERS (a fast tokenizer uses all cores)."""
+    batch: list[tuple[str, bool]] = []
+    num_characters = 0
+    for item in _pieces(documents):
+        batch.append(item)
+        num_characters += len(item[0])
+        if num_characters >= PIECE_CHARACTERS:
+            yield _encode_batch(tokenizer, batch)
+            batch, num_characters = [], 0
+    if batch:
+        yield _encode_batch(tokenizer, batch)
+
+
+def _encode_batch(tokenizer: PreTrainedTokenizerBase, batch: list[tuple[str, bool]]) -> torch.Tensor:
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    ids: list[int] = []
+    for (_, begins_document), piece_ids in zip(batch, _encode(tokenizer, [text for text, _ in batch]), strict=True):
+        ids += [*begin, *piece_ids] if begins_document else piece_ids
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Non-empty documents, long ones cut after a newline (or, without one, anywhere): (text, begins a document)."""
+    for document in documents:
+        start = 0
+        while start < len(document):
+            stop = start + PIECE_CHARACTERS
+            if stop < len(document):
+                stop = document.rfind("\n", start, stop) + 1 or stop
+            yield document[start:stop], start == 0
+            start = stop
+
+
+def _read_txt(path: Path, _field: str | None) -> Iterator[str]:
+    with storage_errors("reading", path):
+        data = path.read_bytes()
+    yield _decode(path, data).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read_jsonl(path: Path, field: str | None) -> Iterator[str]:
+    with storage_errors("reading", path), open(path, "rb") as file:
+        offset = 0
+        for number, line in enumerate(file, start=1):
+            where = f"line {number}"
+            text = _decode(path, line, offset)
+            offset += len(line)
+            if text.strip():
+                yield _document(path, where, _parse(path, where, text), field)
+
+
+def _read_json(path: Path, field: str | None) -> Iterator[str]:
+    with storage_errors("reading", path):
+        data = path.read_bytes()
+    content = _parse(path, "the file", _decode(path, data))
+    if not isinstance(content, list):
+        raise InputError(f"text file {path}: a JSON {type(content).__name__}, expected a list of strings or objects")
+    for number, item in enumerate(content):
+        yield _document(path, f"item {number}", item, field)
+
+
+def _read_parquet(path: Path, field: str | None) -> Iterator[str]:
+    import pyarrow.parquet
+
+    column = field or DEFAULT_FIELD
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise InputError(f"text file {path}: not Parquet: {error}") from error
+    with file:
+        if column not in file.schema_arrow.names:
+            raise _missing_field(f"text file {path}", column, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=1024, columns=[column]):
+            for value in batch.column(0).to_pylist():
+                yield _string(f"text file {path}", column, value)
+
+
+def _dataset_documents(text: Text) -> Iterator[str]:
+    import datasets
+
+    origin = f"dataset {text.dataset}{f' ({text.name})' if text.name else ''}, split {text.split}"
+    column = text.field or DEFAULT_FIELD
+    try:
+        rows = iter(datasets.load_dataset(text.dataset, text.name, split=text.split, streaming=True))
+        row = next(rows, None)
+        if row is None:
+            raise InputError(f"{origin}: empty")
+        while row is not None:
+            if column not in row:
+                raise _missing_field(origin, column, row)
+            yield _string(origin, column, row[column])
+            row = next(rows, None)
+    except InputError:
+        raise
+    except Exception as error:  # datasets, its readers and its network clients have no common error
+        raise InputError(
+            f"{origin}: cannot be loaded: {type(error).__name__}: {error}; "
+            "check the names and the network, or give `files`"
+        ) from error
+
+
+def _decode(path: Path, data: bytes, offset: int = 0) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"text file {path}: not UTF-8 at byte {offset + error.start} ({error.reason}); convert it to UTF-8"
+        ) from error
+
+
+def _parse(path: Path, where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"text file {path}: {where} is not JSON: {error}") from error
+
+
+def _document(path: Path, where: str, item: Any, field: str | None) -> str:
+    if isinstance(item, str) and field is None:
+        return item
+    column = field or DEFAULT_FIELD
+    origin = f"text file {path}, {where}"
+    if not isinstance(item, dict):
+        raise InputError(f"{origin}: a JSON {type(item).__name__}, expected an object with the field {column!r}")
+    if column not in item:
+        raise _missing_field(origin, column, item)
+    return _string(origin, column, item[column])
+
+
+def _missing_field(origin: str, column: str, fields: Iterable[str]) -> InputError:
+    return InputError(f"{origin}: no field {column!r}; set `field` to one of {', '.join(map(repr, fields))}")
+
+
+def _string(origin: str, column: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{origin}: field {column!r} is {type(value).__name__}, expected text")
+    return value
+
+
+READERS: dict[str, Callable[[Path, str | None], Iterator[str]]] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}

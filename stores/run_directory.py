@@ -1,0 +1,156 @@
+"""RUN_DIR: its layout, whether it can be used, and whether it belongs to the job at hand. DESIGN §3."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError, StorageError
+from stores.activations import ActivationStore
+from stores.durable import (
+    fsync_directory,
+    make_directory,
+    partial_path,
+    storage_errors,
+    sweep_partials,
+    write_durably,
+)
+from stores.ledger import Ledger
+from stores.lock import RunLock
+from stores.statistics import StatisticsStore
+
+FINGERPRINT_VERSION = 1
+SHOWN_FIELDS = 20
+SHOWN_CHARACTERS = 60
+
+
+class RunDirectory:
+    """The paths and stores below one run directory. Everything but `prepare` needs the lock held by this process."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.manifest = self.path / "manifest.yaml"
+        self.fingerprint = self.path / "fingerprint.json"
+        self.staged = self.path / "staged"
+        self.logs = self.path / "logs"
+        self.report = self.path / "report.html"
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.path / "ledger")
+
+    @property
+    def statistics(self) -> StatisticsStore:
+        return StatisticsStore(self.path / "statistics.zarr")
+
+    @property
+    def activations(self) -> ActivationStore:
+        return ActivationStore(self.path / "activations.zarr")
+
+    @property
+    def lock(self) -> RunLock:
+        """A new lock object, not acquired."""
+        return RunLock(self.path / "lock")
+
+    def prepare(self, need_bytes: int = 0) -> None:
+        """Creates the layout and tries a write.
+
+        Raises:
+            InputError: no directory, not writable, or less than `need_bytes` free.
+        """
+        probe = partial_path(self.path / "probe")
+        try:
+            for directory in (self.path, self.staged, self.logs, self.path / "ledger"):
+                make_directory(directory)
+            write_durably(probe, b"probe")
+            with storage_errors("measuring", self.path):
+                probe.unlink()
+                free_bytes = shutil.disk_usage(self.path).free
+        except StorageError as error:
+            raise InputError(f"run_dir {self.path} cannot be used: {error}") from error
+        if free_bytes < need_bytes:
+            raise InputError(
+                f"run_dir {self.path}: {free_bytes / 1e9:.1f} GB free, the job needs about {need_bytes / 1e9:.1f} GB; "
+                "free some room, or set run_dir to a larger disk"
+            )
+
+    def check_fingerprint(self, new: Mapping[str, Any], fresh: bool = False) -> bool:
+        """Binds the directory to a job, or checks that it is this job's. Returns whether it starts from nothing.
+
+        `fresh` forgets what another (or the same) job has done, in the order that a crash between two steps allows.
+
+        Raises:
+            InputError: it is another job's, naming the fields that differ; or of another version.
+            StorageError: it cannot be read or written.
+        """
+        sweep_partials(self.path)
+        content = json.loads(json.dumps({"version": FINGERPRINT_VERSION, "fields": dict(new)}, allow_nan=False))
+        if fresh:
+            self._forget()
+        elif self.fingerprint.exists():
+            self._compare(self._read_fingerprint(), content)
+            return False
+        elif self.ledger.keys():
+            raise InputError(f"run_dir {self.path}: holds work, but no fingerprint.json to tell whose; use --fresh")
+        write_durably(self.fingerprint, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+        return True
+
+    def _forget(self) -> None:
+        """The ledger first: data that no entry names is only waste, an entry whose data is gone would be a lie."""
+        self.ledger.clear()
+        self.statistics.sweep([])
+        self.activations.sweep([])
+        with storage_errors("removing", self.staged):
+            if self.staged.exists():
+                shutil.rmtree(self.staged)
+        make_directory(self.staged)
+        with storage_errors("removing", self.report):
+            self.report.unlink(missing_ok=True)
+        fsync_directory(self.path)
+
+    def _read_fingerprint(self) -> dict[str, Any]:
+        try:
+            with storage_errors("reading", self.fingerprint):
+                content = json.loads(self.fingerprint.read_bytes())
+            version = content["version"]
+            if version == FINGERPRINT_VERSION:
+                dict(content["fields"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{self.fingerprint}: damaged ({error}); use --fresh to start over") from error
+        if version != FINGERPRINT_VERSION:
+            raise InputError(
+                f"{self.fingerprint}: version {version}, this Lamina knows {FINGERPRINT_VERSION}; "
+                "go on with the Lamina that wrote it, or use --fresh to start over"
+            )
+        assert isinstance(content, dict)
+        return content
+
+    def _compare(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        before, after = _flatten(old["fields"]), _flatten(new["fields"])
+        differing = [
+            f"{field}: {_shown(before, field)} -> {_shown(after, field)}"
+            for field in sorted(before.keys() | after.keys())
+            if field not in before or field not in after or before[field] != after[field]
+        ]
+        if differing:
+            more = [f"... and {len(differing) - SHOWN_FIELDS} more"] if len(differing) > SHOWN_FIELDS else []
+            lines = [f"run_dir {self.path}: holds another job's work; these differ:", *differing[:SHOWN_FIELDS], *more]
+            raise InputError("\n  ".join(lines) + "\nset another run_dir, restore these, or use --fresh to start over")
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {path: leaf for key, child in value.items() for path, leaf in _flatten(child, f"{prefix}{key}.").items()}
+    if isinstance(value, list) and any(isinstance(child, dict) for child in value):
+        return _flatten(dict(enumerate(value)), prefix)
+    return {prefix.removesuffix("."): value}
+
+
+def _shown(fields: Mapping[str, Any], field: str) -> str:
+    if field not in fields:
+        return "(none)"
+    text = json.dumps(fields[field])
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
