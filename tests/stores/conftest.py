@@ -1,0 +1,97 @@
+"""A process that dies between any two of its changes to the disk, and ways to damage a file."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHANGES = ("fsync", "link", "mkdir", "remove", "rename", "replace", "rmdir", "unlink")
+KILLED = 9
+
+
+@pytest.fixture
+def killed_anywhere(tmp_path: Path) -> Callable[[Callable[[Path], None], Callable[[Path], None]], int]:
+    """`killed_anywhere(act, check)`: runs act(directory) in a child that dies before its first change, its second, ...
+    until it lives to the end; after each, check(directory) looks at what is left. Returns the number of deaths."""
+
+    def run(act: Callable[[Path], None], check: Callable[[Path], None]) -> int:
+        deaths = 0
+        while True:
+            directory = tmp_path / f"killed-{deaths}"
+            directory.mkdir()
+            finished = _run_child(lambda directory=directory: act(directory), deaths)
+            check(directory)
+            if finished:
+                return deaths
+            deaths += 1
+            assert deaths < 500, "the action never ends"
+
+    return run
+
+
+def _run_child(act: Callable[[], None], allowed: int) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            _die_after(allowed)
+            act()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, KILLED), "the action failed in the child, see its traceback"
+    return code == 0
+
+
+def _die_after(allowed: int) -> None:
+    left = allowed
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                os._exit(KILLED)
+            left -= 1
+            return real(*arguments, **options)
+
+        return change
+
+    os.fsync = lambda _: None  # a killed process loses nothing that the kernel has; saves the disk some hundred waits
+    for name in CHANGES:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def _flip_last(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x01
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": _flip,
+    "flipped-end": _flip_last,
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "cut-to-nothing": lambda path: os.truncate(path, 0),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0" * 8),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.fixture(params=list(DAMAGES))
+def damage(request: pytest.FixtureRequest) -> Callable[[Path], object]:
+    """What may happen to a file, one after another."""
+    return DAMAGES[request.param]

@@ -1,0 +1,164 @@
+"""The ledger: one immutable entry per commit, the highest valid generation counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import InputError, StorageError
+from stores.ledger import Ledger
+
+KilledAnywhere = Callable[[Callable[[Path], None], Callable[[Path], None]], int]
+
+
+def test_commit_get_keys(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger")
+    assert ledger.get("layer/00003") is None
+    assert ledger.keys() == []
+    record = {"shape": [1, 2], "digest": "ab", "nested": {"x": None, "y": 0.1}}
+    ledger.commit("layer/00003", record)
+    ledger.commit("layer/00002", {})
+    ledger.commit("activations/dense/00002", {"a": 1})
+    assert ledger.get("layer/00003") == record
+    assert ledger.get("layer/00002") == {}
+    assert ledger.keys("layer/") == ["layer/00002", "layer/00003"]
+    assert Ledger(tmp_path / "ledger").keys() == ["activations/dense/00002", "layer/00002", "layer/00003"]
+
+
+def test_a_key_does_not_see_another_that_it_begins(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.commit("layer", {"a": 1})
+    ledger.commit("layer/000001", {"b": 1})
+    assert ledger.get("layer") == {"a": 1}
+    ledger.commit("layer", {"a": 2})
+    assert ledger.get("layer/000001") == {"b": 1}
+
+
+def test_the_newest_commit_counts_and_the_old_goes(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for number in range(3):
+        ledger.commit("layer/0", {"number": number})
+    assert ledger.get("layer/0") == {"number": 2}
+    assert os.listdir(tmp_path) == ["layer.0.000003.json"]
+
+
+def test_retract_and_commit_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.retract("layer/0")
+    assert os.listdir(tmp_path) == []
+    ledger.commit("layer/0", {"a": 1})
+    ledger.retract("layer/0")
+    assert ledger.get("layer/0") is None
+    assert ledger.keys() == []
+    ledger.commit("layer/0", {"a": 2})
+    assert ledger.get("layer/0") == {"a": 2}
+
+
+def test_sweep_keeps_the_state(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.commit("a", {"n": 1})
+    old = (tmp_path / "a.000001.json").read_bytes()
+    ledger.commit("a", {"n": 2})
+    (tmp_path / "a.000001.json").write_bytes(old)  # killed before the old one was dropped
+    ledger.commit("b", {})
+    ledger.retract("b")
+    (tmp_path / "a.000003.json.77.partial").write_bytes(b"{")
+    ledger.sweep()
+    assert os.listdir(tmp_path) == ["a.000002.json"]
+    assert ledger.get("a") == {"n": 2}
+
+
+def test_damaged_entries_are_ignored_and_said(
+    tmp_path: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.commit("layer/0", {"digest": "0123456789"})
+    path = tmp_path / "layer.0.000001.json"
+    damage(path)
+    assert ledger.get("layer/0") is None
+    assert ledger.keys() == []
+    assert not path.exists() or str(path) in caplog.text
+    ledger.commit("layer/0", {"digest": "new"})
+    assert ledger.get("layer/0") == {"digest": "new"}
+
+
+def test_an_entry_under_the_name_of_another_is_damaged(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.commit("layer/0", {"a": 1})
+    (tmp_path / "layer.1.000001.json").write_bytes((tmp_path / "layer.0.000001.json").read_bytes())
+    (tmp_path / "layer.0.000009.json").write_bytes((tmp_path / "layer.0.000001.json").read_bytes())
+    assert ledger.get("layer/1") is None
+    assert ledger.get("layer/0") == {"a": 1}
+
+
+def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    entry = {"version": 2, "key": "a", "generation": 1, "record": {}}
+    text = json.dumps(entry, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (tmp_path / "a.000001.json").write_text(json.dumps({**entry, "sha256": digest}))
+    with pytest.raises(InputError, match="version 2") as caught:
+        Ledger(tmp_path).get("a")
+    assert "a.000001.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "a.b", "../a", "a b", "a\n"])
+def test_bad_keys(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ValueError, match="ledger key"):
+        Ledger(tmp_path).commit(key, {})
+
+
+def test_a_full_disk_leaves_the_record_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.commit("a", {"n": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(StorageError, match="full"):
+            ledger.commit("a", {"n": 2})
+    assert ledger.get("a") == {"n": 1}
+
+
+def test_a_reader_survives_a_commit_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.commit("a", {"n": 1})
+    real = Path.read_bytes
+    raced = []
+
+    def read_bytes(path: Path) -> bytes:
+        if not raced:
+            raced.append(path)
+            Ledger(tmp_path).commit("a", {"n": 2})
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert ledger.get("a") == {"n": 2}
+
+
+def test_killed_anywhere_a_commit_is_old_or_new(killed_anywhere: KilledAnywhere) -> None:
+    def act(directory: Path) -> None:
+        ledger = Ledger(directory / "ledger")
+        ledger.commit("a", {"n": 1})
+        ledger.commit("a", {"n": 2})
+        ledger.retract("a")
+        ledger.sweep()
+
+    seen = []
+
+    def check(directory: Path) -> None:
+        ledger = Ledger(directory / "ledger")
+        seen.append((ledger.get("a") or {}).get("n"))
+        ledger.sweep()
+        assert (ledger.get("a") or {}).get("n") == seen[-1]
+        ledger.commit("a", {"n": 9})
+        assert ledger.get("a") == {"n": 9}
+
+    killed_anywhere(act, check)
+    order = [0 if n is None else n for n in seen]
+    retracted = order.index(2) + order[order.index(2) :].index(0)
+    assert order[:retracted] == sorted(order[:retracted])
+    assert set(order[:retracted]) == {0, 1, 2}
+    assert set(order[retracted:]) == {0}
