@@ -21,7 +21,7 @@ class Setup:
     """One value for every worker of a job; picklable.
 
     Attributes:
-        config: the standard config (families/registry.py) of the source: all forms dense, or those of a Lamina checkpoint.
+        config: the standard config (families/registry.py) of the source: all forms dense, or a Lamina checkpoint's.
         tokens: record of the token ids (samples, sequence) in the activation store; None for data-free jobs.
         shards: how many parts the samples are cut in.
         dtype: of the forward pass.

@@ -141,7 +141,8 @@ def _fit(
         dense = sum(_dense_numbers(method, geometry) for _, method in sharing)
         raise InputError(
             f"budget: what is claimed may store {target:,.0f} numbers, but takes {least:,.0f} at the least and "
-            f"{most:,.0f} at the most ({dense:,} dense); claim more tensors or keep more. {_reachable(geometry, dense, least, most)}"
+            f"{most:,.0f} at the most ({dense:,} dense); claim more tensors or keep more. "
+            f"{_reachable(geometry, dense, least, most)}"
         )
 
     def cost_at(ratio: float) -> float:
