@@ -227,7 +227,7 @@ class Manifest(Block):
     def semantic(self) -> dict[str, Any]:
         """The fields that change the output's bytes: what the fingerprint covers.
 
-        Paths and evaluation do not; the calibration text is covered by its token ids, so that moving a file changes nothing.
+        Paths and evaluation do not; the calibration text is covered by its token ids, so a moved file changes nothing.
         """
         kept = self.model_dump(
             mode="json",
