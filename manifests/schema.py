@@ -225,7 +225,14 @@ class Manifest(Block):
         return methods
 
     def semantic(self) -> dict[str, Any]:
-        """The fields that change the output's bytes: what the fingerprint covers. Paths and evaluation do not."""
-        kept = self.model_dump(mode="json", include={"version", "seed", "budget", "calibration", "methods"})
+        """The fields that change the output's bytes: what the fingerprint covers.
+
+        Paths and evaluation do not; the calibration text is covered by its token ids, so a moved file changes nothing.
+        """
+        kept = self.model_dump(
+            mode="json",
+            include={"version", "seed", "budget", "calibration", "methods"},
+            exclude={"calibration": {"text"}},
+        )
         kept["workers"] = {"cpus": self.workers.cpus}
         return kept

@@ -6,6 +6,7 @@ B windows in a batch, S tokens in a window (one more is drawn, for the targets),
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ def make_model(directory: Path, recipe: Recipe, say: Callable[[str], None] = pri
     model = build_model(recipe)
     train(model, tokens_T, recipe, say)
     unfinished = directory / "model.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished, max_shard_size=recipe.shard_size)
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(directory / "model")
@@ -137,7 +139,7 @@ def _step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, windows_BS:
     logits_BSV = model(input_ids=windows_BS[:, :-1], use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), windows_BS[:, 1:].flatten())
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return float(loss.detach())
