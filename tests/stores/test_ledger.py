@@ -126,7 +126,7 @@ def test_a_reader_survives_a_commit_in_between(tmp_path: Path, monkeypatch: pyte
     ledger = Ledger(tmp_path)
     ledger.commit("a", {"n": 1})
     real = Path.read_bytes
-    raced = []
+    raced: list[Path] = []
 
     def read_bytes(path: Path) -> bytes:
         if not raced:
