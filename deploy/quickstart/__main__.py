@@ -85,7 +85,7 @@ def _measure(name: str, model: Path, window_tokens: int) -> Row:
 
 def _continue(directory: Path) -> str:
     """The rest of the line that begins with PROMPT, greedily."""
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
     prompt = tokenizer(PROMPT, return_tensors="pt")
     with torch.inference_mode():
