@@ -148,6 +148,63 @@ class FlatLLM(MethodEntry):
         return self
 
 
+class LoRC(MethodEntry):
+    """LoRC, METHODS §2: the cache holds latents. `cache_keep`: the mean share of it; null: by the budget."""
+
+    method: Literal["lorc"]
+    key: bool = True
+    value: bool = True
+    cache_keep: Share | None = None
+    allocation: Literal["progressive", "uniform"] = "progressive"
+    weighting: Literal["none", "input"] = "none"
+    skip_above: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _claims_something(self) -> Self:
+        if not (self.key or self.value):
+            raise ValueError("key and value are both off: the method would claim nothing")
+        if self.cache_keep is not None and self.keep is not None:
+            raise ValueError("give `cache_keep` or `keep`, not both")
+        if self.skip_above is not None and self.allocation == "uniform":
+            raise ValueError("skip_above goes with allocation: progressive, which knows the condition numbers")
+        return self
+
+
+class JointRanks(Block):
+    """Ranks given outright, the same in every chosen layer."""
+
+    query_key: PositiveInt | None = None
+    mlp: PositiveInt | None = None
+
+
+class JointRankK(MethodEntry):
+    """Joint rank-k, METHODS §4. `mlp` true means joint."""
+
+    method: Literal["joint_rank_k"]
+    query_key: Literal["joint", "separate", "joint_per_head", "none"] = "joint"
+    mlp: bool | Literal["joint", "separate", "none"] = True
+    weighting: Literal["none", "input"] = "none"
+    ranks: JointRanks | None = None
+
+    @property
+    def mlp_form(self) -> str:
+        """joint, separate or none."""
+        return self.mlp if isinstance(self.mlp, str) else ("joint" if self.mlp else "none")
+
+    @model_validator(mode="after")
+    def _claims_something(self) -> Self:
+        if self.query_key == "none" and self.mlp_form == "none":
+            raise ValueError("query_key and mlp are both off: the method would claim nothing")
+        if self.ranks is not None and self.keep is not None:
+            raise ValueError("give `ranks` or `keep`, not both")
+        if self.ranks is not None:
+            wanted = {"query_key": self.query_key != "none", "mlp": self.mlp_form != "none"}
+            missing = [name for name, claimed in wanted.items() if claimed and getattr(self.ranks, name) is None]
+            if missing:
+                raise ValueError(f"ranks: {', '.join(missing)} missing, although it is claimed")
+        return self
+
+
 class Workers(Block):
     """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker)."""
 
@@ -192,6 +249,9 @@ class Evaluation(Block):
     tasks: Annotated[tuple[str, ...], Listed] = ()
 
 
+AnyMethod = Annotated[FlatLLM | LoRC | JointRankK, Field(discriminator="method")]
+
+
 class Manifest(Block):
     """The whole job. Only `model`, `output`, `run_dir` and `methods` are always needed."""
 
@@ -202,7 +262,7 @@ class Manifest(Block):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     budget: Budget | None = None
     calibration: Calibration | None = None
-    methods: Annotated[tuple[FlatLLM, ...], Listed]
+    methods: Annotated[tuple[AnyMethod, ...], Listed]
     workers: Workers = Workers()
     resume: Resume = Resume()
     statistics: Statistics = Statistics()
@@ -218,7 +278,7 @@ class Manifest(Block):
 
     @field_validator("methods")
     @classmethod
-    def _has_a_method(cls, methods: tuple[FlatLLM, ...]) -> tuple[FlatLLM, ...]:
+    def _has_a_method(cls, methods: tuple[AnyMethod, ...]) -> tuple[AnyMethod, ...]:
         # Not min_length: it counts the entries that are right, and so reports a wrong entry twice.
         if not methods:
             raise ValueError("should list at least one method")

@@ -3,8 +3,8 @@
 No I/O and no tensors: units go to a pool, what is done goes to a journal. Order of durability: a layer's statistics are
 entered before its factors, its factors before the hidden states that follow from them; replaced data is dropped last.
 
-The journal's keys: `dense/L` the dense pass through layer L, `ranks`, `statistics/L` and `activations/L` of the walk,
-`layer/L` the compressed layer.
+The journal's keys: `dense/L` the dense pass through layer L, `condition/L` its condition numbers, `ranks`,
+`statistics/L` and `activations/L` of the walk, `layer/L` the compressed layer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from manifests.errors import CorruptError, LaminaError, LostInputError
-from pipeline.methods.method import Form, Moment
+from pipeline.methods.method import Form, Moment, Scores
 from pipeline.methods.registry import Task, layer_importance, layer_moments, ranks_key
 from pipeline.ports import (
     Cleaner,
+    Condition,
     Forward,
     ForwardDone,
     Journal,
@@ -41,7 +42,8 @@ class Job:
     """What the driver must know of a job.
 
     Attributes:
-        allocate: importance of each layer -> ranks of every task, by `ranks_key`.
+        allocate: scores -> ranks of every task, by `ranks_key`.
+        scores: the fields of `Scores` that are needed.
         propagate: whose hidden states the statistics are taken on.
         every: hidden states are committed each time this many layers are done.
     """
@@ -49,8 +51,8 @@ class Job:
     num_layers: int
     shards: int
     tasks: tuple[Task, ...]
-    allocate: Callable[[Mapping[int, float]], dict[str, dict[str, int]]]
-    needs_importance: bool
+    allocate: Callable[[Scores], dict[str, dict[str, int]]]
+    scores: frozenset[str]
     propagate: Lineage
     every: int = 1
     keep_statistics: bool = False
@@ -83,8 +85,10 @@ class Driver:
     def _run_phases(self) -> None:
         dense = self.job.propagate == "dense"
         has_moments = any(task.group.moments for task in self.job.tasks)
-        if self.job.needs_importance or (dense and has_moments):
+        if "importance" in self.job.scores or (dense and has_moments):
             self._dense_pass(with_moments=dense)
+        if "condition" in self.job.scores:
+            self._measure_conditions()
         ranks = self._ranks()
         if dense or not has_moments:
             self._solve_all(ranks)
@@ -129,12 +133,24 @@ class Driver:
     def _ranks(self) -> RanksOf:
         entered = self.journal.get("ranks")
         if entered is None:
-            importance = self._importance() if self.job.needs_importance else {}
-            ranks = self.job.allocate(importance)
-            entered = {"ranks": ranks, "importance": {str(layer): score for layer, score in importance.items()}}
-            self.journal.commit("ranks", entered)
+            importance = self._importance() if "importance" in self.job.scores else {}
+            layers = range(self.job.num_layers) if "condition" in self.job.scores else ()
+            condition = {layer: self._entry(f"condition/{layer:05d}")["log_condition"] for layer in layers}
+            ranks = self.job.allocate(Scores(importance, condition))
+            entered = {"ranks": ranks, "importance": importance, "condition": condition}
+            self.journal.commit("ranks", _with_text_keys(entered))
         chosen: RanksOf = entered["ranks"]
         return chosen
+
+    def _measure_conditions(self) -> None:
+        """Condition numbers of every layer, data-free; a batch of layers at a time."""
+        pending = [layer for layer in range(self.job.num_layers) if not self.journal.get(f"condition/{layer:05d}")]
+        self.observer.phase("condition", len(pending), 1)
+        while pending:
+            batch, pending = pending[: self.pool.size], pending[self.pool.size :]
+            units = [Condition(layer) for layer in batch]
+            for unit, log_condition in zip(units, self._do(units), strict=True):
+                self.journal.commit(f"condition/{unit.layer:05d}", {"log_condition": log_condition})
 
     def _importance(self) -> dict[int, float]:
         """Of every layer, from the cosines of all shards, summed in shard order."""
@@ -320,6 +336,11 @@ def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
     for _, solution in parts:
         forms.update(solution.forms)
     return Write(layer, tuple(solution.factors for _, solution in parts), forms)
+
+
+def _with_text_keys(entry: Any) -> Any:
+    """As JSON keeps it."""
+    return {str(key): _with_text_keys(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
 
 
 def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:

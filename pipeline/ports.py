@@ -114,6 +114,18 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Condition:
+    """ln κ of a layer's W_k and W_v."""
+
+    layer: int
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"condition/{self.layer}"
+
+
+@dataclass(frozen=True)
 class Score:
     """Negative log likelihood (sum, count) of one shard of windows; `layer` is one past the last.
 
@@ -133,7 +145,7 @@ class Score:
         return f"score/{self.shard}"
 
 
-Unit = Forward | Reduce | Solve | Write | Score
+Unit = Forward | Reduce | Condition | Solve | Write | Score
 
 
 class Pool(Protocol):

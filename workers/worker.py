@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifests.errors import NumericsError
+from pipeline.kernels.lowrank import log_condition
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods
-from pipeline.ports import Forward, ForwardDone, Reduce, Score, Solve, SolveDone, Unit, Write
+from pipeline.ports import Condition, Forward, ForwardDone, Reduce, Score, Solve, SolveDone, Unit, Write
 from stores.activations import ActivationStore
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
@@ -58,6 +59,7 @@ class Worker:
         handlers: dict[type, Callable[[Any], Any]] = {
             Forward: self._forward,
             Reduce: self._reduce,
+            Condition: self._condition,
             Solve: self._solve,
             Write: self._write,
             Score: self._score,
@@ -174,6 +176,13 @@ class Worker:
             total = partial.clone() if total is None else total.add_(partial)
         assert total is not None
         return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", total)
+
+    def _condition(self, unit: Condition) -> list[float]:
+        tensors = self.setup.geometry.layer_tensors(unit.layer)
+        names = {key: tensors[key][0] for key in ("k.weight", "v.weight")}
+        weights = self.layers.dense_weights(unit.layer, names)
+        with self._computing():
+            return [log_condition(weight)[0] for weight in weights.values()]
 
     def _solve(self, unit: Solve) -> SolveDone:
         group, geometry = unit.task.group, self.setup.geometry

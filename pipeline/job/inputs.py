@@ -14,7 +14,7 @@ from manifests.errors import InputError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.method import Method
+from pipeline.methods.method import Method, Scores
 from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint, open_source
@@ -51,9 +51,14 @@ class Inputs:
         return sum(record.end - record.begin for record in self.source.tensors.values())
 
     @property
+    def scores(self) -> frozenset[str]:
+        """The scores that any method's ranks follow."""
+        return frozenset(score for method in self.methods for score in method.scores)
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether any method asks for statistics or importance."""
-        return any(task.group.moments for task in self.tasks) or any(method.needs_importance for method in self.methods)
+        return any(task.group.moments for task in self.tasks) or "importance" in self.scores
 
 
 def read_inputs(manifest: Manifest) -> Inputs:
@@ -69,7 +74,9 @@ def read_inputs(manifest: Manifest) -> Inputs:
     methods = build_methods(manifest)
     tasks = claim_tasks(methods, geometry)
     inputs = Inputs(manifest, source, config, geometry, methods, tasks, layer_dtype(source, geometry))
-    allocate_ranks(manifest, methods, geometry, {layer: 1.0 for layer in range(geometry.num_layers)})
+    layers = range(geometry.num_layers)
+    even = Scores(dict.fromkeys(layers, 1.0), dict.fromkeys(layers, (1.0, 1.0)))
+    allocate_ranks(manifest, methods, geometry, even)
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
     _check_sequence(manifest, config)

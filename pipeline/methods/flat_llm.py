@@ -15,7 +15,7 @@ from manifests.schema import FlatLLM
 from pipeline.families.family import Geometry
 from pipeline.kernels.nystrom import nystrom_refit, output_error, select_eliminate, select_leverage
 from pipeline.kernels.spectra import head_pca, output_gram, weighted_head_pca
-from pipeline.methods.method import Group, Key, Moment, Ranks, Solution
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
 from pipeline.ranks.budget import Knob
 from pipeline.ranks.importance import preserve_importance
 
@@ -40,9 +40,10 @@ class FlatLLMMethod:
         return self.entry.ranks is not None
 
     @property
-    def needs_importance(self) -> bool:
-        """Whether ranks follow the layers' importance (IPRS)."""
-        return self.entry.allocation == "importance" and not self.fixed_ranks
+    def scores(self) -> frozenset[str]:
+        """With `allocation: importance` ranks follow the layers' importance (IPRS)."""
+        follows = self.entry.allocation == "importance" and not self.fixed_ranks
+        return frozenset({"importance"}) if follows else frozenset()
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Groups `attention` (v, o), `mlp` and `query_key` (q, k) of every chosen layer."""
@@ -60,7 +61,7 @@ class FlatLLMMethod:
         """One rank per layer and group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
         return tuple(_knob(group, geometry, self.entry.rank_multiple) for group in self.claims(geometry))
 
-    def wants(self, geometry: Geometry, ratio: float, importance: Mapping[int, float]) -> dict[Key, float]:
+    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """w_l · cap for every knob, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the ranks given."""
         knobs = self.knobs(geometry)
         if self.entry.ranks is not None:
@@ -68,8 +69,8 @@ class FlatLLMMethod:
             return {knob.key: float(min(given[knob.name] or knob.cap, knob.cap)) for knob in knobs}
         layers = self.entry.chosen_layers(geometry.num_layers)
         shares = [ratio] * len(layers)
-        if self.needs_importance:
-            shares = preserve_importance([importance[layer] for layer in layers], ratio)
+        if self.scores:
+            shares = preserve_importance([scores.importance[layer] for layer in layers], ratio)
         share_of = dict(zip(layers, shares, strict=True))
         return {knob.key: share_of[knob.layer] * knob.cap for knob in knobs}
 

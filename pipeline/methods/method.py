@@ -5,7 +5,7 @@ Legend: D hidden, F features of a tap, G groups, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,6 +37,19 @@ class Moment:
     def key(self) -> str:
         """A name for files."""
         return f"{self.point}-{self.heads}-{self.groups}"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What ranks may follow, by layer; only what a method of the job asks for is filled in.
+
+    Attributes:
+        importance: t_l, how far a layer turns its input on calibration text. METHODS §1.
+        condition: ln κ of W_k and of W_v. METHODS §2.
+    """
+
+    importance: Mapping[int, float] = field(default_factory=dict)
+    condition: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,8 +101,8 @@ class Method(Protocol):
         ...
 
     @property
-    def needs_importance(self) -> bool:
-        """Whether ranks follow the layers' importance."""
+    def scores(self) -> frozenset[str]:
+        """The fields of `Scores` that the ranks follow."""
         ...
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
@@ -100,7 +113,7 @@ class Method(Protocol):
         """The integers to choose, with what each costs in stored numbers."""
         ...
 
-    def wants(self, geometry: Geometry, ratio: float, importance: Mapping[int, float]) -> dict[Key, float]:
+    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The real-valued rank of every knob at a common `ratio` in (0, 1]."""
         ...
 

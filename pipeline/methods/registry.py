@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from manifests.errors import InputError
-from manifests.schema import FlatLLM, Manifest
+from manifests.schema import FlatLLM, JointRankK, LoRC, Manifest, MethodEntry
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
-from pipeline.methods.method import Group, Key, Method, Moment
+from pipeline.methods.joint_rank_k import JointRankKMethod
+from pipeline.methods.lorc import LoRCMethod
+from pipeline.methods.method import Group, Key, Method, Moment, Scores
 from pipeline.ranks.budget import Knob, fit_ranks, solve_ratio
 from pipeline.ranks.importance import angular_importance
 
-METHODS = {FlatLLM: FlatLLMMethod}
+METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
+    FlatLLM: FlatLLMMethod,
+    JointRankK: JointRankKMethod,
+    LoRC: LoRCMethod,
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ def scope_numbers(geometry: Geometry, scope: str) -> int:
 
 
 def allocate_ranks(
-    manifest: Manifest, methods: Sequence[Method], geometry: Geometry, importance: Mapping[int, float]
+    manifest: Manifest, methods: Sequence[Method], geometry: Geometry, scores: Scores
 ) -> dict[str, dict[str, int]]:
     """`ranks_key` -> ranks that meet the budget: one common ratio over all methods without a budget of their own.
 
@@ -74,11 +81,11 @@ def allocate_ranks(
     for position, method in enumerate(methods):
         knobs = _knobs(position, method, geometry)
         if method.fixed_ranks:
-            wants = _wants([(position, method)], geometry, 1.0, importance)
+            wants = _wants([(position, method)], geometry, 1.0, scores)
             ranks = {key: max(1, round(want)) for key, want in wants.items()}
         elif method.keep is not None:
             target = method.keep * _dense_numbers(method, geometry)
-            ranks = _fit([(position, method)], geometry, importance, target)
+            ranks = _fit([(position, method)], geometry, scores, target)
         else:
             sharing.append((position, method))
             continue
@@ -86,7 +93,7 @@ def allocate_ranks(
         chosen |= ranks
     if sharing:
         target = _shared_target(manifest, methods, geometry) - fixed_numbers
-        chosen |= _fit(sharing, geometry, importance, target)
+        chosen |= _fit(sharing, geometry, scores, target)
     by_task: dict[str, dict[str, int]] = {}
     for (layer, group, name), rank in chosen.items():
         by_task.setdefault(f"{layer}/{group}", {})[name] = rank
@@ -108,13 +115,11 @@ def _knobs(position: int, method: Method, geometry: Geometry) -> list[Knob]:
     return [replace(knob, group=f"{position}/{knob.group}") for knob in method.knobs(geometry)]
 
 
-def _wants(
-    sharing: Sequence[tuple[int, Method]], geometry: Geometry, ratio: float, importance: Mapping[int, float]
-) -> dict[Key, float]:
+def _wants(sharing: Sequence[tuple[int, Method]], geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
     return {
         (layer, f"{position}/{group}", name): want
         for position, method in sharing
-        for (layer, group, name), want in method.wants(geometry, ratio, importance).items()
+        for (layer, group, name), want in method.wants(geometry, ratio, scores).items()
     }
 
 
@@ -130,9 +135,7 @@ def _shared_target(manifest: Manifest, methods: Sequence[Method], geometry: Geom
     return manifest.budget.keep * total - (total - sum(_dense_numbers(method, geometry) for method in methods))
 
 
-def _fit(
-    sharing: Sequence[tuple[int, Method]], geometry: Geometry, importance: Mapping[int, float], target: float
-) -> dict[Key, int]:
+def _fit(sharing: Sequence[tuple[int, Method]], geometry: Geometry, scores: Scores, target: float) -> dict[Key, int]:
     """Ranks of several methods at the largest common ratio whose stored numbers stay within `target`."""
     knobs = [knob for position, method in sharing for knob in _knobs(position, method, geometry)]
     least = sum(knob.cost(min(knob.multiple, knob.cap)) for knob in knobs)
@@ -146,11 +149,11 @@ def _fit(
         )
 
     def cost_at(ratio: float) -> float:
-        wants = _wants(sharing, geometry, ratio, importance)
+        wants = _wants(sharing, geometry, ratio, scores)
         return sum(knob.cost(wants[knob.key]) for knob in knobs)
 
     ratio = 1.0 if target >= most else solve_ratio(cost_at, target)
-    return fit_ranks(knobs, _wants(sharing, geometry, ratio, importance), int(target))
+    return fit_ranks(knobs, _wants(sharing, geometry, ratio, scores), int(target))
 
 
 def _reachable(geometry: Geometry, dense: int, least: float, most: float) -> str:
