@@ -21,7 +21,7 @@ from stores.arrays import chunk_shape
 from stores.ledger import Ledger
 from stores.statistics import StatisticsStore
 
-KilledAnywhere = Callable[[Callable[[Path], None], Callable[[Path], None]], int]
+KilledAnywhere = Callable[..., int]
 Record = Mapping[str, Any]
 
 
