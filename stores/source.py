@@ -72,7 +72,7 @@ class SourceCheckpoint:
             path = self.directory / file_name
             with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
                 self._check_size(file_name, os.fstat(file.fileno()).st_size)
-                tensors |= {record.name: _read_tensor(file, record) for record in records if record.file == file_name}
+                tensors |= {record.name: read_tensor(file, record) for record in records if record.file == file_name}
         return {name: tensors[name] for name in wanted}
 
     def copy_bytes(self, name: str, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -258,7 +258,7 @@ def _shard_tensors(path: Path, names: list[str] | None, faults: list[str]) -> di
     return {name: records[name] for name in names if name in records}
 
 
-def _read_tensor(file: RawIOBase, record: TensorRecord) -> torch.Tensor:
+def read_tensor(file: RawIOBase, record: TensorRecord) -> torch.Tensor:
     # torch's allocator aligns to 64 bytes; a file's offsets need not be aligned, so that mapping it would not do.
     buffer = torch.empty(record.num_bytes, dtype=torch.uint8)
     view = buffer.numpy().data
