@@ -83,6 +83,7 @@ def test_damaged_entries_are_ignored_and_said(
     assert ledger.get("layer/0") is None
     assert ledger.keys() == []
     assert not path.exists() or str(path) in caplog.text
+    ledger.sweep()
     ledger.commit("layer/0", {"digest": "new"})
     assert ledger.get("layer/0") == {"digest": "new"}
 
