@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lamina.modeling_lamina
+from lamina.modeling_lamina import LaminaConfig
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError
 from pipeline.families.family import Geometry
@@ -199,6 +200,7 @@ class Assembler:
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Stored numbers and bytes, dense and compressed, from what was written; and the cache per token."""
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
+    described = LaminaConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})
     written = {name: math.prod(entry["shape"]) for name, entry in tensors.items()}
     prefix = f"{geometry.layers_path}."
     dense_bytes = sum(record.end - record.begin for record in inputs.source.tensors.values())
@@ -215,16 +217,9 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
         },
         "cache_bytes_per_token": {
             "dense": itemsize * geometry.num_layers * 2 * geometry.kv_heads * geometry.head_dim,
-            "compressed": itemsize * sum(cache_numbers(inputs, layer) for layer in forms),
+            "compressed": itemsize * sum(described.cache_numbers(layer) for layer in range(geometry.num_layers)),
         },
     }
-
-
-def cache_numbers(inputs: Inputs, forms: Mapping[str, Any]) -> int:
-    """How many numbers a layer caches per token: d per KV head for keys; for values d, or the rank of their PCA."""
-    geometry = inputs.geometry
-    value_dim: int = forms.get("v", {}).get("rank", geometry.head_dim)
-    return geometry.kv_heads * (geometry.head_dim + value_dim)
 
 
 def _roles_of_layer(geometry: Geometry, layer: int) -> dict[str, str]:

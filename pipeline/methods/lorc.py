@@ -138,7 +138,7 @@ def _absorbs(geometry: Geometry, rank: float) -> bool:
 def _absorbed_output(geometry: Geometry, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
     """W̃_o^h = W_o^h B^{g(h)}, (D, H·r); v's bias passes the softmax unchanged and joins o's."""
     D, H = geometry.hidden, geometry.heads
-    second_Hdr = second_Cr.unflatten(0, (geometry.kv_heads, -1)).repeat_interleave(H // geometry.kv_heads, dim=0)
+    second_Hdr = second_Cr.double().unflatten(0, (geometry.kv_heads, -1)).repeat_interleave(H // geometry.kv_heads, dim=0)
     output_HDd = weights["o.weight"].double().reshape(D, H, -1).transpose(0, 1)
     tensors = {"o.weight": torch.bmm(output_HDd, second_Hdr).transpose(0, 1).flatten(1).contiguous()}
     if "o.bias" in weights:
