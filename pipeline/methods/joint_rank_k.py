@@ -6,7 +6,7 @@ Legend: D hidden, m rows of a stack, k rank, H query heads, d head_dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class JointRankKMethod:
 
     entry: JointRankK
     name: str = "joint_rank_k"
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keep(self) -> float | None:
