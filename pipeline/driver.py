@@ -9,6 +9,7 @@ The journal's keys: `dense/L` the dense pass through layer L, `measured/L` what 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from pipeline.ports import (
 )
 
 RanksOf = Mapping[str, Mapping[str, int]]
-REPAIRS = 8
+REPAIRS = 3
 
 
 @dataclass(frozen=True)
@@ -69,22 +70,23 @@ class Driver:
         self.journal = journal
         self.cleaner = cleaner
         self.observer = observer
+        self.repairs: Counter[str] = Counter()  # by entry; "": what was lost since the last commit
 
     def run(self) -> None:
         """Goes through the phases, each from where the journal says it was left.
 
         Stored data that proves corrupt is taken out of the journal and computed again, and so is what was lost with a
-        worker before it was committed.
+        worker before it was committed. What goes wrong more than `REPAIRS` times in the same place is raised.
         """
-        for _ in range(REPAIRS):
+        while True:
             try:
                 return self._run_phases()
             except (CorruptError, LostInputError) as error:
                 self.pool.drain()
-                self._retract(error)
-        self._run_phases()
+                self._repair(error)
 
     def _run_phases(self) -> None:
+        self._retain_statistics()
         dense = self.job.propagate == "dense"
         has_moments = any(task.group.moments for task in self.job.tasks)
         if "importance" in self.job.scores or (dense and has_moments):
@@ -96,17 +98,29 @@ class Driver:
             self._solve_all(ranks)
         else:
             self._walk(ranks)
+        self.cleaner.retain_activations(())
+        self._retain_statistics()
+
+    def _retain_statistics(self) -> None:
+        """Drops the moments that no entry names, as an interruption leaves them, and those of finished layers."""
+        live: list[Record] = []
+        for layer in range(self.job.num_layers):
+            if self.job.keep_statistics or self.journal.get(f"layer/{layer:05d}") is None:
+                for key in (f"dense/{layer:05d}", f"statistics/{layer:05d}"):
+                    live += (self.journal.get(key) or {}).get("statistics", {}).values()
+        self.cleaner.retain_statistics(tuple(live))
 
     # -- the dense pass: importance, and with propagate: dense every statistic --------------------------------------
 
     def _dense_pass(self, with_moments: bool) -> None:
         last = self.job.num_layers - 1
-        first = base = self._dense_resume_layer()
-        if first > last:
+        missing = [layer for layer in range(last + 1) if self.journal.get(f"dense/{layer:05d}") is None]
+        if not missing:
             return
+        base = next((layer for layer in range(missing[0], 0, -1) if self._activations("dense", layer)), 0)
         phase = "statistics" if with_moments else "importance"
-        self.observer.phase(phase, last + 1 - first, self.job.shards)
-        for layer in range(first, last + 1):
+        self.observer.phase(phase, len(missing), self.job.shards)
+        for layer in missing:
             moments = layer_moments(self.job.tasks, layer) if with_moments else ()
             store = self._is_boundary(layer + 1) and layer < last
             emit = layer < last
@@ -117,20 +131,12 @@ class Driver:
             }
             if store:
                 entry["activations"] = [result.activation for result in done]
-            self.journal.commit(f"dense/{layer:05d}", entry)
+            self._enter(f"dense/{layer:05d}", entry)
             if store:
                 base = layer + 1
                 self.cleaner.retain_activations(tuple(entry["activations"]))
             self.observer.layer_done(phase, layer, {})
         self.cleaner.retain_activations(())
-
-    def _dense_resume_layer(self) -> int:
-        """The layer to begin the dense pass with: after the last committed one whose outputs are stored."""
-        entered = [self.journal.get(f"dense/{layer:05d}") for layer in range(self.job.num_layers)]
-        done = next((layer for layer, entry in enumerate(entered) if entry is None), self.job.num_layers)
-        if done == self.job.num_layers:
-            return done
-        return next((layer for layer in range(done, 0, -1) if self._activations("dense", layer)), 0)
 
     def _ranks(self) -> RanksOf:
         entered = self.journal.get("ranks")
@@ -141,7 +147,7 @@ class Driver:
                 measured |= self._entry(f"measured/{layer:05d}")["measured"]
             ranks = self.job.allocate(Scores(importance, measured))
             entered = {"ranks": ranks, "importance": importance}
-            self.journal.commit("ranks", _with_text_keys(entered))
+            self._enter("ranks", _with_text_keys(entered))
         chosen: RanksOf = entered["ranks"]
         return chosen
 
@@ -156,7 +162,7 @@ class Driver:
             results = list(zip(units, self._do(units), strict=True))
             for layer in batch:
                 measured = {ranks_key(unit.task): found for unit, found in results if unit.task.group.layer == layer}
-                self.journal.commit(f"measured/{layer:05d}", {"measured": measured})
+                self._enter(f"measured/{layer:05d}", {"measured": measured})
                 self.observer.layer_done("measure", layer, {})
 
     def _importance(self) -> dict[int, float]:
@@ -173,7 +179,8 @@ class Driver:
         pending = [layer for layer in self._claimed() if not self._staged(layer)]
         self.observer.phase("compress", len(pending), 1)
         while pending:
-            batch, pending = pending[: self.pool.size], pending[self.pool.size :]
+            count = max(1, self.pool.size)  # 0 while the only worker is being replaced
+            batch, pending = pending[:count], pending[count:]
             self._compress({layer: self._dense_statistics(layer) for layer in batch}, ranks)
             if not self.job.keep_statistics:
                 live = [self._dense_statistics(layer) for layer in pending]
@@ -202,7 +209,6 @@ class Driver:
                     self.cleaner.retain_statistics(())
             if layer < last and self._is_boundary(layer + 1):
                 base = self._propagate(layer, base)
-        self.cleaner.retain_activations(())
 
     def _walk_statistics(self, layer: int, base: int) -> Mapping[str, Record]:
         entered = self.journal.get(f"statistics/{layer:05d}")
@@ -210,7 +216,7 @@ class Driver:
             moments = layer_moments(self.job.tasks, layer)
             done = self._forward("compressed", layer, None, moments, base, emit=False) if moments else []
             entered = {"statistics": self._reduce("compressed", layer, moments, done)}
-            self.journal.commit(f"statistics/{layer:05d}", entered)
+            self._enter(f"statistics/{layer:05d}", entered)
         statistics: dict[str, Record] = entered["statistics"]
         return statistics
 
@@ -218,7 +224,7 @@ class Driver:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
         done = self._forward("compressed", layer, self._staged(layer), (), base, store=True)
         activations = [result.activation for result in done]
-        self.journal.commit(f"activations/{layer + 1:05d}", {"activations": activations})
+        self._enter(f"activations/{layer + 1:05d}", {"activations": activations})
         self.cleaner.retain_activations(tuple(record for record in activations if record))
         return layer + 1
 
@@ -287,7 +293,7 @@ class Driver:
         for write, staged in zip(writes, self._do(writes), strict=True):
             groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved[write.layer]}
             entry = {"staged": staged, "forms": dict(write.forms), "groups": groups}
-            self.journal.commit(f"layer/{write.layer:05d}", entry)
+            self._enter(f"layer/{write.layer:05d}", entry)
             self.observer.layer_done("compress", write.layer, groups)
 
     def _do(self, units: Sequence[Unit]) -> list[Any]:
@@ -302,6 +308,10 @@ class Driver:
         return [results[unit.key] for unit in units]
 
     # -- the journal -------------------------------------------------------------------------------------------------
+
+    def _enter(self, key: str, record: Record) -> None:
+        self.journal.commit(key, record)
+        del self.repairs[""]
 
     def _claimed(self) -> list[int]:
         return sorted({task.group.layer for task in self.job.tasks})
@@ -324,18 +334,37 @@ class Driver:
         entry = self.journal.get(f"dense/{layer - 1:05d}" if lineage == "dense" else f"activations/{layer:05d}")
         return entry.get("activations") if entry else None
 
-    def _retract(self, error: LaminaError) -> None:
+    def _repair(self, error: LaminaError) -> None:
         """Takes back every entry that names the corrupt data, so that it is computed again."""
-        if not isinstance(error, CorruptError):
-            return self.observer.repaired(str(error), [])
-        layers = range(self.job.num_layers + 1)
-        keys = [f"{kind}/{layer:05d}" for kind in ("dense", "statistics", "activations", "layer") for layer in layers]
-        named = [key for key in keys if (entry := self.journal.get(key)) and _names(entry, error.path)]
-        if not named:
+        named: list[str] = []
+        path = error.path if isinstance(error, CorruptError) else ""
+        if isinstance(error, CorruptError):
+            named = [key for key in self._keys() if (entry := self.journal.get(key)) and _names(entry, path)]
+            if not named:
+                raise error
+        self.repairs.update(named or [""])
+        if any(self.repairs[key] > REPAIRS for key in named or [""]):
             raise error
         self.observer.repaired(str(error), named)
         for key in named:
-            self.journal.retract(key)
+            if any(_names(record, path) for record in (self.journal.get(key) or {}).get("activations", [])):
+                self._forget_activations("dense" if key.startswith("dense/") else "compressed")
+            else:
+                self.journal.retract(key)
+
+    def _forget_activations(self, lineage: Lineage) -> None:
+        """All hidden states of a lineage: the ones before the newest were dropped when those were entered."""
+        kind = "dense" if lineage == "dense" else "activations"
+        for key in self._keys():
+            entry = self.journal.get(key) if key.startswith(f"{kind}/") else None
+            if entry is not None and lineage == "compressed":
+                self.journal.retract(key)
+            elif entry is not None and "activations" in entry:
+                self.journal.commit(key, {name: value for name, value in entry.items() if name != "activations"})
+
+    def _keys(self) -> list[str]:
+        kinds = ("dense", "statistics", "activations", "layer")
+        return [f"{kind}/{layer:05d}" for kind in kinds for layer in range(self.job.num_layers + 1)]
 
 
 def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:

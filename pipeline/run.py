@@ -21,7 +21,7 @@ from manifests.schema import Manifest
 from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
-from pipeline.job.cli import catch_signals, parser, run_command
+from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
 from pipeline.job.inputs import Inputs, read_inputs
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver, driver_peak_bytes, open_log
@@ -115,13 +115,14 @@ def _compute(
         Driver(_job(inputs), pool, ledger, cleaner, observer).run()
         seconds = {"driver": time.monotonic() - started}
         worker_seconds, peaks = pool.seconds, dict(pool.peak_bytes)
+    interrupt_on_signals()
     observer.phase("assemble", 1, 1)
     ledger.commit("assembling", {"output": inputs.manifest.output})
     contract = Assembler(inputs, ledger, run_dir.path, source_files).run()
     seconds["assemble"] = time.monotonic() - started - seconds["driver"]
     evaluation = {}
     if inputs.manifest.evaluation.perplexity:
-        observer.phase("evaluate", inputs.geometry.num_layers, 1)
+        catch_signals(stop)
         evaluation = _evaluate(inputs.manifest, stop, observer)
     summary = {
         "output": inputs.manifest.output,
@@ -255,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _body(arguments: Any) -> int:
     stop = threading.Event()
-    catch_signals(stop)
+    interrupt_on_signals()
     manifest = load_manifest(arguments.manifest, arguments.set)
     summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)
     if arguments.json:

@@ -39,7 +39,8 @@ class Block:
         self.device = device
         with torch.device("meta"):
             self.module = LaminaDecoderLayer(config, layer)
-        placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+        known = self.module.state_dict().keys()  # old checkpoints hold buffers besides, such as rotary_emb.inv_freq
+        placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in known}
         self.module.load_state_dict(placed, strict=True, assign=True)
         self.module.eval().requires_grad_(False)
         self.rotary = LaminaRotaryEmbedding(config, device) if config.block["rotary"] else None

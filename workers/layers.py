@@ -69,7 +69,8 @@ class LayerReader:
         return Block(config, layer, self._relative(layer, tensors), self.device)
 
     def _read_layer(self, layer: int) -> dict[str, Tensor]:
-        names = [name for name in self.setup.layer_names(layer) if name in self.setup.source.tensors]
+        prefix = f"{self.setup.geometry.layers_path}.{layer}."
+        names = [name for name in self.setup.source.tensors if name.startswith(prefix)]
         return self._relative(layer, self._read(names))
 
     def _read(self, names: list[str]) -> dict[str, Tensor]:

@@ -22,7 +22,8 @@ from pipeline.ports import Forward, ForwardDone, Measure, Reduce, Score, Solve, 
 from stores.activations import ActivationStore
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
-from workers.block import Tap, final_norm
+from workers.block import Tap
+from workers.ends import embedding, head
 from workers.exchange import Exchange
 from workers.hidden import Collector, HiddenStates, Slices
 from workers.layers import LayerReader
@@ -114,10 +115,10 @@ class Worker:
         if unit.base != 0:
             raise AssertionError(f"{unit.key}: no committed hidden states for layer {unit.base}")
         collector = self._collector(place, store=False)
-        embed = self._embedding()
+        embed = embedding(self.layers)
         first, _ = self._range(unit.shard)
         for start, stop in self._micro_batches(unit.shard):
-            collector.append(embed(first + start, first + stop))
+            collector.append(embed(self._tokens(first + start, first + stop)))
         self.hidden.keep(place, collector)
         held = self.hidden.get(place)
         assert held is not None
@@ -137,22 +138,6 @@ class Worker:
         held = self.hidden.get(place)
         assert held is not None
         return held
-
-    def _embedding(self) -> Callable[[int, int], Tensor]:
-        block = self.setup.config["block"]
-        name = f"{block['embed']}.weight"
-        positions = f"{block['positions']['module']}.weight" if block["positions"] else None
-        tensors = self.layers.outer(name, *([positions] if positions else []))
-
-        def embed(start: int, stop: int) -> Tensor:
-            ids_BS = self._tokens(start, stop)
-            hidden_BSD = functional.embedding(ids_BS, tensors[name])
-            if positions:
-                offset = block["positions"]["offset"]
-                hidden_BSD = hidden_BSD + tensors[positions][offset : offset + ids_BS.shape[1]]
-            return hidden_BSD
-
-        return embed
 
     def _tap(self, layer: int, moment: Moment, totals: dict[Moment, Tensor]) -> Tap:
         def add(values: Tensor) -> None:
@@ -221,27 +206,15 @@ class Worker:
 
     def _score(self, unit: Score) -> tuple[float, int]:
         inputs = self._inputs(unit, unit.layer)
-        block = self.setup.config["block"]
-        head = block["embed"] if self.setup.geometry.tied else block["head"]
-        parts = (
-            f"{block['final_norm']}.weight",
-            f"{block['final_norm']}.bias",
-            f"{head}.weight",
-            f"{block['head']}.bias",
-        )
-        tensors = self.layers.outer(*parts)
-        norm = final_norm(
-            self.layers.config, {name.rpartition(".")[2]: tensors[name] for name in parts[:2] if name in tensors}
-        )
+        logits = head(self.layers)
         first, _ = self._range(unit.shard)
         total, count = 0.0, 0
         for start, stop in self._micro_batches(unit.shard):
-            hidden_BSD = norm(inputs.read(start, stop).to(self.device))[:, :-1].flatten(0, 1)
+            hidden_TD = inputs.read(start, stop).to(self.device)[:, :-1].flatten(0, 1)
             target_T = self._tokens(first + start, first + stop)[:, 1:].flatten()
             for rows in range(0, len(target_T), ROWS_PER_LOGITS):
                 part = slice(rows, rows + ROWS_PER_LOGITS)
-                logits_TV = functional.linear(hidden_BSD[part], tensors[parts[2]], tensors.get(parts[3])).float()
-                loss_T = functional.cross_entropy(logits_TV, target_T[part], reduction="none")
+                loss_T = functional.cross_entropy(logits(hidden_TD[part]), target_T[part], reduction="none")
                 if not torch.isfinite(loss_T).all():
                     raise NumericsError("evaluation: the logits hold NaN or infinity")
                 total += loss_T.double().sum().item()

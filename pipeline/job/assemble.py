@@ -165,6 +165,7 @@ class Assembler:
             "counts": count(self.inputs, tensors, forms),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
             "shards": {name: {key: record[key] for key in ("size", "sha256")} for name, record in records.items()},
+            "claimed": self._claimed(),
             "tensors": tensors,
         }
 
@@ -178,6 +179,16 @@ class Assembler:
                 shared = geometry.group_path(layer, group.roles, group.name)
                 places.setdefault(f"{shared}.{forms[first]['form']}.", first)
         return places
+
+    def _claimed(self) -> dict[str, str]:
+        """Source tensor -> the method that stores it in another form, or looked and left it."""
+        geometry = self.inputs.geometry
+        return {
+            name: self.inputs.methods[task.method].name
+            for task in self.inputs.tasks
+            for key, (name, _) in geometry.layer_tensors(task.group.layer).items()
+            if key.partition(".")[0] in task.group.roles
+        }
 
     def _layer_report(self, layer: int) -> dict[str, Any]:
         entry = self.journal.get(f"layer/{layer:05d}")

@@ -87,8 +87,8 @@ def read_inputs(manifest: Manifest) -> Inputs:
 
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
     """The dtype of the forward pass: the one that most layer tensors are stored in."""
-    names = [name for layer in range(geometry.num_layers) for name, _ in geometry.layer_tensors(layer).values()]
-    counts = Counter(source.tensors[name].dtype for name in names)
+    prefix = f"{geometry.layers_path}."
+    counts = Counter(record.dtype for name, record in source.tensors.items() if name.startswith(prefix))
     unsupported = sorted(set(counts) - set(FORWARD_DTYPES))
     if unsupported:
         raise InputError(

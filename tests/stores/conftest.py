@@ -17,17 +17,21 @@ KILLED = 9
 @pytest.fixture
 def killed_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[[Path], None], Callable[[Path], None]], int]:
-    """`killed_anywhere(act, check)`: runs act(directory) in a child that dies before its first change, its second, ...
+) -> Callable[..., int]:
+    """`killed_anywhere(act, check, prepare)`: runs act(directory), in a directory that prepare(directory) has filled
+    where it is given, in a child that dies before its first change to the disk, in another before its second, ...
     until it lives to the end; after each, check(directory) looks at what is left. Returns the number of deaths."""
     # A killed process loses nothing that the kernel has: the waits for the disk would only take time.
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
-    def run(act: Callable[[Path], None], check: Callable[[Path], None]) -> int:
+    def run(
+        act: Callable[[Path], None], check: Callable[[Path], None], prepare: Callable[[Path], None] = lambda _: None
+    ) -> int:
         deaths = 0
         while True:
             directory = tmp_path / f"killed-{deaths}"
             directory.mkdir()
+            prepare(directory)
             finished = _run_child(act, directory, deaths)
             check(directory)
             if finished:

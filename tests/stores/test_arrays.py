@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import time
@@ -21,7 +22,7 @@ from stores.arrays import chunk_shape
 from stores.ledger import Ledger
 from stores.statistics import StatisticsStore
 
-KilledAnywhere = Callable[[Callable[[Path], None], Callable[[Path], None]], int]
+KilledAnywhere = Callable[..., int]
 Record = Mapping[str, Any]
 
 
@@ -82,6 +83,7 @@ class Conformance:
             with pytest.raises(CorruptError) as caught:
                 self.read(store, record)
             assert record["path"] in str(caught.value)
+            assert pickle.loads(pickle.dumps(caught.value)).path == record["path"]  # by it the driver finds the entry
             path.write_bytes(whole)
         assert torch.equal(self.read(store, record), self.value(0))
 
@@ -212,7 +214,7 @@ class TestStatistics(Conformance):
         record = self.write(store, torch.zeros(1, 40, 40, dtype=torch.float64))
         assert len(record["checksums"]) == 3
         (tmp_path / record["path"] / "c.0.0.1").unlink()
-        with pytest.raises(CorruptError, match=r"c\.0\.0\.1: missing"):
+        with pytest.raises(CorruptError, match=r"c\.0\.0\.1: .*missing"):
             store.read(record)
 
     @pytest.mark.parametrize("features", [1, 31, 32, 33, 64, 65])

@@ -20,7 +20,7 @@ from manifests.errors import InUseError, StorageError
 from stores.lock import RunLock, read_lock
 
 ROOT = Path(__file__).resolve().parents[2]
-KilledAnywhere = Callable[[Callable[[Path], None], Callable[[Path], None]], int]
+KilledAnywhere = Callable[..., int]
 HOLD = """
 import sys, time
 from manifests.errors import InUseError

@@ -87,13 +87,13 @@ def test_each_tensor_has_memory_of_its_own(directory: Path) -> None:
 def test_each_file_is_opened_once_and_read_forwards(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(str(directory))
     read: list[tuple[str, int]] = []
-    real = source_module._read_tensor
+    real = source_module.read_tensor
 
     def noted(file: Any, record: TensorRecord) -> torch.Tensor:
         read.append((record.file, record.begin))
         return real(file, record)
 
-    monkeypatch.setattr(source_module, "_read_tensor", noted)
+    monkeypatch.setattr(source_module, "read_tensor", noted)
     source.read(reversed(source.tensors))
     assert read == sorted(read)
     assert len(read) == len(source.tensors)
