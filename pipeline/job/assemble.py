@@ -207,7 +207,7 @@ class Assembler:
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Stored numbers and bytes, dense and compressed, from what was written; and the cache per token."""
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
-    written = {name: _numbers(entry, itemsize) for name, entry in tensors.items()}
+    written = {name: stored_numbers(entry["dtype"], entry["shape"], itemsize) for name, entry in tensors.items()}
     prefix = f"{geometry.layers_path}."
     dense_bytes = sum(record.end - record.begin for record in inputs.source.tensors.values())
     sources = {name: math.prod(record.shape) for name, record in inputs.source.tensors.items()}
@@ -228,10 +228,10 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
     }
 
 
-def _numbers(entry: Mapping[str, Any], itemsize: int) -> int:
-    """Stored numbers of a tensor; an index counts by its bytes, in numbers of the checkpoint's dtype."""
-    dtype, size = DTYPES[entry["dtype"]], int(math.prod(entry["shape"]))
-    return size if dtype.is_floating_point else math.ceil(size * dtype.itemsize / itemsize)
+def stored_numbers(dtype: str, shape: Sequence[int], itemsize: int) -> int:
+    """What a tensor counts for: its numbers, or for an index its bytes in numbers of the checkpoint's dtype."""
+    size = int(math.prod(shape))
+    return size if DTYPES[dtype].is_floating_point else math.ceil(size * DTYPES[dtype].itemsize / itemsize)
 
 
 def cache_numbers(inputs: Inputs, forms: Mapping[str, Any]) -> int:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.schema import FlatLLM, JointRankK, LoRC, Manifest, MethodEntry
+from manifests.schema import FlatLLM, JointRankK, LeSTD, LoRC, Manifest, MethodEntry
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
+from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Scores
 from pipeline.ranks.budget import Knob, fit_ranks, solve_ratio
@@ -19,6 +20,7 @@ from pipeline.ranks.importance import angular_importance
 METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
     FlatLLM: FlatLLMMethod,
     JointRankK: JointRankKMethod,
+    LeSTD: LeSTDMethod,
     LoRC: LoRCMethod,
 }
 
