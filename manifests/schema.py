@@ -205,6 +205,53 @@ class JointRankK(MethodEntry):
         return self
 
 
+class LeSTD(MethodEntry):
+    """LeSTD, METHODS §3: shared-subspace Tucker with a sparse core. `ranks` [R1, R2, R3]; null: searched.
+
+    `prune` false keeps the core dense. `refine_sweeps` turn the factors to fit the sparse core, which is beyond the
+    paper (0: its algorithm). `threshold: model` cuts all layers' cores at one magnitude. `core`: in memory, served.
+    """
+
+    method: Literal["lestd"]
+    target: Literal["attention", "mlp", "both"] = "attention"
+    ranks: Annotated[tuple[PositiveInt, PositiveInt, PositiveInt] | None, Listed] = None
+    prune: bool = True
+    weighting: Literal["none", "input"] = "none"
+    sweeps: PositiveInt = 10
+    tolerance: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-6
+    threshold: Literal["layer", "model"] = "layer"
+    refine_sweeps: Annotated[int, Field(ge=0)] = 10
+    core: Literal["dense", "csr"] = "dense"
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the ranks alone say what is stored."""
+        return self.ranks is not None and not self.prune
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.fixed and self.keep is not None:
+            raise ValueError("give `ranks` or `keep`, not both: a core that is not pruned has the size of its ranks")
+        if self.ranks is not None and self.target == "both":
+            raise ValueError(
+                "ranks: attention (d wide) and MLP (as wide as its inner layer) need ranks of their own; "
+                "give two entries, with target: attention and target: mlp"
+            )
+        if self.weighting == "input" and self.target != "attention":
+            raise ValueError(
+                "weighting: input goes with target: attention, where q, k and v read the same input; in the MLP's "
+                "tensor down reads another input than its neighbours"
+            )
+        if self.threshold == "model" and self.weighting == "input":
+            raise ValueError(
+                "threshold: model compares cores of all layers before calibration text has passed any of them, so it "
+                "does not go with weighting: input; use threshold: layer"
+            )
+        if self.threshold == "model" and not self.prune:
+            raise ValueError("threshold: model goes with prune: true; a dense core is cut at no threshold")
+        return self
+
+
 class Workers(Block):
     """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker)."""
 
@@ -249,7 +296,7 @@ class Evaluation(Block):
     tasks: Annotated[tuple[str, ...], Listed] = ()
 
 
-AnyMethod = Annotated[FlatLLM | LoRC | JointRankK, Field(discriminator="method")]
+AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD, Field(discriminator="method")]
 
 
 class Manifest(Block):

@@ -3,7 +3,7 @@
 No I/O and no tensors: units go to a pool, what is done goes to a journal. Order of durability: a layer's statistics are
 entered before its factors, its factors before the hidden states that follow from them; replaced data is dropped last.
 
-The journal's keys: `dense/L` the dense pass through layer L, `condition/L` its condition numbers, `ranks`,
+The journal's keys: `dense/L` the dense pass through layer L, `measured/L` what its weights tell, `ranks`,
 `statistics/L` and `activations/L` of the walk, `layer/L` the compressed layer.
 """
 
@@ -19,11 +19,11 @@ from pipeline.methods.method import Form, Moment, Scores
 from pipeline.methods.registry import Task, layer_importance, layer_moments, ranks_key
 from pipeline.ports import (
     Cleaner,
-    Condition,
     Forward,
     ForwardDone,
     Journal,
     Lineage,
+    Measure,
     Observer,
     Pool,
     Record,
@@ -44,7 +44,8 @@ class Job:
 
     Attributes:
         allocate: scores -> ranks of every task, by `ranks_key`.
-        scores: the fields of `Scores` that are needed.
+        scores: the fields of `Scores` that calibration text must give.
+        measures: what must be measured on the dense weights before ranks are chosen.
         propagate: whose hidden states the statistics are taken on.
         every: hidden states are committed each time this many layers are done.
     """
@@ -57,6 +58,7 @@ class Job:
     propagate: Lineage
     every: int = 1
     keep_statistics: bool = False
+    measures: tuple[Task, ...] = ()
 
 
 class Driver:
@@ -89,8 +91,8 @@ class Driver:
         has_moments = any(task.group.moments for task in self.job.tasks)
         if "importance" in self.job.scores or (dense and has_moments):
             self._dense_pass(with_moments=dense)
-        if "condition" in self.job.scores:
-            self._measure_conditions()
+        if self.job.measures:
+            self._measure()
         ranks = self._ranks()
         if dense or not has_moments:
             self._solve_all(ranks)
@@ -140,23 +142,28 @@ class Driver:
         entered = self.journal.get("ranks")
         if entered is None:
             importance = self._importance() if "importance" in self.job.scores else {}
-            layers = range(self.job.num_layers) if "condition" in self.job.scores else ()
-            condition = {layer: self._entry(f"condition/{layer:05d}")["log_condition"] for layer in layers}
-            ranks = self.job.allocate(Scores(importance, condition))
-            entered = {"ranks": ranks, "importance": importance, "condition": condition}
+            measured: dict[str, Any] = {}
+            for layer in sorted({task.group.layer for task in self.job.measures}):
+                measured |= self._entry(f"measured/{layer:05d}")["measured"]
+            ranks = self.job.allocate(Scores(importance, measured))
+            entered = {"ranks": ranks, "importance": importance}
             self._enter("ranks", _with_text_keys(entered))
         chosen: RanksOf = entered["ranks"]
         return chosen
 
-    def _measure_conditions(self) -> None:
-        """Condition numbers of every layer, data-free; a batch of layers at a time."""
-        pending = [layer for layer in range(self.job.num_layers) if not self.journal.get(f"condition/{layer:05d}")]
-        self.observer.phase("condition", len(pending), 1)
+    def _measure(self) -> None:
+        """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
+        layers = sorted({task.group.layer for task in self.job.measures})
+        pending = [layer for layer in layers if self.journal.get(f"measured/{layer:05d}") is None]
+        self.observer.phase("measure", len(pending), 1)
         while pending:
             batch, pending = pending[: self.pool.size], pending[self.pool.size :]
-            units = [Condition(layer) for layer in batch]
-            for unit, log_condition in zip(units, self._do(units), strict=True):
-                self._enter(f"condition/{unit.layer:05d}", {"log_condition": log_condition})
+            units = [Measure(task) for task in self.job.measures if task.group.layer in batch]
+            results = list(zip(units, self._do(units), strict=True))
+            for layer in batch:
+                measured = {ranks_key(unit.task): found for unit, found in results if unit.task.group.layer == layer}
+                self._enter(f"measured/{layer:05d}", {"measured": measured})
+                self.observer.layer_done("measure", layer, {})
 
     def _importance(self) -> dict[int, float]:
         """Of every layer, from the cosines of all shards, summed in shard order."""
@@ -364,7 +371,8 @@ def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
     forms: dict[str, Form] = {}
     for _, solution in parts:
         forms.update(solution.forms)
-    return Write(layer, tuple(solution.factors for _, solution in parts), forms)
+    roles = tuple(role for solve, _ in parts for role in solve.task.group.roles)
+    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
 
 
 def _with_text_keys(entry: Any) -> Any:

@@ -26,7 +26,7 @@ from pipeline.job.inputs import Inputs, read_inputs
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver, driver_peak_bytes, open_log
 from pipeline.job.summary import print_summary
-from pipeline.methods.registry import allocate_ranks
+from pipeline.methods.registry import allocate_ranks, measure_tasks
 from pipeline.plan import make_plan
 from pipeline.ports import Record
 from stores.activations import ActivationStore
@@ -157,6 +157,7 @@ def _job(inputs: Inputs) -> Job:
         propagate=propagate,
         every=manifest.resume.every,
         keep_statistics=propagate == "dense" if keep is None else keep,
+        measures=measure_tasks(inputs.methods, inputs.geometry),
     )
 
 

@@ -81,7 +81,10 @@ class LayerReader:
 
     def _relative(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         prefix = f"{self.setup.geometry.layers_path}.{layer}."
-        return {name.removeprefix(prefix): tensor.to(self.setup.dtype) for name, tensor in tensors.items()}
+        return {
+            name.removeprefix(prefix): tensor.to(self.setup.dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
 
 
 def _require_finite(name: str, tensor: Tensor, where: str) -> None:

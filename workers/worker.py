@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifests.errors import NumericsError
-from pipeline.kernels.lowrank import log_condition
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
-from pipeline.methods.method import Moment
+from pipeline.methods.method import Group, Measuring, Moment
 from pipeline.methods.registry import build_methods
-from pipeline.ports import Condition, Forward, ForwardDone, Reduce, Score, Solve, SolveDone, Unit, Write
+from pipeline.ports import Forward, ForwardDone, Measure, Reduce, Score, Solve, SolveDone, Unit, Write
 from stores.activations import ActivationStore
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
@@ -60,7 +59,7 @@ class Worker:
         handlers: dict[type, Callable[[Any], Any]] = {
             Forward: self._forward,
             Reduce: self._reduce,
-            Condition: self._condition,
+            Measure: self._measure,
             Solve: self._solve,
             Write: self._write,
             Score: self._score,
@@ -162,37 +161,38 @@ class Worker:
         assert total is not None
         return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", total)
 
-    def _condition(self, unit: Condition) -> list[float]:
-        tensors = self.setup.geometry.layer_tensors(unit.layer)
-        names = {key: tensors[key][0] for key in ("k.weight", "v.weight")}
-        weights = self.layers.dense_weights(unit.layer, names)
+    def _measure(self, unit: Measure) -> Any:
+        method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
+        assert isinstance(method, Measuring)
         with self._computing():
-            return [log_condition(weight)[0] for weight in weights.values()]
+            return method.measure(unit.task.group, self.setup.geometry, weights)
+
+    def _group_weights(self, group: Group) -> dict[str, Tensor]:
+        """`role.weight` / `role.bias` of a group's roles."""
+        names = {
+            key: name
+            for key, (name, _) in self.setup.geometry.layer_tensors(group.layer).items()
+            if key.partition(".")[0] in group.roles
+        }
+        return self.layers.dense_weights(group.layer, names)
 
     def _solve(self, unit: Solve) -> SolveDone:
         group, geometry = unit.task.group, self.setup.geometry
-        names = {
-            key: name
-            for key, (name, _) in geometry.layer_tensors(group.layer).items()
-            if key.partition(".")[0] in group.roles
-        }
-        weights = self.layers.dense_weights(group.layer, names)
+        weights = self._group_weights(group)
         moments = {moment: self.statistics.read(record).to(self.device) for moment, record in unit.statistics.items()}
         method = self.methods[unit.task.method]
         with self._computing():
             solution = method.compress(group, geometry, weights, moments, unit.ranks)
-        factors = {key: tensor.to(_stored_dtype(key, weights)) for key, tensor in solution.tensors.items()}
+        factors = {
+            geometry.tensor_name(group.layer, key, group.roles): tensor.to(_stored_dtype(key, tensor, weights))
+            for key, tensor in solution.tensors.items()
+        }
         return SolveDone(self.exchange.put(factors), solution.forms, solution.report)
 
     def _write(self, unit: Write) -> Any:
         geometry, source = self.setup.geometry, self.setup.source
-        factors = {key: tensor for handle in unit.factors for key, tensor in self.exchange.get(handle).items()}
-        solved = {key.partition(".")[0] for key in factors}
-        tensors = {}
-        for key, tensor in factors.items():
-            role, _, part = key.partition(".")
-            tensors[f"{geometry.path(unit.layer, role)}.{part}"] = tensor
-        claimed = {geometry.path(unit.layer, role) + "." for role in solved}
+        tensors = {name: tensor for handle in unit.factors for name, tensor in self.exchange.get(handle).items()}
+        claimed = {geometry.path(unit.layer, role) + "." for role in unit.roles}
         prefix = f"{geometry.layers_path}.{unit.layer}."
         copied = [
             name
@@ -259,6 +259,8 @@ class Worker:
         return self.hidden.collector(place, shape_MSD, self.setup.dtype, store, self.setup.micro_batch)
 
 
-def _stored_dtype(key: str, weights: Mapping[str, Tensor]) -> torch.dtype:
-    """A factor is stored in the dtype of the weight it comes from."""
-    return weights[f"{key.partition('.')[0]}.weight"].dtype
+def _stored_dtype(key: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> torch.dtype:
+    """A factor is stored in the dtype of its role's weight, a group's in that of its first one; integers stay."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return weights.get(f"{key.partition('.')[0]}.weight", next(iter(weights.values()))).dtype

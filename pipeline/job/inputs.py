@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Method, Scores
-from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks
+from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks, config_fields
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint, open_source
 from workers.setup import FORWARD_DTYPES
@@ -71,12 +71,13 @@ def read_inputs(manifest: Manifest) -> Inputs:
     config = standard_config(source.config)
     geometry = geometry_of(config)
     source.require(geometry.expected_tensors())
+    dtype = layer_dtype(source, geometry)
+    geometry = replace(geometry, bits=8 * dtype.itemsize)
     methods = build_methods(manifest)
     tasks = claim_tasks(methods, geometry)
-    inputs = Inputs(manifest, source, config, geometry, methods, tasks, layer_dtype(source, geometry))
-    layers = range(geometry.num_layers)
-    even = Scores(dict.fromkeys(layers, 1.0), dict.fromkeys(layers, (1.0, 1.0)))
-    allocate_ranks(manifest, methods, geometry, even)
+    inputs = Inputs(manifest, source, config, geometry, methods, tasks, dtype)
+    config_fields(methods)
+    allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
     _check_sequence(manifest, config)

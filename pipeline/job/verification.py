@@ -18,7 +18,7 @@ from torch import Tensor
 from lamina.modeling_lamina import LaminaConfig, LaminaForCausalLM
 from manifests.errors import CorruptError, InputError
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.job.assemble import CONTRACT_FILE, CONTRACT_VERSION
+from pipeline.job.assemble import CONTRACT_FILE, CONTRACT_VERSION, stored_numbers
 from pipeline.job.perplexity import read_checkpoint
 from stores.checkpoint import verify_shard
 from stores.headers import DTYPES
@@ -131,8 +131,10 @@ def _finite(checkpoint: SourceCheckpoint) -> Finding:
 
 def _counts(checkpoint: SourceCheckpoint, contract: Mapping[str, Any]) -> Finding:
     counts = contract["counts"]
-    numbers = sum(math.prod(record.shape) for record in checkpoint.tensors.values())
-    stored = sum(math.prod(record.shape) * DTYPES[record.dtype].itemsize for record in checkpoint.tensors.values())
+    itemsize = getattr(torch, checkpoint.config["dtype"]).itemsize
+    records = checkpoint.tensors.values()
+    numbers = sum(stored_numbers(record.dtype, record.shape, itemsize) for record in records)
+    stored = sum(math.prod(record.shape) * DTYPES[record.dtype].itemsize for record in records)
     pairs = {"parameters": numbers, "bytes": stored}
     faults = [
         f"{name}: counted {found:,}, compression.json says {counts[name]['compressed']:,}"

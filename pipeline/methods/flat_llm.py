@@ -6,7 +6,8 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class FlatLLMMethod:
 
     entry: FlatLLM
     name: str = "flat_llm"
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keep(self) -> float | None:

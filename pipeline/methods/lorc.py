@@ -6,20 +6,22 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, r late
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifests.schema import LoRC
 from pipeline.families.family import Geometry
-from pipeline.kernels.lowrank import input_roots, low_rank
+from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
 from pipeline.ranks.budget import Knob
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
 INPUT = Moment("attention.in")
+CONDITION = "condition"
 ROLES = {"key": ("k",), "value": ("v", "o")}  # o takes in the second factor of v where that is smaller
 
 
@@ -29,6 +31,7 @@ class LoRCMethod:
 
     entry: LoRC
     name: str = "lorc"
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keep(self) -> float | None:
@@ -42,8 +45,8 @@ class LoRCMethod:
 
     @property
     def scores(self) -> frozenset[str]:
-        """Progressive ranks follow the condition numbers of W_k and W_v."""
-        return frozenset({"condition"}) if self.entry.allocation == "progressive" else frozenset()
+        """Nothing that takes calibration text."""
+        return frozenset()
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Groups `key` (k) and `value` (v, o) of every chosen layer."""
@@ -66,10 +69,20 @@ class LoRCMethod:
         mean = self.entry.cache_keep or ratio
         shares: tuple[float, ...] = (mean,) * len(layers)
         if self.entry.allocation == "progressive":
-            cumulative = cumulative_log_conditions([scores.condition[layer] for layer in range(geometry.num_layers)])
+            cumulative = cumulative_log_conditions(_log_conditions(geometry, scores))
             shares = progressive_shares([cumulative[layer] for layer in layers], mean, self.entry.skip_above).shares
         share_of = dict(zip(layers, shares, strict=True))
         return {knob.key: share_of[knob.layer] * knob.cap for knob in self.knobs(geometry)}
+
+    def measures(self, geometry: Geometry) -> tuple[Group, ...]:
+        """W_k and W_v of all layers, also those not chosen: progressive ranks follow κ̃_l, a product over depth."""
+        if self.entry.allocation != "progressive":
+            return ()
+        return tuple(Group(layer, CONDITION, ("k", "v")) for layer in range(geometry.num_layers))
+
+    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """ln κ of the two matrices."""
+        return {"log_condition": [log_condition(weights[f"{role}.weight"])[0] for role in group.roles]}
 
     def compress(
         self,
@@ -108,6 +121,14 @@ class LoRCMethod:
             return dense
         factored = _factored(geometry, name, rank)
         return factored if self.fixed_ranks else min(factored, dense)
+
+
+def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
+    """ln κ of W_k and W_v by layer."""
+    layers = range(geometry.num_layers)
+    if scores.measured is None:
+        return [[1.0, 1.0] for _ in layers]
+    return [scores.measured[f"{layer}/{CONDITION}"]["log_condition"] for layer in layers]
 
 
 def _factored(geometry: Geometry, name: str, rank: float) -> float:

@@ -5,9 +5,9 @@ Legend: D hidden, F features of a tap, G groups, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -41,15 +41,16 @@ class Moment:
 
 @dataclass(frozen=True)
 class Scores:
-    """What ranks may follow, by layer; only what a method of the job asks for is filled in.
+    """What ranks may follow; only what a method of the job asks for is filled in.
 
     Attributes:
-        importance: t_l, how far a layer turns its input on calibration text. METHODS §1.
-        condition: ln κ of W_k and of W_v. METHODS §2.
+        importance: layer -> t_l, how far it turns its input on calibration text. METHODS §1.
+        measured: what `Measuring.measure` gave, by `LAYER/GROUP` (with the method's position between the two until the
+            registry hands a method its own). None before anything is measured: all layers then count as alike.
     """
 
     importance: Mapping[int, float] = field(default_factory=dict)
-    condition: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    measured: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Solution:
     """What compressing a group gives.
 
     Attributes:
-        tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, float64.
+        tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, float64; `GROUP.FORM.…`, with the
+            group's name and form, for what belongs to no single role. Integers are stored as they are.
         forms: role -> form and ranks, as the checkpoint's config holds them; a dense role is left out.
         report: figures for the summary: errors, fallbacks, condition numbers.
     """
@@ -102,7 +104,12 @@ class Method(Protocol):
 
     @property
     def scores(self) -> frozenset[str]:
-        """The fields of `Scores` that the ranks follow."""
+        """The fields of `Scores` that the ranks follow and that come from calibration text: `importance`."""
+        ...
+
+    @property
+    def config_fields(self) -> Mapping[str, Any]:
+        """What the checkpoint's config.json says beside the forms; two methods may not disagree."""
         ...
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
@@ -126,4 +133,17 @@ class Method(Protocol):
         ranks: Ranks,
     ) -> Solution:
         """The factors of one group. `weights`: `role.weight` / `role.bias` of the claimed roles, dense; not changed."""
+        ...
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """A method whose ranks follow something that the dense weights alone tell."""
+
+    def measures(self, geometry: Geometry) -> tuple[Group, ...]:
+        """The groups to measure: they claim nothing, and may go beyond what the method claims."""
+        ...
+
+    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> Any:
+        """A few numbers, as JSON has them, for `wants` in `Scores.measured`. `weights` as in `compress`."""
         ...

@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.schema import FlatLLM, JointRankK, LoRC, Manifest, MethodEntry
+from manifests.schema import FlatLLM, JointRankK, LeSTD, LoRC, Manifest, MethodEntry
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
+from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
-from pipeline.methods.method import Group, Key, Method, Moment, Scores
+from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Scores
 from pipeline.ranks.budget import Knob, fit_ranks, solve_ratio
 from pipeline.ranks.importance import angular_importance
 
 METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
     FlatLLM: FlatLLMMethod,
     JointRankK: JointRankKMethod,
+    LeSTD: LeSTDMethod,
     LoRC: LoRCMethod,
 }
 
@@ -55,6 +57,30 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
                     )
             tasks.append(Task(position, group))
     return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+
+
+def measure_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
+    """What must be measured before ranks are chosen, by layer."""
+    tasks = [
+        Task(position, group)
+        for position, method in enumerate(methods)
+        if isinstance(method, Measuring)
+        for group in method.measures(geometry)
+    ]
+    return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+
+
+def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
+    """What the checkpoint's config.json says beside the forms. Raises InputError where two methods disagree."""
+    fields: dict[str, Any] = {}
+    for position, method in enumerate(methods):
+        for name, value in method.config_fields.items():
+            if fields.setdefault(name, value) != value:
+                raise InputError(
+                    f"methods.{position} ({method.name}): {name} is {value!r}, but an entry before it says "
+                    f"{fields[name]!r}; a checkpoint has one {name}"
+                )
+    return fields
 
 
 def layer_moments(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
@@ -119,8 +145,17 @@ def _wants(sharing: Sequence[tuple[int, Method]], geometry: Geometry, ratio: flo
     return {
         (layer, f"{position}/{group}", name): want
         for position, method in sharing
-        for (layer, group, name), want in method.wants(geometry, ratio, scores).items()
+        for (layer, group, name), want in method.wants(geometry, ratio, _own(scores, position)).items()
     }
+
+
+def _own(scores: Scores, position: int) -> Scores:
+    """The scores as one method sees them: what was measured for it, without its position."""
+    if scores.measured is None:
+        return scores
+    split = {key: key.split("/", 2) for key in scores.measured}
+    own = {f"{layer}/{group}": key for key, (layer, owner, group) in split.items() if owner == str(position)}
+    return replace(scores, measured={name: scores.measured[key] for name, key in own.items()})
 
 
 def _dense_numbers(method: Method, geometry: Geometry) -> int:

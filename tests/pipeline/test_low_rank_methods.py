@@ -28,10 +28,14 @@ def geometry(heads: int = 6, kv_heads: int = 2, **config: Any) -> Geometry:
 
 
 def manifest(*methods: dict[str, Any], **fields: Any) -> Manifest:
-    return parse_manifest({"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "methods": list(methods), **fields})
+    return parse_manifest(
+        {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "methods": list(methods), **fields}
+    )
 
 
-def solve(entry: dict[str, Any], where: Geometry, name: str, rank: int, seed: int = 0) -> tuple[dict[str, Tensor], Solution]:
+def solve(
+    entry: dict[str, Any], where: Geometry, name: str, rank: int, seed: int = 0
+) -> tuple[dict[str, Tensor], Solution]:
     """Random weights of a group of layer 0 and what the method makes of them."""
     (method,) = build_methods(manifest(entry))
     group = next(group for group in method.claims(where) if group.name == name and group.layer == 0)
@@ -42,7 +46,9 @@ def solve(entry: dict[str, Any], where: Geometry, name: str, rank: int, seed: in
         if key.partition(".")[0] in group.roles
     }
     before = {key: weight.clone() for key, weight in weights.items()}
-    inputs_TD = torch.randn(60, D, generator=generator, dtype=torch.float64) * torch.linspace(0.1, 3, D, dtype=torch.float64)
+    inputs_TD = torch.randn(60, D, generator=generator, dtype=torch.float64) * torch.linspace(
+        0.1, 3, D, dtype=torch.float64
+    )
     moments: dict[Moment, Tensor] = {moment: (inputs_TD.T @ inputs_TD)[None] for moment in group.moments}
     solution = method.compress(group, where, weights, moments, {name: rank})
     assert all(torch.equal(weights[key], before[key]) for key in weights)
@@ -105,7 +111,7 @@ def test_the_mean_cache_share_is_what_is_asked_for(cache_keep: float, allocation
     where = geometry(num_hidden_layers=6)
     job = manifest({"method": "lorc", "cache_keep": cache_keep, "allocation": allocation})
     methods = build_methods(job)
-    scores = Scores(measured={layer: {0: {"log_condition": [1.0 + layer, 2.0]}} for layer in range(6)})
+    scores = Scores(measured={f"{layer}/0/condition": {"log_condition": [1.0 + layer, 2.0]} for layer in range(6)})
     ranks = allocate_ranks(job, methods, where, scores)
     shares = [rank / (where.kv_heads * d) for chosen in ranks.values() for rank in chosen.values()]
     assert sum(shares) / len(shares) == pytest.approx(cache_keep, abs=0.5 / (where.kv_heads * d))
@@ -113,12 +119,15 @@ def test_the_mean_cache_share_is_what_is_asked_for(cache_keep: float, allocation
         assert ranks["0/0/key"]["key"] > ranks["5/0/key"]["key"]
 
 
-@pytest.mark.parametrize("entry", [
-    {"method": "lorc", "cache_keep": 0.5},
-    {"method": "lorc"},
-    {"method": "joint_rank_k", "query_key": "joint", "mlp": "joint"},
-    {"method": "joint_rank_k", "query_key": "separate", "mlp": "separate"},
-])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"method": "lorc", "cache_keep": 0.5},
+        {"method": "lorc"},
+        {"method": "joint_rank_k", "query_key": "joint", "mlp": "joint"},
+        {"method": "joint_rank_k", "query_key": "separate", "mlp": "separate"},
+    ],
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_cost_is_what_is_stored(entry: dict[str, Any], bias: bool) -> None:
     where = geometry(attention_bias=bias)
@@ -151,10 +160,17 @@ def test_joint_per_head_pairs_each_query_head_with_its_key_head() -> None:
     torch.testing.assert_close(error, torch.linalg.svdvals(pairs)[:, 3:].square().sum())
 
 
-@pytest.mark.parametrize(("entry", "config", "reason"), [
-    ({"query_key": "joint_per_head"}, {}, "6 query and 2 key heads"),
-    ({"ranks": {"query_key": 20, "mlp": 4}}, {}, "ranks.query_key: 20 saves nothing; the largest rank that does is"),
-])
+@pytest.mark.parametrize(
+    ("entry", "config", "reason"),
+    [
+        ({"query_key": "joint_per_head"}, {}, "6 query and 2 key heads"),
+        (
+            {"ranks": {"query_key": 20, "mlp": 4}},
+            {},
+            "ranks.query_key: 20 saves nothing; the largest rank that does is",
+        ),
+    ],
+)
 def test_what_makes_no_sense_is_refused(entry: dict[str, Any], config: dict[str, Any], reason: str) -> None:
     methods = build_methods(manifest({"method": "joint_rank_k", **entry}))
     with pytest.raises(ValueError, match=reason):
