@@ -22,7 +22,7 @@ from pipeline.job.inputs import Inputs
 from pipeline.methods.registry import config_fields
 from pipeline.ports import Journal, Record
 from stores.checkpoint import copy_shard, describe_shard, link_or_copy, write_index
-from stores.durable import fsync_directory, sha256_file, write_durably
+from stores.durable import fsync_directory, sha256_file, sweep_partials, write_durably
 from stores.headers import DTYPES
 from stores.source import INDEX_FILE
 
@@ -102,8 +102,9 @@ class Assembler:
         return contract
 
     def _remove_strays(self, plans: Sequence[ShardPlan]) -> None:
-        """Shards of an earlier, other job; its index goes first."""
+        """Shards of an earlier, other job, its index first; and what a killed run left half written."""
         (self.output / INDEX_FILE).unlink(missing_ok=True)
+        sweep_partials(self.output)
         fsync_directory(self.output)
         expected = {plan.name for plan in plans}
         for path in self.output.glob("model-*.safetensors"):
@@ -202,7 +203,7 @@ class Assembler:
         write_durably(self.output / "modeling_lamina.py", Path(lamina.modeling_lamina.__file__).read_bytes())
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        write_durably(self.output / name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+        write_durably(self.output / name, (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode())
 
 
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
