@@ -203,7 +203,8 @@ class Assembler:
         write_durably(self.output / "modeling_lamina.py", Path(lamina.modeling_lamina.__file__).read_bytes())
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        write_durably(self.output / name, (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode())
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+        write_durably(self.output / name, f"{text}\n".encode())
 
 
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

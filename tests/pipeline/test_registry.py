@@ -12,7 +12,7 @@ import pytest
 from manifests.errors import InputError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.methods.method import Group, Moment
+from pipeline.methods.method import Group, Moment, Scores
 from pipeline.methods.registry import (
     allocate_ranks,
     build_methods,
@@ -50,7 +50,7 @@ def stored(job: Manifest, geometry: Geometry, ranks: dict[str, dict[str, int]]) 
 def allocate(
     job: Manifest, geometry: Geometry, importance: dict[int, float] | None = None
 ) -> dict[str, dict[str, int]]:
-    return allocate_ranks(job, build_methods(job), geometry, importance or FLAT)
+    return allocate_ranks(job, build_methods(job), geometry, Scores(importance or FLAT))
 
 
 def assert_fits(
