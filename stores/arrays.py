@@ -16,7 +16,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -80,7 +81,8 @@ class ArrayStore:
         version = record.get("version")
         if version != ARRAY_VERSION:
             raise InputError(f"array {record.get('path')}: version {version}, this Lamina knows {ARRAY_VERSION}")
-        return ArrayReader(self._locate(record), record)
+        with _naming(record):
+            return ArrayReader(self._locate(record), record)
 
     def drop(self, record: Mapping[str, Any]) -> None:
         """Removes an array, if it is there; retract or replace its ledger entry first. Raises StorageError."""
@@ -194,6 +196,7 @@ class ArrayReader:
 
     def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
         self.path = path
+        self._record = record
         self.shape: tuple[int, ...] = tuple(record["shape"])
         self.chunks: tuple[int, ...] = tuple(record["chunks"])
         self.dtype = DTYPES[record["dtype"]]
@@ -213,6 +216,10 @@ class ArrayReader:
             CorruptError: a chunk is missing, damaged, or of another array or generation.
             StorageError: it cannot be read.
         """
+        with _naming(self._record):
+            return self._read(selection)
+
+    def _read(self, selection: Selection) -> torch.Tensor:
         selection = tuple(slice(*part.indices(size)) for part, size in zip(selection, self.shape, strict=True))
         for at in self._touched(selection):
             path = self.path / _chunk_name(at)
@@ -236,6 +243,15 @@ class ArrayReader:
             metadata = path.read_bytes() if path.exists() else b""
         if hashlib.sha256(metadata).hexdigest() != record["metadata_sha256"]:
             raise CorruptError(f"{path}: {'damaged' if metadata else 'missing'}: not the array that was committed")
+
+
+@contextmanager
+def _naming(record: Mapping[str, Any]) -> Iterator[None]:
+    """Gives a CorruptError of the block the path by which the ledger entry to take back is found."""
+    try:
+        yield
+    except CorruptError as error:
+        raise CorruptError(str(error), str(record.get("path"))) from error
 
 
 def chunk_shape(shape: Sequence[int], edge: int = 1024) -> tuple[int, ...]:
