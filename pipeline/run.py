@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from manifests import VERSION
-from manifests.errors import InputError
+from manifests.errors import CorruptError, InputError
 from manifests.loading import dump_manifest, load_manifest
 from manifests.schema import Manifest
 from pipeline.driver import Driver, Job
@@ -208,6 +208,11 @@ def _stored_tokens(tokens: torch.Tensor | None, store: ActivationStore, ledger: 
     if tokens is None:
         return None
     entered = ledger.get("tokens")
+    try:
+        if entered is not None:
+            store.open(entered["tokens"]).read(0, len(tokens))
+    except CorruptError:
+        entered = None  # the fingerprint says that these are the same: written again
     if entered is None:
         entered = {"tokens": store.write_tokens(tokens.to(torch.int32))}
         ledger.commit("tokens", entered)

@@ -56,8 +56,8 @@ class LayerReader:
 
     def _source_block(self, layer: int) -> Block:
         if self.ahead is not None and self.ahead[0] == layer:
-            tensors = self.ahead[1].result()
-            self.ahead = None
+            ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
+            tensors = ahead.result()
         else:
             tensors = self._read_layer(layer)
         return Block(self.config, layer, tensors, self.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manifests.errors import NumericsError
+from manifests.errors import CorruptError, LostInputError, NumericsError
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
 from pipeline.methods.method import Group, Measuring, Moment
 from pipeline.methods.registry import build_methods
@@ -54,6 +54,7 @@ class Worker:
         Raises:
             NumericsError: NaN or infinity, naming layer and tensor.
             CorruptError: stored data that was read is damaged.
+            LostInputError: hidden states that only this worker had are damaged.
             StorageError: a write failed.
         """
         handlers: dict[type, Callable[[Any], Any]] = {
@@ -64,7 +65,13 @@ class Worker:
             Write: self._write,
             Score: self._score,
         }
-        return handlers[type(unit)](unit)
+        try:
+            return handlers[type(unit)](unit)
+        except CorruptError as error:
+            # Or the next attempt would read the same.
+            if self.hidden.forget(error.path):
+                raise LostInputError(f"{unit.key}: spilled hidden states are damaged: {error}") from error
+            raise
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
