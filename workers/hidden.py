@@ -72,6 +72,10 @@ class HiddenStates:
         self.held[place] = self.store.open(record)
         return self.held[place]
 
+    def forget_stored(self) -> None:
+        """Lets go of what is read from the store; it is loaded, or made, again when it is asked for."""
+        self.held = {place: slices for place, slices in self.held.items() if isinstance(slices, _InMemory)}
+
     def collector(
         self, place: Place, shape_MSD: tuple[int, int, int], dtype: torch.dtype, store: bool, batch: int
     ) -> Collector:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manifests.errors import NumericsError
+from manifests.errors import CorruptError, NumericsError
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods
@@ -62,7 +62,11 @@ class Worker:
             Write: self._write,
             Score: self._score,
         }
-        return handlers[type(unit)](unit)
+        try:
+            return handlers[type(unit)](unit)
+        except CorruptError:
+            self.hidden.forget_stored()  # the driver takes the damaged record back; a reader of it must not outlive that
+            raise
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
