@@ -72,7 +72,6 @@ def test_gradients_reach_every_factor() -> None:
     for _ in range(2):
         model.train()(ids_BT, attention_mask=mask_BT, labels=ids_BT, use_cache=False).loss.backward()
     without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().amax() > 0}
-    # What is added to every score of a query changes nothing: k's bias where keys are not rotated per se; here none is.
     assert without == set()
 
 
