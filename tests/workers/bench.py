@@ -169,5 +169,5 @@ def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Any,
         solved.append(found)
         reports[task.group.name] = found.report
     forms = {role: form for found in solved for role, form in found.forms.items()}
-    staged = worker.execute(Write(layer, tuple(found.factors for found in solved), forms))
+    staged = worker.execute(Write(layer, tuple(found.factors for found in solved), tuple(forms), forms))
     return {**staged, "forms": forms}, reports

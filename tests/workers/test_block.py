@@ -31,7 +31,7 @@ def make_block(setup: Setup, change: dict[str, float] | None = None, dtype: torc
     prefix = f"{setup.geometry.layers_path}.{LAYER}."
     tensors = {
         name.removeprefix(prefix): tensor.to(dtype)
-        for name, tensor in setup.source.read(setup.layer_names(LAYER)).items()
+        for name, tensor in setup.source.read([name for name, _ in setup.geometry.layer_tensors(LAYER).values()]).items()
     }
     for name, value in (change or {}).items():
         tensors[name] = torch.full_like(tensors[name], value)

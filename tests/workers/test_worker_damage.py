@@ -52,7 +52,7 @@ def test_bad_weights_that_are_only_copied_are_found_too(llama: Path, tmp_path: P
     name = "model.layers.1.post_attention_layernorm.weight"
     model = rewrite(llama, tmp_path / "model", name, lambda weight: weight[0].fill_(float("nan")))
     with pytest.raises(NumericsError, match=name):
-        make_worker(make_setup(model, tmp_path / "run", {})).execute(Write(1, (), {}))
+        make_worker(make_setup(model, tmp_path / "run", {})).execute(Write(1, (), (), {}))
 
 
 def test_bad_embeddings_are_named(llama: Path, tmp_path: Path) -> None:
