@@ -62,5 +62,5 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(document: Any) -> str:
-    """`document` as YAML that `read_yaml` reads back equal."""
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """`document` as YAML that `read_yaml` reads back equal (ASCII: U+0085 as it is would be read as a space)."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False)

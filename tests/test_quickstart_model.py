@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deploy.quickstart.__main__ import PROMPT, Row, continue_prompt, table_of
 from deploy.quickstart.model import Recipe, make_model
 from deploy.quickstart.text import story_text
 from manifests.loading import load_manifest
@@ -72,6 +75,17 @@ def test_manifest_fits_the_model() -> None:
     assert manifest.calibration.sequence_length == Recipe().window_tokens
     assert manifest.budget is not None
     assert manifest.budget.keep == 0.6
+
+
+def test_table_shows_what_the_model_writes(trained: Path) -> None:
+    text = continue_prompt(trained / "model")
+    assert text.startswith(PROMPT)
+    assert len(text) > len(PROMPT)
+    console = Console(width=200, record=True, file=io.StringIO(), markup=False)
+    console.print(table_of([Row("dense", 2.0, 4000, text), Row("keep 0.6", 2.5, 2500, "[red] Anna")]))
+    shown = console.export_text()
+    assert "0.625" in shown
+    assert "[red] Anna" in shown
 
 
 def _digests(directory: Path) -> dict[str, str]:

@@ -207,7 +207,7 @@ class RayPool:
         except RayTaskError as error:
             unit = member.running.pop(ref, None)
             what = unit.key if unit else "starting a worker"
-            raise WorkerError(f"{what}: {error.cause or error}\n{error.traceback_str}") from None
+            raise WorkerError(f"{what}: {error}") from None
         else:
             if ref == member.ready:
                 member.live, member.where = True, value

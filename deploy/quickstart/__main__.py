@@ -46,14 +46,13 @@ def main() -> int:
     if not MANIFEST.is_file():
         print(f"quickstart: {MANIFEST} is not here; run it in the root of the repository", file=sys.stderr)
         return 2
-    console = Console(soft_wrap=True)
     model = FOLDER / "model"
     recipe = Recipe()
     if not model.is_dir():
-        console.print(f"Training a small model into {model}: {recipe.num_steps} steps, one to two minutes on two cores")
+        print(f"Training a small model into {model}: {recipe.num_steps} steps, 1 to 2 minutes on two cores", flush=True)
         started = time.monotonic()
-        make_model(FOLDER, recipe, console.print)
-        console.print(f"Trained in {time.monotonic() - started:.0f} s")
+        make_model(FOLDER, recipe, lambda line: print(line, flush=True))
+        print(f"Trained in {time.monotonic() - started:.0f} s", flush=True)
     try:
         rows = [_measure("dense", model, recipe.window_tokens)]
         for keep in KEEPS:
@@ -63,7 +62,7 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"quickstart: exit code {error.returncode} from: {' '.join(error.cmd)}", file=sys.stderr)
         return int(error.returncode) if error.returncode > 0 else 1
-    console.print(_table(rows))
+    Console(markup=False, highlight=False).print(table_of(rows))
     return 0
 
 
@@ -80,10 +79,10 @@ def _measure(name: str, model: Path, window_tokens: int) -> Row:
     command += ["--window", str(window_tokens), "--json"]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    return Row(name, json.loads(result.stdout)["perplexity"], num_bytes, _continue(model))
+    return Row(name, json.loads(result.stdout)["perplexity"], num_bytes, continue_prompt(model))
 
 
-def _continue(directory: Path) -> str:
+def continue_prompt(directory: Path) -> str:
     """The rest of the line that begins with PROMPT, greedily."""
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
@@ -93,7 +92,7 @@ def _continue(directory: Path) -> str:
     return str(tokenizer.decode(tokens_BS[0], skip_special_tokens=True)).splitlines()[0]
 
 
-def _table(rows: list[Row]) -> Table:
+def table_of(rows: list[Row]) -> Table:
     table = Table(title="The same model at four sizes", show_lines=True)
     for heading in ("", "perplexity", "stored bytes", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -24,6 +24,7 @@ class Family:
         biases: role -> True, or the name of the config field that says whether the module has a bias.
         fields: standard config name -> this family's name for it, or a constant (`= value` when not a string).
         requires: config field -> the only value that is supported.
+        windows: which of `sliding_window` and `layer_types` the family heeds; others carry them without effect.
     """
 
     model_type: str
@@ -40,6 +41,7 @@ class Family:
     biases: Mapping[str, bool | str] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Any] = field(default_factory=dict)
+    windows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lamina.modeling_lamina
+from lamina.modeling_lamina import LaminaConfig
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError
 from pipeline.families.registry import checkpoint_config
@@ -21,7 +22,7 @@ from pipeline.job.inputs import Inputs
 from pipeline.methods.registry import config_fields
 from pipeline.ports import Journal, Record
 from stores.checkpoint import copy_shard, describe_shard, link_or_copy, write_index
-from stores.durable import fsync_directory, sha256_file, write_durably
+from stores.durable import fsync_directory, sha256_file, sweep_partials, write_durably
 from stores.headers import DTYPES
 from stores.source import INDEX_FILE
 
@@ -101,8 +102,9 @@ class Assembler:
         return contract
 
     def _remove_strays(self, plans: Sequence[ShardPlan]) -> None:
-        """Shards of an earlier, other job; its index goes first."""
+        """Shards of an earlier, other job, its index first; and what a killed run left half written."""
         (self.output / INDEX_FILE).unlink(missing_ok=True)
+        sweep_partials(self.output)
         fsync_directory(self.output)
         expected = {plan.name for plan in plans}
         for path in self.output.glob("model-*.safetensors"):
@@ -201,12 +203,14 @@ class Assembler:
         write_durably(self.output / "modeling_lamina.py", Path(lamina.modeling_lamina.__file__).read_bytes())
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        write_durably(self.output / name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+        write_durably(self.output / name, f"{text}\n".encode())
 
 
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Stored numbers and bytes, dense and compressed, from what was written; and the cache per token."""
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
+    described = LaminaConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})
     written = {name: stored_numbers(entry["dtype"], entry["shape"], itemsize) for name, entry in tensors.items()}
     prefix = f"{geometry.layers_path}."
     dense_bytes = sum(record.end - record.begin for record in inputs.source.tensors.values())
@@ -223,7 +227,7 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
         },
         "cache_bytes_per_token": {
             "dense": itemsize * geometry.num_layers * 2 * geometry.kv_heads * geometry.head_dim,
-            "compressed": itemsize * sum(cache_numbers(inputs, layer) for layer in forms),
+            "compressed": itemsize * sum(described.cache_numbers(layer) for layer in range(geometry.num_layers)),
         },
     }
 
@@ -232,13 +236,6 @@ def stored_numbers(dtype: str, shape: Sequence[int], itemsize: int) -> int:
     """What a tensor counts for: its numbers, or for an index its bytes in numbers of the checkpoint's dtype."""
     size = int(math.prod(shape))
     return size if DTYPES[dtype].is_floating_point else math.ceil(size * DTYPES[dtype].itemsize / itemsize)
-
-
-def cache_numbers(inputs: Inputs, forms: Mapping[str, Any]) -> int:
-    """How many numbers a layer caches per token: d per KV head for keys; for values d, or the rank of their PCA."""
-    geometry = inputs.geometry
-    value_dim: int = forms.get("v", {}).get("rank", geometry.head_dim)
-    return geometry.kv_heads * (geometry.head_dim + value_dim)
 
 
 def check_output(output: Path, run_dir: Path, fresh: bool) -> None:

@@ -48,7 +48,11 @@ class FlatLLMMethod:
         return frozenset({"importance"}) if follows else frozenset()
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Groups `attention` (v, o), `mlp` and `query_key` (q, k) of every chosen layer."""
+        """Groups `attention` (v, o), `mlp` and `query_key` (q, k) of every chosen layer.
+
+        Raises ValueError on layers that do not exist, and on ranks given for what is off or beyond the full rank.
+        """
+        self._check_ranks(geometry)
         groups = []
         for layer in self.entry.chosen_layers(geometry.num_layers):
             if self.entry.attention:
@@ -59,6 +63,16 @@ class FlatLLMMethod:
                 groups.append(Group(layer, "mlp", _mlp_roles(geometry), (Moment("down.in"),)))
         return tuple(groups)
 
+    def _check_ranks(self, geometry: Geometry) -> None:
+        given = self.entry.ranks.model_dump() if self.entry.ranks is not None else {}
+        on = {"value": self.entry.attention, "mlp": self.entry.mlp, "query_key": self.entry.query_key != "none"}
+        full = {"value": geometry.head_dim, "mlp": geometry.intermediate, "query_key": geometry.head_dim}
+        for name, rank in given.items():
+            if rank is not None and not on[name]:
+                raise ValueError(f"ranks.{name}: {rank} is given, but this entry does not compress it")
+            if rank is not None and rank > full[name]:
+                raise ValueError(f"ranks.{name}: {rank} is beyond the full rank {full[name]}")
+
     def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
         """One rank per layer and group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
         return tuple(_knob(group, geometry, self.entry.rank_multiple) for group in self.claims(geometry))
@@ -68,7 +82,7 @@ class FlatLLMMethod:
         knobs = self.knobs(geometry)
         if self.entry.ranks is not None:
             given = self.entry.ranks.model_dump()
-            return {knob.key: float(min(given[knob.name] or knob.cap, knob.cap)) for knob in knobs}
+            return {knob.key: float(given[knob.name] or knob.cap) for knob in knobs}
         layers = self.entry.chosen_layers(geometry.num_layers)
         shares = [ratio] * len(layers)
         if self.scores:

@@ -5,21 +5,21 @@ Legend: D hidden, m rows of a stack, k rank, H query heads, d head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifests.schema import JointRankK
 from pipeline.families.family import Geometry
-from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank
+from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution
 from pipeline.ranks.budget import Knob
 
 INPUTS = {"query_key": Moment("attention.in"), "mlp": Moment("mlp.in")}
 ROLES = {"query_key": ("q", "k"), "mlp": ("gate", "up")}
+Stack = tuple[int, int]  # numbers of the dense weights, numbers that one more rank stores
 NAMES = {"query_key": "query_key", "mlp": "gate_up"}  # of the pair, in the form
 
 
@@ -29,7 +29,7 @@ class JointRankKMethod:
 
     entry: JointRankK
     name: str = "joint_rank_k"
-    config_fields: Mapping[str, Any] = field(default_factory=dict)
+    config_fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def keep(self) -> float | None:
@@ -75,11 +75,9 @@ class JointRankKMethod:
         if self.entry.ranks is not None:
             given = self.entry.ranks.model_dump()
             return {knob.key: float(given[knob.name]) for knob in self.knobs(geometry)}
-        wants = {}
-        for knob in self.knobs(geometry):
-            per_rank = self._per_rank(geometry, knob.name)
-            wants[knob.key] = min(ratio * self._dense_weights(geometry, knob.name) / per_rank, knob.cap)
-        return wants
+        return {
+            knob.key: min(self._rank_at(geometry, knob.name, ratio), float(knob.cap)) for knob in self.knobs(geometry)
+        }
 
     def compress(
         self,
@@ -91,7 +89,7 @@ class JointRankKMethod:
     ) -> Solution:
         """Two factors for each weight; joint ones share the first. Dense where two factors would save nothing."""
         rank, name = ranks[group.name], group.name
-        if rank * self._per_rank(geometry, name) >= self._dense_weights(geometry, name):
+        if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, name)):
             return Solution({key: weight.double() for key, weight in weights.items()}, {}, {"dense": True})
         roots = input_roots(moments[INPUTS[name]][0]) if moments else None
         stacked = {role: weights[f"{role}.weight"] for role in group.roles}
@@ -124,33 +122,35 @@ class JointRankKMethod:
                 raise ValueError(f"ranks.{name}: {given} saves nothing; the largest rank that does is {limit}")
 
     def _limit(self, geometry: Geometry, name: str) -> int:
-        """The largest rank whose factors store less than the dense weights, k (m + D) < m D."""
-        return (self._dense_weights(geometry, name) - 1) // self._per_rank(geometry, name)
+        """The largest rank at which every stack stores less than its dense weights."""
+        return min((dense - 1) // per_rank for dense, per_rank in self._stacks(geometry, name))
 
-    def _per_rank(self, geometry: Geometry, name: str) -> int:
-        """Numbers that one more rank stores."""
-        rows, D = [geometry.weight_shape(role)[0] for role in ROLES[name]], geometry.hidden
+    def _stacks(self, geometry: Geometry, name: str) -> list[Stack]:
+        """What is decomposed on its own: each weight, or the pair; a pair per head counts as one."""
+        D, rows = geometry.hidden, [geometry.weight_shape(role)[0] for role in ROLES[name]]
         if self._form(name) == "separate":
-            return sum(rows) + len(rows) * D
-        if self._form(name) == "joint_per_head":
-            return sum(rows) + geometry.heads * D
-        return sum(rows) + D
-
-    def _dense_weights(self, geometry: Geometry, name: str) -> int:
-        return sum(geometry.weight_shape(role)[0] for role in ROLES[name]) * geometry.hidden
+            return [(m * D, m + D) for m in rows]
+        firsts = geometry.heads if self._form(name) == "joint_per_head" else 1
+        return [(sum(rows) * D, sum(rows) + firsts * D)]
 
     def _cap(self, geometry: Geometry, name: str) -> int:
-        """The full rank, at which the weights stay dense."""
-        rows = [geometry.weight_shape(role)[0] for role in ROLES[name]]
-        if self._form(name) == "separate":
-            return min(*rows, geometry.hidden)
-        return min(2 * geometry.head_dim if self._form(name) == "joint_per_head" else sum(rows), geometry.hidden)
+        """The first rank at which everything stays dense."""
+        return max(-(-dense // per_rank) for dense, per_rank in self._stacks(geometry, name))
 
-    def _cost(self, geometry: Geometry, name: str) -> Any:
-        dense, per_rank = self._dense_weights(geometry, name), self._per_rank(geometry, name)
-        bias = geometry.layer_numbers(ROLES[name]) - dense
-        cap = self._cap(geometry, name)
-        return lambda rank: bias + (dense if rank >= cap else min(per_rank * rank, dense))
+    def _rank_at(self, geometry: Geometry, name: str, ratio: float) -> float:
+        """The rank at which the factors store `ratio` of the dense numbers."""
+        stacks = self._stacks(geometry, name)
+        return ratio * sum(dense for dense, _ in stacks) / sum(per_rank for _, per_rank in stacks)
+
+    def _cost(self, geometry: Geometry, name: str) -> Callable[[float], float]:
+        stacks = self._stacks(geometry, name)
+        bias = geometry.layer_numbers(ROLES[name]) - sum(dense for dense, _ in stacks)
+        return lambda rank: bias + sum(min(per_rank * rank, dense) for dense, per_rank in stacks)
+
+
+def _saves_nothing(stack: Stack, rank: int) -> bool:
+    dense, per_rank = stack
+    return rank * per_rank >= dense
 
 
 def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -> Solution:
@@ -158,11 +158,13 @@ def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None
     forms: dict[str, Form] = {}
     report = {}
     for role, weight in weights.items():
-        limited = min(rank, *weight.shape)
-        first_kD, second_mk, values = low_rank(weight, limited, roots, balanced=True)
+        if rank > rank_limit(*weight.shape):
+            tensors[f"{role}.weight"] = weight.double()
+            continue
+        first_kD, second_mk, values = low_rank(weight, rank, roots, balanced=True)
         tensors |= {f"{role}.first.weight": first_kD, f"{role}.second.weight": second_mk}
-        forms[role] = {"form": "low_rank", "rank": limited}
-        report[f"{role}_error"] = _dropped_share(values, limited)
+        forms[role] = {"form": "low_rank", "rank": rank}
+        report[f"{role}_error"] = _dropped_share(values, rank)
     return Solution(tensors, forms, report)
 
 

@@ -158,17 +158,15 @@ def _absorbs(geometry: Geometry, rank: float) -> bool:
 
 def _absorbed_output(geometry: Geometry, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
     """W̃_o^h = W_o^h B^{g(h)}, (D, H·r); v's bias passes the softmax unchanged and joins o's."""
-    D, H = geometry.hidden, geometry.heads
-    second_Hdr = second_Cr.unflatten(0, (geometry.kv_heads, -1)).repeat_interleave(H // geometry.kv_heads, dim=0)
+    D, H, G = geometry.hidden, geometry.heads, geometry.kv_heads
+    second_Hdr = second_Cr.double().unflatten(0, (G, -1)).repeat_interleave(H // G, dim=0)
     output_HDd = weights["o.weight"].double().reshape(D, H, -1).transpose(0, 1)
     tensors = {"o.weight": torch.bmm(output_HDd, second_Hdr).transpose(0, 1).flatten(1).contiguous()}
     if "o.bias" in weights:
         tensors["o.bias"] = weights["o.bias"].double()
     if "v.bias" in weights:
-        bias_Hd1 = (
-            weights["v.bias"].double().reshape(geometry.kv_heads, -1).repeat_interleave(H // geometry.kv_heads, 0)
-        )
-        tensors["o.bias"] = tensors["o.bias"] + torch.bmm(output_HDd, bias_Hd1[..., None]).sum(0)[:, 0]
+        bias_Hd = weights["v.bias"].double().reshape(G, -1).repeat_interleave(H // G, dim=0)
+        tensors["o.bias"] = tensors["o.bias"] + torch.bmm(output_HDd, bias_Hd[..., None]).sum(0)[:, 0]
     return tensors
 
 

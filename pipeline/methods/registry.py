@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,16 +111,15 @@ def allocate_ranks(
             wants = _wants([(position, method)], geometry, 1.0, scores)
             ranks = {key: max(1, round(want)) for key, want in wants.items()}
         elif method.keep is not None:
-            target = method.keep * _dense_numbers(method, geometry)
-            ranks = _fit([(position, method)], geometry, scores, target)
+            budget = _Budget(f"methods.{position}.keep", method.keep, _dense_numbers(method, geometry), 0)
+            ranks = _fit([(position, method)], geometry, scores, budget)
         else:
             sharing.append((position, method))
             continue
         fixed_numbers += sum(knob.cost(ranks[knob.key]) for knob in knobs)
         chosen |= ranks
     if sharing:
-        target = _shared_target(manifest, methods, geometry) - fixed_numbers
-        chosen |= _fit(sharing, geometry, scores, target)
+        chosen |= _fit(sharing, geometry, scores, _shared_budget(manifest, methods, geometry, fixed_numbers))
     by_task: dict[str, dict[str, int]] = {}
     for (layer, group, name), rank in chosen.items():
         by_task.setdefault(f"{layer}/{group}", {})[name] = rank
@@ -162,25 +162,49 @@ def _dense_numbers(method: Method, geometry: Geometry) -> int:
     return sum(geometry.layer_numbers(group.roles) for group in method.claims(geometry))
 
 
-def _shared_target(manifest: Manifest, methods: Sequence[Method], geometry: Geometry) -> float:
-    """Stored numbers that everything claimed may take: keep · total less what nobody claims."""
+@dataclass(frozen=True)
+class _Budget:
+    """`keep` (of the manifest's `field`) of `total` numbers, `taken` of which are spoken for."""
+
+    field: str
+    keep: float
+    total: int
+    taken: float
+
+    @property
+    def target(self) -> int:
+        """What may be stored. The products of floats are forgiven their last bits."""
+        numbers = self.keep * self.total - self.taken
+        return math.floor(numbers + 1e-6 + 1e-12 * abs(numbers))
+
+    def least_keep(self, numbers: float) -> float:
+        """The smallest `keep`, to three digits, that leaves room for so many numbers."""
+        return math.ceil((self.taken + numbers) / self.total * 1000 - 1e-9) / 1000
+
+
+def _shared_budget(manifest: Manifest, methods: Sequence[Method], geometry: Geometry, fixed_numbers: float) -> _Budget:
+    """What all methods without a budget of their own may store: keep · total less what nobody claims or is fixed."""
     if manifest.budget is None:
         raise InputError("budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry")
     total = scope_numbers(geometry, manifest.budget.scope)
-    return manifest.budget.keep * total - (total - sum(_dense_numbers(method, geometry) for method in methods))
+    untouched = total - sum(_dense_numbers(method, geometry) for method in methods)
+    return _Budget("budget.keep", manifest.budget.keep, total, untouched + fixed_numbers)
 
 
-def _fit(sharing: Sequence[tuple[int, Method]], geometry: Geometry, scores: Scores, target: float) -> dict[Key, int]:
-    """Ranks of several methods at the largest common ratio whose stored numbers stay within `target`."""
+def _fit(
+    sharing: Sequence[tuple[int, Method]], geometry: Geometry, scores: Scores, budget: _Budget
+) -> dict[Key, int]:
+    """Ranks of several methods at the largest common ratio whose stored numbers stay within the budget."""
     knobs = [knob for position, method in sharing for knob in _knobs(position, method, geometry)]
     least = sum(knob.cost(min(knob.multiple, knob.cap)) for knob in knobs)
     most = sum(knob.cost(knob.cap) for knob in knobs)
+    target = budget.target
     if target < least:
         dense = sum(_dense_numbers(method, geometry) for _, method in sharing)
         raise InputError(
-            f"budget: what is claimed may store {target:,.0f} numbers, but takes {least:,.0f} at the least and "
-            f"{most:,.0f} at the most ({dense:,} dense); claim more tensors or keep more. "
-            f"{_reachable(geometry, dense, least, most)}"
+            f"{budget.field}: {budget.keep:g} leaves {max(0, target):,} numbers for what is claimed, which takes "
+            f"{least:,.0f} at the least ({dense:,} dense); claim more tensors or keep more: "
+            f"reachable is {budget.least_keep(least):.3f} to 1"
         )
 
     def cost_at(ratio: float) -> float:
@@ -188,10 +212,4 @@ def _fit(sharing: Sequence[tuple[int, Method]], geometry: Geometry, scores: Scor
         return sum(knob.cost(wants[knob.key]) for knob in knobs)
 
     ratio = 1.0 if target >= most else solve_ratio(cost_at, target)
-    return fit_ranks(knobs, _wants(sharing, geometry, ratio, scores), int(target))
-
-
-def _reachable(geometry: Geometry, dense: int, least: float, most: float) -> str:
-    total = geometry.num_layers * geometry.layer_numbers()
-    low, high = (total - dense + least) / total, min(1.0, (total - dense + most) / total)
-    return f"Reachable with scope decoder: keep {low:.3f} to {high:.3f}"
+    return fit_ranks(knobs, _wants(sharing, geometry, ratio, scores), target)

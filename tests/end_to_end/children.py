@@ -34,6 +34,7 @@ from workers.setup import Setup
 from workers.worker import Worker
 
 CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["__main__", __name__])
 WAIT_S = 120.0
 
 
@@ -79,10 +80,10 @@ class Hook:
     """Where a process kills its group, or waits: at the nth time that something durable begins or has just ended.
 
     Attributes:
-        what: `commit` (a ledger entry), `file` (a rename or link to a final name), `remove` (something is dropped).
+        what: `commit` (a key new to the ledger), `file` (a rename or link to a final name), `remove` (a folder goes).
         match: counted only when this is in the ledger key or path.
         after: just after it, instead of just before.
-        pause: makes the file `pause` and sleeps, instead of dying.
+        pause: makes this file and goes on when somebody has removed it, instead of dying.
     """
 
     what: str
@@ -181,8 +182,10 @@ def _install(hook: Hook) -> None:
             return
         if hook.pause is None:
             os.killpg(os.getpgid(0), signal.SIGKILL)
-        Path(str(hook.pause)).touch()
-        time.sleep(WAIT_S)
+        path = Path(hook.pause)
+        path.touch()
+        while path.exists():
+            time.sleep(0.01)
 
     def around(what: str, owner: Any, attribute: str, position: int, final: Callable[[str], bool]) -> None:
         original = getattr(owner, attribute)
@@ -198,7 +201,17 @@ def _install(hook: Hook) -> None:
 
         setattr(owner, attribute, wrapped)
 
-    around("commit", Ledger, "commit", 1, lambda key: True)
+    commit = Ledger.commit
+
+    def commit_new(self: Ledger, key: str, record: dict[str, Any]) -> None:
+        new = self.get(key) is None
+        if new:
+            reached("commit", key, ended=False)
+        commit(self, key, record)
+        if new:
+            reached("commit", key, ended=True)
+
+    Ledger.commit = commit_new  # type: ignore[method-assign]
     around("file", os, "replace", 1, lambda path: ".partial" not in path and "lock.json" not in path)
     around("file", os, "link", 1, lambda path: ".partial" not in path)
     around("remove", shutil, "rmtree", 0, lambda path: True)

@@ -13,10 +13,10 @@ import pipeline.job.perplexity
 import pipeline.run
 from manifests.schema import Workers
 from tests import factories
+from tests.end_to_end.children import use_inline_pool
 from tests.end_to_end.jobs import Job
 from tests.end_to_end.shared_ray import KeptPool
 from workers.pool import connect
-
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +47,23 @@ def shared_ray(_cluster: tuple[str, list[Any]]) -> Iterator[None]:
         for module in (pipeline.run, pipeline.job.perplexity):
             patch.setattr(module, "RayPool", KeptPool)
         yield
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run` needs no Ray: the units are done by the real worker, in this process."""
+    use_inline_pool(monkeypatch.setattr)
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that gets as far as starting Ray fails."""
+
+    def refuse(*_: Any) -> str:
+        raise AssertionError("Ray is started")
+
+    for module in (pipeline.run, pipeline.evaluate):
+        monkeypatch.setattr(module, "connect", refuse)
 
 
 @pytest.fixture(scope="session")

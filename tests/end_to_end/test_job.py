@@ -332,11 +332,8 @@ def mlp_error(source: Path, output: Path, layer: int, h: torch.Tensor) -> float:
 # -- again ---------------------------------------------------------------------------------------------------------------
 
 
-def test_finished_job_is_left_alone(kept: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_ray(*_: Any) -> str:
-        raise AssertionError("Ray is started for a finished job")
-
-    monkeypatch.setattr(pipeline.run, "connect", no_ray)
+@pytest.mark.usefixtures("no_ray")
+def test_finished_job_is_left_alone(kept: Job) -> None:
     before = {path: path.stat().st_mtime_ns for path in kept.output.iterdir()}
     started = time.monotonic()
     ended = kept.run()
