@@ -117,6 +117,7 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     if family is None:
         raise InputError(f"config.json: model_type {model_type!r} is not supported; supported: {supported_families()}")
     fields = {name: value for name, value in config.items() if name != "model_type"}
+    _check_positive({name: fields[name] for name in POSITIVE_FIELDS if isinstance(fields.get(name), int)})
     try:
         source = AutoConfig.for_model(family.model_type, **fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
@@ -135,19 +136,23 @@ def _field(family: Family, source: PreTrainedConfig, name: str, default_name: st
     return getattr(source, given) if isinstance(given, str) else given
 
 
-def _check_numbers(standard: Mapping[str, Any]) -> None:
+def _check_positive(numbers: Mapping[str, Any]) -> None:
     faults = [
-        f"{name}: {standard[name]!r} is no positive integer"
-        for name in POSITIVE_FIELDS
-        if not isinstance(standard[name], int) or isinstance(standard[name], bool) or standard[name] < 1
+        f"{name}: {value!r} is no positive integer"
+        for name, value in numbers.items()
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1
     ]
-    if not faults and standard["num_attention_heads"] % standard["num_key_value_heads"]:
-        faults.append(
-            f"num_attention_heads: {standard['num_attention_heads']} is no multiple of "
-            f"num_key_value_heads: {standard['num_key_value_heads']}"
-        )
     if faults:
         raise InputError("config.json:\n  " + "\n  ".join(faults))
+
+
+def _check_numbers(standard: Mapping[str, Any]) -> None:
+    _check_positive({name: standard[name] for name in POSITIVE_FIELDS})
+    if standard["num_attention_heads"] % standard["num_key_value_heads"]:
+        raise InputError(
+            f"config.json: num_attention_heads: {standard['num_attention_heads']} is no multiple of "
+            f"num_key_value_heads: {standard['num_key_value_heads']}"
+        )
 
 
 def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> dict[str, Any] | None:
