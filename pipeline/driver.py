@@ -3,8 +3,8 @@
 No I/O and no tensors: units go to a pool, what is done goes to a journal. Order of durability: a layer's statistics are
 entered before its factors, its factors before the hidden states that follow from them; replaced data is dropped last.
 
-The journal's keys: `dense/L` the dense pass through layer L, `ranks`, `statistics/L` and `activations/L` of the walk,
-`layer/L` the compressed layer.
+The journal's keys: `dense/L` the dense pass through layer L, `measured/L` what its weights tell, `ranks`,
+`statistics/L` and `activations/L` of the walk, `layer/L` the compressed layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manifests.errors import CorruptError, LaminaError, LostInputError
-from pipeline.methods.method import Form, Moment
+from pipeline.methods.method import Form, Moment, Scores
 from pipeline.methods.registry import Task, layer_importance, layer_moments, ranks_key
 from pipeline.ports import (
     Cleaner,
@@ -23,6 +23,7 @@ from pipeline.ports import (
     ForwardDone,
     Journal,
     Lineage,
+    Measure,
     Observer,
     Pool,
     Record,
@@ -42,7 +43,9 @@ class Job:
     """What the driver must know of a job.
 
     Attributes:
-        allocate: importance of each layer -> ranks of every task, by `ranks_key`.
+        allocate: scores -> ranks of every task, by `ranks_key`.
+        scores: the fields of `Scores` that calibration text must give.
+        measures: what must be measured on the dense weights before ranks are chosen.
         propagate: whose hidden states the statistics are taken on.
         every: hidden states are committed each time this many layers are done.
     """
@@ -50,11 +53,12 @@ class Job:
     num_layers: int
     shards: int
     tasks: tuple[Task, ...]
-    allocate: Callable[[Mapping[int, float]], dict[str, dict[str, int]]]
-    needs_importance: bool
+    allocate: Callable[[Scores], dict[str, dict[str, int]]]
+    scores: frozenset[str]
     propagate: Lineage
     every: int = 1
     keep_statistics: bool = False
+    measures: tuple[Task, ...] = ()
 
 
 class Driver:
@@ -85,8 +89,10 @@ class Driver:
         self._retain_statistics()
         dense = self.job.propagate == "dense"
         has_moments = any(task.group.moments for task in self.job.tasks)
-        if self.job.needs_importance or (dense and has_moments):
+        if "importance" in self.job.scores or (dense and has_moments):
             self._dense_pass(with_moments=dense)
+        if self.job.measures:
+            self._measure()
         ranks = self._ranks()
         if dense or not has_moments:
             self._solve_all(ranks)
@@ -135,12 +141,29 @@ class Driver:
     def _ranks(self) -> RanksOf:
         entered = self.journal.get("ranks")
         if entered is None:
-            importance = self._importance() if self.job.needs_importance else {}
-            ranks = self.job.allocate(importance)
-            entered = {"ranks": ranks, "importance": {str(layer): score for layer, score in importance.items()}}
-            self._enter("ranks", entered)
+            importance = self._importance() if "importance" in self.job.scores else {}
+            measured: dict[str, Any] = {}
+            for layer in sorted({task.group.layer for task in self.job.measures}):
+                measured |= self._entry(f"measured/{layer:05d}")["measured"]
+            ranks = self.job.allocate(Scores(importance, measured))
+            entered = {"ranks": ranks, "importance": importance}
+            self._enter("ranks", _with_text_keys(entered))
         chosen: RanksOf = entered["ranks"]
         return chosen
+
+    def _measure(self) -> None:
+        """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
+        layers = sorted({task.group.layer for task in self.job.measures})
+        pending = [layer for layer in layers if self.journal.get(f"measured/{layer:05d}") is None]
+        self.observer.phase("measure", len(pending), 1)
+        while pending:
+            batch, pending = pending[: self.pool.size], pending[self.pool.size :]
+            units = [Measure(task) for task in self.job.measures if task.group.layer in batch]
+            results = list(zip(units, self._do(units), strict=True))
+            for layer in batch:
+                measured = {ranks_key(unit.task): found for unit, found in results if unit.task.group.layer == layer}
+                self._enter(f"measured/{layer:05d}", {"measured": measured})
+                self.observer.layer_done("measure", layer, {})
 
     def _importance(self) -> dict[int, float]:
         """Of every layer, from the cosines of all shards, summed in shard order."""
@@ -348,7 +371,13 @@ def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
     forms: dict[str, Form] = {}
     for _, solution in parts:
         forms.update(solution.forms)
-    return Write(layer, tuple(solution.factors for _, solution in parts), forms)
+    roles = tuple(role for solve, _ in parts for role in solve.task.group.roles)
+    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
+
+
+def _with_text_keys(entry: Any) -> Any:
+    """As JSON keeps it."""
+    return {str(key): _with_text_keys(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
 
 
 def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:

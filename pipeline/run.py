@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from manifests import VERSION
-from manifests.errors import InputError
+from manifests.errors import CorruptError, InputError
 from manifests.loading import dump_manifest, load_manifest
 from manifests.schema import Manifest
 from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
-from pipeline.job.cli import catch_signals, parser, run_command
+from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
 from pipeline.job.inputs import Inputs, read_inputs
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver, driver_peak_bytes, open_log
 from pipeline.job.summary import print_summary
-from pipeline.methods.registry import allocate_ranks
+from pipeline.methods.registry import allocate_ranks, measure_tasks
 from pipeline.plan import make_plan
 from pipeline.ports import Record
 from stores.activations import ActivationStore
@@ -115,13 +115,14 @@ def _compute(
         Driver(_job(inputs), pool, ledger, cleaner, observer).run()
         seconds = {"driver": time.monotonic() - started}
         worker_seconds, peaks = pool.seconds, dict(pool.peak_bytes)
+    interrupt_on_signals()
     observer.phase("assemble", 1, 1)
     ledger.commit("assembling", {"output": inputs.manifest.output})
     contract = Assembler(inputs, ledger, run_dir.path, source_files).run()
     seconds["assemble"] = time.monotonic() - started - seconds["driver"]
     evaluation = {}
     if inputs.manifest.evaluation.perplexity:
-        observer.phase("evaluate", inputs.geometry.num_layers, 1)
+        catch_signals(stop)
         evaluation = _evaluate(inputs.manifest, stop, observer)
     summary = {
         "output": inputs.manifest.output,
@@ -151,11 +152,12 @@ def _job(inputs: Inputs) -> Job:
         num_layers=inputs.geometry.num_layers,
         shards=calibration.shards if calibration else 1,
         tasks=inputs.tasks,
-        allocate=lambda importance: allocate_ranks(manifest, inputs.methods, inputs.geometry, importance),
-        needs_importance=any(method.needs_importance for method in inputs.methods),
+        allocate=lambda scores: allocate_ranks(manifest, inputs.methods, inputs.geometry, scores),
+        scores=inputs.scores,
         propagate=propagate,
         every=manifest.resume.every,
         keep_statistics=propagate == "dense" if keep is None else keep,
+        measures=measure_tasks(inputs.methods, inputs.geometry),
     )
 
 
@@ -206,6 +208,11 @@ def _stored_tokens(tokens: torch.Tensor | None, store: ActivationStore, ledger: 
     if tokens is None:
         return None
     entered = ledger.get("tokens")
+    try:
+        if entered is not None:
+            store.open(entered["tokens"]).read(0, len(tokens))
+    except CorruptError:
+        entered = None  # the fingerprint says that these are the same: written again
     if entered is None:
         entered = {"tokens": store.write_tokens(tokens.to(torch.int32))}
         ledger.commit("tokens", entered)
@@ -254,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _body(arguments: Any) -> int:
     stop = threading.Event()
-    catch_signals(stop)
+    interrupt_on_signals()
     manifest = load_manifest(arguments.manifest, arguments.set)
     summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)
     if arguments.json:

@@ -56,8 +56,8 @@ class LayerReader:
 
     def _source_block(self, layer: int) -> Block:
         if self.ahead is not None and self.ahead[0] == layer:
-            tensors = self.ahead[1].result()
-            self.ahead = None
+            ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
+            tensors = ahead.result()
         else:
             tensors = self._read_layer(layer)
         return Block(self.config, layer, tensors, self.device)
@@ -69,7 +69,8 @@ class LayerReader:
         return Block(config, layer, self._relative(layer, tensors), self.device)
 
     def _read_layer(self, layer: int) -> dict[str, Tensor]:
-        names = [name for name in self.setup.layer_names(layer) if name in self.setup.source.tensors]
+        prefix = f"{self.setup.geometry.layers_path}.{layer}."
+        names = [name for name in self.setup.source.tensors if name.startswith(prefix)]
         return self._relative(layer, self._read(names))
 
     def _read(self, names: list[str]) -> dict[str, Tensor]:
@@ -80,7 +81,10 @@ class LayerReader:
 
     def _relative(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         prefix = f"{self.setup.geometry.layers_path}.{layer}."
-        return {name.removeprefix(prefix): tensor.to(self.setup.dtype) for name, tensor in tensors.items()}
+        return {
+            name.removeprefix(prefix): tensor.to(self.setup.dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
 
 
 def _require_finite(name: str, tensor: Tensor, where: str) -> None:

@@ -15,6 +15,8 @@ from pipeline.kernels.spectra import FLOOR, eigh_descending, fix_signs, symmetri
 
 # A Gram matrix squares the spectrum: singular values below 1e-5 of the largest would keep fewer than 6 digits.
 _GRAM_RATIO = 1e-5
+# Rows of a tall stack that are float64 at a time.
+_BLOCK_ROWS = 2048
 
 
 class Svd(NamedTuple):
@@ -69,25 +71,15 @@ def input_roots(moment_DD: Tensor, floor: float = FLOOR) -> InputRoots:
 
 
 def low_rank(weight_mD: Tensor, rank: int, roots: InputRoots | None = None, balanced: bool = False) -> LowRank:
-    """The best two factors of rank r: of W, or with `roots` of its outputs on the calibration inputs. float64.
+    """The best two factors of rank r: of W, or with `roots` of its outputs on the calibration inputs.
 
     METHODS §2: S Wᵀ = U Σ Vᵀ with S = M^{1/2} (the identity without `roots`); first = U_rᵀ S⁻¹, second = V_r Σ_r. With
     `balanced` (§4) √Σ goes into each factor. With `roots` the error is that on inputs of mean square 1. At full rank
-    the product is W. Raises ValueError as `truncated_svd`, and if the roots do not fit.
+    the product is W. Computed in float64; the factors are float64 for a float64 weight, else float32. Raises ValueError
+    as `truncated_svd`, and if the roots do not fit.
     """
-    inputs = _matrix("weight", weight_mD)[1]
-    if roots is not None and tuple(roots.root.shape) != (inputs, inputs):
-        raise ValueError(f"roots {tuple(roots.root.shape)} do not fit a weight of shape {tuple(weight_mD.shape)}")
-    require_finite("weight", weight_mD)
-    weight_mD = weight_mD.detach().to(torch.float64)
-    svd = truncated_svd(weight_mD if roots is None else weight_mD @ roots.root, rank)
-    leading_r = svd.values[:rank]
-    inner_r = leading_r.sqrt() if balanced else torch.ones_like(leading_r)
-    outer_r = leading_r.sqrt() if balanced else leading_r
-    first_rD = (svd.right * inner_r).T
-    if roots is not None:
-        first_rD = first_rD @ roots.inverse
-    return LowRank(first_rD.contiguous(), svd.left * outer_r, svd.values)
+    first_rD, seconds, values_n = _factors([weight_mD], rank, roots, balanced)
+    return LowRank(first_rD, seconds[0], values_n)
 
 
 def joint_low_rank(
@@ -95,15 +87,76 @@ def joint_low_rank(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """One first factor (r, D) for a stack of weights (m_i, D), one second factor (m_i, r) each, singular values (n,).
 
-    METHODS §4: [W_1; W_2; …] ≈ U_r Σ_r V_rᵀ with √Σ in each factor. Raises ValueError as `low_rank`, and if the weights
-    do not share their input width.
+    METHODS §4: [W_1; W_2; …] ≈ U_r Σ_r V_rᵀ with √Σ in each factor. A tall stack is never built: its Gram matrix is
+    summed block by block. Raises ValueError as `low_rank`, and if the weights do not share their input width.
     """
+    return _factors(weights, rank, roots, balanced=True)
+
+
+def _factors(
+    weights: Sequence[Tensor], rank: int, roots: InputRoots | None, balanced: bool
+) -> tuple[Tensor, list[Tensor], Tensor]:
     shapes = [tuple(weight.shape) for weight in weights]
-    if not shapes or any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+    if not shapes or any(len(shape) != 2 or 0 in shape or shape[1] != shapes[0][1] for shape in shapes):
         raise ValueError(f"weights (m, D) of one D are needed, not {shapes}")
-    stack_mD = torch.cat([weight.detach().to(torch.float64) for weight in weights])
-    first_rD, second_mr, values_n = low_rank(stack_mD, rank, roots, balanced=True)
-    return first_rD, list(torch.split(second_mr, [shape[0] for shape in shapes])), values_n
+    rows, inputs = [shape[0] for shape in shapes], shapes[0][1]
+    if roots is not None and tuple(roots.root.shape) != (inputs, inputs):
+        raise ValueError(f"roots {tuple(roots.root.shape)} do not fit weights of shapes {shapes}")
+    require_rank("rank", rank, min(sum(rows), inputs))
+    for weight in weights:
+        require_finite("weight", weight)
+    kept = torch.float64 if any(weight.dtype == torch.float64 for weight in weights) else torch.float32
+    tall = _tall_right_vectors(weights, rank, roots) if sum(rows) >= inputs else None
+    if tall is not None:
+        values_n, right_Dr = tall
+        leading_r = values_n[:rank]
+        inner_r = leading_r.sqrt() if balanced else torch.ones_like(leading_r)
+        # second = W S V Σ⁻¹ · outer, and outer / Σ = 1 / inner
+        outward_Dr = (right_Dr if roots is None else roots.root @ right_Dr) / inner_r
+        seconds = [_product(weight, outward_Dr, kept) for weight in weights]
+    else:
+        stack_mD = torch.cat([weight.detach().to(torch.float64) for weight in weights])
+        svd = truncated_svd(stack_mD if roots is None else stack_mD @ roots.root, rank)
+        values_n, right_Dr, leading_r = svd.values, svd.right, svd.values[:rank]
+        inner_r = leading_r.sqrt() if balanced else torch.ones_like(leading_r)
+        outer_r = leading_r.sqrt() if balanced else leading_r
+        seconds = [part.to(kept) for part in torch.split(svd.left * outer_r, rows)]
+    first_rD = (right_Dr * inner_r).T
+    if roots is not None:
+        first_rD = first_rD @ roots.inverse
+    return first_rD.to(kept).contiguous(), seconds, values_n
+
+
+def _tall_right_vectors(
+    weights: Sequence[Tensor], rank: int, roots: InputRoots | None
+) -> tuple[Tensor, Tensor] | None:
+    """Singular values and leading right vectors of a tall stack by its D x D Gram matrix, a block of rows at a time.
+
+    None where squaring would cost too many digits.
+    """
+    inputs = weights[0].shape[1]
+    peak = max(float(weight.abs().max()) for weight in weights) or 1.0
+    gram_DD = torch.zeros(inputs, inputs, dtype=torch.float64, device=weights[0].device)
+    for weight in weights:
+        for block_bD in weight.detach().split(_BLOCK_ROWS):
+            scaled_bD = block_bD.to(torch.float64) / peak
+            gram_DD.addmm_(scaled_bD.T, scaled_bD)
+    if roots is not None:
+        gram_DD = roots.root @ gram_DD @ roots.root
+    eigenvalues_D, vectors_DD = eigh_descending(gram_DD)
+    values_D = eigenvalues_D.sqrt()
+    if float(values_D[rank - 1]) <= _GRAM_RATIO * float(values_D[0]):
+        return None
+    return values_D * peak, vectors_DD[:, :rank].contiguous()
+
+
+def _product(weight_mD: Tensor, right_Dr: Tensor, dtype: torch.dtype) -> Tensor:
+    """W · right in float64, kept in `dtype`, a block of rows at a time."""
+    result_mr = torch.empty(weight_mD.shape[0], right_Dr.shape[1], dtype=dtype, device=weight_mD.device)
+    for start in range(0, weight_mD.shape[0], _BLOCK_ROWS):
+        rows = slice(start, start + _BLOCK_ROWS)
+        result_mr[rows] = weight_mD[rows].detach().to(torch.float64) @ right_Dr
+    return result_mr
 
 
 def rank_limit(outputs: int, inputs: int) -> int:

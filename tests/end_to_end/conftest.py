@@ -18,7 +18,6 @@ from tests.end_to_end.jobs import Job
 from tests.end_to_end.shared_ray import KeptPool
 from workers.pool import connect
 
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

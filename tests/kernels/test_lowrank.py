@@ -110,7 +110,7 @@ def test_input_weighting_with_inputs_of_low_rank_stays_finite_and_exact() -> Non
 
 
 def test_joint_is_the_stack_and_shares_its_first_factor() -> None:
-    gate, up = matrix(5, 4, 1).float(), matrix(7, 4, 2).float()
+    gate, up = matrix(5, 4, 1), matrix(7, 4, 2)
     first, seconds, values = joint_low_rank([gate, up], 3)
     assert [tuple(second.shape) for second in seconds] == [(5, 3), (7, 3)]
     stack = torch.cat((gate, up)).double()
@@ -153,7 +153,7 @@ def test_arguments() -> None:
             truncated_svd(torch.ones(3, 5), rank)
     with pytest.raises(ValueError, match="weight: 1 of 9"):
         low_rank(torch.eye(3).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(math.nan)), 1)
-    with pytest.raises(ValueError, match=r"\(3, 3\) do not fit a weight of shape \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"\(3, 3\) do not fit weights of shapes \[\(2, 4\)\]"):
         low_rank(torch.ones(2, 4), 1, InputRoots(eye, eye, 0))
     with pytest.raises(ValueError, match=r"\[\(3, 3\), \(2, 4\)\]"):
         joint_low_rank([eye, torch.ones(2, 4)], 1)

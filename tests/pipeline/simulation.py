@@ -13,7 +13,7 @@ from typing import Any
 
 from manifests.errors import CorruptError, Interrupted
 from pipeline.driver import Driver, Job
-from pipeline.methods.method import Group, Moment
+from pipeline.methods.method import Group, Moment, Scores
 from pipeline.methods.registry import Task, ranks_key
 from pipeline.ports import Forward, ForwardDone, Record, Reduce, Solve, SolveDone, Unit, Write
 
@@ -247,6 +247,7 @@ class SimulatedPool:
         return value
 
 
+IMPORTANCE = frozenset({"importance"})
 SHARED, OWN, MLP = Moment("q.in"), Moment("o.in", heads=2, groups=1), Moment("down.in")
 
 
@@ -259,11 +260,11 @@ def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp
 
 
 def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **settings: Any) -> Job:
-    def allocate(importance: Mapping[int, float]) -> dict[str, dict[str, int]]:
-        wide = {layer: round(1000 * score) for layer, score in importance.items()}
+    def allocate(scores: Scores) -> dict[str, dict[str, int]]:
+        wide = {layer: round(1000 * score) for layer, score in scores.importance.items()}
         return {ranks_key(task): {"rank": 1 + wide.get(task.group.layer, 0)} for task in tasks}
 
-    given = {"needs_importance": True, "propagate": "compressed", **settings}
+    given = {"scores": IMPORTANCE, "propagate": "compressed", **settings}
     return Job(num_layers=num_layers, shards=shards, tasks=tasks, allocate=allocate, **given)
 
 
@@ -279,19 +280,19 @@ ALL = range(4)
 JOBS: dict[str, Callable[[], Job]] = {
     "compressed": lambda: make_job(make_tasks(ALL)),
     "compressed-kept": lambda: make_job(make_tasks(ALL), keep_statistics=True),
-    "compressed-uniform": lambda: make_job(make_tasks(ALL), needs_importance=False),
+    "compressed-uniform": lambda: make_job(make_tasks(ALL), scores=frozenset()),
     "compressed-every-2": lambda: make_job(make_tasks(range(5)), num_layers=5, every=2),
     "compressed-every-3": lambda: make_job(make_tasks(range(7)), num_layers=7, every=3, shards=1),
     "compressed-last-2": lambda: make_job(make_tasks([2, 3])),
-    "compressed-some": lambda: make_job(make_tasks([1, 3], ["mlp"]), num_layers=6, needs_importance=False),
+    "compressed-some": lambda: make_job(make_tasks([1, 3], ["mlp"]), num_layers=6, scores=frozenset()),
     "compressed-mixed": lambda: make_job(make_tasks([0, 2], ["free", "mlp"]) + make_tasks([1], ["free"])),
     "dense": lambda: make_job(make_tasks(ALL), propagate="dense", keep_statistics=True),
     "dense-dropped": lambda: make_job(make_tasks(ALL), propagate="dense"),
-    "dense-uniform": lambda: make_job(make_tasks(ALL), propagate="dense", needs_importance=False),
+    "dense-uniform": lambda: make_job(make_tasks(ALL), propagate="dense", scores=frozenset()),
     "dense-every-2": lambda: make_job(make_tasks(range(5)), num_layers=5, propagate="dense", every=2),
     "dense-every-3": lambda: make_job(make_tasks(range(7)), num_layers=7, propagate="dense", every=3, shards=1),
     "dense-last-2": lambda: make_job(make_tasks([2, 3]), propagate="dense"),
-    "free": lambda: make_job(make_tasks(ALL, ["free"]), needs_importance=False),
+    "free": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset()),
     "free-ranked": lambda: make_job(make_tasks(ALL, ["free"])),
 }
 

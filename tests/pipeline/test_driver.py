@@ -59,7 +59,7 @@ def test_dense_takes_everything_in_one_pass() -> None:
 
 
 def test_units_of_one_layer_of_the_walk() -> None:
-    world, _ = run(make_job(make_tasks([0, 1]), num_layers=2, needs_importance=False))
+    world, _ = run(make_job(make_tasks([0, 1]), num_layers=2, scores=frozenset()))
     assert [unit.key for unit in world.done[:10]] == [
         "forward/compressed/0/0/dense",
         "forward/compressed/0/1/dense",
@@ -102,7 +102,7 @@ def test_importance_ranks_the_layers() -> None:
 def test_importance_is_the_mean_over_all_shards() -> None:
     seen: list[dict[int, float]] = []
     job = make_job(make_tasks([0], ["free"]), num_layers=1, shards=3)
-    run(replace(job, allocate=lambda importance: seen.append(dict(importance)) or job.allocate(importance)))  # type: ignore[func-returns-value]
+    run(replace(job, allocate=lambda scores: seen.append(dict(scores.importance)) or job.allocate(scores)))  # type: ignore[func-returns-value]
     cosines = [int(digest("embedded", shard)[:4], 16) / 65536 for shard in range(3)]
     assert seen == [{0: pytest.approx(math.acos(sum(cosines) / 3) / math.pi)}]
 
@@ -130,7 +130,7 @@ def test_data_free_groups_ranked_by_importance_take_one_pass() -> None:
 def test_data_free_batches_fill_the_pool() -> None:
     world = World()
     run(
-        make_job(make_tasks(range(5), ["free"]), num_layers=5, needs_importance=False),
+        make_job(make_tasks(range(5), ["free"]), num_layers=5, scores=frozenset()),
         world,
         SimulatedPool(world, size=2),
     )
@@ -203,7 +203,7 @@ def test_what_a_layer_entry_holds() -> None:
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("propagate", ["dense", "compressed"])
 def test_replay_begins_at_the_last_committed_layer(every: int, propagate: str) -> None:
-    job = make_job(make_tasks(range(7)), num_layers=7, every=every, propagate=propagate, needs_importance=False)
+    job = make_job(make_tasks(range(7)), num_layers=7, every=every, propagate=propagate, scores=frozenset())
     world, _ = run(job)
     for unit in forwards(world):
         # A layer's own boundary is reached, and its inputs are entered, before anything runs on it.

@@ -131,7 +131,7 @@ def drop_unused(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, An
 )
 def test_deep_models_are_repaired_in_a_few_rounds(kind: str, propagate: str) -> None:
     """The way back is the number of layers long, as older hidden states are gone; the number of rounds is not."""
-    job = make_job(make_tasks(range(30), ["mlp"]), num_layers=30, shards=1, propagate=propagate, needs_importance=False)
+    job = make_job(make_tasks(range(30), ["mlp"]), num_layers=30, shards=1, propagate=propagate, scores=frozenset())
     expected, _ = run(job)
     numbers = [int(path.partition("/")[2]) for path in expected.values if path.startswith(kind)]
     last_read = -2 if kind == "staged" else -1
@@ -251,7 +251,7 @@ class Losing(SimulatedPool):
 
 
 def test_a_long_job_survives_any_number_of_losses_that_it_gets_past() -> None:
-    job = make_job(make_tasks(range(20)), num_layers=20, shards=1, needs_importance=False)
+    job = make_job(make_tasks(range(20)), num_layers=20, shards=1, scores=frozenset())
     expected, _ = run(job)
     world = World()
     run(job, world, Losing(world, times=2))
