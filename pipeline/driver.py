@@ -157,7 +157,7 @@ class Driver:
         pending = [layer for layer in layers if self.journal.get(f"measured/{layer:05d}") is None]
         self.observer.phase("measure", len(pending), 1)
         while pending:
-            batch, pending = pending[: self.pool.size], pending[self.pool.size :]
+            batch, pending = self._cut(pending)
             units = [Measure(task) for task in self.job.measures if task.group.layer in batch]
             results = list(zip(units, self._do(units), strict=True))
             for layer in batch:
@@ -179,8 +179,7 @@ class Driver:
         pending = [layer for layer in self._claimed() if not self._staged(layer)]
         self.observer.phase("compress", len(pending), 1)
         while pending:
-            count = max(1, self.pool.size)  # 0 while the only worker is being replaced
-            batch, pending = pending[:count], pending[count:]
+            batch, pending = self._cut(pending)
             self._compress({layer: self._dense_statistics(layer) for layer in batch}, ranks)
             if not self.job.keep_statistics:
                 live = [self._dense_statistics(layer) for layer in pending]
@@ -229,6 +228,11 @@ class Driver:
         return layer + 1
 
     # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _cut(self, pending: list[int]) -> tuple[list[int], list[int]]:
+        """As many layers as there are workers, and the rest."""
+        count = max(1, self.pool.size)  # 0 while the only worker is being replaced
+        return pending[:count], pending[count:]
 
     def _is_boundary(self, layer: int) -> bool:
         return layer % self.job.every == 0

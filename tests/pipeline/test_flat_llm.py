@@ -318,10 +318,10 @@ def test_dead_values_are_no_error() -> None:
 def test_settings_decide_what_is_claimed() -> None:
     geometry = geometry_of_size("gqa")
     assert method_of().scores == {"importance"}
-    assert not method_of(allocation="uniform").scores
+    assert method_of(allocation="uniform").scores == frozenset()
     fixed = method_of(ranks={"value": 2})
     assert fixed.fixed_ranks
-    assert not fixed.scores
+    assert fixed.scores == frozenset()
     assert method_of(keep=0.5).keep == 0.5
     assert [group.name for group in method_of(mlp=False).claims(geometry)] == ["attention"]
     assert [group.name for group in method_of(attention=False).claims(geometry)] == ["mlp"]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import Task, build_methods, claim_tasks
-from pipeline.ports import Forward, Reduce, Solve, Write
+from pipeline.ports import Forward, Reduce, Solve, SolveDone, Write
 from stores.activations import ActivationStore
 from stores.source import open_source
 from tests.pipeline.geometries import manifest
@@ -61,6 +61,11 @@ def make_setup(model: Path, run_dir: Path, *methods: dict[str, Any], **changes: 
 
 def make_worker(setup: Setup) -> Worker:
     return Worker(setup, LocalExchange())
+
+
+def layer_names(setup: Setup, layer: int) -> list[str]:
+    """The dense layer's tensors."""
+    return [name for name, _ in setup.geometry.layer_tensors(layer).values()]
 
 
 def tasks_of(setup: Setup, layer: int) -> list[Task]:
@@ -168,6 +173,11 @@ def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Any,
         found = worker.execute(Solve(task, ranks, records))
         solved.append(found)
         reports[task.group.name] = found.report
+    unit = write_unit(worker.setup, layer, solved)
+    return {**worker.execute(unit), "forms": dict(unit.forms)}, reports
+
+
+def write_unit(setup: Setup, layer: int, solved: list[SolveDone]) -> Write:
     forms = {role: form for found in solved for role, form in found.forms.items()}
-    staged = worker.execute(Write(layer, tuple(found.factors for found in solved), tuple(forms), forms))
-    return {**staged, "forms": forms}, reports
+    roles = tuple(role for task in tasks_of(setup, layer) for role in task.group.roles)
+    return Write(layer, tuple(found.factors for found in solved), roles, forms)

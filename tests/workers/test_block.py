@@ -9,7 +9,7 @@ import torch
 
 from lamina import LaminaConfig
 from manifests.errors import NumericsError
-from tests.workers.bench import FAMILIES, Reference, make_setup, save_source
+from tests.workers.bench import FAMILIES, Reference, layer_names, make_setup, save_source
 from workers.block import Block, final_norm
 from workers.setup import Setup
 
@@ -31,7 +31,7 @@ def make_block(setup: Setup, change: dict[str, float] | None = None, dtype: torc
     prefix = f"{setup.geometry.layers_path}.{LAYER}."
     tensors = {
         name.removeprefix(prefix): tensor.to(dtype)
-        for name, tensor in setup.source.read([name for name, _ in setup.geometry.layer_tensors(LAYER).values()]).items()
+        for name, tensor in setup.source.read(layer_names(setup, LAYER)).items()
     }
     for name, value in (change or {}).items():
         tensors[name] = torch.full_like(tensors[name], value)

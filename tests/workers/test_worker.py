@@ -22,11 +22,13 @@ from tests.workers.bench import (
     Reference,
     close,
     held,
+    layer_names,
     make_setup,
     make_worker,
     save_source,
     solve_layer,
     tasks_of,
+    write_unit,
 )
 from workers.setup import Setup
 from workers.worker import Worker
@@ -272,7 +274,7 @@ def test_what_nobody_claims_is_copied_bit_for_bit(model: Path, tmp_path: Path) -
     worker = make_worker(setup)
     staged, _ = solve_layer(worker, 1, LOW)
     written = read_staged(setup.run_dir, staged)
-    source = setup.source.read([name for name, _ in setup.geometry.layer_tensors(1).values()])
+    source = setup.source.read(layer_names(setup, 1))
     assert set(written) == set(source)
     for name, tensor in source.items():
         claimed = any(name.startswith(f"{setup.geometry.path(1, role)}.") for role in ("v", "o"))
@@ -317,8 +319,7 @@ def test_two_workers_give_what_one_gives(llama: Path, tmp_path: Path) -> None:
             for moment in task.group.moments
         }
         solved.append(workers[0].execute(Solve(task, LOW, records)))
-    forms = {role: form for found in solved for role, form in found.forms.items()}
-    staged = workers[1].execute(Write(1, tuple(found.factors for found in solved), tuple(forms), forms))
+    staged = workers[1].execute(write_unit(setup, 1, solved))
     assert staged["sha256"] == alone["sha256"]
 
 
