@@ -77,14 +77,15 @@ class LayerReader:
         tensors = self.setup.source.read(names)
         for name, tensor in tensors.items():
             _require_finite(name, tensor, "source")
-        return {name: tensor.to(self.setup.dtype) for name, tensor in tensors.items()}
+        return {name: self._converted(tensor) for name, tensor in tensors.items()}
 
     def _relative(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         prefix = f"{self.setup.geometry.layers_path}.{layer}."
-        return {
-            name.removeprefix(prefix): tensor.to(self.setup.dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in tensors.items()
-        }
+        return {name.removeprefix(prefix): self._converted(tensor) for name, tensor in tensors.items()}
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        """In the forward's dtype; indices stay as they are."""
+        return tensor.to(self.setup.dtype) if tensor.is_floating_point() else tensor
 
 
 def _require_finite(name: str, tensor: Tensor, where: str) -> None:

@@ -21,7 +21,7 @@ from pipeline.families.registry import checkpoint_config
 from pipeline.job.inputs import Inputs
 from pipeline.methods.registry import config_fields
 from pipeline.ports import Journal, Record
-from stores.checkpoint import copy_shard, describe_shard, link_or_copy, write_index
+from stores.checkpoint import copy_shard, describe_shard, link_or_copy, verify_shard, write_index
 from stores.durable import fsync_directory, sha256_file, sweep_partials, write_durably
 from stores.headers import DTYPES
 from stores.source import INDEX_FILE
@@ -85,7 +85,11 @@ class Assembler:
         self.output = Path(inputs.manifest.output)
 
     def run(self) -> dict[str, Any]:
-        """Writes everything, the index last; returns the contract (compression.json)."""
+        """Writes everything, the index last; returns the contract (compression.json).
+
+        Raises CorruptError when a staged layer is not what was committed; its entry is taken back.
+        """
+        self._check_staged()
         self.output.mkdir(parents=True, exist_ok=True)
         plans = plan_shards(self.inputs)
         self._remove_strays(plans)
@@ -100,6 +104,20 @@ class Assembler:
         counts = contract["counts"]
         write_index(self.output, weight_map, counts["bytes"]["compressed"], counts["parameters"]["compressed"])
         return contract
+
+    def _check_staged(self) -> None:
+        """Holds every staged layer against its entry, before anything of OUTPUT is touched."""
+        damaged = []
+        for layer in range(self.inputs.geometry.num_layers):
+            entry = self.journal.get(f"layer/{layer:05d}")
+            try:
+                if entry is not None:
+                    verify_shard(self.run_dir / entry["staged"]["path"], entry["staged"])
+            except CorruptError as error:
+                self.journal.retract(f"layer/{layer:05d}")
+                damaged.append(str(error))
+        if damaged:
+            raise CorruptError(f"{'; '.join(damaged)}; run the same command again: these layers are computed anew")
 
     def _remove_strays(self, plans: Sequence[ShardPlan]) -> None:
         """Shards of an earlier, other job, its index first; and what a killed run left half written."""

@@ -187,8 +187,8 @@ class Tucker(Factored):
     writes to the hidden states goes backwards, summed over heads: o second M[t, i]ᵀ firstᵀ.
 
     M is made at the first call and kept until the parameters change; while they are trained, are offloaded, or in a
-    compiled graph that began without M, it is made in each call. With `csr`, cores that are stored sparse
-    are used as they are instead of M, as CSR matrices in float32 or wider (CPUs multiply no others).
+    compiled graph that began without M, it is made in each call. With `csr`, cores that are stored sparse are used as
+    they are instead of M, as CSR matrices in float32 or wider (CPUs multiply no others), where there is no gradient.
     """
 
     first: Tensor
@@ -252,7 +252,8 @@ class Tucker(Factored):
         parameters = [*self.parameters()]
         if _is_offloaded(self) or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return self._make_csr() if csr else self._make_dense()
-        key = (csr, *((p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters))
+        tensors = [*parameters, *self.buffers()]
+        key = (csr, *((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
         if self._made is None or self._made[0] != key:
             with torch.inference_mode(False), torch.no_grad():
                 self._made = key, self._make_csr() if csr else self._make_dense()
