@@ -129,9 +129,11 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     for name in ("num_hidden_layers", "n_layer"):
         if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
             raise InputError(f"config.json: {name}: {fields[name]} is beyond {MAX_LAYERS}")
-    for name in POSITIVE_FIELDS:  # before transformers divides by one of them
-        if isinstance(fields.get(name), int) and fields[name] < 1:
-            raise InputError(f"config.json: {name}: {fields[name]!r} is no positive integer")
+    # Before transformers divides by one of them.
+    small = [name for name in POSITIVE_FIELDS if isinstance(fields.get(name), int) and fields[name] < 1]
+    if small:
+        told = (f"{name}: {fields[name]!r} is no positive integer" for name in small)
+        raise InputError("config.json:\n  " + "\n  ".join(told))
     try:
         source = AutoConfig.for_model(family.model_type, **fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:

@@ -180,7 +180,7 @@ HOSTILE: list[tuple[str, str, Any, str]] = [
     ("llama", "num_hidden_layers", True, "num_hidden_layers"),
     ("llama", "num_hidden_layers", 10**9, "num_hidden_layers: 1000000000"),
     ("gptj", "n_layer", 10**9, "n_layer: 1000000000"),
-    ("llama", "num_attention_heads", 0, "llama config"),
+    ("llama", "num_attention_heads", 0, "num_attention_heads: 0"),
     ("llama", "num_attention_heads", -4, "num_attention_heads: -4"),
     ("llama", "num_attention_heads", 5, "multiple"),
     ("gptj", "n_head", 0, "num_attention_heads: 0"),
@@ -236,5 +236,8 @@ def test_hostile_configs_are_wrong_input(model_type: str, name: str, value: Any,
 
 def test_every_fault_of_the_sizes_is_told_at_once() -> None:
     with pytest.raises(InputError) as raised:
-        standard_config({"model_type": "llama", **SMALL, "vocab_size": 0, "intermediate_size": -1, "hidden_act": "no"})
-    assert all(name in str(raised.value) for name in ("vocab_size: 0", "intermediate_size: -1", "activation: 'no'"))
+        standard_config({"model_type": "llama", **SMALL, "vocab_size": 0, "intermediate_size": -1})
+    assert all(name in str(raised.value) for name in ("vocab_size: 0", "intermediate_size: -1"))
+    with pytest.raises(InputError) as raised:
+        standard_config({"model_type": "opt", **OPT, "ffn_dim": -1, "activation_function": "no"})
+    assert all(name in str(raised.value) for name in ("intermediate_size: -1", "activation: 'no'"))
