@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,14 @@ def measure_perplexity(
     stop: threading.Event,
     observer: JobObserver,
     scratch: Path | None = None,
+    start: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Token-level perplexity over non-overlapping windows; every token but a window's first is scored.
 
     Args:
         dtype: of the forward pass; None: as stored. The log-softmax is float32 in any case.
         scratch: a directory that all nodes see; default: a temporary one of this machine.
+        start: called when model and text proved right, before any worker is started.
 
     Raises:
         InputError: model or text is wrong.
@@ -67,6 +69,7 @@ def measure_perplexity(
             f"window: {window} is longer than the model's max_position_embeddings {config['max_position_embeddings']}"
         )
     tokens = window_tokens(source.directory, text, window, geometry.vocab)
+    start()
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as directory:
         record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))
         setup = Setup(

@@ -1,4 +1,4 @@
-"""Jobs for end-to-end tests: a manifest in a folder of its own, the real commands in this process, the files they write."""
+"""Jobs for end-to-end tests: a manifest in a folder of its own, the real commands in this process, their files."""
 
 from __future__ import annotations
 
