@@ -90,10 +90,7 @@ class HiddenStates:
         """Holds what was collected instead of anything older of the shard. Returns the record if it was stored."""
         record = collector.finish()
         lineage, _, shard = place
-        for other in [other for other in self.held if other[2] == shard or other[0] != lineage]:
-            del self.held[other]
-            if other in self.spilled:
-                self.store.drop(self.spilled.pop(other))
+        self._release([other for other in self.held if other[2] == shard or other[0] != lineage])
         if collector.hidden_MSD is not None:
             self.held[place] = _InMemory(collector.hidden_MSD)
         else:
@@ -102,6 +99,16 @@ class HiddenStates:
             if collector.spilled:
                 self.spilled[place] = record
         return record
+
+    def release_before(self, lineage: str, layer: int) -> None:
+        """Lets go of what is older than a committed layer: shards that another worker has taken over."""
+        self._release([place for place in self.held if place[0] == lineage and place[1] < layer])
+
+    def _release(self, places: list[Place]) -> None:
+        for place in places:
+            del self.held[place]
+            if place in self.spilled:
+                self.store.drop(self.spilled.pop(place))
 
     def forget(self, path: str) -> bool:
         """Lets go of everything, as some of it is corrupt. Returns whether `path` was known to nobody else."""

@@ -106,6 +106,7 @@ class Worker:
 
         The way back ends at `unit.base`, whose inputs are in the store, or are the embeddings if it is 0.
         """
+        self.hidden.release_before(unit.lineage, unit.base)
         nearest = layer
         while (held := self.hidden.get((unit.lineage, nearest, unit.shard))) is None and nearest > unit.base:
             nearest -= 1

@@ -15,7 +15,7 @@ from manifests.errors import CorruptError, Interrupted
 from pipeline.driver import Driver, Job
 from pipeline.methods.method import Group, Moment, Scores
 from pipeline.methods.registry import Task, ranks_key
-from pipeline.ports import Forward, ForwardDone, Record, Reduce, Solve, SolveDone, Unit, Write
+from pipeline.ports import Forward, ForwardDone, Measure, Record, Reduce, Solve, SolveDone, Unit, Write
 
 
 class Killed(BaseException):
@@ -195,6 +195,8 @@ class SimulatedPool:
         if isinstance(unit, Reduce):
             parts = [self._open(handle) for handle in unit.partials]
             return self.world.store("statistic", digest("sum", unit.lineage, unit.layer, unit.moment.key, parts))
+        if isinstance(unit, Measure):
+            return {"number": int(digest("measured", unit.key)[:2], 16)}
         if isinstance(unit, Solve):
             return self._solve(unit)
         assert isinstance(unit, Write)
@@ -259,10 +261,15 @@ def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp
     )
 
 
+def measures(layers: Sequence[int]) -> tuple[Task, ...]:
+    return tuple(Task(1, Group(layer, name, ("k",))) for layer in layers for name in ("first", "second"))
+
+
 def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **settings: Any) -> Job:
     def allocate(scores: Scores) -> dict[str, dict[str, int]]:
         wide = {layer: round(1000 * score) for layer, score in scores.importance.items()}
-        return {ranks_key(task): {"rank": 1 + wide.get(task.group.layer, 0)} for task in tasks}
+        known = sum(found["number"] for found in (scores.measured or {}).values())
+        return {ranks_key(task): {"rank": 1 + known + wide.get(task.group.layer, 0)} for task in tasks}
 
     given = {"scores": IMPORTANCE, "propagate": "compressed", **settings}
     return Job(num_layers=num_layers, shards=shards, tasks=tasks, allocate=allocate, **given)
@@ -294,6 +301,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "dense-last-2": lambda: make_job(make_tasks([2, 3]), propagate="dense"),
     "free": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset()),
     "free-ranked": lambda: make_job(make_tasks(ALL, ["free"])),
+    "free-measured": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset(), measures=measures(ALL)),
+    "compressed-measured": lambda: make_job(make_tasks(ALL), measures=measures([1, 3])),
 }
 
 

@@ -138,10 +138,21 @@ def test_data_free_batches_fill_the_pool() -> None:
     assert kinds == ["solve", "solve", "write", "write"] * 2 + ["solve", "write"]
 
 
-def test_no_worker_ready_is_no_reason_to_spin() -> None:
+@pytest.mark.parametrize("name", ["dense", "free-measured"])
+def test_no_worker_ready_is_no_reason_to_spin(name: str) -> None:
     world = World()
-    run(JOBS["dense"](), world, SimulatedPool(world, size=0))
+    run(JOBS[name](), world, SimulatedPool(world, size=0))
     assert commits(world)[-1] == "layer/00003"
+
+
+def test_what_ranks_follow_is_measured_before_they_are_chosen() -> None:
+    world, recorder = run(JOBS["free-measured"]())
+    assert commits(world)[:5] == [*(f"measured/{layer:05d}" for layer in ALL), "ranks"]
+    assert [unit.key for unit in world.done[:3]] == ["measure/0/1/first", "measure/0/1/second", "measure/1/1/first"]
+    assert set(world.journal()["measured/00002"]["measured"]) == {"2/1/first", "2/1/second"}
+    assert recorder.phases == [("measure", 4, 1), ("compress", 4, 1)]
+    with_measures, without = (run(JOBS[name]())[0].journal()["ranks"]["ranks"] for name in ("free-measured", "free"))
+    assert with_measures != without
 
 
 def test_layers_before_the_first_claimed_only_pass_on() -> None:

@@ -32,9 +32,11 @@ EVERYTHING = {"query_key": "head_pca"}
 FAMILIES = ("llama-gqa", "mistral-window", "qwen2-tied", "qwen3", "opt-tied", "gptj")
 
 
-def save_source(directory: Path, name: str = "llama-gqa", dtype: torch.dtype = torch.float32) -> Path:
+def save_source(
+    directory: Path, name: str = "llama-gqa", dtype: torch.dtype = torch.float32, shard_size: str = "60KB"
+) -> Path:
     """A random model of a family in several shards."""
-    make_source(name).to(dtype).save_pretrained(directory, max_shard_size="60KB")
+    make_source(name).to(dtype).save_pretrained(directory, max_shard_size=shard_size)
     return directory
 
 

@@ -101,6 +101,20 @@ def test_committed_states_are_read_from_the_store(store: ActivationStore) -> Non
     assert hidden.get(("compressed", 4, 1)) is slices
 
 
+def test_what_is_older_than_the_base_is_let_go(store: ActivationStore, tmp_path: Path) -> None:
+    """A shard that another worker has taken over must not take room for ever."""
+    hidden = HiddenStates(store, BYTES)
+    for shard in range(2):
+        put(hidden, ("dense", 3, shard), states(shard))
+    put(hidden, ("dense", 4, 2), states(2))
+    assert len(generations(store, tmp_path)) == 2
+    hidden.release_before("dense", 3)
+    assert len(hidden.held) == 3
+    hidden.release_before("dense", 4)
+    assert set(hidden.held) == {("dense", 4, 2)}
+    assert generations(store, tmp_path) == ["dense/layer-00004/shard-00002"]
+
+
 def test_bfloat16(store: ActivationStore) -> None:
     hidden = HiddenStates(store, 0)
     values = states(1).bfloat16()

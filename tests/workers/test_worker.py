@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from manifests.errors import NumericsError
 from pipeline.methods.method import Moment
-from pipeline.ports import Forward, ForwardDone, Reduce, Score, Solve, Write
+from pipeline.ports import Forward, ForwardDone, Reduce, Score, Solve
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,
