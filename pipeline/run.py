@@ -57,7 +57,9 @@ class StoreCleaner:
         self.statistics.sweep(records)
 
 
-def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threading.Event) -> dict[str, Any]:
+def run_job(
+    manifest: Manifest, *, fresh: bool, address: str | None, stop: threading.Event, quiet: bool = False
+) -> dict[str, Any]:
     """Runs a job to its end, or goes on with one that was interrupted. Returns the summary.
 
     Raises:
@@ -90,7 +92,7 @@ def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threa
             )
         write_durably(run_dir.manifest, dump_manifest(manifest).encode())
         log = open_log(run_dir.logs)
-        observer = stack.enter_context(JobObserver((lock.beat, claim.beat)))
+        observer = stack.enter_context(JobObserver((lock.beat, claim.beat), quiet=quiet))
         observer.say(f"log: {log}")
         return _compute(inputs, tokens, run_dir, ledger, source_files, observer, address, stop, plan.report())
 

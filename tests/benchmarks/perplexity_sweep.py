@@ -39,7 +39,12 @@ def flat_grid() -> Iterator[Point]:
     choices = {"paper": PAPER, "ours": {}}
     for name, allocation, propagate in itertools.product(choices, ("importance", "uniform"), ("compressed", "dense")):
         for keep in KEEPS:
-            yield f"{name}, {allocation}, {propagate}", keep, [{"method": "flat_llm", "allocation": allocation, **choices[name]}], propagate
+            yield (
+                f"{name}, {allocation}, {propagate}",
+                keep,
+                [{"method": "flat_llm", "allocation": allocation, **choices[name]}],
+                propagate,
+            )
 
 
 def data_free_grid() -> Iterator[Point]:
@@ -50,7 +55,9 @@ def data_free_grid() -> Iterator[Point]:
         yield f"lestd dense core, {weighting}, attention {keep}", None, [{**common, "prune": False}], "dense"
         if weighting == "none":
             yield f"lestd threshold model, attention {keep}", None, [{**common, "threshold": "model"}], "dense"
-    for weighting, allocation, share in itertools.product(("none", "input"), ("progressive", "uniform"), (0.8, 0.6, 0.4)):
+    for weighting, allocation, share in itertools.product(
+        ("none", "input"), ("progressive", "uniform"), (0.8, 0.6, 0.4)
+    ):
         entry = {"method": "lorc", "cache_keep": share, "allocation": allocation, "weighting": weighting}
         yield f"lorc {allocation}, {weighting}, cache {share}", None, [entry], "dense"
     for weighting, form, keep in itertools.product(("none", "input"), ("joint", "separate"), (0.9, 0.8, 0.7)):
@@ -66,7 +73,12 @@ def together_grid() -> Iterator[Point]:
         yield f"flat_llm, {propagate}", 0.6, [{"method": "flat_llm"}], propagate
         yield f"flat_llm + joint_rank_k, {propagate}", 0.6, [{"method": "flat_llm"}, joint], propagate
         yield f"flat_llm + lorc key, {propagate}", 0.6, [{"method": "flat_llm"}, lorc], propagate
-        yield f"flat_llm with query/key PCA, {propagate}", 0.6, [{"method": "flat_llm", "query_key": "head_pca"}], propagate
+        yield (
+            f"flat_llm with query/key PCA, {propagate}",
+            0.6,
+            [{"method": "flat_llm", "query_key": "head_pca"}],
+            propagate,
+        )
 
 
 GRIDS = {"flat": flat_grid, "data_free": data_free_grid, "together": together_grid}
@@ -157,7 +169,11 @@ def main() -> int:
     columns = sorted({keep for found in rows.values() for keep in found}, key=lambda keep: -(keep or 0))
     headings = [str(keep) if keep is not None else "perplexity" for keep in columns]
     table = [
-        [name, *(f"{found[keep]['perplexity']:.3f}" for keep in columns), f"{next(iter(found.values()))['kept']['parameters']:.3f}"]
+        [
+            name,
+            *(f"{found[keep]['perplexity']:.3f}" for keep in columns),
+            f"{next(iter(found.values()))['kept']['parameters']:.3f}",
+        ]
         for name, found in rows.items()
     ]
     print_table(["", *headings, "parameters kept (first)"], table)
