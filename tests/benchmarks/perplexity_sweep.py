@@ -1,9 +1,9 @@
 """Perplexity against kept share: allocation, choices and propagation of FLAT-LLM, or any list of method settings.
 
-    python -m tests.benchmarks.perplexity_sweep MODEL --calibration FILE… --evaluation FILE… [--grid flat|data_free|together]
+    python -m tests.benchmarks.perplexity_sweep MODEL --calibration FILE… --evaluation FILE… [--grid GRID]
 
-One Ray instance serves all jobs; every result is appended to `--results`, so that an interrupted sweep goes on. Prints a
-Markdown table. Evaluation is in float32 on non-overlapping windows.
+One Ray instance serves all jobs; every result is appended to `--results`, so that an interrupted sweep goes on. Prints
+a Markdown table. Evaluation is in float32 on non-overlapping windows.
 """
 
 from __future__ import annotations
