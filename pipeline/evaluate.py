@@ -50,13 +50,16 @@ def _body(arguments: Any) -> int:
     text = Text(files=tuple(arguments.text), field=arguments.field)
     workers = Workers(min=1, max=arguments.workers, cpus=arguments.cpus, gpus=arguments.gpus)
     stop = threading.Event()
-    interrupt_on_signals()
-    with JobObserver(quiet=arguments.json) as observer:
+
+    def start() -> None:
         connect(arguments.address, workers)
         catch_signals(stop)
+
+    interrupt_on_signals()
+    with JobObserver(quiet=arguments.json) as observer:
         dtype = DTYPES[arguments.dtype]
         found = measure_perplexity(
-            arguments.model, text, arguments.window, workers, dtype, stop, observer, arguments.scratch
+            arguments.model, text, arguments.window, workers, dtype, stop, observer, arguments.scratch, start
         )
     if arguments.json:
         print(json.dumps({"model": arguments.model, **found}))

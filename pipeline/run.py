@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from manifests import VERSION
-from manifests.errors import CorruptError, InputError
+from manifests.errors import CorruptError, InputError, StorageError
 from manifests.loading import dump_manifest, load_manifest
 from manifests.schema import Manifest
 from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
 from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
-from pipeline.job.inputs import Inputs, read_inputs
+from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver, driver_peak_bytes, open_log
 from pipeline.job.summary import print_summary
@@ -30,7 +30,7 @@ from pipeline.methods.registry import allocate_ranks, measure_tasks
 from pipeline.plan import make_plan
 from pipeline.ports import Record
 from stores.activations import ActivationStore
-from stores.durable import sha256_file, write_durably
+from stores.durable import partial_path, sha256_file, write_durably
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import RunDirectory
@@ -57,7 +57,9 @@ class StoreCleaner:
         self.statistics.sweep(records)
 
 
-def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threading.Event) -> dict[str, Any]:
+def run_job(
+    manifest: Manifest, *, fresh: bool, address: str | None, stop: threading.Event, quiet: bool = False
+) -> dict[str, Any]:
     """Runs a job to its end, or goes on with one that was interrupted. Returns the summary.
 
     Raises:
@@ -72,15 +74,17 @@ def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threa
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
         lock = stack.enter_context(run_dir.lock)
-        claim = stack.enter_context(RunLock(output_lock(output)))
+        claim = stack.enter_context(claim_output(output))
         ledger = run_dir.ledger
         source_files = _source_digests(inputs, ledger)
+        if source_files != ledger.get("source"):
+            check_copied(inputs)
         run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
         ledger.commit("source", source_files)
         done = ledger.get("complete")
         if done and _is_finished(done, output):
             return {**done["summary"], "already_finished": True}
-        if not ledger.get("assembling"):
+        if (ledger.get("assembling") or {}).get("output") != str(output.resolve()):
             check_output(output, run_dir.path, fresh)
         if free_bytes(output) < plan.output_bytes:
             raise InputError(
@@ -88,7 +92,7 @@ def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threa
             )
         write_durably(run_dir.manifest, dump_manifest(manifest).encode())
         log = open_log(run_dir.logs)
-        observer = stack.enter_context(JobObserver((lock.beat, claim.beat)))
+        observer = stack.enter_context(JobObserver((lock.beat, claim.beat), quiet=quiet))
         observer.say(f"log: {log}")
         return _compute(inputs, tokens, run_dir, ledger, source_files, observer, address, stop, plan.report())
 
@@ -117,7 +121,7 @@ def _compute(
         worker_seconds, peaks = pool.seconds, dict(pool.peak_bytes)
     interrupt_on_signals()
     observer.phase("assemble", 1, 1)
-    ledger.commit("assembling", {"output": inputs.manifest.output})
+    ledger.commit("assembling", {"output": str(Path(inputs.manifest.output).resolve())})
     contract = Assembler(inputs, ledger, run_dir.path, source_files).run()
     seconds["assemble"] = time.monotonic() - started - seconds["driver"]
     evaluation = {}
@@ -241,6 +245,25 @@ def _fingerprint(inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapp
 def _is_finished(done: Record, output: Path) -> bool:
     index = output / INDEX_FILE
     return done["output"] == str(output.resolve()) and index.exists() and sha256_file(index) == done["index_sha256"]
+
+
+@contextmanager
+def claim_output(output: Path) -> Iterator[RunLock]:
+    """The lock of OUTPUT, held. Raises InUseError, and InputError when nothing can be written there."""
+    lock = RunLock(output_lock(output))
+    try:
+        lock.acquire()
+        if output.is_dir():
+            probe = partial_path(output / "probe")
+            write_durably(probe, b"")
+            probe.unlink()
+    except StorageError as error:
+        lock.release()
+        raise InputError(f"output {output} cannot be used: {error}") from error
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def output_lock(output: Path) -> Path:

@@ -45,13 +45,18 @@ class _Member:
 def connect(address: str | None, workers: Workers) -> str:
     """Joins a running Ray cluster, or starts one on this machine that listens on loopback only. Returns its address.
 
+    A process that is connected stays so.
+
     An address may also come from RAY_ADDRESS, as under `ray job submit`.
 
     Raises:
         InputError: no cluster answers, or this machine has not what one worker asks for.
     """
+    if ray.is_initialized():
+        return str(ray.get_runtime_context().gcs_address)
     found = address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads starve the other workers of the machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         if found:

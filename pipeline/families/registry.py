@@ -129,15 +129,12 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     for name in ("num_hidden_layers", "n_layer"):
         if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
             raise InputError(f"config.json: {name}: {fields[name]} is beyond {MAX_LAYERS}")
-    # Before transformers divides by one of them.
-    small = [name for name in POSITIVE_FIELDS if isinstance(fields.get(name), int) and fields[name] < 1]
-    if small:
-        told = (f"{name}: {fields[name]!r} is no positive integer" for name in small)
-        raise InputError("config.json:\n  " + "\n  ".join(told))
     try:
         source = AutoConfig.for_model(family.model_type, **fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        raise InputError(f"config.json: not a valid {family.model_type} config: {error}") from error
+        sizes = [f"{name}: {config[name]!r}" for name in POSITIVE_FIELDS if config.get(name) in (0, False)]
+        cause = f"{error}{'; zero: ' if sizes else ''}{', '.join(sizes)}"
+        raise InputError(f"config.json: not a valid {family.model_type} config: {cause}") from error
     for name, needed in family.requires.items():
         given = getattr(source, name, needed)
         if given != needed:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from manifests.errors import InputError
+from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
@@ -83,6 +83,22 @@ def read_inputs(manifest: Manifest) -> Inputs:
     _check_sequence(manifest, config)
     _check_places(manifest, source.directory)
     return inputs
+
+
+def check_copied(inputs: Inputs) -> None:
+    """Looks for NaN and infinity in what no worker will read, because it is only copied. Holds a few megabytes.
+
+    Raises:
+        NumericsError: naming the tensor.
+    """
+    claimed = {task.group.layer for task in inputs.tasks}
+    prefixes = tuple(f"{inputs.geometry.layers_path}.{layer}." for layer in claimed)
+    for name, record in inputs.source.tensors.items():
+        if name.startswith(prefixes) or not record.torch_dtype.is_floating_point or record.torch_dtype.itemsize < 2:
+            continue
+        for piece in inputs.source.copy_bytes(name):
+            if not torch.isfinite(torch.frombuffer(bytearray(piece), dtype=record.torch_dtype)).all():
+                raise NumericsError(f"source: tensor {name} holds NaN or infinity; the checkpoint is damaged")
 
 
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:

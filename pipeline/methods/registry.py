@@ -126,6 +126,19 @@ def allocate_ranks(
     return by_task
 
 
+def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:
+    """How many numbers fewer are stored by those methods that say so themselves, by ranks or a `keep` of their own."""
+    saved = 0.0
+    for method in methods:
+        dense = _dense_numbers(method, geometry)
+        if method.fixed_ranks:
+            wants = method.wants(geometry, 1.0, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
+            saved += dense - sum(knob.cost(max(1, round(wants[knob.key]))) for knob in method.knobs(geometry))
+        elif method.keep is not None:
+            saved += (1.0 - method.keep) * dense
+    return round(saved)
+
+
 def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
     """Layer -> t_l, from the mean cosine between each layer's input and output. METHODS §1."""
     return dict(enumerate(angular_importance(mean_cosines)))

@@ -1,4 +1,4 @@
-"""Jobs for end-to-end tests: a manifest in a folder of its own, the real commands in this process, the files they write."""
+"""Jobs for end-to-end tests: a manifest in a folder of its own, the real commands in this process, their files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ import pipeline.evaluate
 import pipeline.plan.__main__
 import pipeline.run
 import pipeline.status
+import pipeline.verify
 
 COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "run": pipeline.run.main,
     "plan": pipeline.plan.__main__.main,
     "status": pipeline.status.main,
     "evaluate": pipeline.evaluate.main,
+    "verify": pipeline.verify.main,
 }
 FLAT_LLM: dict[str, Any] = {"method": "flat_llm"}
 

@@ -14,6 +14,8 @@ from workers.actor import WorkerActor
 from workers.pool import RayPool, _Member
 from workers.setup import Setup
 
+SECONDS = 20.0
+
 
 class KeptActor(WorkerActor):
     """A `WorkerActor` whose process outlives the job."""
@@ -37,9 +39,11 @@ class KeptPool(RayPool):
         return _Member(actor, actor.begin.remote(self.setup))
 
     def close(self) -> None:
-        """Keeps the actors that have nothing to do."""
+        """Keeps the actors that live and have nothing more to do."""
         for member in self.members:
-            if member.running:
+            pending = [member.ready, *member.running]
+            done, _ = ray.wait(pending, num_returns=len(pending), timeout=SECONDS)
+            if len(done) < len(pending):
                 ray.kill(member.actor)
             else:
                 self.idle.append(member.actor)

@@ -46,7 +46,7 @@ def make_source(directory: Path, family: str, layers: int = 3, **overrides: Any)
 
 
 def densified(source: Path, output: Path, layers: int | None = None) -> Any:
-    """The source's class with the weights of a compressed checkpoint: pruned rows and ranks as zeros, factors multiplied.
+    """The source's class with a compressed checkpoint's weights: pruned rows and ranks as zeros, factors multiplied.
 
     `layers`: only the first so many are taken from `output`. float32, ready to be run.
     """

@@ -58,7 +58,7 @@ def work_done(job: Job) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-# -- kills ---------------------------------------------------------------------------------------------------------------
+# -- kills -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,12 @@ def test_killed_at_every_file_of_the_output(job: MakeJob, reference: dict[str, d
     work = work_done(made)
     states: list[set[str]] = []
     for nth in range(1, MOST_RUNS):
-        if run_killed(made, Hook("file", nth=nth, match=f"{made.output}/", after=nth % 2 == 0), reference["compressed"]) == 0:
+        if (
+            run_killed(
+                made, Hook("file", nth=nth, match=f"{made.output}/", after=nth % 2 == 0), reference["compressed"]
+            )
+            == 0
+        ):
             break
         states.append({path.name for path in made.output.iterdir() if not path.name.endswith(".partial")})
     assert len(states) > 8  # copied shards are placed once, everything else in every run
@@ -123,7 +128,7 @@ def test_killed_while_old_data_is_dropped(job: MakeJob, reference: dict[str, dic
     assert file_digests(made.output) == reference["compressed"]
 
 
-# -- damage --------------------------------------------------------------------------------------------------------------
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +176,7 @@ def flip_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-# -- Ray -----------------------------------------------------------------------------------------------------------------
+# -- Ray ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ray
@@ -181,7 +186,13 @@ def test_killed_with_ray_then_stopped_then_finished(
     """SIGKILL to driver, Ray and workers in the middle of the walk; SIGTERM to the next; a third finishes."""
     made = job()
     pause = made.root / "pause"
-    first = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match="layer/00000", pause=str(pause)), inline=False)
+    first = Child(
+        "run",
+        [str(made.manifest)],
+        made.root / "log",
+        Hook("commit", match="layer/00000", pause=str(pause)),
+        inline=False,
+    )
     wait_for(pause, first)
     family = psutil.Process(first.pid).children(recursive=True)
     assert sum("raylet" in process.name() for process in family) == 1
@@ -196,7 +207,10 @@ def test_killed_with_ray_then_stopped_then_finished(
     assert command("status", str(made.run_dir), "--json").json["state"].startswith("stopped")
 
     second = subprocess.Popen(
-        [sys.executable, "-m", "pipeline.run", str(made.manifest)], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "pipeline.run", str(made.manifest)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert second.stderr is not None
     said = []
@@ -273,7 +287,7 @@ def test_worker_dies(
     assert file_digests(made.output) == reference["compressed"]
 
 
-# -- another job, another driver -----------------------------------------------------------------------------------------
+# -- another job, another driver ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -317,7 +331,13 @@ def test_another_job_is_refused_by_name(finished: Job, tmp_path: Path) -> None:
 def test_what_changes_no_result_is_not_refused(finished: Job, text: Path, tmp_path: Path) -> None:
     before = file_digests(finished.output)
     evaluation = '{"perplexity": {"text": {"files": ["nowhere.txt"]}, "window": 8}}'
-    options = ["workers.max=3", "resume.every=2", f"evaluation={evaluation}", "workers.activation_memory_gb=1", "statistics.keep=true"]
+    options = [
+        "workers.max=3",
+        "resume.every=2",
+        f"evaluation={evaluation}",
+        "workers.activation_memory_gb=1",
+        "statistics.keep=true",
+    ]
     for option in options:
         assert finished.run("--set", option).json["already_finished"] is True, option
     (tmp_path / "model").rename(tmp_path / "moved")
@@ -325,10 +345,15 @@ def test_what_changes_no_result_is_not_refused(finished: Job, text: Path, tmp_pa
     finished.run_dir.rename(tmp_path / "elsewhere")
     moved = ["--set", f"model.source={tmp_path / 'moved'}", "--set", f"run_dir={tmp_path / 'elsewhere'}"]
     assert finished.run(*moved).json["already_finished"] is True
+    shutil.copytree(tmp_path / "moved", tmp_path / "of-another")
+    ended = finished.run(*moved, "--set", f"output={tmp_path / 'of-another'}")
+    assert (ended.code, "holds a checkpoint that" in ended.err) == (2, True), ended.err
     ended = finished.run(*moved, "--set", f"output={tmp_path / 'second'}")
     assert "phase walk" not in ended.err
     assert ended.json["output"] == str(tmp_path / "second")
-    assert weights(tmp_path / "second") == {name: digest for name, digest in before.items() if name.endswith(".safetensors")}
+    assert weights(tmp_path / "second") == {
+        name: digest for name, digest in before.items() if name.endswith(".safetensors")
+    }
     assert file_digests(finished.output) == before
 
 
@@ -356,7 +381,12 @@ def test_two_at_once(job: MakeJob, tmp_path: Path, inline: None) -> None:
     child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match="layer/00002", pause=str(pause)))
     wait_for(pause, child)
     started = time.monotonic()
-    for options in ([], ["--set", f"run_dir={tmp_path / 'other-run'}"], ["--set", f"output={tmp_path / 'other-output'}"], ["--fresh"]):
+    for options in (
+        [],
+        ["--set", f"run_dir={tmp_path / 'other-run'}"],
+        ["--set", f"output={tmp_path / 'other-output'}"],
+        ["--fresh"],
+    ):
         ended = made.run(*options)
         assert (ended.code, f"pid {child.pid}" in ended.err) == (2, True), (options, ended)
     assert time.monotonic() - started < 20

@@ -1,4 +1,4 @@
-"""From a manifest to a checkpoint, and what is in it: the real command, a real local Ray, real files, real transformers.
+"""From a manifest to a checkpoint, and what is in it: the real command, a real Ray, real files, real transformers.
 
 Legend: B batch, T tokens, D hidden, N intermediate, V vocabulary.
 """
@@ -83,15 +83,13 @@ def kept(tmp_path_factory: pytest.TempPathFactory, text: Path, shared_ray: None)
     return job
 
 
-# -- the same function ---------------------------------------------------------------------------------------------------
+# -- the same function -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("family", "propagate"), list(zip(FAMILIES, itertools.cycle(("compressed", "dense")), strict=False))
 )
-def test_full_rank_is_the_source_with_every_option(
-    family: str, propagate: str, tmp_path: Path, job: MakeJob
-) -> None:
+def test_full_rank_is_the_source_with_every_option(family: str, propagate: str, tmp_path: Path, job: MakeJob) -> None:
     """Sixteen layers, one for each combination of options."""
     source = make_source(tmp_path / "source", family, layers=len(OPTIONS))
     methods = [{**FLAT_LLM, **options, "layers": [layer]} for layer, options in enumerate(OPTIONS)]
@@ -179,22 +177,32 @@ def test_value_cache_and_generation(kept: Job) -> None:
     """r numbers per KV head are cached; cached decoding of a left-padded batch gives what no cache gives."""
     model = load(kept.output)
     tokenizer = AutoTokenizer.from_pretrained(kept.output, padding_side="left")
-    batch = tokenizer(["Anna had", "In the morning Clara put the red ball on the table in", "Then"], padding=True, return_tensors="pt")
+    batch = tokenizer(
+        ["Anna had", "In the morning Clara put the red ball on the table in", "Then"], padding=True, return_tensors="pt"
+    )
     cache = model(**batch, use_cache=True).past_key_values
     shapes = [(layer.keys.shape[-1], layer.values.shape[1], layer.values.shape[-1]) for layer in cache.layers]
     assert shapes == [(16, 2, forms["v"]["rank"]) for forms in forms_of(kept)]
     assert len({width for *_, width in shapes}) > 1
     numbers = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in cache.layers)
     assert kept.contract()["counts"]["cache_bytes_per_token"]["compressed"] == 4 * numbers
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     with_cache, without = (model.generate(**batch, **options, use_cache=use) for use in (True, False))
     assert torch.equal(with_cache.sequences, without.sequences)
     assert relative_error(torch.stack(with_cache.logits), torch.stack(without.logits)) < 1e-5
     alone = logits_of(model, batch["input_ids"][0:1][:, batch["attention_mask"][0] == 1])[0, -1]
-    assert relative_error(logits_of(model, batch["input_ids"], attention_mask=batch["attention_mask"])[0, -1], alone) < 1e-5
+    assert (
+        relative_error(logits_of(model, batch["input_ids"], attention_mask=batch["attention_mask"])[0, -1], alone)
+        < 1e-5
+    )
 
 
-# -- the budget and the files --------------------------------------------------------------------------------------------
+# -- the budget and the files ------------------------------------------------------------------------------------------
 
 
 def test_budget_is_met(kept: Job) -> None:
@@ -261,7 +269,10 @@ def test_layers_that_nobody_claims_are_left_alone(llama: Path, job: MakeJob) -> 
     made = job(methods=[{**FLAT_LLM, "layers": "last:1"}], **{"budget.keep": 0.9})
     made.run().json  # noqa: B018 - asserts the exit code
     before, after = read_tensors(llama), read_tensors(made.output)
-    claimed = {f"model.layers.2.{path}.weight" for path in ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
+    claimed = {
+        f"model.layers.2.{path}.weight"
+        for path in ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    }
     assert {name for name in before if not torch.equal(before[name], after[name])} == claimed
     assert forms_of(made)[:2] == [{}, {}]
     weight_map = json.loads((llama / "model.safetensors.index.json").read_text())["weight_map"]
@@ -273,7 +284,7 @@ def test_layers_that_nobody_claims_are_left_alone(llama: Path, job: MakeJob) -> 
     assert {(llama / file).stat().st_ino in inodes for file in set(weight_map.values()) - whole} == {False}
 
 
-# -- the numbers are those of the whole model ----------------------------------------------------------------------------
+# -- the numbers are those of the whole model --------------------------------------------------------------------------
 
 
 def test_importance_and_errors_are_those_of_the_whole_model(llama: Path, job: MakeJob) -> None:
@@ -290,7 +301,9 @@ def test_importance_and_errors_are_those_of_the_whole_model(llama: Path, job: Ma
         assert made.ledger("ranks")["importance"][str(layer)] == pytest.approx(math.acos(cosine) / math.pi, rel=1e-5)
         seen = watch(densified(llama, made.output, layers=layer), layer, ids_BT)
         groups = made.contract()["layers"][layer]["groups"]
-        assert groups["attention"]["error"] == pytest.approx(value_error(seen["v"], groups["attention"]["ranks"]["value"]), rel=1e-4)
+        assert groups["attention"]["error"] == pytest.approx(
+            value_error(seen["v"], groups["attention"]["ranks"]["value"]), rel=1e-4
+        )
         assert groups["mlp"]["error"] == pytest.approx(mlp_error(llama, made.output, layer, seen["h"]), rel=1e-4)
 
 
@@ -319,7 +332,9 @@ def value_error(values: torch.Tensor, rank: int) -> float:
 def mlp_error(source: Path, output: Path, layer: int, h: torch.Tensor) -> float:
     """‖W h − W̃ h_S‖² / ‖W h‖², with S found by comparing the rows of the up projections."""
     prefix = f"model.layers.{layer}.mlp."
-    before, after = ({k: t.double() for k, t in read_tensors(path).items() if k.startswith(prefix)} for path in (source, output))
+    before, after = (
+        {k: t.double() for k, t in read_tensors(path).items() if k.startswith(prefix)} for path in (source, output)
+    )
     rows = [row.tolist() for row in before[f"{prefix}up_proj.weight"]]
     chosen = [rows.index(row.tolist()) for row in after[f"{prefix}up_proj.weight"]]
     assert chosen == sorted(chosen)
@@ -329,7 +344,7 @@ def mlp_error(source: Path, output: Path, layer: int, h: torch.Tensor) -> float:
     return (error.square().sum() / dense.square().sum()).item()
 
 
-# -- again ---------------------------------------------------------------------------------------------------------------
+# -- again -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_ray")

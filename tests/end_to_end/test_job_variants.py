@@ -59,7 +59,14 @@ def test_dense_and_compressed_propagation_differ(deeper: Path, job: MakeJob) -> 
     shards = []
     for made in jobs:
         assert made.run().code == 0
-        shards.append([made.contract()["shards"][f"model-{n:05d}-of-{len(made.contract()['shards']):05d}.safetensors"]["sha256"] for n in range(1, 6)])
+        shards.append(
+            [
+                made.contract()["shards"][f"model-{n:05d}-of-{len(made.contract()['shards']):05d}.safetensors"][
+                    "sha256"
+                ]
+                for n in range(1, 6)
+            ]
+        )
     assert [one == other for one, other in zip(*shards, strict=True)] == [True, False, False, False, False]
 
 
@@ -68,7 +75,9 @@ def test_statistics_stay_or_go(deeper: Path, job: MakeJob) -> None:
     for propagate, expected in (("dense", 5 * 2), ("compressed", 0)):
         made = job(deeper, **{"calibration.propagate": propagate})
         assert made.run().code == 0
-        arrays = {store: len(list((made.run_dir / f"{store}.zarr").rglob("c.0*"))) for store in ("statistics", "activations")}
+        arrays = {
+            store: len(list((made.run_dir / f"{store}.zarr").rglob("c.0*"))) for store in ("statistics", "activations")
+        }
         assert arrays == {"statistics": expected, "activations": 1}  # the tokens
 
 
@@ -94,7 +103,9 @@ def test_every_kind_of_text_gives_the_same_tokens(tmp_path: Path, text: Path, jo
         made = job(**quick, **{"calibration.text": given, "calibration.shards": 1})
         ended = made.run()
         assert ended.code == 0, ended.err
-        found.append({name: digest for name, digest in file_digests(made.output).items() if name.endswith(".safetensors")})
+        found.append(
+            {name: digest for name, digest in file_digests(made.output).items() if name.endswith(".safetensors")}
+        )
     assert found == [found[0]] * len(texts)
     other = job(**quick, **{"calibration.shards": 1, "seed": 4})
     assert other.run().code == 0

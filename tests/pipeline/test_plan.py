@@ -153,9 +153,9 @@ def test_llama_2_70b() -> None:
     assert plan_of(kept, llama(**LLAMA_70B)).run_dir_bytes > 80 * plan.statistics_bytes_per_layer
 
 
-def test_budget_free_jobs_expect_the_dense_size_at_most() -> None:
+def test_jobs_without_a_budget_expect_what_their_ranks_take() -> None:
     job = manifest({"ranks": {"value": 4}}, calibration=calibration())
-    assert plan_of(job, llama()).expected_numbers == MODEL
+    assert plan_of(job, llama()).expected_numbers == MODEL - 6 * (16 - 4) * 48 * (4 + 2)
 
 
 def test_the_report_is_json() -> None:
