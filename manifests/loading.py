@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from manifests.errors import InputError
-from manifests.schema import Manifest
+from manifests.schema import Manifest, MethodEntry
 from manifests.strict_yaml import read_yaml, write_yaml
 
 MAX_FILE_BYTES = 256 * 1024
@@ -120,17 +120,38 @@ def _expand_environment(value: Any, variables: Mapping[str, str], origin: str, d
 
 
 def _describe(fault: Any) -> str:
-    where = ".".join(str(part) for part in fault["loc"])
+    where = ".".join(str(part) for part in _without_tag(fault["loc"]))
+    if fault["type"].startswith("union_tag"):
+        return _describe_method(where, fault)
     if fault["type"] == "missing":
         return f"  {where}: missing"
     shown = repr(fault["input"])
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     if fault["type"] == "extra_forbidden":
         return f"  {where}: unknown field (given: {shown}; allowed here: {', '.join(_allowed_beside(fault['loc']))})"
+    if fault["type"] == "model_attributes_type":
+        return f"  {where}: should be a mapping of fields (given: {shown})"
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
     for theirs, ours in PLAIN_WORDS.items():
         message = re.sub(theirs, ours, message)
     return f"  {where}: {message} (given: {shown})"
+
+
+def _without_tag(loc: Sequence[str | int]) -> tuple[str | int, ...]:
+    """`methods.0.flat_llm.ridge` as the user wrote it: `methods.0.ridge`."""
+    return (*loc[:2], *loc[3:]) if loc[:1] == ("methods",) else tuple(loc)
+
+
+def _describe_method(where: str, fault: Any) -> str:
+    """An entry of `methods` whose method is missing or none that there is."""
+    given, known = fault["input"], ", ".join(repr(name) for name in _method_names())
+    if isinstance(given, Mapping) and "method" in given:
+        return f"  {where}.method: allowed are {known} (given: {given['method']!r})"
+    return f"  {where}.method: missing; allowed are {known}"
+
+
+def _method_names() -> list[str]:
+    return sorted(get_args(entry.model_fields["method"].annotation)[0] for entry in MethodEntry.__subclasses__())
 
 
 def _allowed_beside(loc: Sequence[str | int]) -> list[str]:

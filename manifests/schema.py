@@ -148,6 +148,110 @@ class FlatLLM(MethodEntry):
         return self
 
 
+class LoRC(MethodEntry):
+    """LoRC, METHODS §2: the cache holds latents. `cache_keep`: the mean share of it; null: by the budget."""
+
+    method: Literal["lorc"]
+    key: bool = True
+    value: bool = True
+    cache_keep: Share | None = None
+    allocation: Literal["progressive", "uniform"] = "progressive"
+    weighting: Literal["none", "input"] = "none"
+    skip_above: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _claims_something(self) -> Self:
+        if not (self.key or self.value):
+            raise ValueError("key and value are both off: the method would claim nothing")
+        if self.cache_keep is not None and self.keep is not None:
+            raise ValueError("give `cache_keep` or `keep`, not both")
+        if self.skip_above is not None and self.allocation == "uniform":
+            raise ValueError("skip_above goes with allocation: progressive, which knows the condition numbers")
+        return self
+
+
+class JointRanks(Block):
+    """Ranks given outright, the same in every chosen layer."""
+
+    query_key: PositiveInt | None = None
+    mlp: PositiveInt | None = None
+
+
+class JointRankK(MethodEntry):
+    """Joint rank-k, METHODS §4. `mlp` true means joint."""
+
+    method: Literal["joint_rank_k"]
+    query_key: Literal["joint", "separate", "joint_per_head", "none"] = "joint"
+    mlp: bool | Literal["joint", "separate", "none"] = True
+    weighting: Literal["none", "input"] = "none"
+    ranks: JointRanks | None = None
+
+    @property
+    def mlp_form(self) -> str:
+        """joint, separate or none."""
+        return self.mlp if isinstance(self.mlp, str) else ("joint" if self.mlp else "none")
+
+    @model_validator(mode="after")
+    def _claims_something(self) -> Self:
+        if self.query_key == "none" and self.mlp_form == "none":
+            raise ValueError("query_key and mlp are both off: the method would claim nothing")
+        if self.ranks is not None and self.keep is not None:
+            raise ValueError("give `ranks` or `keep`, not both")
+        if self.ranks is not None:
+            wanted = {"query_key": self.query_key != "none", "mlp": self.mlp_form != "none"}
+            missing = [name for name, claimed in wanted.items() if claimed and getattr(self.ranks, name) is None]
+            if missing:
+                raise ValueError(f"ranks: {', '.join(missing)} missing, although it is claimed")
+        return self
+
+
+class LeSTD(MethodEntry):
+    """LeSTD, METHODS §3: shared-subspace Tucker with a sparse core. `ranks` [R1, R2, R3]; null: searched.
+
+    `prune` false keeps the core dense. `refine_sweeps` turn the factors to fit the sparse core, which is beyond the
+    paper (0: its algorithm). `threshold: model` cuts all layers' cores at one magnitude. `core`: in memory, served.
+    """
+
+    method: Literal["lestd"]
+    target: Literal["attention", "mlp", "both"] = "attention"
+    ranks: Annotated[tuple[PositiveInt, PositiveInt, PositiveInt] | None, Listed] = None
+    prune: bool = True
+    weighting: Literal["none", "input"] = "none"
+    sweeps: PositiveInt = 10
+    tolerance: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-6
+    threshold: Literal["layer", "model"] = "layer"
+    refine_sweeps: Annotated[int, Field(ge=0)] = 10
+    core: Literal["dense", "csr"] = "dense"
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the ranks alone say what is stored."""
+        return self.ranks is not None and not self.prune
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.fixed and self.keep is not None:
+            raise ValueError("give `ranks` or `keep`, not both: a core that is not pruned has the size of its ranks")
+        if self.ranks is not None and self.target == "both":
+            raise ValueError(
+                "ranks: attention (d wide) and MLP (as wide as its inner layer) need ranks of their own; "
+                "give two entries, with target: attention and target: mlp"
+            )
+        if self.weighting == "input" and self.target != "attention":
+            raise ValueError(
+                "weighting: input goes with target: attention, where q, k and v read the same input; in the MLP's "
+                "tensor down reads another input than its neighbours"
+            )
+        if self.threshold == "model" and self.weighting == "input":
+            raise ValueError(
+                "threshold: model compares cores of all layers before calibration text has passed any of them, so it "
+                "does not go with weighting: input; use threshold: layer"
+            )
+        if self.threshold == "model" and not self.prune:
+            raise ValueError("threshold: model goes with prune: true; a dense core is cut at no threshold")
+        return self
+
+
 class Workers(Block):
     """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker)."""
 
@@ -192,6 +296,9 @@ class Evaluation(Block):
     tasks: Annotated[tuple[str, ...], Listed] = ()
 
 
+AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD, Field(discriminator="method")]
+
+
 class Manifest(Block):
     """The whole job. Only `model`, `output`, `run_dir` and `methods` are always needed."""
 
@@ -202,7 +309,7 @@ class Manifest(Block):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     budget: Budget | None = None
     calibration: Calibration | None = None
-    methods: Annotated[tuple[FlatLLM, ...], Listed]
+    methods: Annotated[tuple[AnyMethod, ...], Listed]
     workers: Workers = Workers()
     resume: Resume = Resume()
     statistics: Statistics = Statistics()
@@ -218,14 +325,21 @@ class Manifest(Block):
 
     @field_validator("methods")
     @classmethod
-    def _has_a_method(cls, methods: tuple[FlatLLM, ...]) -> tuple[FlatLLM, ...]:
+    def _has_a_method(cls, methods: tuple[AnyMethod, ...]) -> tuple[AnyMethod, ...]:
         # Not min_length: it counts the entries that are right, and so reports a wrong entry twice.
         if not methods:
             raise ValueError("should list at least one method")
         return methods
 
     def semantic(self) -> dict[str, Any]:
-        """The fields that change the output's bytes: what the fingerprint covers. Paths and evaluation do not."""
-        kept = self.model_dump(mode="json", include={"version", "seed", "budget", "calibration", "methods"})
+        """The fields that change the output's bytes: what the fingerprint covers.
+
+        Paths and evaluation do not; the calibration text is covered by its token ids, so a moved file changes nothing.
+        """
+        kept = self.model_dump(
+            mode="json",
+            include={"version", "seed", "budget", "calibration", "methods"},
+            exclude={"calibration": {"text"}},
+        )
         kept["workers"] = {"cpus": self.workers.cpus}
         return kept

@@ -19,17 +19,19 @@ FIRST_CHARACTERS = list("-+.0123456789")
 class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs leave it out
+        mark, tag = event.start_mark, getattr(event, "tag", None)
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(None, None, f"alias *{event.anchor}: write the value out", event.start_mark)
-        if getattr(event, "tag", None) is not None:
-            raise yaml.MarkedYAMLError(None, None, f"tag {event.tag}: only plain values are allowed", event.start_mark)
+            raise yaml.MarkedYAMLError(None, None, f"alias *{event.anchor}: write the value out", mark)
+        if tag is not None:
+            raise yaml.MarkedYAMLError(None, None, f"tag {tag}: only plain values are allowed", mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
+        key: Any
         for key, _ in node.value:
             if key.tag != TEXT_TAG:
-                shown = getattr(key, "value", "") if isinstance(key, yaml.ScalarNode) else "a collection"
+                shown = key.value if isinstance(key, yaml.ScalarNode) else "a collection"
                 raise yaml.MarkedYAMLError(None, None, f"key {shown}: a field's name must be text", key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(None, None, f"field {key.value!r} is given twice", key.start_mark)
@@ -60,5 +62,5 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(document: Any) -> str:
-    """`document` as YAML that `read_yaml` reads back equal."""
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """`document` as YAML that `read_yaml` reads back equal (ASCII: U+0085 as it is would be read as a space)."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False)

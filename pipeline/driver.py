@@ -3,18 +3,19 @@
 No I/O and no tensors: units go to a pool, what is done goes to a journal. Order of durability: a layer's statistics are
 entered before its factors, its factors before the hidden states that follow from them; replaced data is dropped last.
 
-The journal's keys: `dense/L` the dense pass through layer L, `ranks`, `statistics/L` and `activations/L` of the walk,
-`layer/L` the compressed layer.
+The journal's keys: `dense/L` the dense pass through layer L, `measured/L` what its weights tell, `ranks`,
+`statistics/L` and `activations/L` of the walk, `layer/L` the compressed layer.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from manifests.errors import CorruptError, LaminaError, LostInputError
-from pipeline.methods.method import Form, Moment
+from pipeline.methods.method import Form, Moment, Scores
 from pipeline.methods.registry import Task, layer_importance, layer_moments, ranks_key
 from pipeline.ports import (
     Cleaner,
@@ -22,6 +23,7 @@ from pipeline.ports import (
     ForwardDone,
     Journal,
     Lineage,
+    Measure,
     Observer,
     Pool,
     Record,
@@ -33,7 +35,7 @@ from pipeline.ports import (
 )
 
 RanksOf = Mapping[str, Mapping[str, int]]
-REPAIRS = 8
+REPAIRS = 3
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,9 @@ class Job:
     """What the driver must know of a job.
 
     Attributes:
-        allocate: importance of each layer -> ranks of every task, by `ranks_key`.
+        allocate: scores -> ranks of every task, by `ranks_key`.
+        scores: the fields of `Scores` that calibration text must give.
+        measures: what must be measured on the dense weights before ranks are chosen.
         propagate: whose hidden states the statistics are taken on.
         every: hidden states are committed each time this many layers are done.
     """
@@ -49,11 +53,12 @@ class Job:
     num_layers: int
     shards: int
     tasks: tuple[Task, ...]
-    allocate: Callable[[Mapping[int, float]], dict[str, dict[str, int]]]
-    needs_importance: bool
+    allocate: Callable[[Scores], dict[str, dict[str, int]]]
+    scores: frozenset[str]
     propagate: Lineage
     every: int = 1
     keep_statistics: bool = False
+    measures: tuple[Task, ...] = ()
 
 
 class Driver:
@@ -65,42 +70,57 @@ class Driver:
         self.journal = journal
         self.cleaner = cleaner
         self.observer = observer
+        self.repairs: Counter[str] = Counter()  # by entry; "": what was lost since the last commit
 
     def run(self) -> None:
         """Goes through the phases, each from where the journal says it was left.
 
         Stored data that proves corrupt is taken out of the journal and computed again, and so is what was lost with a
-        worker before it was committed.
+        worker before it was committed. What goes wrong more than `REPAIRS` times in the same place is raised.
         """
-        for _ in range(REPAIRS):
+        while True:
             try:
                 return self._run_phases()
             except (CorruptError, LostInputError) as error:
                 self.pool.drain()
-                self._retract(error)
-        self._run_phases()
+                self._repair(error)
 
     def _run_phases(self) -> None:
+        self._retain_statistics()
         dense = self.job.propagate == "dense"
         has_moments = any(task.group.moments for task in self.job.tasks)
-        if self.job.needs_importance or (dense and has_moments):
+        if "importance" in self.job.scores or (dense and has_moments):
             self._dense_pass(with_moments=dense)
+        if self.job.measures:
+            self._measure()
         ranks = self._ranks()
         if dense or not has_moments:
             self._solve_all(ranks)
         else:
             self._walk(ranks)
+        self.cleaner.retain_activations(())
+        self._retain_statistics()
+
+    def _retain_statistics(self) -> None:
+        """Drops the moments that no entry names, as an interruption leaves them, and those of finished layers."""
+        live: list[Record] = []
+        for layer in range(self.job.num_layers):
+            if self.job.keep_statistics or self.journal.get(f"layer/{layer:05d}") is None:
+                for key in (f"dense/{layer:05d}", f"statistics/{layer:05d}"):
+                    live += (self.journal.get(key) or {}).get("statistics", {}).values()
+        self.cleaner.retain_statistics(tuple(live))
 
     # -- the dense pass: importance, and with propagate: dense every statistic --------------------------------------
 
     def _dense_pass(self, with_moments: bool) -> None:
         last = self.job.num_layers - 1
-        first = base = self._dense_resume_layer()
-        if first > last:
+        missing = [layer for layer in range(last + 1) if self.journal.get(f"dense/{layer:05d}") is None]
+        if not missing:
             return
+        base = next((layer for layer in range(missing[0], 0, -1) if self._activations("dense", layer)), 0)
         phase = "statistics" if with_moments else "importance"
-        self.observer.phase(phase, last + 1 - first, self.job.shards)
-        for layer in range(first, last + 1):
+        self.observer.phase(phase, len(missing), self.job.shards)
+        for layer in missing:
             moments = layer_moments(self.job.tasks, layer) if with_moments else ()
             store = self._is_boundary(layer + 1) and layer < last
             emit = layer < last
@@ -111,30 +131,39 @@ class Driver:
             }
             if store:
                 entry["activations"] = [result.activation for result in done]
-            self.journal.commit(f"dense/{layer:05d}", entry)
+            self._enter(f"dense/{layer:05d}", entry)
             if store:
                 base = layer + 1
                 self.cleaner.retain_activations(tuple(entry["activations"]))
             self.observer.layer_done(phase, layer, {})
         self.cleaner.retain_activations(())
 
-    def _dense_resume_layer(self) -> int:
-        """The layer to begin the dense pass with: after the last committed one whose outputs are stored."""
-        entered = [self.journal.get(f"dense/{layer:05d}") for layer in range(self.job.num_layers)]
-        done = next((layer for layer, entry in enumerate(entered) if entry is None), self.job.num_layers)
-        if done == self.job.num_layers:
-            return done
-        return next((layer for layer in range(done, 0, -1) if self._activations("dense", layer)), 0)
-
     def _ranks(self) -> RanksOf:
         entered = self.journal.get("ranks")
         if entered is None:
-            importance = self._importance() if self.job.needs_importance else {}
-            ranks = self.job.allocate(importance)
-            entered = {"ranks": ranks, "importance": {str(layer): score for layer, score in importance.items()}}
-            self.journal.commit("ranks", entered)
+            importance = self._importance() if "importance" in self.job.scores else {}
+            measured: dict[str, Any] = {}
+            for layer in sorted({task.group.layer for task in self.job.measures}):
+                measured |= self._entry(f"measured/{layer:05d}")["measured"]
+            ranks = self.job.allocate(Scores(importance, measured))
+            entered = {"ranks": ranks, "importance": importance}
+            self._enter("ranks", _with_text_keys(entered))
         chosen: RanksOf = entered["ranks"]
         return chosen
+
+    def _measure(self) -> None:
+        """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
+        layers = sorted({task.group.layer for task in self.job.measures})
+        pending = [layer for layer in layers if self.journal.get(f"measured/{layer:05d}") is None]
+        self.observer.phase("measure", len(pending), 1)
+        while pending:
+            batch, pending = self._cut(pending)
+            units = [Measure(task) for task in self.job.measures if task.group.layer in batch]
+            results = list(zip(units, self._do(units), strict=True))
+            for layer in batch:
+                measured = {ranks_key(unit.task): found for unit, found in results if unit.task.group.layer == layer}
+                self._enter(f"measured/{layer:05d}", {"measured": measured})
+                self.observer.layer_done("measure", layer, {})
 
     def _importance(self) -> dict[int, float]:
         """Of every layer, from the cosines of all shards, summed in shard order."""
@@ -150,7 +179,7 @@ class Driver:
         pending = [layer for layer in self._claimed() if not self._staged(layer)]
         self.observer.phase("compress", len(pending), 1)
         while pending:
-            batch, pending = pending[: self.pool.size], pending[self.pool.size :]
+            batch, pending = self._cut(pending)
             self._compress({layer: self._dense_statistics(layer) for layer in batch}, ranks)
             if not self.job.keep_statistics:
                 live = [self._dense_statistics(layer) for layer in pending]
@@ -179,7 +208,6 @@ class Driver:
                     self.cleaner.retain_statistics(())
             if layer < last and self._is_boundary(layer + 1):
                 base = self._propagate(layer, base)
-        self.cleaner.retain_activations(())
 
     def _walk_statistics(self, layer: int, base: int) -> Mapping[str, Record]:
         entered = self.journal.get(f"statistics/{layer:05d}")
@@ -187,7 +215,7 @@ class Driver:
             moments = layer_moments(self.job.tasks, layer)
             done = self._forward("compressed", layer, None, moments, base, emit=False) if moments else []
             entered = {"statistics": self._reduce("compressed", layer, moments, done)}
-            self.journal.commit(f"statistics/{layer:05d}", entered)
+            self._enter(f"statistics/{layer:05d}", entered)
         statistics: dict[str, Record] = entered["statistics"]
         return statistics
 
@@ -195,11 +223,16 @@ class Driver:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
         done = self._forward("compressed", layer, self._staged(layer), (), base, store=True)
         activations = [result.activation for result in done]
-        self.journal.commit(f"activations/{layer + 1:05d}", {"activations": activations})
+        self._enter(f"activations/{layer + 1:05d}", {"activations": activations})
         self.cleaner.retain_activations(tuple(record for record in activations if record))
         return layer + 1
 
     # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _cut(self, pending: list[int]) -> tuple[list[int], list[int]]:
+        """As many layers as there are workers, and the rest."""
+        count = max(1, self.pool.size)  # 0 while the only worker is being replaced
+        return pending[:count], pending[count:]
 
     def _is_boundary(self, layer: int) -> bool:
         return layer % self.job.every == 0
@@ -264,7 +297,7 @@ class Driver:
         for write, staged in zip(writes, self._do(writes), strict=True):
             groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved[write.layer]}
             entry = {"staged": staged, "forms": dict(write.forms), "groups": groups}
-            self.journal.commit(f"layer/{write.layer:05d}", entry)
+            self._enter(f"layer/{write.layer:05d}", entry)
             self.observer.layer_done("compress", write.layer, groups)
 
     def _do(self, units: Sequence[Unit]) -> list[Any]:
@@ -279,6 +312,10 @@ class Driver:
         return [results[unit.key] for unit in units]
 
     # -- the journal -------------------------------------------------------------------------------------------------
+
+    def _enter(self, key: str, record: Record) -> None:
+        self.journal.commit(key, record)
+        del self.repairs[""]
 
     def _claimed(self) -> list[int]:
         return sorted({task.group.layer for task in self.job.tasks})
@@ -301,25 +338,50 @@ class Driver:
         entry = self.journal.get(f"dense/{layer - 1:05d}" if lineage == "dense" else f"activations/{layer:05d}")
         return entry.get("activations") if entry else None
 
-    def _retract(self, error: LaminaError) -> None:
+    def _repair(self, error: LaminaError) -> None:
         """Takes back every entry that names the corrupt data, so that it is computed again."""
-        if not isinstance(error, CorruptError):
-            return self.observer.repaired(str(error), [])
-        layers = range(self.job.num_layers + 1)
-        keys = [f"{kind}/{layer:05d}" for kind in ("dense", "statistics", "activations", "layer") for layer in layers]
-        named = [key for key in keys if (entry := self.journal.get(key)) and _names(entry, error.path)]
-        if not named:
+        named: list[str] = []
+        path = error.path if isinstance(error, CorruptError) else ""
+        if isinstance(error, CorruptError):
+            named = [key for key in self._keys() if (entry := self.journal.get(key)) and _names(entry, path)]
+            if not named:
+                raise error
+        self.repairs.update(named or [""])
+        if any(self.repairs[key] > REPAIRS for key in named or [""]):
             raise error
         self.observer.repaired(str(error), named)
         for key in named:
-            self.journal.retract(key)
+            if any(_names(record, path) for record in (self.journal.get(key) or {}).get("activations", [])):
+                self._forget_activations("dense" if key.startswith("dense/") else "compressed")
+            else:
+                self.journal.retract(key)
+
+    def _forget_activations(self, lineage: Lineage) -> None:
+        """All hidden states of a lineage: the ones before the newest were dropped when those were entered."""
+        kind = "dense" if lineage == "dense" else "activations"
+        for key in self._keys():
+            entry = self.journal.get(key) if key.startswith(f"{kind}/") else None
+            if entry is not None and lineage == "compressed":
+                self.journal.retract(key)
+            elif entry is not None and "activations" in entry:
+                self.journal.commit(key, {name: value for name, value in entry.items() if name != "activations"})
+
+    def _keys(self) -> list[str]:
+        kinds = ("dense", "statistics", "activations", "layer")
+        return [f"{kind}/{layer:05d}" for kind in kinds for layer in range(self.job.num_layers + 1)]
 
 
 def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
     forms: dict[str, Form] = {}
     for _, solution in parts:
         forms.update(solution.forms)
-    return Write(layer, tuple(solution.factors for _, solution in parts), forms)
+    roles = tuple(role for solve, _ in parts for role in solve.task.group.roles)
+    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
+
+
+def _with_text_keys(entry: Any) -> Any:
+    """As JSON keeps it."""
+    return {str(key): _with_text_keys(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
 
 
 def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:

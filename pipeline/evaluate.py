@@ -12,7 +12,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.schema import Text, Workers
-from pipeline.job.cli import catch_signals, parser, run_command
+from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver
 from workers.pool import connect
@@ -50,12 +50,16 @@ def _body(arguments: Any) -> int:
     text = Text(files=tuple(arguments.text), field=arguments.field)
     workers = Workers(min=1, max=arguments.workers, cpus=arguments.cpus, gpus=arguments.gpus)
     stop = threading.Event()
-    with JobObserver(quiet=arguments.json) as observer:
+
+    def start() -> None:
         connect(arguments.address, workers)
         catch_signals(stop)
+
+    interrupt_on_signals()
+    with JobObserver(quiet=arguments.json) as observer:
         dtype = DTYPES[arguments.dtype]
         found = measure_perplexity(
-            arguments.model, text, arguments.window, workers, dtype, stop, observer, arguments.scratch
+            arguments.model, text, arguments.window, workers, dtype, stop, observer, arguments.scratch, start
         )
     if arguments.json:
         print(json.dumps({"model": arguments.model, **found}))

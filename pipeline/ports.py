@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from pipeline.methods.method import Form, Moment
-from pipeline.methods.registry import Task
+from pipeline.methods.registry import Task, ranks_key
 
 Lineage = Literal["dense", "compressed"]
 Record = dict[str, Any]
@@ -101,16 +101,33 @@ class SolveDone:
 
 @dataclass(frozen=True)
 class Write:
-    """Writes one layer: the factors of its groups, everything else copied from the source."""
+    """Writes one layer: the factors of its groups, by tensor name, and the rest copied from the source.
+
+    Attributes:
+        roles: what the groups claim; of these nothing is copied.
+    """
 
     layer: int
     factors: tuple[Any, ...]
+    roles: tuple[str, ...]
     forms: Mapping[str, Form]
 
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
         return f"write/{self.layer}"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a method's ranks follow, of one group, from the dense weights alone; the result is JSON."""
+
+    task: Task
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"measure/{ranks_key(self.task)}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +150,7 @@ class Score:
         return f"score/{self.shard}"
 
 
-Unit = Forward | Reduce | Solve | Write | Score
+Unit = Forward | Reduce | Measure | Solve | Write | Score
 
 
 class Pool(Protocol):

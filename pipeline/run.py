@@ -15,22 +15,22 @@ from typing import Any
 import torch
 
 from manifests import VERSION
-from manifests.errors import InputError
+from manifests.errors import CorruptError, InputError, StorageError
 from manifests.loading import dump_manifest, load_manifest
 from manifests.schema import Manifest
 from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
-from pipeline.job.cli import catch_signals, parser, run_command
-from pipeline.job.inputs import Inputs, read_inputs
+from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
+from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver, driver_peak_bytes, open_log
 from pipeline.job.summary import print_summary
-from pipeline.methods.registry import allocate_ranks
+from pipeline.methods.registry import allocate_ranks, measure_tasks
 from pipeline.plan import make_plan
 from pipeline.ports import Record
 from stores.activations import ActivationStore
-from stores.durable import sha256_file, write_durably
+from stores.durable import partial_path, sha256_file, write_durably
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import RunDirectory
@@ -57,7 +57,9 @@ class StoreCleaner:
         self.statistics.sweep(records)
 
 
-def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threading.Event) -> dict[str, Any]:
+def run_job(
+    manifest: Manifest, *, fresh: bool, address: str | None, stop: threading.Event, quiet: bool = False
+) -> dict[str, Any]:
     """Runs a job to its end, or goes on with one that was interrupted. Returns the summary.
 
     Raises:
@@ -72,15 +74,17 @@ def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threa
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
         lock = stack.enter_context(run_dir.lock)
-        claim = stack.enter_context(RunLock(output_lock(output)))
+        claim = stack.enter_context(claim_output(output))
         ledger = run_dir.ledger
         source_files = _source_digests(inputs, ledger)
+        if source_files != ledger.get("source"):
+            check_copied(inputs)
         run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
         ledger.commit("source", source_files)
         done = ledger.get("complete")
         if done and _is_finished(done, output):
             return {**done["summary"], "already_finished": True}
-        if not ledger.get("assembling"):
+        if (ledger.get("assembling") or {}).get("output") != str(output.resolve()):
             check_output(output, run_dir.path, fresh)
         if free_bytes(output) < plan.output_bytes:
             raise InputError(
@@ -88,7 +92,7 @@ def run_job(manifest: Manifest, *, fresh: bool, address: str | None, stop: threa
             )
         write_durably(run_dir.manifest, dump_manifest(manifest).encode())
         log = open_log(run_dir.logs)
-        observer = stack.enter_context(JobObserver((lock.beat, claim.beat)))
+        observer = stack.enter_context(JobObserver((lock.beat, claim.beat), quiet=quiet))
         observer.say(f"log: {log}")
         return _compute(inputs, tokens, run_dir, ledger, source_files, observer, address, stop, plan.report())
 
@@ -115,13 +119,14 @@ def _compute(
         Driver(_job(inputs), pool, ledger, cleaner, observer).run()
         seconds = {"driver": time.monotonic() - started}
         worker_seconds, peaks = pool.seconds, dict(pool.peak_bytes)
+    interrupt_on_signals()
     observer.phase("assemble", 1, 1)
-    ledger.commit("assembling", {"output": inputs.manifest.output})
+    ledger.commit("assembling", {"output": str(Path(inputs.manifest.output).resolve())})
     contract = Assembler(inputs, ledger, run_dir.path, source_files).run()
     seconds["assemble"] = time.monotonic() - started - seconds["driver"]
     evaluation = {}
     if inputs.manifest.evaluation.perplexity:
-        observer.phase("evaluate", inputs.geometry.num_layers, 1)
+        catch_signals(stop)
         evaluation = _evaluate(inputs.manifest, stop, observer)
     summary = {
         "output": inputs.manifest.output,
@@ -151,11 +156,12 @@ def _job(inputs: Inputs) -> Job:
         num_layers=inputs.geometry.num_layers,
         shards=calibration.shards if calibration else 1,
         tasks=inputs.tasks,
-        allocate=lambda importance: allocate_ranks(manifest, inputs.methods, inputs.geometry, importance),
-        needs_importance=any(method.needs_importance for method in inputs.methods),
+        allocate=lambda scores: allocate_ranks(manifest, inputs.methods, inputs.geometry, scores),
+        scores=inputs.scores,
         propagate=propagate,
         every=manifest.resume.every,
         keep_statistics=propagate == "dense" if keep is None else keep,
+        measures=measure_tasks(inputs.methods, inputs.geometry),
     )
 
 
@@ -206,6 +212,11 @@ def _stored_tokens(tokens: torch.Tensor | None, store: ActivationStore, ledger: 
     if tokens is None:
         return None
     entered = ledger.get("tokens")
+    try:
+        if entered is not None:
+            store.open(entered["tokens"]).read(0, len(tokens))
+    except CorruptError:
+        entered = None  # the fingerprint says that these are the same: written again
     if entered is None:
         entered = {"tokens": store.write_tokens(tokens.to(torch.int32))}
         ledger.commit("tokens", entered)
@@ -236,6 +247,25 @@ def _is_finished(done: Record, output: Path) -> bool:
     return done["output"] == str(output.resolve()) and index.exists() and sha256_file(index) == done["index_sha256"]
 
 
+@contextmanager
+def claim_output(output: Path) -> Iterator[RunLock]:
+    """The lock of OUTPUT, held. Raises InUseError, and InputError when nothing can be written there."""
+    lock = RunLock(output_lock(output))
+    try:
+        lock.acquire()
+        if output.is_dir():
+            probe = partial_path(output / "probe")
+            write_durably(probe, b"")
+            probe.unlink()
+    except StorageError as error:
+        lock.release()
+        raise InputError(f"output {output} cannot be used: {error}") from error
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
 def output_lock(output: Path) -> Path:
     """Beside OUTPUT, not in it: OUTPUT holds nothing until there is something to publish."""
     return output.resolve().parent / f".{output.name}.lock"
@@ -254,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _body(arguments: Any) -> int:
     stop = threading.Event()
-    catch_signals(stop)
+    interrupt_on_signals()
     manifest = load_manifest(arguments.manifest, arguments.set)
     summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)
     if arguments.json:

@@ -107,7 +107,7 @@ class ArrayStore:
         path = str(record.get("path"))
         *prefix, generation = path.split("/")
         if not (prefix and all(PART.fullmatch(part) for part in prefix) and GENERATION.fullmatch(generation)):
-            raise CorruptError(f"array {path!r}: no path inside {self.directory}; the record that names it is damaged")
+            raise CorruptError(f"array {path!r}: no path inside {self.directory}; its record is damaged", path)
         return self.directory / path
 
     def _make_groups(self, prefix: str) -> None:
@@ -167,16 +167,16 @@ class ArrayWriter:
             StorageError: no room, or a failing device.
         """
         keys = [_chunk_name(at) for at in _coordinates(self._record)]
-        missing = [key for key in keys if not (self.path / key).exists()]
-        if missing:
-            raise ValueError(f"array {self._record['path']}: {len(missing)} of {len(keys)} chunks were never written")
+        checksums = [_checksum(self.path / key) for key in keys]
+        if None in checksums:
+            missing = checksums.count(None)
+            raise ValueError(f"array {self._record['path']}: {missing} of {len(keys)} chunks were never written")
         with storage_errors("syncing", self.path):
             for key in (METADATA_FILE, *keys):
                 _fsync_file(self.path / key)
             metadata = (self.path / METADATA_FILE).read_bytes()
         fsync_directory(self.path)
         self._committed = True
-        checksums = [_checksum(self.path / key) for key in keys]
         return {**self._record, "metadata_sha256": hashlib.sha256(metadata).hexdigest(), "checksums": checksums}
 
     def __enter__(self) -> Self:
@@ -194,13 +194,14 @@ class ArrayReader:
 
     def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
         self.path = path
+        self._name = str(record["path"])  # what a ledger entry calls it
         self.shape: tuple[int, ...] = tuple(record["shape"])
         self.chunks: tuple[int, ...] = tuple(record["chunks"])
         self.dtype = DTYPES[record["dtype"]]
         self.symmetric = bool(record["symmetric"])
         coordinates = _coordinates(record)
         if len(coordinates) != len(record["checksums"]):
-            raise CorruptError(f"{path}: {len(record['checksums'])} checksums for {len(coordinates)} chunks")
+            raise self._corrupt(path, f"{len(record['checksums'])} checksums for {len(coordinates)} chunks")
         self._checksums = dict(zip(coordinates, record["checksums"], strict=True))
         self._check_metadata(record)
         with storage_errors("reading", path):
@@ -216,13 +217,16 @@ class ArrayReader:
         selection = tuple(slice(*part.indices(size)) for part, size in zip(selection, self.shape, strict=True))
         for at in self._touched(selection):
             path = self.path / _chunk_name(at)
-            if _checksum(path) != self._checksums[at]:
-                raise CorruptError(f"{path}: not the chunk that was committed (checksum {_checksum(path)})")
+            checksum = _checksum(path)
+            if checksum is None:
+                raise self._corrupt(path, "missing or cut short")
+            if checksum != self._checksums[at]:
+                raise self._corrupt(path, f"checksum {checksum}, not the chunk that was committed")
         with storage_errors("reading", self.path):
             try:
                 values = np.asarray(self._array[selection])
             except ValueError as error:  # of the Crc32c codec
-                raise CorruptError(f"{self.path}: damaged: {error}") from error
+                raise self._corrupt(self.path, str(error)) from error
         tensor = torch.from_numpy(values)
         return tensor.view(self.dtype) if self.dtype == torch.bfloat16 else tensor
 
@@ -235,7 +239,10 @@ class ArrayReader:
         with storage_errors("reading", path):
             metadata = path.read_bytes() if path.exists() else b""
         if hashlib.sha256(metadata).hexdigest() != record["metadata_sha256"]:
-            raise CorruptError(f"{path}: {'damaged' if metadata else 'missing'}: not the array that was committed")
+            raise self._corrupt(path, "damaged" if metadata else "missing")
+
+    def _corrupt(self, path: Path, fault: str) -> CorruptError:
+        return CorruptError(f"{path}: stored data is damaged: {fault}", self._name)
 
 
 def chunk_shape(shape: Sequence[int], edge: int = 1024) -> tuple[int, ...]:
@@ -259,21 +266,17 @@ def _chunk_name(at: Coordinates) -> str:
     return ".".join(["c", *map(str, at)])
 
 
-def _checksum(path: Path) -> str:
-    """The CRC32C that the codec appended to a chunk, in hex."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size < CHECKSUM_BYTES:
-                raise CorruptError(f"{path}: truncated chunk")
-            file.seek(-CHECKSUM_BYTES, os.SEEK_END)
-            return file.read(CHECKSUM_BYTES).hex()
-    except FileNotFoundError as error:
-        raise CorruptError(f"{path}: missing chunk") from error
-    except CorruptError:
-        raise
-    except OSError as error:
-        with storage_errors("reading", path):
-            raise error
+def _checksum(path: Path) -> str | None:
+    """The CRC32C that the codec appended to a chunk, in hex; None when there is no chunk, or not enough of it."""
+    with storage_errors("reading", path):
+        try:
+            with open(path, "rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size < CHECKSUM_BYTES:
+                    return None
+                file.seek(-CHECKSUM_BYTES, os.SEEK_END)
+                return file.read(CHECKSUM_BYTES).hex()
+        except FileNotFoundError:
+            return None
 
 
 def _fsync_file(path: Path) -> None:

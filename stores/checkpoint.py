@@ -92,15 +92,15 @@ def link_or_copy(source: str | Path, target: str | Path) -> bool:
 
 def verify_shard(path: str | Path, record: Mapping[str, Any]) -> None:
     """Holds a shard against its record, streaming it. Raises CorruptError, naming the tensors that differ."""
-    path = Path(path)
+    path, named = Path(path), str(record.get("path", ""))
     if not path.is_file():
-        raise CorruptError(f"{path}: missing")
+        raise CorruptError(f"{path}: missing", named)
     with storage_errors("reading", path):
         size = path.stat().st_size
     if size != record["size"]:
-        raise CorruptError(f"{path}: {size} bytes, committed were {record['size']}")
+        raise CorruptError(f"{path}: {size} bytes, committed were {record['size']}", named)
     if sha256_file(path) != record["sha256"]:
-        raise CorruptError(f"{path}: sha256 differs from what was committed; {_differing(path, record)}")
+        raise CorruptError(f"{path}: sha256 differs from what was committed; {_differing(path, record)}", named)
 
 
 def describe_shard(path: str | Path) -> ShardRecord:

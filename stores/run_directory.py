@@ -28,32 +28,24 @@ SHOWN_CHARACTERS = 60
 
 
 class RunDirectory:
-    """The paths and stores below one run directory. Everything but `prepare` needs the lock held by this process."""
+    """The paths and stores below one run directory. Everything but `prepare` needs the lock held by this process.
+
+    Nothing is touched by making one. Raises InputError when `path` is a bucket's address.
+    """
 
     def __init__(self, path: str | Path) -> None:
+        if "://" in str(path):
+            raise InputError(f"run_dir {path}: buckets cannot hold a run yet; give a directory")
         self.path = Path(path)
         self.manifest = self.path / "manifest.yaml"
         self.fingerprint = self.path / "fingerprint.json"
         self.staged = self.path / "staged"
         self.logs = self.path / "logs"
         self.report = self.path / "report.html"
-
-    @property
-    def ledger(self) -> Ledger:
-        return Ledger(self.path / "ledger")
-
-    @property
-    def statistics(self) -> StatisticsStore:
-        return StatisticsStore(self.path / "statistics.zarr")
-
-    @property
-    def activations(self) -> ActivationStore:
-        return ActivationStore(self.path / "activations.zarr")
-
-    @property
-    def lock(self) -> RunLock:
-        """A new lock object, not acquired."""
-        return RunLock(self.path / "lock")
+        self.ledger = Ledger(self.path / "ledger")
+        self.statistics = StatisticsStore(self.path / "statistics.zarr")
+        self.activations = ActivationStore(self.path / "activations.zarr")
+        self.lock = RunLock(self.path / "lock")
 
     def prepare(self, need_bytes: int = 0) -> None:
         """Creates the layout and tries a write.

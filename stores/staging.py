@@ -31,6 +31,8 @@ def write_staged(run_dir: Path, layer: int, tensors: Mapping[str, torch.Tensor])
 def read_staged(run_dir: Path, record: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a staged layer, each held against its digest. Raises CorruptError."""
     path = run_dir / record["path"]
+    if not path.is_file():
+        raise CorruptError(f"staged layer missing: {path}", record["path"])
     try:
         found = read_header(path)
     except InputError as error:
@@ -38,7 +40,9 @@ def read_staged(run_dir: Path, record: Mapping[str, Any]) -> dict[str, torch.Ten
     tensors = {}
     with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
         for name, committed in record["tensors"].items():
-            tensor = read_tensor(file, found[name]) if name in found else None
+            at = found.get(name)
+            described = (at.dtype, list(at.shape)) if at else None
+            tensor = read_tensor(file, at) if at and described == (committed["dtype"], committed["shape"]) else None
             if tensor is None or _digest(tensor) != committed["sha256"]:
                 raise CorruptError(
                     f"staged layer damaged: {path}: tensor {name} is not what was committed", record["path"]

@@ -14,9 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests import factories
 
+# The same examples in every run, no time limit for one (machines are shared), nothing kept on disk.
+settings.register_profile("lamina", derandomize=True, deadline=None, database=None)
+settings.load_profile("lamina")
 torch.set_num_threads(1)  # results do not depend on the machine's cores, and workers share them
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ Tap = Callable[[Tensor], None]
 
 
 class _Enough(Exception):
-    """Raised by the last tap when nobody needs the layer's output."""
+    """Raised when every tap was reached and nobody needs the layer's output."""
 
 
 class Block:
@@ -39,7 +40,8 @@ class Block:
         self.device = device
         with torch.device("meta"):
             self.module = LaminaDecoderLayer(config, layer)
-        placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+        known = self.module.state_dict().keys()  # old checkpoints hold buffers besides, such as rotary_emb.inv_freq
+        placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in known}
         self.module.load_state_dict(placed, strict=True, assign=True)
         self.module.eval().requires_grad_(False)
         self.rotary = LaminaRotaryEmbedding(config, device) if config.block["rotary"] else None
@@ -48,14 +50,15 @@ class Block:
     def run(self, hidden_BSD: Tensor, taps: Iterable[tuple[str, Tap]] = (), output: bool = True) -> Tensor | None:
         """The layer's output for hidden states of whole samples; None with `output` off, which ends at the last tap.
 
-        Raises NumericsError, naming layer and module, when the output is not finite.
+        Raises NumericsError, naming layer and module, when the output, or what attention scores, is not finite.
         """
-        with self._tapped(taps, stop=not output):
+        with self._watched() as finite, self._tapped(taps, stop=not output):
             try:
                 result_BSD = self._forward(hidden_BSD)
+                finite.append(torch.isfinite(result_BSD).all())
             except _Enough:
-                return None
-        if not torch.isfinite(result_BSD).all():
+                result_BSD = None
+        if not all(finite):
             raise NumericsError(self._blame(hidden_BSD))
         return result_BSD if output else None
 
@@ -65,24 +68,35 @@ class Block:
         return result
 
     @contextmanager
+    def _watched(self) -> Iterator[list[Tensor]]:
+        """Whether queries and keys are finite: attention kernels turn NaN scores into zeros without a word."""
+        finite: list[Tensor] = []
+        roles = (f"{role}_norm" if f"{role}_norm" in self.config.block["modules"] else role for role in ("q", "k"))
+        with ExitStack() as hooks:
+            for role in roles:
+                taps = [lambda values: finite.append(torch.isfinite(values).all())]
+                hooks.callback(_hook(self.module.role(role), "out", taps, lambda: None).remove)
+            yield finite
+
+    @contextmanager
     def _tapped(self, taps: Iterable[tuple[str, Tap]], stop: bool) -> Iterator[None]:
-        """Hooks the taps onto the modules of their roles; the one reached last ends the pass if `stop`."""
+        """Hooks the taps onto the modules of their roles; if `stop`, the pass ends when each has been reached."""
         resolved: dict[str, list[Tap]] = {}
         for point, tap in taps:
             resolved.setdefault(SHARED_INPUTS.get(point, point), []).append(tap)
-        order = [f"{role}.{side}" for role in self._run_order() for side in ("in", "out")]
-        final = max(resolved, key=order.index, default=None) if stop else None
+        awaited = set(resolved)
+
+        def reached(point: str) -> None:
+            awaited.discard(point)
+            if stop and not awaited:
+                raise _Enough
+
         with ExitStack() as hooks:
             for point, tap_list in resolved.items():
                 role, _, side = point.partition(".")
-                handle = _hook(self.module.role(role), side, tap_list, point == final)
+                handle = _hook(self.module.role(role), side, tap_list, partial(reached, point))
                 hooks.callback(handle.remove)
             yield
-
-    def _run_order(self) -> tuple[str, ...]:
-        mlp = ("mlp_norm", "gate", "up", "down")
-        attention = ("input_norm", "q", "k", "v", "q_norm", "k_norm", "o")
-        return attention + mlp
 
     def _blame(self, hidden_BSD: Tensor) -> str:
         """Runs again to find the first module whose output is not finite."""
@@ -93,8 +107,7 @@ class Block:
         def watch(role: str) -> Tap:
             return lambda values: bad.append(role) if not torch.isfinite(values).all() else None
 
-        roles = [role for role in self._run_order() if role in self.config.block["modules"]]
-        with self._tapped([(f"{role}.out", watch(role)) for role in roles], stop=False):
+        with self._tapped([(f"{role}.out", watch(role)) for role in self.config.block["modules"]], stop=False):
             self._forward(hidden_BSD)
         where = self.config.block["modules"][bad[0]] if bad else "the residual sum"
         return (
@@ -103,12 +116,11 @@ class Block:
         )
 
 
-def _hook(module: nn.Module, side: str, taps: list[Tap], last: bool) -> Any:
+def _hook(module: nn.Module, side: str, taps: list[Tap], reached: Callable[[], None]) -> Any:
     def see(values: Tensor) -> None:
         for tap in taps:
             tap(values)
-        if last:
-            raise _Enough
+        reached()
 
     if side == "in":
         return module.register_forward_pre_hook(lambda _, arguments: see(arguments[0]))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +20,7 @@ class Exchange(Protocol):
         ...
 
     def get(self, handle: Any) -> dict[str, Tensor]:
-        """The tensors behind a handle, on the CPU; not to be written to. Raises LostError when their holder is gone."""
+        """The tensors of a handle, on the CPU; not to be written to. Raises LostInputError: their holder is gone."""
         ...
 
 
@@ -48,12 +48,7 @@ def pack(tensors: Mapping[str, Tensor]) -> Packed:
 
 def unpack(packed: Packed) -> dict[str, Tensor]:
     """The tensors of `pack`. They may share read-only memory: not to be written to."""
-    tensors = {}
-    for name, (dtype, array) in packed.items():
-        readable: np.ndarray[Any, Any] = array
-        tensors[name] = (
-            torch.from_numpy(readable).view(getattr(torch, dtype))
-            if readable.size
-            else torch.from_numpy(readable.copy())
-        )
-    return tensors
+    with warnings.catch_warnings():
+        # What Ray gives is read-only, which torch cannot express.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+        return {name: torch.from_numpy(array).view(getattr(torch, dtype)) for name, (dtype, array) in packed.items()}

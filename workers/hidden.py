@@ -35,8 +35,11 @@ class _InMemory:
 class Collector:
     """Takes a shard's outputs micro-batch by micro-batch, to memory, to the store, or to both."""
 
-    def __init__(self, shape_MSD: tuple[int, int, int], dtype: torch.dtype, writer: Any, in_memory: bool) -> None:
+    def __init__(
+        self, shape_MSD: tuple[int, int, int], dtype: torch.dtype, writer: Any, in_memory: bool, spilled: bool
+    ) -> None:
         self.writer = writer
+        self.spilled = spilled  # written for want of memory only: nobody else will name it
         self.hidden_MSD = torch.empty(shape_MSD, dtype=dtype) if in_memory else None
         self.filled = 0
 
@@ -62,6 +65,7 @@ class HiddenStates:
         self.store = store
         self.limit_bytes = limit_bytes
         self.held: dict[Place, Slices] = {}
+        self.spilled: dict[Place, Mapping[str, Any]] = {}
 
     def get(self, place: Place) -> Slices | None:
         """What is held, if anything."""
@@ -80,19 +84,38 @@ class HiddenStates:
         fits = self._bytes_in_memory() + nbytes <= self.limit_bytes
         lineage, layer, shard = place
         writer = self.store.writer(lineage, layer, shard, shape_MSD, dtype, batch) if store or not fits else None
-        return Collector(shape_MSD, dtype, writer, in_memory=fits)
+        return Collector(shape_MSD, dtype, writer, in_memory=fits, spilled=not store and not fits)
 
     def keep(self, place: Place, collector: Collector) -> Mapping[str, Any] | None:
         """Holds what was collected instead of anything older of the shard. Returns the record if it was stored."""
         record = collector.finish()
         lineage, _, shard = place
-        self.held = {other: slices for other, slices in self.held.items() if other[2] != shard and other[0] == lineage}
+        self._release([other for other in self.held if other[2] == shard or other[0] != lineage])
         if collector.hidden_MSD is not None:
             self.held[place] = _InMemory(collector.hidden_MSD)
         else:
             assert record is not None
             self.held[place] = self.store.open(record)
+            if collector.spilled:
+                self.spilled[place] = record
         return record
+
+    def release_before(self, lineage: str, layer: int) -> None:
+        """Lets go of what is older than a committed layer: shards that another worker has taken over."""
+        self._release([place for place in self.held if place[0] == lineage and place[1] < layer])
+
+    def _release(self, places: list[Place]) -> None:
+        for place in places:
+            del self.held[place]
+            if place in self.spilled:
+                self.store.drop(self.spilled.pop(place))
+
+    def forget(self, path: str) -> bool:
+        """Lets go of everything, as some of it is corrupt. Returns whether `path` was known to nobody else."""
+        own = any(record["path"] == path for record in self.spilled.values())
+        self.held.clear()
+        self.spilled.clear()
+        return own
 
     def _bytes_in_memory(self) -> int:
         return sum(slices.hidden_MSD.nbytes for slices in self.held.values() if isinstance(slices, _InMemory))

@@ -56,8 +56,8 @@ class LayerReader:
 
     def _source_block(self, layer: int) -> Block:
         if self.ahead is not None and self.ahead[0] == layer:
-            tensors = self.ahead[1].result()
-            self.ahead = None
+            ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
+            tensors = ahead.result()
         else:
             tensors = self._read_layer(layer)
         return Block(self.config, layer, tensors, self.device)
@@ -69,18 +69,23 @@ class LayerReader:
         return Block(config, layer, self._relative(layer, tensors), self.device)
 
     def _read_layer(self, layer: int) -> dict[str, Tensor]:
-        names = [name for name in self.setup.layer_names(layer) if name in self.setup.source.tensors]
+        prefix = f"{self.setup.geometry.layers_path}.{layer}."
+        names = [name for name in self.setup.source.tensors if name.startswith(prefix)]
         return self._relative(layer, self._read(names))
 
     def _read(self, names: list[str]) -> dict[str, Tensor]:
         tensors = self.setup.source.read(names)
         for name, tensor in tensors.items():
             _require_finite(name, tensor, "source")
-        return {name: tensor.to(self.setup.dtype) for name, tensor in tensors.items()}
+        return {name: self._converted(tensor) for name, tensor in tensors.items()}
 
     def _relative(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         prefix = f"{self.setup.geometry.layers_path}.{layer}."
-        return {name.removeprefix(prefix): tensor.to(self.setup.dtype) for name, tensor in tensors.items()}
+        return {name.removeprefix(prefix): self._converted(tensor) for name, tensor in tensors.items()}
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        """In the forward's dtype; indices stay as they are."""
+        return tensor.to(self.setup.dtype) if tensor.is_floating_point() else tensor
 
 
 def _require_finite(name: str, tensor: Tensor, where: str) -> None:

@@ -1,7 +1,7 @@
 """The pool of Ray actors: who gets which unit, and what happens when one dies.
 
-A shard's forward units go to the worker that holds its hidden states; every other unit goes to whoever is least busy.
-A lost worker's units are queued again, and another worker is started in its place.
+Units wait here until a worker has room. A shard's forward units go to the worker that holds its hidden states; a worker
+with nothing to do takes a shard over from one that has more. A lost worker's units wait again, and another is started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
@@ -29,7 +29,7 @@ DEPTH = 2  # units given to a worker at a time, so that it never waits for the d
 MAX_FAILURES = 3
 POLL_SECONDS = 0.5  # how soon a signal is noticed
 START_WARNING_SECONDS = 60.0
-LOST = (RayActorError, WorkerCrashedError)
+LOST = (RayActorError, WorkerCrashedError, ObjectLostError, OutOfMemoryError)
 
 
 @dataclass
@@ -39,24 +39,24 @@ class _Member:
     live: bool = False
     where: dict[str, Any] = field(default_factory=dict)
     shards: set[int] = field(default_factory=set)
-    queue: deque[Unit] = field(default_factory=deque)
     running: dict[Any, Unit] = field(default_factory=dict)
-
-    @property
-    def load(self) -> int:
-        return len(self.queue) + len(self.running)
 
 
 def connect(address: str | None, workers: Workers) -> str:
     """Joins a running Ray cluster, or starts one on this machine that listens on loopback only. Returns its address.
+
+    A process that is connected stays so.
 
     An address may also come from RAY_ADDRESS, as under `ray job submit`.
 
     Raises:
         InputError: no cluster answers, or this machine has not what one worker asks for.
     """
+    if ray.is_initialized():
+        return str(ray.get_runtime_context().gcs_address)
     found = address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads starve the other workers of the machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         if found:
@@ -145,8 +145,6 @@ class RayPool:
     def drain(self) -> None:
         """Waits for what runs, forgets everything submitted."""
         self.waiting.clear()
-        for member in self.members:
-            member.queue.clear()
         while any(member.running for member in self.members):
             if self.stop.is_set():
                 raise Interrupted("stopped by a signal; run the same command again to go on")
@@ -156,11 +154,9 @@ class RayPool:
 
     def busy(self) -> dict[str, str]:
         """Worker -> the unit it is at, for the status."""
-        return {
-            _name(member): next(iter(list(member.running.values()))).key
-            for member in list(self.members)
-            if member.running
-        }
+        # Called from another thread: what was running may be done a moment later.
+        running = {_name(member): list(member.running.values()) for member in list(self.members)}
+        return {name: units[0].key for name, units in running.items() if units}
 
     def close(self) -> None:
         """Ends all workers."""
@@ -207,12 +203,14 @@ class RayPool:
         except RayTaskError as error:
             unit = member.running.pop(ref, None)
             what = unit.key if unit else "starting a worker"
-            raise WorkerError(f"{what}: {error.cause or error}\n{error.traceback_str}") from None
+            raise WorkerError(f"{what}: {error}") from None
         else:
             if ref == member.ready:
                 member.live, member.where = True, value
+                del self.failures["start"]
                 return
             unit = member.running.pop(ref)
+            del self.failures[unit.key]
             self._account(member, unit, value)
             self.finished.append((unit, value))
 
@@ -225,7 +223,8 @@ class RayPool:
     def _replace(self, member: _Member, error: Exception) -> None:
         """Queues a dead worker's units again and starts another."""
         self.members.remove(member)
-        lost = [*member.running.values(), *member.queue]
+        ray.kill(member.actor)  # only its result may be gone; its shards are somebody else's now
+        lost = list(member.running.values())
         for unit in member.running.values():
             self.failures[unit.key] += 1
             if self.failures[unit.key] >= MAX_FAILURES:
@@ -241,26 +240,43 @@ class RayPool:
     # -- units -------------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
+        """Gives units to the workers that have room, one each in turn, the least busy first."""
         live = [member for member in self.members if member.live]
-        if not live:
-            return
-        while self.waiting:
-            unit = self.waiting.popleft()
-            self._choose(unit, live).queue.append(unit)
-        for member in live:
-            while member.queue and len(member.running) < DEPTH:
-                unit = member.queue.popleft()
-                member.running[member.actor.execute.remote(unit)] = unit
+        given = True
+        while given and self.waiting:
+            given = False
+            for member in sorted(live, key=lambda member: len(member.running)):
+                index = self._choose(member, live) if len(member.running) < DEPTH else None
+                if index is not None:
+                    self._give(member, live, index)
+                    given = True
 
-    def _choose(self, unit: Unit, live: list[_Member]) -> _Member:
-        if not isinstance(unit, (Forward, Score)):
-            return min(live, key=lambda member: member.load)
-        for member in live:
-            if unit.shard in member.shards:
-                return member
-        chosen = min(live, key=lambda member: len(member.shards))
-        chosen.shards.add(unit.shard)
-        return chosen
+    def _choose(self, member: _Member, live: list[_Member]) -> int | None:
+        """Which waiting unit a worker should do.
+
+        One of its own shards or of no shard; else one of a shard that nobody holds; else, so that those who join late
+        have something to do, one of a worker that holds at least two shards more.
+        """
+        holders = {shard: other for other in live for shard in other.shards}
+        new = taken_over = None
+        for index, unit in enumerate(self.waiting):
+            holder = holders.get(unit.shard) if isinstance(unit, (Forward, Score)) else member
+            if holder is member:
+                return index
+            if holder is None:
+                new = index if new is None else new
+            elif taken_over is None and len(holder.shards) > len(member.shards) + 1:
+                taken_over = index
+        return taken_over if new is None else new
+
+    def _give(self, member: _Member, live: list[_Member], index: int) -> None:
+        unit = self.waiting[index]
+        del self.waiting[index]
+        if isinstance(unit, (Forward, Score)):
+            for other in live:
+                other.shards.discard(unit.shard)
+            member.shards.add(unit.shard)
+        member.running[member.actor.execute.remote(unit)] = unit
 
 
 def _name(member: _Member) -> str:

@@ -42,10 +42,6 @@ class Setup:
     hidden_bytes: int
     manifest: Manifest | None = None
 
-    def layer_names(self, layer: int) -> list[str]:
-        """The names of a dense layer's tensors that the model has."""
-        return [name for name, _ in self.geometry.layer_tensors(layer).values()]
-
     def shard_range(self, shard: int, samples: int) -> tuple[int, int]:
         """First and one past the last sample of a shard; sizes differ by at most one."""
         return shard * samples // self.shards, (shard + 1) * samples // self.shards

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manifests.errors import NumericsError
+from manifests.errors import CorruptError, LostInputError, NumericsError
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
-from pipeline.methods.method import Moment
+from pipeline.methods.method import Group, Measuring, Moment
 from pipeline.methods.registry import build_methods
-from pipeline.ports import Forward, ForwardDone, Reduce, Score, Solve, SolveDone, Unit, Write
+from pipeline.ports import Forward, ForwardDone, Measure, Reduce, Score, Solve, SolveDone, Unit, Write
 from stores.activations import ActivationStore
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
-from workers.block import Tap, final_norm
+from workers.block import Tap
+from workers.ends import embedding, head
 from workers.exchange import Exchange
 from workers.hidden import Collector, HiddenStates, Slices
 from workers.layers import LayerReader
@@ -53,16 +54,24 @@ class Worker:
         Raises:
             NumericsError: NaN or infinity, naming layer and tensor.
             CorruptError: stored data that was read is damaged.
+            LostInputError: hidden states that only this worker had are damaged.
             StorageError: a write failed.
         """
         handlers: dict[type, Callable[[Any], Any]] = {
             Forward: self._forward,
             Reduce: self._reduce,
+            Measure: self._measure,
             Solve: self._solve,
             Write: self._write,
             Score: self._score,
         }
-        return handlers[type(unit)](unit)
+        try:
+            return handlers[type(unit)](unit)
+        except CorruptError as error:
+            # Or the next attempt would read the same.
+            if self.hidden.forget(error.path):
+                raise LostInputError(f"{unit.key}: spilled hidden states are damaged: {error}") from error
+            raise
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -97,6 +106,7 @@ class Worker:
 
         The way back ends at `unit.base`, whose inputs are in the store, or are the embeddings if it is 0.
         """
+        self.hidden.release_before(unit.lineage, unit.base)
         nearest = layer
         while (held := self.hidden.get((unit.lineage, nearest, unit.shard))) is None and nearest > unit.base:
             nearest -= 1
@@ -113,10 +123,10 @@ class Worker:
         if unit.base != 0:
             raise AssertionError(f"{unit.key}: no committed hidden states for layer {unit.base}")
         collector = self._collector(place, store=False)
-        embed = self._embedding()
+        embed = embedding(self.layers)
         first, _ = self._range(unit.shard)
         for start, stop in self._micro_batches(unit.shard):
-            collector.append(embed(first + start, first + stop))
+            collector.append(embed(self._tokens(first + start, first + stop)))
         self.hidden.keep(place, collector)
         held = self.hidden.get(place)
         assert held is not None
@@ -136,22 +146,6 @@ class Worker:
         held = self.hidden.get(place)
         assert held is not None
         return held
-
-    def _embedding(self) -> Callable[[int, int], Tensor]:
-        block = self.setup.config["block"]
-        name = f"{block['embed']}.weight"
-        positions = f"{block['positions']['module']}.weight" if block["positions"] else None
-        tensors = self.layers.outer(name, *([positions] if positions else []))
-
-        def embed(start: int, stop: int) -> Tensor:
-            ids_BS = self._tokens(start, stop)
-            hidden_BSD = functional.embedding(ids_BS, tensors[name])
-            if positions:
-                offset = block["positions"]["offset"]
-                hidden_BSD = hidden_BSD + tensors[positions][offset : offset + ids_BS.shape[1]]
-            return hidden_BSD
-
-        return embed
 
     def _tap(self, layer: int, moment: Moment, totals: dict[Moment, Tensor]) -> Tap:
         def add(values: Tensor) -> None:
@@ -175,30 +169,38 @@ class Worker:
         assert total is not None
         return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", total)
 
-    def _solve(self, unit: Solve) -> SolveDone:
-        group, geometry = unit.task.group, self.setup.geometry
+    def _measure(self, unit: Measure) -> Any:
+        method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
+        assert isinstance(method, Measuring)
+        with self._computing():
+            return method.measure(unit.task.group, self.setup.geometry, weights)
+
+    def _group_weights(self, group: Group) -> dict[str, Tensor]:
+        """`role.weight` / `role.bias` of a group's roles."""
         names = {
             key: name
-            for key, (name, _) in geometry.layer_tensors(group.layer).items()
+            for key, (name, _) in self.setup.geometry.layer_tensors(group.layer).items()
             if key.partition(".")[0] in group.roles
         }
-        weights = self.layers.dense_weights(group.layer, names)
+        return self.layers.dense_weights(group.layer, names)
+
+    def _solve(self, unit: Solve) -> SolveDone:
+        group, geometry = unit.task.group, self.setup.geometry
+        weights = self._group_weights(group)
         moments = {moment: self.statistics.read(record).to(self.device) for moment, record in unit.statistics.items()}
         method = self.methods[unit.task.method]
         with self._computing():
             solution = method.compress(group, geometry, weights, moments, unit.ranks)
-        factors = {key: tensor.to(_stored_dtype(key, weights)) for key, tensor in solution.tensors.items()}
+        factors = {
+            geometry.tensor_name(group.layer, key, group.roles): tensor.to(_stored_dtype(key, tensor, weights))
+            for key, tensor in solution.tensors.items()
+        }
         return SolveDone(self.exchange.put(factors), solution.forms, solution.report)
 
     def _write(self, unit: Write) -> Any:
         geometry, source = self.setup.geometry, self.setup.source
-        factors = {key: tensor for handle in unit.factors for key, tensor in self.exchange.get(handle).items()}
-        solved = {key.partition(".")[0] for key in factors}
-        tensors = {}
-        for key, tensor in factors.items():
-            role, _, part = key.partition(".")
-            tensors[f"{geometry.path(unit.layer, role)}.{part}"] = tensor
-        claimed = {geometry.path(unit.layer, role) + "." for role in solved}
+        tensors = {name: tensor for handle in unit.factors for name, tensor in self.exchange.get(handle).items()}
+        claimed = {geometry.path(unit.layer, role) + "." for role in unit.roles}
         prefix = f"{geometry.layers_path}.{unit.layer}."
         copied = [
             name
@@ -212,27 +214,15 @@ class Worker:
 
     def _score(self, unit: Score) -> tuple[float, int]:
         inputs = self._inputs(unit, unit.layer)
-        block = self.setup.config["block"]
-        head = block["embed"] if self.setup.geometry.tied else block["head"]
-        parts = (
-            f"{block['final_norm']}.weight",
-            f"{block['final_norm']}.bias",
-            f"{head}.weight",
-            f"{block['head']}.bias",
-        )
-        tensors = self.layers.outer(*parts)
-        norm = final_norm(
-            self.layers.config, {name.rpartition(".")[2]: tensors[name] for name in parts[:2] if name in tensors}
-        )
+        logits = head(self.layers)
         first, _ = self._range(unit.shard)
         total, count = 0.0, 0
         for start, stop in self._micro_batches(unit.shard):
-            hidden_BSD = norm(inputs.read(start, stop).to(self.device))[:, :-1].flatten(0, 1)
+            hidden_TD = inputs.read(start, stop).to(self.device)[:, :-1].flatten(0, 1)
             target_T = self._tokens(first + start, first + stop)[:, 1:].flatten()
             for rows in range(0, len(target_T), ROWS_PER_LOGITS):
                 part = slice(rows, rows + ROWS_PER_LOGITS)
-                logits_TV = functional.linear(hidden_BSD[part], tensors[parts[2]], tensors.get(parts[3])).float()
-                loss_T = functional.cross_entropy(logits_TV, target_T[part], reduction="none")
+                loss_T = functional.cross_entropy(logits(hidden_TD[part]), target_T[part], reduction="none")
                 if not torch.isfinite(loss_T).all():
                     raise NumericsError("evaluation: the logits hold NaN or infinity")
                 total += loss_T.double().sum().item()
@@ -277,6 +267,8 @@ class Worker:
         return self.hidden.collector(place, shape_MSD, self.setup.dtype, store, self.setup.micro_batch)
 
 
-def _stored_dtype(key: str, weights: Mapping[str, Tensor]) -> torch.dtype:
-    """A factor is stored in the dtype of the weight it comes from."""
-    return weights[f"{key.partition('.')[0]}.weight"].dtype
+def _stored_dtype(key: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> torch.dtype:
+    """A factor is stored in the dtype of its role's weight, a group's in that of its first one; integers stay."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return weights.get(f"{key.partition('.')[0]}.weight", next(iter(weights.values()))).dtype

@@ -1,0 +1,107 @@
+"""`make quickstart`: train a small model, compress it at three sizes with the real commands, compare what comes out."""
+
+from __future__ import annotations
+
+import os
+
+# Idle threads sleep instead of spinning: on a machine that does other work as well, training is several times faster.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deploy.quickstart.model import Recipe, make_model
+
+MANIFEST = Path("manifests/quickstart.yaml")
+FOLDER = Path("runs/quickstart")
+KEEPS = (0.9, 0.8, 0.6)
+PROMPT = "Anna had four cups. She gave"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    perplexity: float
+    num_bytes: int
+    text: str
+
+
+def main() -> int:
+    argparse.ArgumentParser(prog="python -m deploy.quickstart", description=__doc__).parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    if not MANIFEST.is_file():
+        print(f"quickstart: {MANIFEST} is not here; run it in the root of the repository", file=sys.stderr)
+        return 2
+    model = FOLDER / "model"
+    recipe = Recipe()
+    if not model.is_dir():
+        print(f"Training a small model into {model}: {recipe.num_steps} steps, 1 to 2 minutes on two cores", flush=True)
+        started = time.monotonic()
+        make_model(FOLDER, recipe, lambda line: print(line, flush=True))
+        print(f"Trained in {time.monotonic() - started:.0f} s", flush=True)
+    try:
+        rows = [_measure("dense", model, recipe.window_tokens)]
+        for keep in KEEPS:
+            output = FOLDER / f"keep{round(100 * keep)}"
+            _compress(keep, output)
+            rows.append(_measure(f"keep {keep}", output, recipe.window_tokens))
+    except subprocess.CalledProcessError as error:
+        print(f"quickstart: exit code {error.returncode} from: {' '.join(error.cmd)}", file=sys.stderr)
+        return int(error.returncode) if error.returncode > 0 else 1
+    Console(markup=False, highlight=False).print(table_of(rows))
+    return 0
+
+
+def _compress(keep: float, output: Path) -> None:
+    settings = {"budget.keep": keep, "output": output, "run_dir": output.with_suffix(".run")}
+    options = [part for field, value in settings.items() for part in ("--set", f"{field}={value}")]
+    command = [sys.executable, "-m", "pipeline.run", str(MANIFEST), *options]
+    print("$", " ".join(["python", *command[1:]]), flush=True)
+    subprocess.run(command, check=True)
+
+
+def _measure(name: str, model: Path, window_tokens: int) -> Row:
+    command = [sys.executable, "-m", "pipeline.evaluate", str(model), "--text", str(FOLDER / "evaluation.txt")]
+    command += ["--window", str(window_tokens), "--json"]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    return Row(name, json.loads(result.stdout)["perplexity"], num_bytes, continue_prompt(model))
+
+
+def continue_prompt(directory: Path) -> str:
+    """The rest of the line that begins with PROMPT, greedily."""
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    with torch.inference_mode():
+        tokens_BS = model.generate(**prompt, max_new_tokens=60, do_sample=False)
+    return str(tokenizer.decode(tokens_BS[0], skip_special_tokens=True)).splitlines()[0]
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table(title="The same model at four sizes", show_lines=True)
+    for heading in ("", "perplexity", "stored bytes", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("text, greedy")
+    for row in rows:
+        ratio = row.num_bytes / rows[0].num_bytes
+        table.add_row(row.name, f"{row.perplexity:.3f}", f"{row.num_bytes:,}", f"{ratio:.3f}", row.text)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
 LINEAR_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -23,6 +24,7 @@ class Family:
         biases: role -> True, or the name of the config field that says whether the module has a bias.
         fields: standard config name -> this family's name for it, or a constant (`= value` when not a string).
         requires: config field -> the only value that is supported.
+        windows: which of `sliding_window` and `layer_types` the family heeds; others carry them without effect.
     """
 
     model_type: str
@@ -39,11 +41,16 @@ class Family:
     biases: Mapping[str, bool | str] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Any] = field(default_factory=dict)
+    windows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The numbers of one model of a family; everything about shapes and names that planning and solving need."""
+    """The numbers of one model of a family; everything about shapes and names that planning and solving need.
+
+    Attributes:
+        bits: of a stored number, by which indices are counted.
+    """
 
     model_type: str
     num_layers: int
@@ -59,6 +66,7 @@ class Geometry:
     biases: frozenset[str]
     layer_norm: bool
     outer: tuple[tuple[str, tuple[int, ...]], ...]
+    bits: int = 16
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -88,6 +96,19 @@ class Geometry:
     def path(self, layer: int, role: str) -> str:
         """Module path of a role in a layer, as the checkpoint names it."""
         return f"{self.layers_path}.{layer}.{dict(self.modules)[role]}"
+
+    def group_path(self, layer: int, roles: tuple[str, ...], name: str) -> str:
+        """Module path of what several roles share: below the deepest module that holds them all, or where that is the
+        layer itself, below `NAME_factors`."""
+        parents = [dict(self.modules)[role].split(".")[:-1] for role in roles]
+        shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))]
+        return ".".join([self.layers_path, str(layer), *(shared or [f"{name}_factors"])])
+
+    def tensor_name(self, layer: int, key: str, roles: tuple[str, ...]) -> str:
+        """Checkpoint name of `ROLE.PART`, or of `GROUP.PART` for the group of `roles`."""
+        owner, _, part = key.partition(".")
+        path = self.path(layer, owner) if owner in self.roles else self.group_path(layer, roles, owner)
+        return f"{path}.{part}"
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """`role.weight` / `role.bias` -> (tensor name in the checkpoint, shape), for one layer."""

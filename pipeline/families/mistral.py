@@ -3,4 +3,4 @@
 from pipeline.families.family import Family
 from pipeline.families.llama import MODULES
 
-FAMILY = Family(model_type="mistral", modules=MODULES)
+FAMILY = Family(model_type="mistral", modules=MODULES, windows=("sliding_window",))

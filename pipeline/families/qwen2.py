@@ -3,4 +3,9 @@
 from pipeline.families.family import Family
 from pipeline.families.llama import MODULES
 
-FAMILY = Family(model_type="qwen2", modules=MODULES, biases=dict.fromkeys(("q", "k", "v"), True))
+FAMILY = Family(
+    model_type="qwen2",
+    modules=MODULES,
+    biases=dict.fromkeys(("q", "k", "v"), True),
+    windows=("sliding_window", "layer_types"),
+)

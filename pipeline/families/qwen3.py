@@ -7,4 +7,5 @@ FAMILY = Family(
     model_type="qwen3",
     modules=MODULES | {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"},
     biases=ATTENTION_BIAS,
+    windows=("sliding_window", "layer_types"),
 )

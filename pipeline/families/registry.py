@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from manifests.errors import InputError
 from pipeline.families import gptj, llama, mistral, opt, qwen2, qwen3
@@ -30,6 +34,8 @@ POSITIVE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
 )  # fmt: skip
+MAX_LAYERS = 10_000  # a config makes lists of this length
+MAX_SIZE = 2**31
 
 
 def supported_families() -> tuple[str, ...]:
@@ -48,13 +54,15 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("intermediate_size", "num_key_value_heads", "hidden_act", "norm_eps", "initializer_range"):
         standard[name] = _field(family, source, name, "rms_norm_eps" if name == "norm_eps" else name)
     standard["attention_dropout"] = 0.0
-    standard["head_dim"] = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+    standard["head_dim"] = getattr(source, "head_dim", None) or source.hidden_size // max(1, source.num_attention_heads)
     if standard["intermediate_size"] is None:  # GPT-J writes null for four times the hidden size
         standard["intermediate_size"] = 4 * source.hidden_size
-    _check_numbers(standard)
+    _check_fields(standard)
     standard["rope_parameters"] = _rope_parameters(family, source, standard["head_dim"])
-    standard["sliding_window"] = getattr(source, "sliding_window", None)
-    standard["layer_types"] = getattr(source, "layer_types", None)
+    for name in ("sliding_window", "layer_types"):
+        standard[name] = getattr(source, name, None) if name in family.windows else None
+    if standard["sliding_window"] is not None and standard["sliding_window"] < 1:
+        raise InputError(f"config.json: sliding_window: {standard['sliding_window']} is no positive integer")
     standard["source_model_type"] = family.model_type
     standard["block"] = _block(family, source)
     standard["forms"] = [{} for _ in range(source.num_hidden_layers)]
@@ -116,11 +124,17 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise InputError(f"config.json: model_type {model_type!r} is not supported; supported: {supported_families()}")
-    fields = {name: value for name, value in config.items() if name != "model_type"}
+    # A copy: transformers fills in what is missing inside of it.
+    fields = copy.deepcopy({name: value for name, value in config.items() if name != "model_type"})
+    for name in ("num_hidden_layers", "n_layer"):
+        if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
+            raise InputError(f"config.json: {name}: {fields[name]} is beyond {MAX_LAYERS}")
     try:
         source = AutoConfig.for_model(family.model_type, **fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        raise InputError(f"config.json: not a valid {family.model_type} config: {error}") from error
+        sizes = [f"{name}: {config[name]!r}" for name in POSITIVE_FIELDS if config.get(name) in (0, False)]
+        cause = f"{error}{'; zero: ' if sizes else ''}{', '.join(sizes)}"
+        raise InputError(f"config.json: not a valid {family.model_type} config: {cause}") from error
     for name, needed in family.requires.items():
         given = getattr(source, name, needed)
         if given != needed:
@@ -135,17 +149,21 @@ def _field(family: Family, source: PreTrainedConfig, name: str, default_name: st
     return getattr(source, given) if isinstance(given, str) else given
 
 
-def _check_numbers(standard: Mapping[str, Any]) -> None:
+def _check_fields(standard: Mapping[str, Any]) -> None:
     faults = [
-        f"{name}: {standard[name]!r} is no positive integer"
+        f"{name}: {standard[name]!r} is no positive integer below {MAX_SIZE}"
         for name in POSITIVE_FIELDS
-        if not isinstance(standard[name], int) or isinstance(standard[name], bool) or standard[name] < 1
+        if not isinstance(standard[name], int) or isinstance(standard[name], bool) or not 1 <= standard[name] < MAX_SIZE
     ]
     if not faults and standard["num_attention_heads"] % standard["num_key_value_heads"]:
         faults.append(
             f"num_attention_heads: {standard['num_attention_heads']} is no multiple of "
             f"num_key_value_heads: {standard['num_key_value_heads']}"
         )
+    if not (isinstance(standard["norm_eps"], float | int) and 0.0 <= standard["norm_eps"] < math.inf):
+        faults.append(f"norm epsilon: {standard['norm_eps']!r} is no number from 0")
+    if standard["hidden_act"] not in ACT2FN:
+        faults.append(f"activation: {standard['hidden_act']!r} is none that transformers knows")
     if faults:
         raise InputError("config.json:\n  " + "\n  ".join(faults))
 
@@ -154,10 +172,21 @@ def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) ->
     if family.rotary is None:
         return None
     rope = getattr(source, "rope_parameters", None)
-    if rope:
-        return dict(rope)
-    rotary_dim = getattr(source, "rotary_dim", None) or head_dim
-    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary_dim / head_dim}
+    if not rope:
+        rotary_dim = getattr(source, "rotary_dim", head_dim)
+        if not 1 <= rotary_dim <= head_dim or rotary_dim % 2:
+            raise InputError(f"config.json: rotary_dim: {rotary_dim} is not even and within 2 to {head_dim}")
+        return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary_dim / head_dim}
+    if rope.get("rope_type") not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise InputError(
+            f"config.json: rope_type: {rope.get('rope_type')!r} is not one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+        )
+    theta = rope.get("rope_theta")
+    if not isinstance(theta, float | int) or not 0.0 < theta < math.inf:
+        raise InputError(f"config.json: rope_theta: {theta!r} is no positive number")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:  # transformers' own models of these families disagree on it
+        raise InputError(f"config.json: partial_rotary_factor is not supported for {family.model_type}")
+    return dict(rope)
 
 
 def _block(family: Family, source: PreTrainedConfig) -> dict[str, Any]:

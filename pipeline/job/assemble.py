@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import lamina.modeling_lamina
+from lamina.modeling_lamina import LaminaConfig
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError
-from pipeline.families.family import Geometry
 from pipeline.families.registry import checkpoint_config
 from pipeline.job.inputs import Inputs
+from pipeline.methods.registry import config_fields
 from pipeline.ports import Journal, Record
-from stores.checkpoint import copy_shard, describe_shard, link_or_copy, write_index
-from stores.durable import fsync_directory, sha256_file, write_durably
+from stores.checkpoint import copy_shard, describe_shard, link_or_copy, verify_shard, write_index
+from stores.durable import fsync_directory, sha256_file, sweep_partials, write_durably
 from stores.headers import DTYPES
 from stores.source import INDEX_FILE
 
@@ -84,7 +85,11 @@ class Assembler:
         self.output = Path(inputs.manifest.output)
 
     def run(self) -> dict[str, Any]:
-        """Writes everything, the index last; returns the contract (compression.json)."""
+        """Writes everything, the index last; returns the contract (compression.json).
+
+        Raises CorruptError when a staged layer is not what was committed; its entry is taken back.
+        """
+        self._check_staged()
         self.output.mkdir(parents=True, exist_ok=True)
         plans = plan_shards(self.inputs)
         self._remove_strays(plans)
@@ -100,9 +105,24 @@ class Assembler:
         write_index(self.output, weight_map, counts["bytes"]["compressed"], counts["parameters"]["compressed"])
         return contract
 
+    def _check_staged(self) -> None:
+        """Holds every staged layer against its entry, before anything of OUTPUT is touched."""
+        damaged = []
+        for layer in range(self.inputs.geometry.num_layers):
+            entry = self.journal.get(f"layer/{layer:05d}")
+            try:
+                if entry is not None:
+                    verify_shard(self.run_dir / entry["staged"]["path"], entry["staged"])
+            except CorruptError as error:
+                self.journal.retract(f"layer/{layer:05d}")
+                damaged.append(str(error))
+        if damaged:
+            raise CorruptError(f"{'; '.join(damaged)}; run the same command again: these layers are computed anew")
+
     def _remove_strays(self, plans: Sequence[ShardPlan]) -> None:
-        """Shards of an earlier, other job; its index goes first."""
+        """Shards of an earlier, other job, its index first; and what a killed run left half written."""
         (self.output / INDEX_FILE).unlink(missing_ok=True)
+        sweep_partials(self.output)
         fsync_directory(self.output)
         expected = {plan.name for plan in plans}
         for path in self.output.glob("model-*.safetensors"):
@@ -135,24 +155,21 @@ class Assembler:
         return [entry["forms"] if entry else {} for entry in entries]
 
     def _config(self) -> dict[str, Any]:
-        return checkpoint_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
+        config = checkpoint_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
+        return config | config_fields(self.inputs.methods)
 
     def _contract(self, plans: Sequence[ShardPlan], records: Mapping[str, Record]) -> dict[str, Any]:
         geometry, forms = self.inputs.geometry, self._forms()
         owners = {(task.group.layer, role): task for task in self.inputs.tasks for role in task.group.roles}
         tensors: dict[str, Any] = {}
         for plan in plans:
-            roles = _roles_of_layer(geometry, plan.layer) if plan.layer is not None else {}
+            places = {} if plan.layer is None else self._places(plan.layer, forms[plan.layer])
             for name, described in records[plan.name]["tensors"].items():
-                role = next((role for path, role in roles.items() if name.startswith(path)), None)
-                task = owners.get((plan.layer, role)) if plan.layer is not None and role else None
-                form = (
-                    forms[plan.layer].get(role, {"form": "dense"})
-                    if plan.layer is not None and role
-                    else {"form": "dense"}
-                )
+                role = next((role for path, role in places.items() if name.startswith(path)), None)
+                task = None if plan.layer is None or role is None else owners.get((plan.layer, role))
+                form = None if plan.layer is None or role is None else forms[plan.layer].get(role)
                 origin = self.inputs.methods[task.method].name if task else "copied"
-                tensors[name] = {**described, **form, "origin": origin, "shard": plan.name}
+                tensors[name] = {**described, **(form or {"form": "dense"}), "origin": origin, "shard": plan.name}
         return {
             "version": CONTRACT_VERSION,
             "code_version": VERSION,
@@ -168,7 +185,29 @@ class Assembler:
             "counts": count(self.inputs, tensors, forms),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
             "shards": {name: {key: record[key] for key in ("size", "sha256")} for name, record in records.items()},
+            "claimed": self._claimed(),
             "tensors": tensors,
+        }
+
+    def _places(self, layer: int, forms: Mapping[str, Any]) -> dict[str, str]:
+        """Path of a module, with a trailing dot -> role; what a group shares counts as its first role's."""
+        geometry = self.inputs.geometry
+        places = {f"{geometry.path(layer, role)}.": role for role in geometry.roles}
+        for group in (task.group for task in self.inputs.tasks if task.group.layer == layer):
+            first = group.roles[0]
+            if first in forms:
+                shared = geometry.group_path(layer, group.roles, group.name)
+                places.setdefault(f"{shared}.{forms[first]['form']}.", first)
+        return places
+
+    def _claimed(self) -> dict[str, str]:
+        """Source tensor -> the method that stores it in another form, or looked and left it."""
+        geometry = self.inputs.geometry
+        return {
+            name: self.inputs.methods[task.method].name
+            for task in self.inputs.tasks
+            for key, (name, _) in geometry.layer_tensors(task.group.layer).items()
+            if key.partition(".")[0] in task.group.roles
         }
 
     def _layer_report(self, layer: int) -> dict[str, Any]:
@@ -182,13 +221,15 @@ class Assembler:
         write_durably(self.output / "modeling_lamina.py", Path(lamina.modeling_lamina.__file__).read_bytes())
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        write_durably(self.output / name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+        write_durably(self.output / name, f"{text}\n".encode())
 
 
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Stored numbers and bytes, dense and compressed, from what was written; and the cache per token."""
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
-    written = {name: math.prod(entry["shape"]) for name, entry in tensors.items()}
+    described = LaminaConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})
+    written = {name: stored_numbers(entry["dtype"], entry["shape"], itemsize) for name, entry in tensors.items()}
     prefix = f"{geometry.layers_path}."
     dense_bytes = sum(record.end - record.begin for record in inputs.source.tensors.values())
     sources = {name: math.prod(record.shape) for name, record in inputs.source.tensors.items()}
@@ -200,25 +241,19 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
         },
         "bytes": {
             "dense": dense_bytes,
-            "compressed": sum(number * DTYPES[tensors[name]["dtype"]].itemsize for name, number in written.items()),
+            "compressed": sum(math.prod(e["shape"]) * DTYPES[e["dtype"]].itemsize for e in tensors.values()),
         },
         "cache_bytes_per_token": {
             "dense": itemsize * geometry.num_layers * 2 * geometry.kv_heads * geometry.head_dim,
-            "compressed": itemsize * sum(cache_numbers(inputs, layer) for layer in forms),
+            "compressed": itemsize * sum(described.cache_numbers(layer) for layer in range(geometry.num_layers)),
         },
     }
 
 
-def cache_numbers(inputs: Inputs, forms: Mapping[str, Any]) -> int:
-    """How many numbers a layer caches per token: d per KV head for keys; for values d, or the rank of their PCA."""
-    geometry = inputs.geometry
-    value_dim: int = forms.get("v", {}).get("rank", geometry.head_dim)
-    return geometry.kv_heads * (geometry.head_dim + value_dim)
-
-
-def _roles_of_layer(geometry: Geometry, layer: int) -> dict[str, str]:
-    """Module path with a trailing dot -> role."""
-    return {f"{geometry.path(layer, role)}.": role for role in geometry.roles}
+def stored_numbers(dtype: str, shape: Sequence[int], itemsize: int) -> int:
+    """What a tensor counts for: its numbers, or for an index its bytes in numbers of the checkpoint's dtype."""
+    size = int(math.prod(shape))
+    return size if DTYPES[dtype].is_floating_point else math.ceil(size * DTYPES[dtype].itemsize / itemsize)
 
 
 def check_output(output: Path, run_dir: Path, fresh: bool) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 
-from manifests.errors import LaminaError
+from manifests.errors import Interrupted, LaminaError
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run again to go on), 1 failed"
 
 
@@ -46,10 +48,29 @@ def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.N
         return 1
 
 
+def interrupt_on_signals() -> None:
+    """SIGTERM and SIGINT raise Interrupted where the main thread is: every write survives being cut off anywhere."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise Interrupted(f"stopped by {signal.Signals(number).name}; run the same command again to go on")
+
+    for name in STOP_SIGNALS:
+        signal.signal(name, interrupt)
+
+
 def catch_signals(stop: threading.Event) -> None:
-    """SIGTERM and SIGINT set `stop`. Call it after Ray has started, which installs handlers of its own."""
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: stop.set())
+    """SIGTERM and SIGINT set `stop`, for the pool to notice between units; the second one exits at once.
+
+    Call it after Ray has started, which installs handlers of its own.
+    """
+
+    def request_stop(*_: object) -> None:
+        if stop.is_set():
+            os._exit(Interrupted.exit_code)
+        stop.set()
+
+    for name in STOP_SIGNALS:
+        signal.signal(name, request_stop)
 
 
 def _headline(error: LaminaError) -> str:

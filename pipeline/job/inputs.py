@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from manifests.errors import InputError
+from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.method import Method
-from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks
+from pipeline.methods.method import Method, Scores
+from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks, config_fields
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint, open_source
 from workers.setup import FORWARD_DTYPES
@@ -51,9 +51,14 @@ class Inputs:
         return sum(record.end - record.begin for record in self.source.tensors.values())
 
     @property
+    def scores(self) -> frozenset[str]:
+        """The scores that any method's ranks follow."""
+        return frozenset(score for method in self.methods for score in method.scores)
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether any method asks for statistics or importance."""
-        return any(task.group.moments for task in self.tasks) or any(method.needs_importance for method in self.methods)
+        return any(task.group.moments for task in self.tasks) or "importance" in self.scores
 
 
 def read_inputs(manifest: Manifest) -> Inputs:
@@ -66,10 +71,13 @@ def read_inputs(manifest: Manifest) -> Inputs:
     config = standard_config(source.config)
     geometry = geometry_of(config)
     source.require(geometry.expected_tensors())
+    dtype = layer_dtype(source, geometry)
+    geometry = replace(geometry, bits=8 * dtype.itemsize)
     methods = build_methods(manifest)
     tasks = claim_tasks(methods, geometry)
-    inputs = Inputs(manifest, source, config, geometry, methods, tasks, layer_dtype(source, geometry))
-    allocate_ranks(manifest, methods, geometry, {layer: 1.0 for layer in range(geometry.num_layers)})
+    inputs = Inputs(manifest, source, config, geometry, methods, tasks, dtype)
+    config_fields(methods)
+    allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
     _check_sequence(manifest, config)
@@ -77,10 +85,26 @@ def read_inputs(manifest: Manifest) -> Inputs:
     return inputs
 
 
+def check_copied(inputs: Inputs) -> None:
+    """Looks for NaN and infinity in what no worker will read, because it is only copied. Holds a few megabytes.
+
+    Raises:
+        NumericsError: naming the tensor.
+    """
+    claimed = {task.group.layer for task in inputs.tasks}
+    prefixes = tuple(f"{inputs.geometry.layers_path}.{layer}." for layer in claimed)
+    for name, record in inputs.source.tensors.items():
+        if name.startswith(prefixes) or not record.torch_dtype.is_floating_point or record.torch_dtype.itemsize < 2:
+            continue
+        for piece in inputs.source.copy_bytes(name):
+            if not torch.isfinite(torch.frombuffer(bytearray(piece), dtype=record.torch_dtype)).all():
+                raise NumericsError(f"source: tensor {name} holds NaN or infinity; the checkpoint is damaged")
+
+
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
     """The dtype of the forward pass: the one that most layer tensors are stored in."""
-    names = [name for layer in range(geometry.num_layers) for name, _ in geometry.layer_tensors(layer).values()]
-    counts = Counter(source.tensors[name].dtype for name in names)
+    prefix = f"{geometry.layers_path}."
+    counts = Counter(record.dtype for name, record in source.tensors.items() if name.startswith(prefix))
     unsupported = sorted(set(counts) - set(FORWARD_DTYPES))
     if unsupported:
         raise InputError(

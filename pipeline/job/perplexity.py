@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,16 @@ def measure_perplexity(
     stop: threading.Event,
     observer: JobObserver,
     scratch: Path | None = None,
+    start: Callable[[], None] = lambda: None,
+    limit: int | None = None,
 ) -> dict[str, Any]:
     """Token-level perplexity over non-overlapping windows; every token but a window's first is scored.
 
     Args:
+        limit: score only the first so many windows.
         dtype: of the forward pass; None: as stored. The log-softmax is float32 in any case.
         scratch: a directory that all nodes see; default: a temporary one of this machine.
+        start: called when model and text proved right, before any worker is started.
 
     Raises:
         InputError: model or text is wrong.
@@ -66,7 +70,8 @@ def measure_perplexity(
         raise InputError(
             f"window: {window} is longer than the model's max_position_embeddings {config['max_position_embeddings']}"
         )
-    tokens = window_tokens(source.directory, text, window, geometry.vocab)
+    tokens = window_tokens(source.directory, text, window, geometry.vocab)[:limit]
+    start()
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as directory:
         record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))
         setup = Setup(

@@ -59,6 +59,7 @@ class JobObserver:
         self._close_phase()
         if self.progress is not None:
             self.progress.stop()
+        close_log()
 
     def phase(self, name: str, layers: int, units_per_layer: int) -> None:
         """A phase begins: `layers` layers of `units_per_layer` forward units."""
@@ -140,6 +141,7 @@ class JobObserver:
 
 def open_log(directory: Path) -> Path:
     """Starts a log file of its own for this run; everything `say` says and all warnings go there."""
+    close_log()
     path = directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{psutil.Process().pid}.log"
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -147,6 +149,13 @@ def open_log(directory: Path) -> Path:
     LOG.propagate = False
     LOG.handlers = [handler]
     return path
+
+
+def close_log() -> None:
+    """Ends the log file of this run, if there is one."""
+    for handler in LOG.handlers:
+        handler.close()
+    LOG.handlers = []
 
 
 def driver_peak_bytes() -> int:

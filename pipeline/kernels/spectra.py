@@ -31,7 +31,7 @@ def eigh_descending(moment: Tensor) -> tuple[Tensor, Tensor]:
     scaled = (scaled + scaled.mT).mul_(0.5)
     values, vectors = _eigh(scaled)
     values = values.clamp_min(0.0).flip(-1)
-    vectors = _fix_signs(vectors.flip(-1))
+    vectors = fix_signs(vectors.flip(-1))
     return values * 2.0**exponent, vectors
 
 
@@ -105,7 +105,8 @@ def _with_spectrum(vectors: Tensor, values: Tensor) -> Tensor:
     return (product + product.mT).mul_(0.5)
 
 
-def _fix_signs(vectors: Tensor) -> Tensor:
+def fix_signs(vectors: Tensor) -> Tensor:
+    """The columns of `vectors` (..., n, r), negated where the (first) component of largest magnitude is negative."""
     magnitude = vectors.abs()
     # Components equal but for rounding count as equal, or the sign would hang on the last bit.
     largest = magnitude >= magnitude.amax(dim=-2, keepdim=True) * (1.0 - 1e-9)

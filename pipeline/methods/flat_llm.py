@@ -6,7 +6,8 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from manifests.schema import FlatLLM
 from pipeline.families.family import Geometry
 from pipeline.kernels.nystrom import nystrom_refit, output_error, select_eliminate, select_leverage
 from pipeline.kernels.spectra import head_pca, output_gram, weighted_head_pca
-from pipeline.methods.method import Group, Key, Moment, Ranks, Solution
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
 from pipeline.ranks.budget import Knob
 from pipeline.ranks.importance import preserve_importance
 
@@ -28,6 +29,7 @@ class FlatLLMMethod:
 
     entry: FlatLLM
     name: str = "flat_llm"
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keep(self) -> float | None:
@@ -40,12 +42,17 @@ class FlatLLMMethod:
         return self.entry.ranks is not None
 
     @property
-    def needs_importance(self) -> bool:
-        """Whether ranks follow the layers' importance (IPRS)."""
-        return self.entry.allocation == "importance" and not self.fixed_ranks
+    def scores(self) -> frozenset[str]:
+        """With `allocation: importance` ranks follow the layers' importance (IPRS)."""
+        follows = self.entry.allocation == "importance" and not self.fixed_ranks
+        return frozenset({"importance"}) if follows else frozenset()
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Groups `attention` (v, o), `mlp` and `query_key` (q, k) of every chosen layer."""
+        """Groups `attention` (v, o), `mlp` and `query_key` (q, k) of every chosen layer.
+
+        Raises ValueError on layers that do not exist, and on ranks given for what is off or beyond the full rank.
+        """
+        self._check_ranks(geometry)
         groups = []
         for layer in self.entry.chosen_layers(geometry.num_layers):
             if self.entry.attention:
@@ -56,20 +63,30 @@ class FlatLLMMethod:
                 groups.append(Group(layer, "mlp", _mlp_roles(geometry), (Moment("down.in"),)))
         return tuple(groups)
 
+    def _check_ranks(self, geometry: Geometry) -> None:
+        given = self.entry.ranks.model_dump() if self.entry.ranks is not None else {}
+        on = {"value": self.entry.attention, "mlp": self.entry.mlp, "query_key": self.entry.query_key != "none"}
+        full = {"value": geometry.head_dim, "mlp": geometry.intermediate, "query_key": geometry.head_dim}
+        for name, rank in given.items():
+            if rank is not None and not on[name]:
+                raise ValueError(f"ranks.{name}: {rank} is given, but this entry does not compress it")
+            if rank is not None and rank > full[name]:
+                raise ValueError(f"ranks.{name}: {rank} is beyond the full rank {full[name]}")
+
     def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
         """One rank per layer and group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
         return tuple(_knob(group, geometry, self.entry.rank_multiple) for group in self.claims(geometry))
 
-    def wants(self, geometry: Geometry, ratio: float, importance: Mapping[int, float]) -> dict[Key, float]:
+    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """w_l · cap for every knob, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the ranks given."""
         knobs = self.knobs(geometry)
         if self.entry.ranks is not None:
             given = self.entry.ranks.model_dump()
-            return {knob.key: float(min(given[knob.name] or knob.cap, knob.cap)) for knob in knobs}
+            return {knob.key: float(given[knob.name] or knob.cap) for knob in knobs}
         layers = self.entry.chosen_layers(geometry.num_layers)
         shares = [ratio] * len(layers)
-        if self.needs_importance:
-            shares = preserve_importance([importance[layer] for layer in layers], ratio)
+        if self.scores:
+            shares = preserve_importance([scores.importance[layer] for layer in layers], ratio)
         share_of = dict(zip(layers, shares, strict=True))
         return {knob.key: share_of[knob.layer] * knob.cap for knob in knobs}
 

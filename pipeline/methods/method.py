@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -40,6 +40,20 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """What ranks may follow; only what a method of the job asks for is filled in.
+
+    Attributes:
+        importance: layer -> t_l, how far it turns its input on calibration text. METHODS §1.
+        measured: what `Measuring.measure` gave, by `LAYER/GROUP` (with the method's position between the two until the
+            registry hands a method its own). None before anything is measured: all layers then count as alike.
+    """
+
+    importance: Mapping[int, float] = field(default_factory=dict)
+    measured: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class Group:
     """Tensors that a method compresses together in one layer: one unit of solving.
 
@@ -59,7 +73,8 @@ class Solution:
     """What compressing a group gives.
 
     Attributes:
-        tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, float64.
+        tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, float64; `GROUP.FORM.…`, with the
+            group's name and form, for what belongs to no single role. Integers are stored as they are.
         forms: role -> form and ranks, as the checkpoint's config holds them; a dense role is left out.
         report: figures for the summary: errors, fallbacks, condition numbers.
     """
@@ -88,8 +103,13 @@ class Method(Protocol):
         ...
 
     @property
-    def needs_importance(self) -> bool:
-        """Whether ranks follow the layers' importance."""
+    def scores(self) -> frozenset[str]:
+        """The fields of `Scores` that the ranks follow and that come from calibration text: `importance`."""
+        ...
+
+    @property
+    def config_fields(self) -> Mapping[str, Any]:
+        """What the checkpoint's config.json says beside the forms; two methods may not disagree."""
         ...
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
@@ -100,7 +120,7 @@ class Method(Protocol):
         """The integers to choose, with what each costs in stored numbers."""
         ...
 
-    def wants(self, geometry: Geometry, ratio: float, importance: Mapping[int, float]) -> dict[Key, float]:
+    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The real-valued rank of every knob at a common `ratio` in (0, 1]."""
         ...
 
@@ -113,4 +133,17 @@ class Method(Protocol):
         ranks: Ranks,
     ) -> Solution:
         """The factors of one group. `weights`: `role.weight` / `role.bias` of the claimed roles, dense; not changed."""
+        ...
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """A method whose ranks follow something that the dense weights alone tell."""
+
+    def measures(self, geometry: Geometry) -> tuple[Group, ...]:
+        """The groups to measure: they claim nothing, and may go beyond what the method claims."""
+        ...
+
+    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> Any:
+        """A few numbers, as JSON has them, for `wants` in `Scores.measured`. `weights` as in `compress`."""
         ...

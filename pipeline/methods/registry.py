@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from manifests.errors import InputError
-from manifests.schema import FlatLLM, Manifest
+from manifests.schema import FlatLLM, JointRankK, LeSTD, LoRC, Manifest, MethodEntry
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
-from pipeline.methods.method import Group, Key, Method, Moment
+from pipeline.methods.joint_rank_k import JointRankKMethod
+from pipeline.methods.lestd import LeSTDMethod
+from pipeline.methods.lorc import LoRCMethod
+from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Scores
 from pipeline.ranks.budget import Knob, fit_ranks, solve_ratio
 from pipeline.ranks.importance import angular_importance
 
-METHODS = {FlatLLM: FlatLLMMethod}
+METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
+    FlatLLM: FlatLLMMethod,
+    JointRankK: JointRankKMethod,
+    LeSTD: LeSTDMethod,
+    LoRC: LoRCMethod,
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,30 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
     return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
 
 
+def measure_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
+    """What must be measured before ranks are chosen, by layer."""
+    tasks = [
+        Task(position, group)
+        for position, method in enumerate(methods)
+        if isinstance(method, Measuring)
+        for group in method.measures(geometry)
+    ]
+    return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+
+
+def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
+    """What the checkpoint's config.json says beside the forms. Raises InputError where two methods disagree."""
+    fields: dict[str, Any] = {}
+    for position, method in enumerate(methods):
+        for name, value in method.config_fields.items():
+            if fields.setdefault(name, value) != value:
+                raise InputError(
+                    f"methods.{position} ({method.name}): {name} is {value!r}, but an entry before it says "
+                    f"{fields[name]!r}; a checkpoint has one {name}"
+                )
+    return fields
+
+
 def layer_moments(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
     """The statistics a layer needs, each once, in a fixed order."""
     return tuple(sorted({moment for task in tasks if task.group.layer == layer for moment in task.group.moments}))
@@ -61,7 +95,7 @@ def scope_numbers(geometry: Geometry, scope: str) -> int:
 
 
 def allocate_ranks(
-    manifest: Manifest, methods: Sequence[Method], geometry: Geometry, importance: Mapping[int, float]
+    manifest: Manifest, methods: Sequence[Method], geometry: Geometry, scores: Scores
 ) -> dict[str, dict[str, int]]:
     """`ranks_key` -> ranks that meet the budget: one common ratio over all methods without a budget of their own.
 
@@ -74,23 +108,35 @@ def allocate_ranks(
     for position, method in enumerate(methods):
         knobs = _knobs(position, method, geometry)
         if method.fixed_ranks:
-            wants = _wants([(position, method)], geometry, 1.0, importance)
+            wants = _wants([(position, method)], geometry, 1.0, scores)
             ranks = {key: max(1, round(want)) for key, want in wants.items()}
         elif method.keep is not None:
-            target = method.keep * _dense_numbers(method, geometry)
-            ranks = _fit([(position, method)], geometry, importance, target)
+            budget = _Budget(f"methods.{position}.keep", method.keep, _dense_numbers(method, geometry), 0)
+            ranks = _fit([(position, method)], geometry, scores, budget)
         else:
             sharing.append((position, method))
             continue
         fixed_numbers += sum(knob.cost(ranks[knob.key]) for knob in knobs)
         chosen |= ranks
     if sharing:
-        target = _shared_target(manifest, methods, geometry) - fixed_numbers
-        chosen |= _fit(sharing, geometry, importance, target)
+        chosen |= _fit(sharing, geometry, scores, _shared_budget(manifest, methods, geometry, fixed_numbers))
     by_task: dict[str, dict[str, int]] = {}
     for (layer, group, name), rank in chosen.items():
         by_task.setdefault(f"{layer}/{group}", {})[name] = rank
     return by_task
+
+
+def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:
+    """How many numbers fewer are stored by those methods that say so themselves, by ranks or a `keep` of their own."""
+    saved = 0.0
+    for method in methods:
+        dense = _dense_numbers(method, geometry)
+        if method.fixed_ranks:
+            wants = method.wants(geometry, 1.0, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
+            saved += dense - sum(knob.cost(max(1, round(wants[knob.key]))) for knob in method.knobs(geometry))
+        elif method.keep is not None:
+            saved += (1.0 - method.keep) * dense
+    return round(saved)
 
 
 def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
@@ -108,52 +154,75 @@ def _knobs(position: int, method: Method, geometry: Geometry) -> list[Knob]:
     return [replace(knob, group=f"{position}/{knob.group}") for knob in method.knobs(geometry)]
 
 
-def _wants(
-    sharing: Sequence[tuple[int, Method]], geometry: Geometry, ratio: float, importance: Mapping[int, float]
-) -> dict[Key, float]:
+def _wants(sharing: Sequence[tuple[int, Method]], geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
     return {
         (layer, f"{position}/{group}", name): want
         for position, method in sharing
-        for (layer, group, name), want in method.wants(geometry, ratio, importance).items()
+        for (layer, group, name), want in method.wants(geometry, ratio, _own(scores, position)).items()
     }
+
+
+def _own(scores: Scores, position: int) -> Scores:
+    """The scores as one method sees them: what was measured for it, without its position."""
+    if scores.measured is None:
+        return scores
+    split = {key: key.split("/", 2) for key in scores.measured}
+    own = {f"{layer}/{group}": key for key, (layer, owner, group) in split.items() if owner == str(position)}
+    return replace(scores, measured={name: scores.measured[key] for name, key in own.items()})
 
 
 def _dense_numbers(method: Method, geometry: Geometry) -> int:
     return sum(geometry.layer_numbers(group.roles) for group in method.claims(geometry))
 
 
-def _shared_target(manifest: Manifest, methods: Sequence[Method], geometry: Geometry) -> float:
-    """Stored numbers that everything claimed may take: keep · total less what nobody claims."""
+@dataclass(frozen=True)
+class _Budget:
+    """`keep` (of the manifest's `field`) of `total` numbers, `taken` of which are spoken for."""
+
+    field: str
+    keep: float
+    total: int
+    taken: float
+
+    @property
+    def target(self) -> int:
+        """What may be stored. The products of floats are forgiven their last bits."""
+        numbers = self.keep * self.total - self.taken
+        return math.floor(numbers + 1e-6 + 1e-12 * abs(numbers))
+
+    def least_keep(self, numbers: float) -> float:
+        """The smallest `keep`, to three digits, that leaves room for so many numbers."""
+        return math.ceil((self.taken + numbers) / self.total * 1000 - 1e-9) / 1000
+
+
+def _shared_budget(manifest: Manifest, methods: Sequence[Method], geometry: Geometry, fixed_numbers: float) -> _Budget:
+    """What all methods without a budget of their own may store: keep · total less what nobody claims or is fixed."""
     if manifest.budget is None:
         raise InputError("budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry")
     total = scope_numbers(geometry, manifest.budget.scope)
-    return manifest.budget.keep * total - (total - sum(_dense_numbers(method, geometry) for method in methods))
+    untouched = total - sum(_dense_numbers(method, geometry) for method in methods)
+    return _Budget("budget.keep", manifest.budget.keep, total, untouched + fixed_numbers)
 
 
 def _fit(
-    sharing: Sequence[tuple[int, Method]], geometry: Geometry, importance: Mapping[int, float], target: float
+    sharing: Sequence[tuple[int, Method]], geometry: Geometry, scores: Scores, budget: _Budget
 ) -> dict[Key, int]:
-    """Ranks of several methods at the largest common ratio whose stored numbers stay within `target`."""
+    """Ranks of several methods at the largest common ratio whose stored numbers stay within the budget."""
     knobs = [knob for position, method in sharing for knob in _knobs(position, method, geometry)]
     least = sum(knob.cost(min(knob.multiple, knob.cap)) for knob in knobs)
     most = sum(knob.cost(knob.cap) for knob in knobs)
+    target = budget.target
     if target < least:
         dense = sum(_dense_numbers(method, geometry) for _, method in sharing)
         raise InputError(
-            f"budget: what is claimed may store {target:,.0f} numbers, but takes {least:,.0f} at the least and "
-            f"{most:,.0f} at the most ({dense:,} dense); claim more tensors or keep more. "
-            f"{_reachable(geometry, dense, least, most)}"
+            f"{budget.field}: {budget.keep:g} leaves {max(0, target):,} numbers for what is claimed, which takes "
+            f"{least:,.0f} at the least ({dense:,} dense); claim more tensors or keep more: "
+            f"reachable is {budget.least_keep(least):.3f} to 1"
         )
 
     def cost_at(ratio: float) -> float:
-        wants = _wants(sharing, geometry, ratio, importance)
+        wants = _wants(sharing, geometry, ratio, scores)
         return sum(knob.cost(wants[knob.key]) for knob in knobs)
 
     ratio = 1.0 if target >= most else solve_ratio(cost_at, target)
-    return fit_ranks(knobs, _wants(sharing, geometry, ratio, importance), int(target))
-
-
-def _reachable(geometry: Geometry, dense: int, least: float, most: float) -> str:
-    total = geometry.num_layers * geometry.layer_numbers()
-    low, high = (total - dense + least) / total, min(1.0, (total - dense + most) / total)
-    return f"Reachable with scope decoder: keep {low:.3f} to {high:.3f}"
+    return fit_ranks(knobs, _wants(sharing, geometry, ratio, scores), target)

@@ -12,7 +12,7 @@ from typing import Any
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Moment
-from pipeline.methods.registry import Task, layer_moments, scope_numbers
+from pipeline.methods.registry import Task, build_methods, layer_moments, saved_numbers, scope_numbers
 
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
 MOMENT_BYTES = 8  # float64
@@ -62,7 +62,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     passes = _passes(manifest, tasks, compressed)
     activations = tokens * geometry.hidden * itemsize
     dense = geometry.model_numbers()
-    expected = _expected_numbers(manifest, geometry, tasks)
+    expected = _expected_numbers(manifest, geometry)
     keep_all = manifest.statistics.keep if manifest.statistics.keep is not None else not compressed
     kept_statistics = statistics * (len(claimed) if keep_all else 1)
     return Plan(
@@ -123,10 +123,10 @@ def _passes(manifest: Manifest, tasks: Sequence[Task], compressed: bool) -> int:
     return (2 + int(importance)) if compressed else 1
 
 
-def _expected_numbers(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> int:
-    dense = geometry.model_numbers()
-    if manifest.budget is None:
-        return dense
+def _expected_numbers(manifest: Manifest, geometry: Geometry) -> int:
+    dense, methods = geometry.model_numbers(), build_methods(manifest)
+    if manifest.budget is None or all(method.fixed_ranks or method.keep is not None for method in methods):
+        return dense - saved_numbers(methods, geometry)  # the budget is nobody's
     return dense - round((1 - manifest.budget.keep) * scope_numbers(geometry, manifest.budget.scope))
 
 

@@ -108,7 +108,7 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 80,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -137,7 +137,7 @@ def _source_config(name: str) -> PreTrainedConfig:
             rope_parameters={
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
-                "factor": 4.0,
+                "factor": 8.0,
                 "original_max_position_embeddings": 16,
             },
         ),
@@ -149,7 +149,7 @@ def _source_config(name: str) -> PreTrainedConfig:
         "qwen3": lambda: Qwen3Config(**llama),
         "opt-tied": lambda: OPTConfig(**{**SMALL, "ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.0}),
         "gptj": lambda: GPTJConfig(
-            vocab_size=97, n_embd=48, n_inner=80, n_layer=3, n_head=6, n_positions=64, rotary_dim=4,
+            vocab_size=97, n_embd=48, n_inner=80, n_layer=3, n_head=6, n_positions=128, rotary_dim=4,
             bos_token_id=1, eos_token_id=2, pad_token_id=0,
         ),
     }  # fmt: skip
@@ -225,9 +225,11 @@ def describe(source: PreTrainedConfig, forms: list[dict[str, Any]] | None = None
     }
 
 
-def build(source: PreTrainedConfig, tensors: dict[str, torch.Tensor], forms: list[dict[str, Any]] | None = None) -> Any:
-    """The lamina model of a source's description with these tensors, loaded strictly."""
-    config = LaminaConfig(**describe(source, forms))
+def build(
+    source: PreTrainedConfig, tensors: dict[str, torch.Tensor], forms: list[dict[str, Any]] | None = None, **fields: Any
+) -> Any:
+    """The lamina model of a source's description and `fields`, with these tensors, loaded strictly."""
+    config = LaminaConfig(**describe(source, forms), **fields)
     model: Any = LaminaForCausalLM(config)
     model.eval().set_attn_implementation("sdpa")
     model.load_state_dict(tensors, strict=True)

@@ -15,16 +15,24 @@ KILLED = 9
 
 
 @pytest.fixture
-def killed_anywhere(tmp_path: Path) -> Callable[[Callable[[Path], None], Callable[[Path], None]], int]:
-    """`killed_anywhere(act, check)`: runs act(directory) in a child that dies before its first change, its second, ...
+def killed_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., int]:
+    """`killed_anywhere(act, check, prepare)`: runs act(directory), in a directory that prepare(directory) has filled
+    where it is given, in a child that dies before its first change to the disk, in another before its second, ...
     until it lives to the end; after each, check(directory) looks at what is left. Returns the number of deaths."""
+    # A killed process loses nothing that the kernel has: the waits for the disk would only take time.
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
-    def run(act: Callable[[Path], None], check: Callable[[Path], None]) -> int:
+    def run(
+        act: Callable[[Path], None], check: Callable[[Path], None], prepare: Callable[[Path], None] = lambda _: None
+    ) -> int:
         deaths = 0
         while True:
             directory = tmp_path / f"killed-{deaths}"
             directory.mkdir()
-            finished = _run_child(lambda directory=directory: act(directory), deaths)
+            prepare(directory)
+            finished = _run_child(act, directory, deaths)
             check(directory)
             if finished:
                 return deaths
@@ -34,13 +42,13 @@ def killed_anywhere(tmp_path: Path) -> Callable[[Callable[[Path], None], Callabl
     return run
 
 
-def _run_child(act: Callable[[], None], allowed: int) -> bool:
+def _run_child(act: Callable[[Path], None], directory: Path, allowed: int) -> bool:
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             _die_after(allowed)
-            act()
+            act(directory)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -64,7 +72,6 @@ def _die_after(allowed: int) -> None:
 
         return change
 
-    os.fsync = lambda _: None  # a killed process loses nothing that the kernel has; saves the disk some hundred waits
     for name in CHANGES:
         setattr(os, name, counted(getattr(os, name)))
 

@@ -84,22 +84,31 @@ def test_full_disk_while_writing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_directory_fsync_comes_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def noted(calls: list[str], name: str, real: Callable[..., None]) -> Callable[..., None]:
+    def call(*arguments: object) -> None:
+        calls.append(name)
+        real(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(("write", "name"), [(write_durably, "replace"), (create_only, "link")])
+def test_bytes_are_durable_before_the_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, bytes], None], name: str
+) -> None:
     calls: list[str] = []
-    for operation in ("fsync", "replace"):
-        real = getattr(os, operation)
-        monkeypatch.setattr(os, operation, lambda *a, real=real, name=operation: (calls.append(name), real(*a)))
-    write_durably(tmp_path / "a", b"data")
-    assert calls == ["fsync", "replace", "fsync"]
+    for operation in ("fsync", name):
+        monkeypatch.setattr(os, operation, noted(calls, operation, getattr(os, operation)))
+    write(tmp_path / "a", b"data")
+    assert calls == ["fsync", name, "fsync"]
 
 
 def test_make_directory_syncs_every_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced = []
-    real = os.open
-    monkeypatch.setattr(os, "open", lambda path, *a, **k: (synced.append(Path(path)), real(path, *a, **k))[1])
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
     make_directory(tmp_path / "a" / "b")
     make_directory(tmp_path / "a" / "b")
-    assert synced == [tmp_path, tmp_path / "a"]
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
 
 
 def test_sweep_takes_partial_files_only(tmp_path: Path) -> None:
@@ -124,7 +133,7 @@ def test_errors_survive_pickling() -> None:
     assert str(pickle.loads(pickle.dumps(CorruptError("what, where")))) == "what, where"
 
 
-KilledAnywhere = Callable[[Callable[[Path], None], Callable[[Path], None]], int]
+KilledAnywhere = Callable[..., int]
 
 
 def test_killed_anywhere_a_write_is_whole(killed_anywhere: KilledAnywhere) -> None:

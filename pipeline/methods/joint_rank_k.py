@@ -1,0 +1,203 @@
+"""Joint rank-k: SVD of stacked matrices that read the same input. METHODS §4.
+
+Legend: D hidden, m rows of a stack, k rank, H query heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from manifests.schema import JointRankK
+from pipeline.families.family import Geometry
+from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
+from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution
+from pipeline.ranks.budget import Knob
+
+INPUTS = {"query_key": Moment("attention.in"), "mlp": Moment("mlp.in")}
+ROLES = {"query_key": ("q", "k"), "mlp": ("gate", "up")}
+Stack = tuple[int, int]  # numbers of the dense weights, numbers that one more rank stores
+NAMES = {"query_key": "query_key", "mlp": "gate_up"}  # of the pair, in the form
+
+
+@dataclass(frozen=True)
+class JointRankKMethod:
+    """`method: joint_rank_k` with the settings of its manifest entry."""
+
+    entry: JointRankK
+    name: str = "joint_rank_k"
+    config_fields: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def keep(self) -> float | None:
+        """A budget of its own, if the entry gives one."""
+        return self.entry.keep
+
+    @property
+    def fixed_ranks(self) -> bool:
+        """Whether the entry gives ranks outright."""
+        return self.entry.ranks is not None
+
+    @property
+    def scores(self) -> frozenset[str]:
+        """Ranks follow no score."""
+        return frozenset()
+
+    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+        """Groups `query_key` (q, k) and `mlp` (gate, up) of every chosen layer."""
+        self._check(geometry)
+        names = [name for name in ROLES if self._form(name) != "none"]
+        layers = self.entry.chosen_layers(geometry.num_layers)
+        weighted = self.entry.weighting == "input"
+        return tuple(
+            Group(layer, name, ROLES[name], (INPUTS[name],) if weighted else ()) for layer in layers for name in names
+        )
+
+    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+        """One rank per layer and group, named like the group."""
+        return tuple(
+            Knob(
+                group.layer,
+                group.name,
+                group.name,
+                self._cap(geometry, group.name),
+                1,
+                self._cost(geometry, group.name),
+            )
+            for group in self.claims(geometry)
+        )
+
+    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """The ranks given, or the rank that stores `ratio` of the dense numbers, in every layer."""
+        if self.entry.ranks is not None:
+            given = self.entry.ranks.model_dump()
+            return {knob.key: float(given[knob.name]) for knob in self.knobs(geometry)}
+        return {
+            knob.key: min(self._rank_at(geometry, knob.name, ratio), float(knob.cap)) for knob in self.knobs(geometry)
+        }
+
+    def compress(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Mapping[str, Tensor],
+        moments: Mapping[Moment, Tensor],
+        ranks: Ranks,
+    ) -> Solution:
+        """Two factors for each weight; joint ones share the first. Dense where two factors would save nothing."""
+        rank, name = ranks[group.name], group.name
+        if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, name)):
+            return Solution({key: weight.double() for key, weight in weights.items()}, {}, {"dense": True})
+        roots = input_roots(moments[INPUTS[name]][0]) if moments else None
+        stacked = {role: weights[f"{role}.weight"] for role in group.roles}
+        biases = {key: bias.double() for key, bias in weights.items() if key.endswith(".bias")}
+        if self._form(name) == "separate":
+            solution = _separate(stacked, rank, roots)
+        elif self._form(name) == "joint_per_head":
+            solution = _per_head(stacked, geometry.heads, rank, roots, NAMES[name])
+        else:
+            solution = _joint(stacked, rank, roots, NAMES[name])
+        clipped = {"clipped": roots.clipped} if roots else {}
+        return Solution(solution.tensors | biases, solution.forms, solution.report | clipped)
+
+    def _form(self, name: str) -> str:
+        return self.entry.query_key if name == "query_key" else self.entry.mlp_form
+
+    def _check(self, geometry: Geometry) -> None:
+        if self._form("mlp") != "none" and "gate" not in geometry.roles:
+            raise ValueError(
+                f"mlp: {geometry.model_type} has an MLP without gate, so nothing is stacked; set mlp: false"
+            )
+        if self._form("query_key") == "joint_per_head" and geometry.heads != geometry.kv_heads:
+            raise ValueError(
+                f"query_key: joint_per_head pairs each query head with a key head of its own, but the model has "
+                f"{geometry.heads} query and {geometry.kv_heads} key heads; use joint or separate"
+            )
+        for name, given in (self.entry.ranks.model_dump() if self.entry.ranks else {}).items():
+            limit = self._limit(geometry, name)
+            if self._form(name) != "none" and given > limit:
+                raise ValueError(f"ranks.{name}: {given} saves nothing; the largest rank that does is {limit}")
+
+    def _limit(self, geometry: Geometry, name: str) -> int:
+        """The largest rank at which every stack stores less than its dense weights."""
+        return min((dense - 1) // per_rank for dense, per_rank in self._stacks(geometry, name))
+
+    def _stacks(self, geometry: Geometry, name: str) -> list[Stack]:
+        """What is decomposed on its own: each weight, or the pair; a pair per head counts as one."""
+        D, rows = geometry.hidden, [geometry.weight_shape(role)[0] for role in ROLES[name]]
+        if self._form(name) == "separate":
+            return [(m * D, m + D) for m in rows]
+        firsts = geometry.heads if self._form(name) == "joint_per_head" else 1
+        return [(sum(rows) * D, sum(rows) + firsts * D)]
+
+    def _cap(self, geometry: Geometry, name: str) -> int:
+        """The first rank at which everything stays dense."""
+        return max(-(-dense // per_rank) for dense, per_rank in self._stacks(geometry, name))
+
+    def _rank_at(self, geometry: Geometry, name: str, ratio: float) -> float:
+        """The rank at which the factors store `ratio` of the dense numbers."""
+        stacks = self._stacks(geometry, name)
+        return ratio * sum(dense for dense, _ in stacks) / sum(per_rank for _, per_rank in stacks)
+
+    def _cost(self, geometry: Geometry, name: str) -> Callable[[float], float]:
+        stacks = self._stacks(geometry, name)
+        bias = geometry.layer_numbers(ROLES[name]) - sum(dense for dense, _ in stacks)
+        return lambda rank: bias + sum(min(per_rank * rank, dense) for dense, per_rank in stacks)
+
+
+def _saves_nothing(stack: Stack, rank: int) -> bool:
+    dense, per_rank = stack
+    return rank * per_rank >= dense
+
+
+def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -> Solution:
+    tensors: dict[str, Tensor] = {}
+    forms: dict[str, Form] = {}
+    report = {}
+    for role, weight in weights.items():
+        if rank > rank_limit(*weight.shape):
+            tensors[f"{role}.weight"] = weight.double()
+            continue
+        first_kD, second_mk, values = low_rank(weight, rank, roots, balanced=True)
+        tensors |= {f"{role}.first.weight": first_kD, f"{role}.second.weight": second_mk}
+        forms[role] = {"form": "low_rank", "rank": rank}
+        report[f"{role}_error"] = _dropped_share(values, rank)
+    return Solution(tensors, forms, report)
+
+
+def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None, pair: str) -> Solution:
+    """[W_1; W_2] ≈ U_k V_kᵀ, √Σ in each: one first factor, owned by the first role, and a second for each."""
+    first_kD, seconds, values = joint_low_rank(list(weights.values()), rank, roots)
+    owner = next(iter(weights))
+    tensors = {f"{owner}.first.weight": first_kD}
+    tensors |= {f"{role}.second.weight": second for role, second in zip(weights, seconds, strict=True)}
+    form = {"form": "joint_low_rank", "rank": rank, "group": pair}
+    return Solution(tensors, dict.fromkeys(weights, form), {"error": _dropped_share(values, rank)})
+
+
+def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: InputRoots | None, pair: str) -> Solution:
+    """[W_q^h; W_k^h] (2d × D) for each head: first (H·k × D) shared, second (H × d × k) each."""
+    by_head = [weight.unflatten(0, (heads, -1)) for weight in weights.values()]
+    firsts, seconds, dropped, total = [], [], 0.0, 0.0
+    for parts in zip(*by_head, strict=True):
+        first_kD, second, values = joint_low_rank(list(parts), rank, roots)
+        firsts.append(first_kD)
+        seconds.append(second)
+        dropped += values[rank:].square().sum().item()
+        total += values.square().sum().item()
+    owner = next(iter(weights))
+    tensors = {f"{owner}.first.weight": torch.cat(firsts)}
+    for position, role in enumerate(weights):
+        tensors[f"{role}.second"] = torch.stack([second[position] for second in seconds])
+    form = {"form": "joint_head_low_rank", "rank": rank, "group": pair}
+    return Solution(tensors, dict.fromkeys(weights, form), {"error": dropped / total if total else 0.0})
+
+
+def _dropped_share(values: Tensor, rank: int) -> float:
+    """Share of the squared singular values beyond `rank`: the relative squared error."""
+    energy = values.square()
+    total = energy.sum().item()
+    return energy[rank:].sum().item() / total if total > 0 else 0.0

@@ -1,0 +1,373 @@
+"""LeSTD: attention, or MLP, of a layer as a Tucker decomposition with shared factors and a sparse core. METHODS §3.
+
+Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, p projections of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifests.schema import LeSTD
+from pipeline.families.family import Geometry
+from pipeline.kernels.lowrank import InputRoots, input_roots
+from pipeline.kernels.tucker import Tucker, refine_sparse, shared_tucker, stack_attention, stack_mlp
+from pipeline.methods.lestd_sizes import (
+    Choice,
+    Part,
+    Ranks3,
+    Rule,
+    best_choice,
+    choices,
+    pack_bits,
+    size_curve,
+    sizes_at_common_threshold,
+)
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
+from pipeline.ranks.budget import Knob
+
+INPUT = Moment("attention.in")
+ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
+SIZE = "size"
+LEAST_SCALE = 1e-5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A problem and the names of its tensors: `first` and `second` end in `own`, `third` and `core` in `cores`."""
+
+    part: Part
+    cores: tuple[str, ...]
+    own: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors of a layout, weighted, and what takes the weighting out of the factors again.
+
+    Attributes:
+        rows: what undoes the weighting of mode 1, D × D; `columns` of mode 2; `scales` (h) of the heads.
+    """
+
+    layout: Layout
+    tensors: list[Tensor]
+    rows: InputRoots | None = None
+    columns: InputRoots | None = None
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A problem's decomposition; `energies` are those of Stage I, sweep by sweep."""
+
+    choice: Choice
+    found: Tucker
+    energies: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class LeSTDMethod:
+    """`method: lestd` with the settings of its manifest entry."""
+
+    entry: LeSTD
+    name: str = "lestd"
+
+    @property
+    def keep(self) -> float | None:
+        """A budget of its own, if the entry gives one."""
+        return self.entry.keep
+
+    @property
+    def fixed_ranks(self) -> bool:
+        """Whether the ranks given say all: the core is not pruned."""
+        return self.entry.fixed
+
+    @property
+    def scores(self) -> frozenset[str]:
+        """Nothing that takes calibration text."""
+        return frozenset()
+
+    @property
+    def config_fields(self) -> Mapping[str, Any]:
+        """How sparse cores lie in memory when the checkpoint is served."""
+        return {"core_format": self.entry.core}
+
+    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+        """Groups `attention` (q, k, v, o) and `mlp` ((gate), up, down) of every chosen layer."""
+        names = {"attention": ("attention",), "mlp": ("mlp",), "both": ("attention", "mlp")}[self.entry.target]
+        for name in names:
+            self._check(geometry, name)
+        roles = {"attention": ATTENTION, "mlp": tuple(role for role in MLP if role in geometry.roles)}
+        moments = (INPUT, _context(geometry)) if self._own_output else ()
+        layers = self.entry.chosen_layers(geometry.num_layers)
+        return tuple(Group(layer, name, roles[name], moments) for layer in layers for name in names)
+
+    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+        """One per layer and group, `size`: the numbers stored, with the index, without biases; cap: all that help."""
+        knobs = []
+        for group in self.claims(geometry):
+            least, cap = self._bounds(geometry, group.name)
+            biases = geometry.layer_numbers(group.roles) - self._dense(geometry, group.name)
+            knobs.append(Knob(group.layer, group.name, SIZE, cap, 1, _cost(least, cap, biases)))
+        return tuple(knobs)
+
+    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """The share `ratio` of the dense numbers in every layer, or sizes at one threshold that add up to it."""
+        knobs = self.knobs(geometry)
+        if self.fixed_ranks:
+            return {knob.key: float(knob.cap) for knob in knobs}
+        even = [min(ratio * self._dense(geometry, knob.group), knob.cap) for knob in knobs]
+        if self.entry.threshold == "layer" or scores.measured is None or ratio >= 1.0:
+            return {knob.key: want for knob, want in zip(knobs, even, strict=True)}
+        curves = [scores.measured[f"{knob.layer}/{knob.group}"] for knob in knobs]
+        sizes = sizes_at_common_threshold(curves, [knob.cap for knob in knobs], sum(even))
+        return {knob.key: size for knob, size in zip(knobs, sizes, strict=True)}
+
+    def measures(self, geometry: Geometry) -> tuple[Group, ...]:
+        """With `threshold: model`, what is claimed: how many numbers a layer is worth depends on its spectrum."""
+        return self.claims(geometry) if self.entry.threshold == "model" else ()
+
+    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The size to choose at every threshold."""
+        (problem,) = self._problems(group, geometry, weights, {})
+        part = problem.layout.part
+        return size_curve(part, self._rule(group.name), _squares(self._whole(problem)))
+
+    def compress(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Mapping[str, Tensor],
+        moments: Mapping[Moment, Tensor],
+        ranks: Ranks,
+    ) -> Solution:
+        """`GROUP.tucker.first`, `.second`, `.third`, `.core` (or `.core.values` and `.core.mask`); biases as they are.
+
+        At the size of the dense weights these stay.
+        """
+        size = ranks[SIZE]
+        if size >= self._dense(geometry, group.name):
+            return Solution({name: weight.double() for name, weight in weights.items()}, {}, {"dense": True})
+        tensors = {name: bias.double() for name, bias in weights.items() if name.endswith(".bias")}
+        problems = self._problems(group, geometry, weights, moments)
+        form: dict[str, Any] = {"form": "tucker"} | ({"own_output": True} if self._own_output else {})
+        report: dict[str, Any] = {}
+        for problem, part_size in zip(problems, self._split(geometry, group.name, size), strict=True):
+            solved = self._solve(problem, self._rule(group.name), part_size)
+            factors, entries = _stored(problem, solved)
+            tensors |= {f"{group.name}.tucker.{name}": tensor for name, tensor in factors.items()}
+            form |= {"sparse": solved.choice.count is not None} | _form(problem.layout, solved.choice) | entries
+            report |= _report(problem, solved, sum(entries.values()))
+        return Solution(tensors, dict.fromkeys(group.roles, form), report)
+
+    @property
+    def _own_output(self) -> bool:
+        """Whether o, whose input is not that of q, k and v, is decomposed by itself."""
+        return self.entry.weighting == "input"
+
+    def _rule(self, name: str) -> Rule:
+        wide = name == "mlp" or not self.entry.prune  # d × d is next to nothing, and its core can be pruned instead
+        return Rule(self.entry.ranks, self.entry.prune, whole=not self._own_output, search_width=wide)
+
+    def _layouts(self, geometry: Geometry, name: str) -> list[Layout]:
+        D, d, H, G, bits = geometry.hidden, geometry.head_dim, geometry.heads, geometry.kv_heads, geometry.bits
+        if name == "mlp":
+            count = sum(role in geometry.roles for role in MLP)
+            return [Layout(Part(D, geometry.intermediate, ((count, 1),), bits), ("",))]
+        own = self._own_output
+        if H == G:
+            layouts = [Layout(Part(D, d, ((3 if own else 4, H),), bits), ("",))]
+        else:
+            layouts = [Layout(Part(D, d, ((1 if own else 2, H), (2, G)), bits), ("_q" if own else "_qo", "_kv"))]
+        return [*layouts, Layout(Part(D, d, ((1, H),), bits), ("_o",), "_o")] if own else layouts
+
+    def _dense(self, geometry: Geometry, name: str) -> int:
+        """Numbers of the weights."""
+        return sum(layout.part.dense for layout in self._layouts(geometry, name))
+
+    def _bounds(self, geometry: Geometry, name: str) -> tuple[int, int]:
+        """The smallest size that can be stored, and the largest that is worth anything."""
+        rule, parts = self._rule(name), [layout.part for layout in self._layouts(geometry, name)]
+        dense = sum(part.dense for part in parts)
+        return min(sum(rule.least(part) for part in parts), dense), min(sum(rule.most(part) for part in parts), dense)
+
+    def _split(self, geometry: Geometry, name: str, size: int) -> list[int]:
+        """A size among the problems of a group, by their dense numbers."""
+        rule, parts = self._rule(name), [layout.part for layout in self._layouts(geometry, name)]
+        size = max(size, self._bounds(geometry, name)[0])
+        if len(parts) == 1:
+            return [size]
+        first, last = parts
+        share = round(size * first.dense / (first.dense + last.dense))
+        share = max(rule.least(first), min(share, size - rule.least(last)))
+        return [share, size - share]
+
+    def _check(self, geometry: Geometry, name: str) -> None:
+        if self.entry.ranks is None:
+            return
+        parts = [layout.part for layout in self._layouts(geometry, name)]
+        limits = tuple(max(part.full[mode] for part in parts) for mode in range(3))
+        given = list(self.entry.ranks)
+        if any(rank > limit for rank, limit in zip(given, limits, strict=True)):
+            raise ValueError(f"ranks: {given} for {name}; this model allows up to {list(limits)}")
+        stored, dense = self._bounds(geometry, name)[0], self._dense(geometry, name)
+        if stored >= dense:
+            what = "with one core entry" if self.entry.prune else "and a dense core"
+            raise ValueError(f"ranks: {given} {what} store {stored:,} numbers, no fewer than the weights' {dense:,}")
+
+    def _problems(
+        self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor]
+    ) -> list[Problem]:
+        parts = [weights[f"{role}.weight"] for role in group.roles]
+        layouts = self._layouts(geometry, group.name)
+        if group.name == "mlp":
+            return [Problem(layouts[0], stack_mlp(parts[:-1], parts[-1]))]
+        query, key, value, output = parts
+        stacked = stack_attention(query, key, value, output, geometry.heads, geometry.kv_heads)
+        if not self._own_output:
+            return [Problem(layouts[0], stacked)]
+        last = stacked[0].shape[2] - 1  # q, k, v, o or q, o
+        inputs = [stacked[0][:, :, :last], *stacked[1:]]
+        return [
+            _weighted_inputs(layouts[0], inputs, moments[INPUT][0]),
+            _weighted_output(layouts[1], stacked[0][:, :, last:], moments[_context(geometry)]),
+        ]
+
+    def _whole(self, problem: Problem) -> Tucker:
+        """The HOSVD at full rank, whose leading blocks say what smaller ranks keep."""
+        return shared_tucker(problem.tensors, problem.layout.part.full, 1, self.entry.tolerance)
+
+    def _solve(self, problem: Problem, rule: Rule, size: int) -> Solved:
+        """Both stages at the ranks that promise the least error; then at larger ones, as long as the error falls.
+
+        Turning the factors to the sparse core moves the best ranks up, which the unturned cores do not show.
+        """
+        part = problem.layout.part
+        if rule.ranks is not None:
+            rule = replace(rule, ranks=_cut(rule.ranks, part))
+        options = list(choices(part, rule, size))
+        choice = options[0] if len(options) == 1 else best_choice(options, _squares(self._whole(problem)))
+        best = self._solve_at(problem, choice)
+        pending = _larger(options, choice) if self.entry.refine_sweeps else []
+        while pending:
+            tried = self._solve_at(problem, pending.pop(0))
+            if tried.found.error < best.found.error:
+                best, pending = tried, _larger(options, tried.choice)
+        return best
+
+    def _solve_at(self, problem: Problem, choice: Choice) -> Solved:
+        """Stage I at given ranks, and Stage II."""
+        sweeps, tolerance = self.entry.sweeps, self.entry.tolerance
+        found = whole = shared_tucker(problem.tensors, choice.ranks, sweeps, tolerance)
+        if choice.count is not None:
+            found = refine_sparse(problem.tensors, whole, choice.count, self.entry.refine_sweeps, tolerance)
+        return Solved(choice, found, whole.energies)
+
+
+def _larger(options: Sequence[Choice], choice: Choice) -> list[Choice]:
+    """Of the options with a sparse core, those with the next larger R1, or else the next larger R2."""
+    if choice.count is None:
+        return []
+    sparse = [option for option in options if option.count is not None]
+    found = []
+    for mode in (0, 1):
+        line = [option for option in sparse if option.ranks[1 - mode] == choice.ranks[1 - mode]]
+        above = [option for option in line if option.ranks[mode] > choice.ranks[mode]]
+        found += sorted(above, key=lambda option: option.ranks[mode])[:1]
+    return found
+
+
+def _context(geometry: Geometry) -> Moment:
+    return Moment("o.in", heads=geometry.heads, groups=geometry.heads)
+
+
+def _cost(least: int, cap: int, biases: int) -> Any:
+    return lambda size: biases + min(max(size, least), cap)
+
+
+def _cut(ranks: Ranks3, part: Part) -> Ranks3:
+    """R3 is given for q, k, v, o together; a problem with fewer projections has no more."""
+    return ranks[0], ranks[1], min(ranks[2], part.full[2])
+
+
+def _weighted_inputs(layout: Layout, tensors: list[Tensor], moment_DD: Tensor) -> Problem:
+    """S = M^{1/2} on mode 1: the error is that of the outputs of q, k and v."""
+    roots = input_roots(moment_DD)
+    return Problem(layout, [torch.tensordot(roots.root, tensor, dims=1) for tensor in tensors], rows=roots)
+
+
+def _weighted_output(layout: Layout, tensor_Dd1H: Tensor, moment_Hdd: Tensor) -> Problem:
+    """Mode 2 of o by the root of the heads' mean covariance, and each head by its own root mean square.
+
+    U₂ is shared, so that a root of each head's own cannot be taken out of it again; correlations between heads are
+    passed over.
+    """
+    power_H = moment_Hdd.diagonal(dim1=1, dim2=2).mean(dim=1)
+    scales_H = (power_H / power_H.mean().clamp_min(torch.finfo(torch.float64).tiny)).sqrt().clamp_min(LEAST_SCALE)
+    roots = input_roots((moment_Hdd / scales_H.square()[:, None, None]).mean(dim=0))
+    weighted = torch.einsum("ed,xdth,h->xeth", roots.root, tensor_Dd1H, scales_H)
+    return Problem(layout, [weighted], columns=roots, scales=scales_H)
+
+
+def _squares(whole: Tucker) -> list[Tensor]:
+    """g², in float32: only sizes are chosen by them."""
+    return [core.square().to(torch.float32) for core in whole.cores]
+
+
+def _stored(problem: Problem, solved: Solved) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Name -> tensor of a solved problem, and the numbers of core entries for its form."""
+    layout, choice, found = problem.layout, solved.choice, solved.found
+    first, second = found.first, found.second
+    if problem.rows is not None:
+        first = problem.rows.inverse @ first
+    if problem.columns is not None:
+        second = problem.columns.inverse @ second
+    tensors = {f"first{layout.own}": first, f"second{layout.own}": second}
+    entries = {}
+    for suffix, third, core in zip(layout.cores, found.thirds, found.cores, strict=True):
+        kept = (core != 0).contiguous()
+        if not kept.any():
+            kept.view(-1)[0] = True  # forms know no empty core
+        if problem.scales is not None:
+            core = core / problem.scales
+        if layout.own:
+            core = core * third[0, 0]
+        else:
+            tensors[f"third{suffix}"] = third
+        if choice.count is None:
+            tensors[f"core{suffix}"] = core.contiguous()
+        else:
+            tensors |= {f"core{suffix}.values": core[kept], f"core{suffix}.mask": pack_bits(kept)}
+            entries[f"nnz{suffix}"] = int(kept.sum())
+    return tensors, entries
+
+
+def _form(layout: Layout, choice: Choice) -> dict[str, Any]:
+    return {"ranks_o": list(choice.ranks[:2])} if layout.own else {"ranks": list(choice.ranks)}
+
+
+def _report(problem: Problem, solved: Solved, entries: int) -> dict[str, Any]:
+    """Relative squared error (of the weighted weights, where they are weighted), ranks, numbers stored, energies.
+
+    `energies` are shares of the whole: after each sweep of Stage I, and `pruned` after the first cut of Stage II.
+    """
+    part, end, choice, found = problem.layout.part, problem.layout.own, solved.choice, solved.found
+    total = found.total or 1.0
+    pruned = {} if choice.count is None else {f"pruned{end}": found.energies[0] / total}
+    core = sum(part.positions(choice.ranks)) if choice.count is None else entries
+    index = 0 if choice.count is None else part.index(choice.ranks)
+    clipped: Sequence[InputRoots] = [roots for roots in (problem.rows, problem.columns) if roots is not None]
+    return {
+        f"error{end}": found.error / total,
+        f"tucker_ranks{end}": list(choice.ranks),
+        f"core{end}": core,
+        f"numbers{end}": part.factors(choice.ranks) + index + core,
+        f"numbers_without_index{end}": part.factors(choice.ranks) + core,
+        f"energies{end}": [round(energy / total, 6) for energy in solved.energies],
+        **pruned,
+        **{f"clipped{end}": roots.clipped for roots in clipped},
+    }

@@ -1,0 +1,237 @@
+"""What a sparse Tucker decomposition stores, and which ranks give the least error at a size. METHODS §3.
+
+Legend: D hidden, W width of mode 2 (head_dim d, or N), t projections stacked, h heads, R1 R2 R3 ranks, g core entries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Ranks3 = tuple[int, int, int]
+
+GRID_PER_OCTAVE = 4  # thresholds of a size curve
+GRID_OCTAVES = 20  # below the largest |g|; what lies further down has 1e-12 of its square
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tensors (D, W, t, h) of one problem, which share U₁ (D, R1) and U₂ (W, R2); U₃ (t, R3) and core are its own.
+
+    Attributes:
+        stacks: (t, h) of every tensor; R3 is cut to t.
+        bits: of a stored number; the index of a sparse core is one bit for each of its positions, in whole bytes.
+    """
+
+    hidden: int
+    width: int
+    stacks: tuple[tuple[int, int], ...]
+    bits: int
+
+    @property
+    def full(self) -> Ranks3:
+        """The ranks at which nothing is cut off."""
+        return self.hidden, self.width, max(t for t, _ in self.stacks)
+
+    @property
+    def dense(self) -> int:
+        """Numbers of the weights."""
+        return self.hidden * self.width * sum(t * h for t, h in self.stacks)
+
+    def positions(self, ranks: Ranks3) -> list[int]:
+        """Entries of each core."""
+        return [ranks[0] * ranks[1] * min(ranks[2], t) * h for t, h in self.stacks]
+
+    def factors(self, ranks: Ranks3) -> int:
+        """Numbers of U₁, U₂ and every U₃."""
+        return self.hidden * ranks[0] + self.width * ranks[1] + sum(t * min(ranks[2], t) for t, _ in self.stacks)
+
+    def index(self, ranks: Ranks3) -> int:
+        """The bitmaps, in numbers."""
+        return sum(math.ceil(math.ceil(count / 8) * 8 / self.bits) for count in self.positions(ranks))
+
+    def with_dense_core(self, ranks: Ranks3) -> int:
+        """Numbers stored when the cores are stored whole, without index."""
+        return self.factors(ranks) + sum(self.positions(ranks))
+
+    def sparse_room(self, ranks: Ranks3, size: int) -> int:
+        """How many entries of the cores may be kept at a size; one of each core that falls empty is counted off."""
+        return size - self.factors(ranks) - self.index(ranks) - (len(self.stacks) - 1)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which choices there are.
+
+    Attributes:
+        ranks: given outright, or None.
+        prune: whether cores are made sparse.
+        whole: whether, when pruning, a core may also be stored whole where that is better.
+        search_width: whether R2 is searched; else it is W.
+    """
+
+    ranks: Ranks3 | None
+    prune: bool
+    whole: bool
+    search_width: bool
+
+    def least(self, part: Part) -> int:
+        """The smallest size at which there is a choice."""
+        ranks = self.ranks or (1, 1 if self.search_width else part.width, part.full[2])
+        sparse = part.factors(ranks) + part.index(ranks) + len(part.stacks)
+        whole = part.with_dense_core(ranks)
+        return sparse if self.prune and not self.whole else min(sparse, whole) if self.prune else whole
+
+    def most(self, part: Part) -> int:
+        """The size beyond which nothing gets better: of the dense weights, or of the ranks given with a whole core."""
+        if self.ranks is None:
+            return part.dense
+        return max(part.with_dense_core(self.ranks), self.least(part))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Ranks, and how many entries of the cores stay; None: all, stored whole."""
+
+    ranks: Ranks3
+    count: int | None
+
+
+def choices(part: Part, rule: Rule, size: int) -> Iterator[Choice]:
+    """What fits into a size (or the least one): ranks by eighths and halvings, and R1 as far as a whole core fits."""
+    size = max(size, rule.least(part))
+    for ranks in _grid(part, rule):
+        if part.with_dense_core(ranks) <= size and (rule.whole or not rule.prune):
+            yield Choice(ranks, None)
+        elif rule.prune and (room := part.sparse_room(ranks, size)) >= 1:
+            yield Choice(ranks, min(room, sum(part.positions(ranks))))
+    if rule.ranks is None and (rule.whole or not rule.prune):
+        for width_rank in _widths(part, rule):
+            rest = part.full[2]
+            per_rank = part.with_dense_core((2, width_rank, rest)) - part.with_dense_core((1, width_rank, rest))
+            rank = min(part.hidden, 1 + (size - part.with_dense_core((1, width_rank, rest))) // per_rank)
+            if rank >= 1:
+                yield Choice((rank, width_rank, rest), None)
+
+
+def best_choice(options: Sequence[Choice], squares: Sequence[Tensor]) -> Choice:
+    """The choice whose cores keep the most energy; of equals the first.
+
+    `squares`: g² of the cores at full rank, in the basis of the HOSVD, whose leading blocks stand for the cores at
+    smaller ranks (exactly so for R1 alone).
+    """
+    return max(options, key=lambda choice: _kept_energy(_blocks(squares, choice.ranks), choice.count))
+
+
+def size_curve(part: Part, rule: Rule, squares: Sequence[Tensor]) -> dict[str, Any]:
+    """The size to choose at a threshold τ, for τ = 2^(j / GRID_PER_OCTAVE), j = first, first + 1, …; falls with τ.
+
+    At every τ it is the size that minimises squared error + τ² · stored numbers over all ranks: cores are cut at τ, and
+    each number of the factors and of the index must be worth as much as a core entry. `squares` as in `best_choice`.
+    """
+    peak = max(float(square.max()) for square in squares)
+    if peak == 0.0:
+        return {"first": 0, "sizes": [rule.least(part)]}
+    last = math.floor(GRID_PER_OCTAVE * math.log2(peak) / 2) + 1
+    first = last - GRID_PER_OCTAVE * GRID_OCTAVES
+    price = (2.0 * torch.arange(first, last + 1, dtype=torch.float64) / GRID_PER_OCTAVE).exp2()
+    total = sum(float(square.sum(dtype=torch.float64)) for square in squares)
+    bins = [_bins(square, first, len(price)) for square in squares]
+    best_cost, best_size = torch.full_like(price, math.inf), torch.zeros_like(price)
+    offers = [(torch.full_like(price, part.dense), torch.zeros_like(price))] if rule.ranks is None else []
+    for ranks in _grid(part, rule):
+        above, energy = _above(_blocks(bins, ranks), _blocks(squares, ranks), len(price))
+        fixed = part.factors(ranks) + part.index(ranks) + len(part.stacks) - 1
+        offers.append((fixed + above.clamp_min(1), total - energy))
+        if rule.whole:
+            kept = torch.full_like(price, float(energy[0]))
+            offers.append((torch.full_like(price, part.with_dense_core(ranks)), total - kept))
+    for size, error in offers:
+        cost = error.clamp_min(0.0) + price * size
+        better = cost < best_cost
+        best_cost, best_size = torch.where(better, cost, best_cost), torch.where(better, size, best_size)
+    return {"first": first, "sizes": [int(size) for size in best_size]}
+
+
+def sizes_at_common_threshold(curves: Sequence[Mapping[str, Any]], most: Sequence[int], target: float) -> list[float]:
+    """The sizes of the curves at the one threshold at which they add up to `target`; before its first, `most`."""
+    low = min(curve["first"] for curve in curves) - 1.0
+    high = float(max(curve["first"] + len(curve["sizes"]) for curve in curves))
+
+    def at(position: float) -> list[float]:
+        return [_size_at(curve, cap, position) for curve, cap in zip(curves, most, strict=True)]
+
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        if sum(at(middle)) > target:
+            low = middle
+        else:
+            high = middle
+    return at(high)
+
+
+def pack_bits(kept: Tensor) -> Tensor:
+    """A mask as a bitmap (ceil(n / 8),) of uint8: bit i % 8, least significant first, of byte i // 8 is entry i."""
+    flat = kept.reshape(-1).to(torch.uint8)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(-1, 8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=flat.device)).sum(dim=1, dtype=torch.uint8)
+
+
+def _size_at(curve: Mapping[str, Any], most: int, position: float) -> float:
+    """Between two thresholds by a straight line."""
+    sizes, place = curve["sizes"], position - curve["first"]
+    if place <= -1.0:
+        return float(most)
+    below = math.floor(place)
+    if below >= len(sizes) - 1:
+        return float(sizes[-1])
+    left = most if below < 0 else sizes[below]
+    return float(left + (place - below) * (sizes[below + 1] - left))
+
+
+def _grid(part: Part, rule: Rule) -> list[Ranks3]:
+    if rule.ranks is not None:
+        return [rule.ranks]
+    return [(rank, width, part.full[2]) for rank in _steps(part.hidden) for width in _widths(part, rule)]
+
+
+def _widths(part: Part, rule: Rule) -> list[int]:
+    return _steps(part.width) if rule.search_width else [part.width]
+
+
+def _steps(limit: int) -> list[int]:
+    """Eighths, and below the first one halvings down to 1."""
+    return sorted(({limit * eighth // 8 for eighth in range(1, 9)} | {limit >> half for half in range(3, 32)}) - {0})
+
+
+def _blocks(cores: Sequence[Tensor], ranks: Ranks3) -> list[Tensor]:
+    return [core[: ranks[0], : ranks[1], : ranks[2]].reshape(-1) for core in cores]
+
+
+def _kept_energy(blocks: Sequence[Tensor], count: int | None) -> float:
+    """Sum of the `count` largest squares."""
+    flat = torch.cat(list(blocks))
+    if count is None or count >= len(flat):
+        return float(flat.sum(dtype=torch.float64))
+    bound = torch.kthvalue(flat, len(flat) - count + 1).values
+    over = flat[flat > bound]
+    return float(over.sum(dtype=torch.float64)) + float(bound) * (count - len(over))
+
+
+def _bins(square: Tensor, first: int, count: int) -> Tensor:
+    """Number of the largest threshold that is no larger than |g|, from 1; 0 below the first."""
+    place = torch.floor(0.5 * GRID_PER_OCTAVE * square.log2()) - first + 1
+    return place.clamp_(0, count).to(torch.int16)
+
+
+def _above(bins: Sequence[Tensor], squares: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """How many entries reach each threshold, and their energy."""
+    places = torch.cat(list(bins)).long()
+    numbers = torch.bincount(places, minlength=count + 1).double().cpu()
+    energies = torch.bincount(places, weights=torch.cat(list(squares)).double(), minlength=count + 1).cpu()
+    return numbers.flip(0).cumsum(0).flip(0)[1:], energies.flip(0).cumsum(0).flip(0)[1:]

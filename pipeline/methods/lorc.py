@@ -1,0 +1,177 @@
+"""LoRC: keys and values of a layer as latents that the cache holds; progressive ranks. METHODS §2.
+
+Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, r latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifests.schema import LoRC
+from pipeline.families.family import Geometry
+from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
+from pipeline.ranks.budget import Knob
+from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
+
+INPUT = Moment("attention.in")
+CONDITION = "condition"
+ROLES = {"key": ("k",), "value": ("v", "o")}  # o takes in the second factor of v where that is smaller
+
+
+@dataclass(frozen=True)
+class LoRCMethod:
+    """`method: lorc` with the settings of its manifest entry."""
+
+    entry: LoRC
+    name: str = "lorc"
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def keep(self) -> float | None:
+        """A budget of its own, if the entry gives one."""
+        return self.entry.keep
+
+    @property
+    def fixed_ranks(self) -> bool:
+        """Whether the cache share, and not a budget of stored numbers, decides."""
+        return self.entry.cache_keep is not None
+
+    @property
+    def scores(self) -> frozenset[str]:
+        """Nothing that takes calibration text."""
+        return frozenset()
+
+    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+        """Groups `key` (k) and `value` (v, o) of every chosen layer."""
+        names = [name for name in ROLES if getattr(self.entry, name)]
+        moments = (INPUT,) if self.entry.weighting == "input" else ()
+        layers = self.entry.chosen_layers(geometry.num_layers)
+        return tuple(Group(layer, name, ROLES[name], moments) for layer in layers for name in names)
+
+    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+        """One rank per layer and group: `key`, `value`, cap C = min(G·d, D)."""
+        cap = min(geometry.weight_shape("k"))
+        return tuple(
+            Knob(group.layer, group.name, group.name, cap, 1, partial(self._cost, geometry, group.name))
+            for group in self.claims(geometry)
+        )
+
+    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """Eq. 13 (progressive) or the same share everywhere; the mean is `cache_keep`, or else the ratio."""
+        layers = self.entry.chosen_layers(geometry.num_layers)
+        mean = self.entry.cache_keep or ratio
+        shares: tuple[float, ...] = (mean,) * len(layers)
+        if self.entry.allocation == "progressive":
+            cumulative = cumulative_log_conditions(_log_conditions(geometry, scores))
+            shares = progressive_shares([cumulative[layer] for layer in layers], mean, self.entry.skip_above).shares
+        share_of = dict(zip(layers, shares, strict=True))
+        return {knob.key: share_of[knob.layer] * knob.cap for knob in self.knobs(geometry)}
+
+    def measures(self, geometry: Geometry) -> tuple[Group, ...]:
+        """W_k and W_v of all layers, also those not chosen: progressive ranks follow κ̃_l, a product over depth."""
+        if self.entry.allocation != "progressive":
+            return ()
+        return tuple(Group(layer, CONDITION, ("k", "v")) for layer in range(geometry.num_layers))
+
+    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """ln κ of the two matrices."""
+        return {"log_condition": [log_condition(weights[f"{role}.weight"])[0] for role in group.roles]}
+
+    def compress(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Mapping[str, Tensor],
+        moments: Mapping[Moment, Tensor],
+        ranks: Ranks,
+    ) -> Solution:
+        """first (r × D) gives the latents; second (C × r) rebuilds the heads, or is absorbed into W_o."""
+        rank, role = ranks[group.name], group.roles[0]
+        if self._stays_dense(geometry, group.name, rank):
+            return Solution({name: weight.double() for name, weight in weights.items()}, {}, {"dense": True})
+        roots = input_roots(moments[INPUT][0]) if moments else None
+        first_rD, second_Cr, values = low_rank(weights[f"{role}.weight"], rank, roots)
+        report = {"error": _dropped_share(values, rank)} | ({"clipped": roots.clipped} if roots else {})
+        tensors = {f"{role}.first.weight": first_rD}
+        if role == "v" and _absorbs(geometry, rank):
+            tensors |= _absorbed_output(geometry, weights, second_Cr)
+            forms = {"v": {"form": "latent", "rank": rank, "absorbed": True}, "o": {"form": "absorbed", "rank": rank}}
+            return Solution(tensors, forms, report | {"absorbed": True})
+        tensors[f"{role}.second.weight"] = second_Cr
+        kept = {name: weight for name, weight in weights.items() if name not in (f"{role}.weight",)}
+        tensors |= {name: weight.double() for name, weight in kept.items()}
+        form = {"form": "latent", "rank": rank} | ({"absorbed": False} if role == "v" else {})
+        return Solution(tensors, {role: form}, report)
+
+    def _stays_dense(self, geometry: Geometry, name: str, rank: int) -> bool:
+        """At full rank; and, when stored numbers are what is saved, where the factors would save none."""
+        full = rank >= min(geometry.weight_shape("k"))
+        return full or (not self.fixed_ranks and _factored(geometry, name, rank) >= _dense(geometry, name))
+
+    def _cost(self, geometry: Geometry, name: str, rank: float) -> float:
+        dense = _dense(geometry, name)
+        if rank >= min(geometry.weight_shape("k")):
+            return dense
+        factored = _factored(geometry, name, rank)
+        return factored if self.fixed_ranks else min(factored, dense)
+
+
+def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
+    """ln κ of W_k and W_v by layer."""
+    layers = range(geometry.num_layers)
+    if scores.measured is None:
+        return [[1.0, 1.0] for _ in layers]
+    return [scores.measured[f"{layer}/{CONDITION}"]["log_condition"] for layer in layers]
+
+
+def _factored(geometry: Geometry, name: str, rank: float) -> float:
+    """Numbers stored by a group with latents."""
+    D, C, HD = geometry.hidden, geometry.kv_heads * geometry.head_dim, geometry.heads * geometry.hidden
+    rebuilt = rank * (D + C) + _biases(geometry, ROLES[name])
+    if name == "key":
+        return rebuilt
+    rebuilt += HD * geometry.head_dim
+    return rank * (D + HD) + _biases(geometry, ("o",)) if _absorbs(geometry, rank) else rebuilt
+
+
+def _dense(geometry: Geometry, name: str) -> float:
+    return geometry.layer_numbers(ROLES[name])
+
+
+def _biases(geometry: Geometry, roles: tuple[str, ...]) -> int:
+    return sum(geometry.weight_shape(role)[0] for role in roles if role in geometry.biases)
+
+
+def _absorbs(geometry: Geometry, rank: float) -> bool:
+    """Whether D·r per query head is less than the second factor and W_o together; v's bias must go somewhere."""
+    C, HD = geometry.kv_heads * geometry.head_dim, geometry.heads * geometry.hidden
+    has_room = "v" not in geometry.biases or "o" in geometry.biases
+    return has_room and HD * rank < C * rank + HD * geometry.head_dim
+
+
+def _absorbed_output(geometry: Geometry, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
+    """W̃_o^h = W_o^h B^{g(h)}, (D, H·r); v's bias passes the softmax unchanged and joins o's."""
+    D, H, G = geometry.hidden, geometry.heads, geometry.kv_heads
+    second_Hdr = second_Cr.double().unflatten(0, (G, -1)).repeat_interleave(H // G, dim=0)
+    output_HDd = weights["o.weight"].double().reshape(D, H, -1).transpose(0, 1)
+    tensors = {"o.weight": torch.bmm(output_HDd, second_Hdr).transpose(0, 1).flatten(1).contiguous()}
+    if "o.bias" in weights:
+        tensors["o.bias"] = weights["o.bias"].double()
+    if "v.bias" in weights:
+        bias_Hd = weights["v.bias"].double().reshape(G, -1).repeat_interleave(H // G, dim=0)
+        tensors["o.bias"] = tensors["o.bias"] + torch.bmm(output_HDd, bias_Hd[..., None]).sum(0)[:, 0]
+    return tensors
+
+
+def _dropped_share(values: Tensor, rank: int) -> float:
+    """Share of the squared singular values beyond `rank`: the relative squared error."""
+    energy = values.square()
+    total = energy.sum().item()
+    return energy[rank:].sum().item() / total if total > 0 else 0.0

@@ -1,0 +1,53 @@
+"""`python -m pipeline.verify OUTPUT [--source DIR]`: is this checkpoint what a job wrote, and whole?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.job.cli import parser, run_command
+from pipeline.job.verification import Finding, verify
+
+FAULTS_SHOWN = 10
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = parser(
+        "verify", "Checks digests, contents, shapes, finite values and counts; with --source coverage and logits."
+    )
+    options.add_argument("output", type=Path, help="the compressed checkpoint")
+    options.add_argument("--source", type=Path, help="the dense checkpoint it was made from")
+    options.add_argument(
+        "--bound", type=float, help="largest relative error of the logits; default 1.0, or 0.001 if nothing was cut"
+    )
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    return run_command(_body, options.parse_args(argv))
+
+
+def _body(arguments: Any) -> int:
+    findings = []
+    for finding in verify(arguments.output, arguments.source, arguments.bound):
+        findings.append(finding)
+        if not arguments.json:
+            _print(finding)
+    passed = not any(finding.faults for finding in findings)
+    if arguments.json:
+        print(json.dumps({"passed": passed, "findings": [vars(finding) for finding in findings]}))
+    else:
+        print("verified" if passed else "NOT verified")
+    return 0 if passed else 1
+
+
+def _print(finding: Finding) -> None:
+    print(f"{'FAULT' if finding.faults else 'ok':>5}  {finding.check}: {finding.detail}")
+    for fault in finding.faults[:FAULTS_SHOWN]:
+        print(f"       {fault}")
+    if len(finding.faults) > FAULTS_SHOWN:
+        print(f"       ... and {len(finding.faults) - FAULTS_SHOWN} more")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

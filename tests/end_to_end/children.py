@@ -1,0 +1,217 @@
+"""Commands in processes of their own that can be killed, forked from a server which has imported everything.
+
+With `inline`, the units are done in the driver's process by the real `Worker` instead of by Ray's actors: then a kill
+hits both at a moment that the test chooses, and a run takes half a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pipeline.run
+import workers.actor
+import workers.worker
+from manifests.errors import Interrupted
+from manifests.schema import Workers
+from pipeline.ports import Unit
+from stores.ledger import Ledger
+from tests.end_to_end.jobs import COMMANDS
+from workers.exchange import LocalExchange
+from workers.setup import Setup
+from workers.worker import Worker
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["__main__", __name__])
+WAIT_S = 120.0
+
+
+class InlinePool:
+    """See `pipeline.ports.Pool`; what `RayPool` offers, in this process."""
+
+    def __init__(self, setup: Setup, workers: Workers, stop: threading.Event, note: Callable[[str], None]) -> None:
+        torch.set_num_threads(setup.threads)
+        self.worker = Worker(setup, LocalExchange())
+        self.stop = stop
+        self.size = 1
+        self.waiting: deque[Unit] = deque()
+        self.seconds: dict[str, list[float]] = {}
+        self.peak_bytes: dict[str, int] = {}
+
+    def submit(self, unit: Unit) -> None:
+        self.waiting.append(unit)
+
+    def wait(self) -> tuple[Unit, Any]:
+        if self.stop.is_set():
+            raise Interrupted("stopped by a signal; run the same command again to go on")
+        unit = self.waiting.popleft()
+        return unit, self.worker.execute(unit)
+
+    def drain(self) -> None:
+        self.waiting.clear()
+
+    def busy(self) -> dict[str, str]:
+        return {"inline": self.waiting[0].key} if self.waiting else {}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def use_inline_pool(patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """No Ray for `run` in this process."""
+    patch(pipeline.run, "connect", lambda *_: "none: in this process")
+    patch(pipeline.run, "RayPool", InlinePool)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Where a process kills its group, or waits: at the nth time that something durable begins or has just ended.
+
+    Attributes:
+        what: `commit` (a key new to the ledger), `file` (a rename or link to a final name), `remove` (a folder goes).
+        match: counted only when this is in the ledger key or path.
+        after: just after it, instead of just before.
+        pause: makes this file and goes on when somebody has removed it, instead of dying.
+    """
+
+    what: str
+    nth: int = 1
+    match: str = ""
+    after: bool = False
+    pause: str | None = None
+
+
+class Child:
+    """A command in a process group of its own."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], log: Path, hook: Hook | None = None, inline: bool = True
+    ) -> None:
+        self.log = log
+        self.process: ForkServerProcess = CONTEXT.Process(
+            target=_main, args=(name, list(arguments), str(log), hook, inline)
+        )
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def end(self, timeout_s: float = WAIT_S) -> int:
+        """Waits; the exit code, negative for a signal."""
+        self.process.join(timeout_s)
+        if self.process.exitcode is None:
+            self.kill()
+            raise AssertionError(f"no end after {timeout_s} s:\n{self.said}")
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, Ray's processes included."""
+        os.killpg(self.pid, signal.SIGKILL)
+        self.process.join(WAIT_S)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def wait_for(path: Path, child: Child) -> None:
+    """Until a file is there."""
+    deadline = time.monotonic() + WAIT_S
+    while not path.exists():
+        assert child.process.is_alive(), child.said
+        assert time.monotonic() < deadline, child.said
+        time.sleep(0.01)
+
+
+def _main(name: str, arguments: list[str], log: str, hook: Hook | None, inline: bool) -> None:
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    if inline:
+        use_inline_pool()
+        _note_forward_work(Path(log).with_suffix(".units"))
+    if hook is not None:
+        _install(hook)
+    raise SystemExit(COMMANDS[name](arguments))
+
+
+def _note_forward_work(path: Path) -> None:
+    """One line for every time that a shard goes through a layer, be it a unit or on the way back to a lost one."""
+    forward, replay = Worker._forward, Worker._replay
+
+    def note(line: str) -> None:
+        with path.open("a") as file:
+            file.write(line + "\n")
+
+    def noted_forward(self: Worker, unit: Any) -> Any:
+        note(unit.key)
+        return forward(self, unit)
+
+    def noted_replay(self: Worker, unit: Any, layer: int, inputs: Any) -> Any:
+        note(f"replay/{unit.lineage}/{layer}/{unit.shard}")
+        return replay(self, unit, layer, inputs)
+
+    workers.worker.Worker._forward, workers.worker.Worker._replay = noted_forward, noted_replay  # type: ignore[method-assign]
+
+
+def _install(hook: Hook) -> None:
+    seen = 0
+
+    def reached(what: str, where: str, ended: bool) -> None:
+        nonlocal seen
+        if what != hook.what or hook.match not in where or ended is not hook.after:
+            return
+        seen += 1
+        if seen != hook.nth:
+            return
+        if hook.pause is None:
+            os.killpg(os.getpgid(0), signal.SIGKILL)
+        path = Path(hook.pause)
+        path.touch()
+        while path.exists():
+            time.sleep(0.01)
+
+    def around(what: str, owner: Any, attribute: str, position: int, final: Callable[[str], bool]) -> None:
+        original = getattr(owner, attribute)
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            where = str(arguments[position])
+            if final(where):
+                reached(what, where, ended=False)
+            result = original(*arguments, **options)
+            if final(where):
+                reached(what, where, ended=True)
+            return result
+
+        setattr(owner, attribute, wrapped)
+
+    commit = Ledger.commit
+
+    def commit_new(self: Ledger, key: str, record: dict[str, Any]) -> None:
+        new = self.get(key) is None
+        if new:
+            reached("commit", key, ended=False)
+        commit(self, key, record)
+        if new:
+            reached("commit", key, ended=True)
+
+    Ledger.commit = commit_new  # type: ignore[method-assign]
+    around("file", os, "replace", 1, lambda path: ".partial" not in path and "lock.json" not in path)
+    around("file", os, "link", 1, lambda path: ".partial" not in path)
+    around("remove", shutil, "rmtree", 0, lambda path: True)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import pipeline.evaluate
+import pipeline.job.perplexity
+import pipeline.run
+from manifests.schema import Workers
+from tests import factories
+from tests.end_to_end.children import use_inline_pool
+from tests.end_to_end.jobs import Job
+from tests.end_to_end.shared_ray import KeptPool
+from workers.pool import connect
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processes_find_the_packages() -> Iterator[None]:
+    """Ray's workers and our subprocesses import what this process imports, installed or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "deploy" / "serving")]))
+        yield
+
+
+@pytest.fixture(scope="session")
+def _cluster(_processes_find_the_packages: None) -> Iterator[tuple[str, list[Any]]]:
+    """A local Ray as `run` starts it: (address, idle actors)."""
+    yield connect(None, Workers(max=2)), []
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared_ray(_cluster: tuple[str, list[Any]]) -> Iterator[None]:
+    """The commands use one Ray, in this process."""
+    address, idle = _cluster
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeptPool, "idle", idle, raising=False)
+        for module in (pipeline.run, pipeline.evaluate):
+            patch.setattr(module, "connect", lambda *_: address)
+        for module in (pipeline.run, pipeline.job.perplexity):
+            patch.setattr(module, "RayPool", KeptPool)
+        yield
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run` needs no Ray: the units are done by the real worker, in this process."""
+    use_inline_pool(monkeypatch.setattr)
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that gets as far as starting Ray fails."""
+
+    def refuse(*_: Any) -> str:
+        raise AssertionError("Ray is started")
+
+    for module in (pipeline.run, pipeline.evaluate):
+        monkeypatch.setattr(module, "connect", refuse)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text for calibration."""
+    return factories.write_text(tmp_path_factory.mktemp("text") / "text.txt", 20_000)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama: three layers, grouped heads, head_dim 16 at hidden size 48, several shards."""
+    return factories.make_model(tmp_path_factory.mktemp("llama") / "source")
+
+
+@pytest.fixture
+def job(tmp_path: Path, llama: Path, text: Path) -> Any:
+    """`job(**changes)`: a job on the llama; a second one of a test gets a folder of its own."""
+
+    def make(source: Path = llama, **changes: Any) -> Job:
+        return Job(tmp_path / f"job-{len(list(tmp_path.glob('job-*')))}", source, text, changes).write()
+
+    return make

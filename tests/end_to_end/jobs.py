@@ -1,0 +1,183 @@
+"""Jobs for end-to-end tests: a manifest in a folder of its own, the real commands in this process, their files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+import pipeline.evaluate
+import pipeline.plan.__main__
+import pipeline.run
+import pipeline.status
+import pipeline.verify
+
+COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
+    "run": pipeline.run.main,
+    "plan": pipeline.plan.__main__.main,
+    "status": pipeline.status.main,
+    "evaluate": pipeline.evaluate.main,
+    "verify": pipeline.verify.main,
+}
+FLAT_LLM: dict[str, Any] = {"method": "flat_llm"}
+
+
+@dataclass
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+
+@dataclass
+class Job:
+    """A manifest and where its job works. `changes` go into the document: {"budget.keep": 0.5, "calibration": ...}."""
+
+    root: Path
+    source: Path
+    text: Path
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "manifest.yaml"
+
+    @property
+    def output(self) -> Path:
+        return self.root / "output"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.root / "run"
+
+    def document(self) -> dict[str, Any]:
+        document: dict[str, Any] = {
+            "version": 1,
+            "model": {"source": str(self.source)},
+            "output": str(self.output),
+            "run_dir": str(self.run_dir),
+            "seed": 3,
+            "budget": {"keep": 0.7},
+            "calibration": {
+                "text": {"files": [str(self.text)]},
+                "samples": 12,
+                "sequence_length": 24,
+                "shards": 3,
+                "micro_batch": 2,
+            },
+            "methods": [dict(FLAT_LLM)],
+            "workers": {"max": 1},
+        }
+        for path, value in self.changes.items():
+            *parents, last = path.split(".")
+            target = document
+            for parent in parents:
+                target = target.setdefault(parent, {})
+            target[last] = value
+        return document
+
+    def write(self) -> Job:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.manifest.write_text(yaml.safe_dump(self.document()))
+        return self
+
+    def run(self, *options: str) -> Ended:
+        """`python -m pipeline.run MANIFEST --json`, in this process."""
+        return command("run", str(self.write().manifest), "--json", *options)
+
+    def contract(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.output / "compression.json").read_text())
+        return content
+
+    def ledger(self, key: str) -> Any:
+        """The newest record of a key."""
+        files = sorted((self.run_dir / "ledger").glob(f"{key.replace('/', '.')}.[0-9]*.json"))
+        return json.loads(files[-1].read_text())["record"]
+
+
+def command(name: str, *arguments: str) -> Ended:
+    """A command's `main`; signal handlers are put back afterwards."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = COMMANDS[name](list(arguments))
+            except SystemExit as ended:  # of argparse
+                code = int(ended.code or 0)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def file_digests(directory: Path) -> dict[str, str]:
+    """File name -> sha256, of everything in a folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, as safetensors (not our reader) finds them in the files, not by the index."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                assert name not in tensors, f"{name} is in two files"
+                tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def load(directory: Path, **options: Any) -> Any:
+    """As a user loads it; every weight found, none left over."""
+    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def some_tokens(vocab: int, batch: int = 3, length: int = 20, seed: int = 5) -> torch.Tensor:
+    """Token ids (batch, length), none of them special."""
+    return torch.randint(2, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(model: Any, ids_BT: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits_BTV: torch.Tensor = model(ids_BT, **inputs).logits
+    return logits_BTV
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference as a share of the largest number expected."""
+    return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything a unit or a result holds, down to what is no dataclass, mapping or sequence."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from leaves(key)
+            yield from leaves(child)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for child in value:
+            yield from leaves(child)
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from leaves(vars(value))
+    else:
+        yield value

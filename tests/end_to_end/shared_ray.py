@@ -1,0 +1,50 @@
+"""One local Ray and one set of worker processes for all jobs of a test session.
+
+The cluster, the actors and their object store are real; only the seconds that a process needs to import torch are spent
+once: when a job ends, its actors are handed to the next one instead of being killed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from workers.actor import WorkerActor
+from workers.pool import RayPool, _Member
+from workers.setup import Setup
+
+SECONDS = 20.0
+
+
+class KeptActor(WorkerActor):
+    """A `WorkerActor` whose process outlives the job."""
+
+    def __init__(self) -> None:
+        """Nothing yet: `begin` makes the worker."""
+
+    def begin(self, setup: Setup) -> dict[str, Any]:
+        """What `WorkerActor.__init__` does."""
+        super().__init__(setup)
+        return self.ready()
+
+
+class KeptPool(RayPool):
+    """A `RayPool` that takes its actors from those at hand."""
+
+    idle: list[Any]
+
+    def _start(self) -> _Member:
+        actor = self.idle.pop() if self.idle else ray.remote(KeptActor).options(num_cpus=1).remote()
+        return _Member(actor, actor.begin.remote(self.setup))
+
+    def close(self) -> None:
+        """Keeps the actors that live and have nothing more to do."""
+        for member in self.members:
+            pending = [member.ready, *member.running]
+            done, _ = ray.wait(pending, num_returns=len(pending), timeout=SECONDS)
+            if len(done) < len(pending):
+                ray.kill(member.actor)
+            else:
+                self.idle.append(member.actor)
+        self.members = []

@@ -1,0 +1,102 @@
+"""Source models of all families, and what a compressed checkpoint means for the source's own class.
+
+Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, r and k ranks, n heads of a projection.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM, OPTConfig, OPTForCausalLM
+
+from tests import factories
+from tests.end_to_end.jobs import read_tensors
+
+OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "opt": (
+        OPTConfig,
+        OPTForCausalLM,
+        {"ffn_dim": 80, "word_embed_proj_dim": 48, "do_layer_norm_before": True, "dropout": 0.0},
+    ),
+    "gptj": (GPTJConfig, GPTJForCausalLM, {"n_inner": 80, "rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+}
+FAMILIES = (*factories.FAMILIES, *OTHERS)
+
+
+def make_source(directory: Path, family: str, layers: int = 3, **overrides: Any) -> Path:
+    """A random sharded model with a tokenizer: `factories.make_model`, and OPT and GPT-J in the same way."""
+    if family in factories.FAMILIES:
+        return factories.make_model(directory, family, num_hidden_layers=layers, **overrides)
+    config_class, model_class, fields = OTHERS[family]
+    common = {"vocab_size": 320, "hidden_size": 48, "num_attention_heads": 4, "max_position_embeddings": 256}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    model = model_class(config_class(**common, **ends, num_hidden_layers=layers, **fields, **overrides))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
+        parameter.data = 1 + 0.2 * noise if is_scale else 0.15 * noise
+    model.save_pretrained(directory, max_shard_size="40KB")
+    factories.make_tokenizer(320).save_pretrained(directory)
+    return directory
+
+
+def densified(source: Path, output: Path, layers: int | None = None) -> Any:
+    """The source's class with a compressed checkpoint's weights: pruned rows and ranks as zeros, factors multiplied.
+
+    `layers`: only the first so many are taken from `output`. float32, ready to be run.
+    """
+    config = AutoConfig.from_pretrained(source)
+    written = json.loads((output / "config.json").read_text())
+    block, tensors = written["block"], read_tensors(output)
+    state = read_tensors(source)
+    for layer in range(written["num_hidden_layers"] if layers is None else layers):
+        prefix = f"{block['layers']}.{layer}."
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
+        state |= {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        for role, form in written["forms"][layer].items():
+            path = prefix + block["modules"][role]
+            factors = {name: state.pop(name).float() for name in list(state) if name.startswith(path + ".")}
+            state |= {f"{path}.{part}": tensor for part, tensor in _dense(role, form, path, factors, written).items()}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    missing, unexpected = model.load_state_dict({name: t.float() for name, t in state.items()}, strict=False)
+    assert not unexpected
+    assert not set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    return model.eval()
+
+
+def _dense(
+    role: str, form: dict[str, Any], path: str, factors: dict[str, Tensor], config: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The weight, and the bias if there is one, that compute what the factors do."""
+    d, rank, kind = config["head_dim"], form["rank"], form["form"]
+    found: dict[str, Tensor] = {}
+    if f"{path}.bias" in factors:
+        found["bias"] = factors[f"{path}.bias"]
+    if kind == "head_low_rank":
+        second_ndr = factors[f"{path}.second"]
+        first_nrD = factors[f"{path}.first.weight"].unflatten(0, (second_ndr.shape[0], rank))
+        assert set(factors) <= {f"{path}.second", f"{path}.first.weight", f"{path}.bias"}
+        return {**found, "weight": torch.bmm(second_ndr, first_nrD).flatten(0, 1)}
+    weight = factors[f"{path}.weight"]
+    if kind == "head_pca" and role == "o":
+        return {**found, "weight": _padded(weight.unflatten(1, (-1, rank)), 2, d).flatten(1)}
+    if kind == "head_pca":
+        found = {name: _padded(bias.unflatten(0, (-1, rank)), 1, d).flatten() for name, bias in found.items()}
+        return {**found, "weight": _padded(weight.unflatten(0, (-1, rank)), 1, d).flatten(0, 1)}
+    assert kind == "pruned"
+    if role == "down":
+        return {**found, "weight": _padded(weight, 1, config["intermediate_size"])}
+    found = {name: _padded(bias, 0, config["intermediate_size"]) for name, bias in found.items()}
+    return {**found, "weight": _padded(weight, 0, config["intermediate_size"])}
+
+
+def _padded(tensor: Tensor, axis: int, size: int) -> Tensor:
+    """Zeros behind, along one axis, up to `size`."""
+    shape = list(tensor.shape)
+    shape[axis] = size - shape[axis]
+    return torch.cat([tensor, tensor.new_zeros(shape)], axis)

@@ -1,0 +1,397 @@
+"""Wrong input ends in seconds with exit code 2, says what is wrong, and leaves no OUTPUT; Ray is not even started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.end_to_end.jobs import FLAT_LLM, Ended, Job, command, file_digests
+from tests.end_to_end.sources import make_source
+
+MakeJob = Callable[..., Job]
+INDEX = "model.safetensors.index.json"
+SECONDS = 10.0
+
+
+@pytest.fixture
+def model(tmp_path: Path, llama: Path) -> Path:
+    """A copy of the model, to be damaged."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def refused(job: Job, *words: str) -> str:
+    """Runs and plans the job; the message of `run`."""
+    planned = command("plan", str(job.write().manifest))
+    started = time.monotonic()
+    message = check(job.run(), job, *words)
+    assert time.monotonic() - started < SECONDS
+    assert planned.code in (0, 2)
+    return message
+
+
+def check(ended: Ended, job: Job, *words: str) -> str:
+    assert ended.code == 2, ended
+    assert ended.out == ""
+    assert "wrong input: " in ended.err
+    assert "Traceback" not in ended.err
+    assert [word for word in words if word not in ended.err] == [], ended.err
+    assert not job.output.exists()
+    return ended.err
+
+
+# -- the manifest ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_every_fault_of_a_manifest_at_once(job: MakeJob) -> None:
+    wrong = {
+        "budgit": {"keep": 0.5},
+        "budget.keep": 1.5,
+        "seed": "zero",
+        "calibration.samples": 0,
+        "calibration.propagate": "sideways",
+        "methods": [{"method": "flat_llm", "rigde": 2.0}],
+        "workers.min": 3,
+        "version": 2,
+    }
+    message = refused(
+        job(**wrong), "budgit", "budget.keep", "1.5", "seed", "'zero'", "calibration.samples", "'sideways'"
+    )
+    assert all(word in message for word in ("rigde", "allowed here", "ridge", "version", "min: 3 is above max: 1"))
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"version: [1", ["not YAML", "line"]),
+        (b"- version", ["expected a mapping"]),
+        (b"version: 1\nversion: 1\n", ["'version'", "twice"]),
+        (b"\xff\xfe\x00", ["cannot be read"]),
+        (b"", ["expected a mapping"]),
+        (None, ["cannot be read", "No such file"]),
+    ],
+)
+def test_no_manifest(content: bytes | None, words: list[str], job: MakeJob) -> None:
+    made = job()
+    made.manifest.unlink() if content is None else made.manifest.write_bytes(content)
+    check(command("run", str(made.manifest)), made, str(made.manifest), *words)
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_options(job: MakeJob) -> None:
+    made = job()
+    check(made.run("--set", "budget.keep"), made, "--set budget.keep", "FIELD=VALUE")
+    check(made.run("--set", "methods.4.ridge=1"), made, "'4'")
+    check(made.run("--set", "calibration=null"), made, "calibration: missing")
+    check(made.run("--set", "budget=null"), made, "budget: missing")
+    check(made.run("--set", "calibration.sequence_length=300"), made, "300", "max_position_embeddings 256")
+    check(made.run("--set", "methods.0.layers=[7]"), made, "layers: [7]", "0 to 2")
+    assert command("run").code == 2
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_tensor_is_claimed_once(job: MakeJob) -> None:
+    refused(job(methods=[FLAT_LLM, {**FLAT_LLM, "layers": [1]}]), "layer 1: v is claimed by", "methods.0", "methods.1")
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def edit_index(model: Path, change: Callable[[dict[str, str]], None]) -> None:
+    index = json.loads((model / INDEX).read_text())
+    change(index["weight_map"])
+    (model / INDEX).write_text(json.dumps(index))
+
+
+def edit_config(model: Path, **fields: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def some_shard(model: Path) -> Path:
+    return sorted(model.glob("*.safetensors"))[2]
+
+
+def edit_tensor(model: Path, **fields: Any) -> None:
+    """Changes what the header of a shard says of its first tensor."""
+    content = some_shard(model).read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8:end])
+    next(entry for name, entry in header.items() if name != "__metadata__").update(fields)
+    encoded = json.dumps(header).encode()
+    some_shard(model).write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[end:])
+
+
+def drop_tensor(model: Path) -> None:
+    """A tensor that the family has is neither in the index nor in a file."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    path = model / json.loads((model / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors or {"unrelated": torch.zeros(1)}, path, {"format": "pt"})
+    edit_index(model, lambda weights: weights.pop(name))
+
+
+def as_pickle(model: Path) -> None:
+    for path in (*model.glob("*.safetensors"), model / INDEX):
+        path.unlink()
+    torch.save({}, model / "pytorch_model.bin")
+
+
+WRONG_MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "no directory": (shutil.rmtree, ["no such directory"]),
+    "no index": (lambda model: (model / INDEX).unlink(), ["neither", INDEX]),
+    "index is no JSON": (lambda model: (model / INDEX).write_text("{"), [INDEX, "not JSON"]),
+    "shard missing": (lambda model: some_shard(model).unlink(), ["00003-of", "missing"]),
+    "shard truncated": (lambda model: os.truncate(some_shard(model), 5000), ["00003-of", "truncated", "5000"]),
+    "shard is text": (lambda model: some_shard(model).write_text("x" * 999), ["00003-of", "header"]),
+    "header: wrong shape": (lambda model: edit_tensor(model, shape=[3, 5]), ["00003-of", "[3, 5]", "bytes"]),
+    "header: wrong offsets": (
+        lambda model: edit_tensor(model, data_offsets=[4, 1]),
+        ["00003-of", "data_offsets [4, 1]"],
+    ),
+    "tensor missing": (drop_tensor, ["model.layers.1.mlp.up_proj.weight: missing"]),
+    "tensors of other shapes": (
+        lambda model: edit_config(model, intermediate_size=96),
+        ["model.layers.2.mlp.down_proj.weight: shape [48, 80], expected [48, 96]", "model.layers.0.mlp.up_proj.weight"],
+    ),
+    "index names what the file has not": (
+        lambda model: edit_index(model, lambda weights: weights.update({"more.weight": some_shard(model).name})),
+        ["'more.weight' is in the index, not in the file"],
+    ),
+    "index leaves the directory": (
+        lambda model: edit_index(
+            model, lambda weights: weights.update({"lm_head.weight": "../model/model-00001.safetensors"})
+        ),
+        ["'lm_head.weight'", "no safetensors file name in this directory"],
+    ),
+    "index is absolute": (
+        lambda model: edit_index(model, lambda weights: weights.update({"lm_head.weight": str(some_shard(model))})),
+        ["'lm_head.weight'", "no safetensors file name in this directory"],
+    ),
+    "pickle": (as_pickle, ["pytorch_model.bin", "runs code", "safetensors"]),
+    "unsupported family": (
+        lambda model: edit_config(model, model_type="bert"),
+        ["'bert' is not supported", "gptj", "llama", "mistral", "opt", "qwen2", "qwen3"],
+    ),
+    "no family": (lambda model: edit_config(model, model_type=None), ["None is not supported"]),
+    "impossible config": (
+        lambda model: edit_config(model, num_attention_heads=0),
+        ["config.json", "num_attention_heads"],
+    ),
+    "no config": (lambda model: (model / "config.json").unlink(), ["config.json", "missing"]),
+    "no tokenizer": (lambda model: [path.unlink() for path in model.glob("tokenizer*")], ["no usable tokenizer"]),
+}
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("case", WRONG_MODELS)
+def test_model(case: str, model: Path, job: MakeJob) -> None:
+    damage, words = WRONG_MODELS[case]
+    damage(model)
+    refused(job(model), str(model) if "famil" not in case and "config" not in case else "", *words)
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_quantised_layers(model: Path, job: MakeJob) -> None:
+    for path in model.glob("*.safetensors"):
+        save_file(
+            {n: t.to(torch.int8) if "layers" in n else t for n, t in load_file(path).items()}, path, {"format": "pt"}
+        )
+    refused(job(model), "I8", "not quantised")
+
+
+# -- the text and the budget -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_text(tmp_path: Path, job: MakeJob) -> None:
+    def given(name: str, content: bytes, **fields: Any) -> Job:
+        (tmp_path / name).write_bytes(content)
+        return job(**{"calibration.text": {"files": [str(tmp_path / name)], **fields}})
+
+    refused(given("empty.txt", b""), "empty.txt: empty")
+    message = refused(given("short.txt", b"Anna had a red ball."), "12 samples of 24 need 288")
+    counted = int(message.partition(" tokens")[0].split()[-1])
+    assert 3 < counted < 21
+    refused(given("latin.txt", b"caf\xe9 " * 2000), "latin.txt: not UTF-8 at byte 3")
+    refused(given("rows.jsonl", b'{"body": "x"}\n'), "rows.jsonl, line 1", "no field 'text'", "'body'")
+    refused(given("rows.jsonl", b'{"body": "x"}\n', field="story"), "no field 'story'", "'body'")
+    refused(given("torn.jsonl", b'{"text": "x"}\n{"text":'), "torn.jsonl", "line 2 is not JSON")
+    refused(given("table.csv", b"a,b"), "unknown kind '.csv'", ".parquet")
+    refused(given("no.parquet", b"PAR1"), "no.parquet: not Parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "t.parquet")
+    refused(job(**{"calibration.text": {"files": [str(tmp_path / "t.parquet")]}}), "no field 'text'", "'body'")
+    refused(job(**{"calibration.text": {"files": ["nowhere.txt"]}}), "nowhere.txt: missing")
+    refused(job(**{"calibration.text": {"dataset": str(tmp_path / "nothing")}}), "cannot be loaded")
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_tokenizer_of_another_model(model: Path, job: MakeJob) -> None:
+    for path in model.glob("*.safetensors"):
+        save_file({n: t[:100] if t.shape[0] == 320 else t for n, t in load_file(path).items()}, path, {"format": "pt"})
+    edit_config(model, vocab_size=100)
+    refused(job(model), "tokenizer: gives token", "the model has 100")
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_unreachable_budget_names_what_is_reachable(job: MakeJob) -> None:
+    """Half of the decoder is what nobody claims; the range in the message is real."""
+    made = job(**{"budget.keep": 0.2, "methods": [{**FLAT_LLM, "mlp": False, "allocation": "uniform"}]})
+    message = refused(made, "budget.keep: 0.2", "reachable is")
+    low = float(message.partition("reachable is ")[2].split()[0])
+    assert 0.5 < low < 1
+    assert command("plan", str(made.manifest), "--set", f"budget.keep={low + 0.001}").code == 0
+    assert command("plan", str(made.manifest), "--set", f"budget.keep={low - 0.002}").code == 2
+    refused(job(**{"budget": {"keep": 0.1, "scope": "model"}}), "budget.keep: 0.1", "reachable is")
+
+
+# -- the places --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_places(tmp_path: Path, model: Path, job: MakeJob) -> None:
+    before = file_digests(model)
+    made = job(model)
+    inside = {"output": model / "out", "run_dir": model / "run"}
+    for name, place in inside.items():
+        check(made.run("--set", f"{name}={place}"), made, f"{name}: {place}", "never written to")
+    check(made.run("--set", f"output={model}"), made, "never written to")
+    check(made.run("--set", f"run_dir={made.output / 'run'}"), made, "must not hold run_dir")
+    (tmp_path / "link").symlink_to(model)
+    check(made.run("--set", f"output={tmp_path / 'link' / 'out'}"), made, "never written to")
+    (tmp_path / "file").write_text("")
+    for name in inside:
+        check(made.run("--set", f"{name}={tmp_path / 'file'}"), made, f"{name}: ", "no directory")
+    check(made.run("--set", f"run_dir={tmp_path / 'file' / 'run'}"), made, "run_dir", "in the way")
+    assert file_digests(model) == before
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_output_of_another_job(job: MakeJob, llama: Path) -> None:
+    """It is not overwritten."""
+    made = job()
+    shutil.copytree(llama, made.output)
+    before = file_digests(made.output)
+    ended = made.run()
+    assert (ended.code, f"{made.output} holds a checkpoint" in ended.err, "--fresh" in ended.err) == (2, True, True)
+    (made.output / INDEX).unlink()
+    (made.output / "adapter.safetensors").write_bytes(b"")
+    ended = made.run()
+    assert (ended.code, "holds other safetensors files" in ended.err) == (2, True), ended.err
+    assert {name: digest for name, digest in file_digests(made.output).items() if name in before} == {
+        name: digest for name, digest in before.items() if name != INDEX
+    }
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("place", ["run_dir", "output"])
+def test_not_writable(place: str, tmp_path: Path, job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    if os.geteuid() == 0:  # root may write anywhere: the kernel's refusal is played
+        refuse_writes_below(locked, monkeypatch)
+    else:
+        locked.chmod(0o500)
+    made = job()
+    ended = made.run("--set", f"{place}={locked / 'here'}")
+    check(ended, made, str(locked), "Permission denied", "change the permissions")
+    assert list(locked.iterdir()) == []
+
+
+def refuse_writes_below(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original_mkdir, original_open = os.mkdir, os.open
+
+    def refuse(path: Any) -> None:
+        if str(path).startswith(str(locked)):
+            raise PermissionError(13, "Permission denied", str(path))
+
+    def mkdir(path: Any, *arguments: Any, **options: Any) -> None:
+        refuse(Path(path).parent)
+        original_mkdir(path, *arguments, **options)
+
+    def open_(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            refuse(path)
+        return original_open(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    monkeypatch.setattr(os, "open", open_)
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("place", ["run_dir", "output"])
+def test_full_disk(place: str, tmp_path: Path, job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job()
+    target = made.run_dir if place == "run_dir" else made.output
+    original = shutil.disk_usage
+
+    def nearly_full(path: Any) -> Any:
+        roomy = place == "output" and str(path).startswith(str(made.run_dir))
+        return original(path) if roomy else SimpleNamespace(total=10**9, used=10**9 - 5000, free=5000)
+
+    monkeypatch.setattr(shutil, "disk_usage", nearly_full)
+    check(made.run(), made, place, str(target.parent), "free")
+
+
+# -- found by the workers ----------------------------------------------------------------------------------------------
+
+
+def change_tensor(model: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    path = model / json.loads((model / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(path)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.parametrize(
+    ("name", "value", "propagate"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", float("nan"), "compressed"),
+        ("model.layers.2.mlp.down_proj.weight", float("inf"), "dense"),
+        ("model.layers.2.input_layernorm.weight", float("nan"), "compressed"),
+    ],
+)
+def test_damaged_weights(name: str, value: float, propagate: str, model: Path, job: MakeJob) -> None:
+    """Named by the tensor, whose name holds the layer."""
+    change_tensor(model, name, lambda tensor: tensor.index_fill(0, torch.tensor([3]), value))
+    made = job(model, **{"calibration.propagate": propagate})
+    check(made.run(), made, f"tensor {name}", "NaN or infinity")
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"]
+)
+def test_damaged_weights_that_are_only_copied(name: str, model: Path, job: MakeJob) -> None:
+    """Nobody computes with them, or not soon: found before anything is started, so that they are not shipped either."""
+    change_tensor(model, name, lambda tensor: tensor.index_fill(0, torch.tensor([3]), float("nan")))
+    made = job(model, methods=[{**FLAT_LLM, "layers": "last:1"}], **{"budget.keep": 0.9})
+    check(made.run(), made, f"tensor {name}", "NaN or infinity")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("shared_ray")
+def test_activations_overflow(tmp_path: Path, job: MakeJob) -> None:
+    """float16 ends at 65504; the layer where it does, the module and a way out are named."""
+    source = make_source(tmp_path / "source", "llama", dtype=torch.float16)
+    for name in ("up_proj", "gate_proj", "down_proj"):
+        change_tensor(source, f"model.layers.1.mlp.{name}.weight", lambda tensor: tensor * 300)
+    made = job(source)
+    check(made.run(), made, "layer 1", "mlp.down_proj", "float16", "bfloat16")

@@ -1,0 +1,315 @@
+"""A cluster in which every result is a digest of all that it was made from: whoever skips a step, or takes the wrong
+inputs, ends with another journal. It can be killed between any two things that it does, and its stores damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manifests.errors import CorruptError, Interrupted
+from pipeline.driver import Driver, Job
+from pipeline.methods.method import Group, Moment, Scores
+from pipeline.methods.registry import Task, ranks_key
+from pipeline.ports import Forward, ForwardDone, Measure, Record, Reduce, Solve, SolveDone, Unit, Write
+
+
+class Killed(BaseException):
+    """The process is gone: nothing catches this."""
+
+
+def digest(*parts: object) -> str:
+    return hashlib.blake2s(repr(parts).encode()).hexdigest()[:16]
+
+
+@dataclass
+class World:
+    """What outlives a process: stores and journal. `events` says in which order things became durable.
+
+    `fuel`: how many things may happen before the process is killed; `signal`: it is asked to stop instead, which the
+    pool notices. `damaged`: the numbers of the records (by order of writing) that turn out to be corrupt when read.
+    """
+
+    stores: dict[str, dict[str, str]] = field(default_factory=lambda: {"activation": {}, "statistic": {}, "staged": {}})
+    values: dict[str, str] = field(default_factory=dict)  # of every path that ever was
+    entries: dict[str, str] = field(default_factory=dict)
+    events: list[tuple[str, str]] = field(default_factory=list)
+    done: list[Unit] = field(default_factory=list)
+    passes: int = 0  # of a shard through a layer
+    repairs: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    damaged: frozenset[int] = frozenset()
+    fuel: int | None = None
+    life: int = 0
+
+    def happen(self) -> None:
+        if self.fuel is not None:
+            self.fuel -= 1
+            if self.fuel < 0:
+                raise Killed
+
+    def store(self, kind: str, value: str) -> Record:
+        path = f"{kind}/{len(self.values)}"
+        self.values[path] = value
+        self.stores[kind][path] = value
+        return {"path": path, "sha256": value}
+
+    def load(self, kind: str, record: Mapping[str, Any]) -> str:
+        path = str(record["path"])
+        if path not in self.stores[kind]:
+            raise CorruptError(f"{path}: missing", path)
+        if int(path.partition("/")[2]) in self.damaged:
+            raise CorruptError(f"{path}: damaged", path)
+        assert self.stores[kind][path] == record["sha256"]
+        return self.stores[kind][path]
+
+    def journal(self) -> dict[str, Any]:
+        """The entries with every record replaced by what it stands for."""
+        return {key: self._plain(json.loads(text)) for key, text in self.entries.items()}
+
+    def number_of(self, value: str) -> int:
+        """Which record, by order of writing, first held this."""
+        return list(self.values.values()).index(value)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            if "path" in value:
+                return self.values[value["path"]]
+            return {key: self._plain(child) for key, child in value.items()}
+        return [self._plain(child) for child in value] if isinstance(value, list) else value
+
+
+class MemoryJournal:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def commit(self, key: str, record: Record) -> None:
+        self.world.happen()
+        self.world.entries[key] = json.dumps(record)
+        self.world.events.append(("commit", key))
+        self.world.happen()
+
+    def get(self, key: str) -> Record | None:
+        text = self.world.entries.get(key)
+        return json.loads(text) if text is not None else None
+
+    def retract(self, key: str) -> None:
+        self.world.happen()
+        self.world.entries.pop(key, None)
+        self.world.events.append(("retract", key))
+        self.world.happen()
+
+
+class WorldCleaner:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def retain_activations(self, records: tuple[Record, ...]) -> None:
+        self._retain("activation", records)
+
+    def retain_statistics(self, records: tuple[Record, ...]) -> None:
+        self._retain("statistic", records)
+
+    def _retain(self, kind: str, records: Sequence[Record]) -> None:
+        self.world.happen()
+        kept = {record["path"] for record in records}
+        self.world.stores[kind] = {path: value for path, value in self.world.stores[kind].items() if path in kept}
+        self.world.events.append(("retain", f"{kind} {len(kept)}"))
+        self.world.happen()
+
+
+@dataclass
+class Recorder:
+    """An observer that remembers."""
+
+    world: World
+    phases: list[tuple[str, int, int]] = field(default_factory=list)
+    layers: list[tuple[str, int]] = field(default_factory=list)
+    summaries: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    units: list[str] = field(default_factory=list)
+
+    def phase(self, name: str, layers: int, units_per_layer: int) -> None:
+        self.phases.append((name, layers, units_per_layer))
+
+    def unit_done(self, unit: Unit, result: Any) -> None:
+        self.units.append(unit.key)
+
+    def layer_done(self, phase: str, layer: int, summary: Mapping[str, Any]) -> None:
+        self.layers.append((phase, layer))
+        if phase == "compress":
+            self.summaries[layer] = summary
+
+    def repaired(self, reason: str, keys: Sequence[str]) -> None:
+        self.world.repairs.append((reason, tuple(keys)))
+
+
+class SimulatedPool:
+    """Does units when they are waited for, in the order of `order` ("first", "last", or a seed to shuffle by).
+
+    Its workers hold nothing between units: every forward pass starts at `base`. Handles are worth nothing to another
+    process.
+    """
+
+    def __init__(self, world: World, order: str | int = "first", size: int = 2) -> None:
+        self.world = world
+        self.size = size
+        self.pending: list[Unit] = []
+        self.drained = 0
+        self.fail_on: dict[str, Exception] = {}  # unit key -> raised once
+        self.stop_after: int | None = None  # waits before a signal is noticed
+        self.random = random.Random(order) if isinstance(order, int) else None
+        self.last_first = order == "last"
+        world.life += 1
+
+    def submit(self, unit: Unit) -> None:
+        assert unit.key not in [other.key for other in self.pending]
+        self.pending.append(unit)
+
+    def wait(self) -> tuple[Unit, Any]:
+        self.world.happen()
+        if self.stop_after is not None:
+            self.stop_after -= 1
+            if self.stop_after < 0:
+                raise Interrupted("stopped")
+        assert self.pending, "the driver waits for nothing"
+        if self.random is not None:
+            unit = self.pending.pop(self.random.randrange(len(self.pending)))
+        else:
+            unit = self.pending.pop(-1 if self.last_first else 0)
+        if error := self.fail_on.pop(unit.key, None):
+            raise error
+        self.world.done.append(unit)
+        self.world.events.append(("unit", unit.key))
+        return unit, self._execute(unit)
+
+    def drain(self) -> None:
+        self.drained += 1
+        self.pending.clear()
+
+    def _execute(self, unit: Unit) -> Any:
+        if isinstance(unit, Forward):
+            return self._forward(unit)
+        if isinstance(unit, Reduce):
+            parts = [self._open(handle) for handle in unit.partials]
+            return self.world.store("statistic", digest("sum", unit.lineage, unit.layer, unit.moment.key, parts))
+        if isinstance(unit, Measure):
+            return {"number": int(digest("measured", unit.key)[:2], 16)}
+        if isinstance(unit, Solve):
+            return self._solve(unit)
+        assert isinstance(unit, Write)
+        parts = [self._open(handle) for handle in unit.factors]
+        return self.world.store("staged", digest("written", unit.layer, parts, sorted(unit.forms)))
+
+    def _forward(self, unit: Forward) -> ForwardDone:
+        assert 0 <= unit.base <= unit.layer
+        assert len(unit.replay) == unit.layer - unit.base
+        assert (unit.base_record is None) == (unit.base == 0)
+        hidden = digest("embedded", unit.shard)
+        if unit.base_record is not None:
+            hidden = self.world.load("activation", unit.base_record)
+        for before, staged in enumerate(unit.replay, unit.base):
+            assert staged is None or unit.lineage == "compressed"
+            hidden = self._through(before, staged, hidden)
+        assert unit.staged is None or not unit.moments, "statistics are taken on dense weights"
+        output = self._through(unit.layer, unit.staged, hidden)
+        number = int(hidden[:4], 16)
+        moments = {moment: digest("moment", moment.key, unit.layer, hidden) for moment in unit.moments}
+        return ForwardDone(
+            partials={moment: self._handle(value) for moment, value in moments.items()},
+            cosine=(number / 65536, 1) if unit.cosine else None,
+            activation=self.world.store("activation", output) if unit.store else None,
+            tokens=1,
+        )
+
+    def _through(self, layer: int, staged: Record | None, hidden: str) -> str:
+        self.world.passes += 1
+        weights = "dense"
+        if staged is not None:
+            weights = self.world.load("staged", staged)
+            assert staged["forms"]
+            assert all(form["layer"] == layer for form in staged["forms"].values())
+        return digest("through", layer, weights, hidden)
+
+    def _solve(self, unit: Solve) -> SolveDone:
+        group = unit.task.group
+        assert tuple(unit.statistics) == group.moments
+        read = [self.world.load("statistic", record) for record in unit.statistics.values()]
+        value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()))
+        return SolveDone(self._handle(value), {group.name: {"form": "test", "layer": group.layer}}, {"error": 0.5})
+
+    def _handle(self, value: str) -> tuple[int, str]:
+        return self.world.life, value
+
+    def _open(self, handle: tuple[int, str]) -> str:
+        life, value = handle
+        assert life == self.world.life, "a handle of a process that is gone"
+        return value
+
+
+IMPORTANCE = frozenset({"importance"})
+SHARED, OWN, MLP = Moment("q.in"), Moment("o.in", heads=2, groups=1), Moment("down.in")
+
+
+def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp")) -> tuple[Task, ...]:
+    """Tasks of one or two groups per layer; group "free" needs no statistics."""
+    moments = {"attention": (SHARED, OWN), "mlp": (SHARED, MLP), "free": ()}
+    return tuple(
+        Task(0, Group(layer, name, (f"role-{name}",), moments[name])) for layer in layers for name in sorted(groups)
+    )
+
+
+def measures(layers: Sequence[int]) -> tuple[Task, ...]:
+    return tuple(Task(1, Group(layer, name, ("k",))) for layer in layers for name in ("first", "second"))
+
+
+def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **settings: Any) -> Job:
+    def allocate(scores: Scores) -> dict[str, dict[str, int]]:
+        wide = {layer: round(1000 * score) for layer, score in scores.importance.items()}
+        known = sum(found["number"] for found in (scores.measured or {}).values())
+        return {ranks_key(task): {"rank": 1 + known + wide.get(task.group.layer, 0)} for task in tasks}
+
+    given = {"scores": IMPORTANCE, "propagate": "compressed", **settings}
+    return Job(num_layers=num_layers, shards=shards, tasks=tasks, allocate=allocate, **given)
+
+
+def run(job: Job, world: World | None = None, pool: SimulatedPool | None = None) -> tuple[World, Recorder]:
+    """One process's life, from start to end."""
+    world = world or World()
+    recorder = Recorder(world)
+    Driver(job, pool or SimulatedPool(world), MemoryJournal(world), WorldCleaner(world), recorder).run()
+    return world, recorder
+
+
+ALL = range(4)
+JOBS: dict[str, Callable[[], Job]] = {
+    "compressed": lambda: make_job(make_tasks(ALL)),
+    "compressed-kept": lambda: make_job(make_tasks(ALL), keep_statistics=True),
+    "compressed-uniform": lambda: make_job(make_tasks(ALL), scores=frozenset()),
+    "compressed-every-2": lambda: make_job(make_tasks(range(5)), num_layers=5, every=2),
+    "compressed-every-3": lambda: make_job(make_tasks(range(7)), num_layers=7, every=3, shards=1),
+    "compressed-last-2": lambda: make_job(make_tasks([2, 3])),
+    "compressed-some": lambda: make_job(make_tasks([1, 3], ["mlp"]), num_layers=6, scores=frozenset()),
+    "compressed-mixed": lambda: make_job(make_tasks([0, 2], ["free", "mlp"]) + make_tasks([1], ["free"])),
+    "dense": lambda: make_job(make_tasks(ALL), propagate="dense", keep_statistics=True),
+    "dense-dropped": lambda: make_job(make_tasks(ALL), propagate="dense"),
+    "dense-uniform": lambda: make_job(make_tasks(ALL), propagate="dense", scores=frozenset()),
+    "dense-every-2": lambda: make_job(make_tasks(range(5)), num_layers=5, propagate="dense", every=2),
+    "dense-every-3": lambda: make_job(make_tasks(range(7)), num_layers=7, propagate="dense", every=3, shards=1),
+    "dense-last-2": lambda: make_job(make_tasks([2, 3]), propagate="dense"),
+    "free": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset()),
+    "free-ranked": lambda: make_job(make_tasks(ALL, ["free"])),
+    "free-measured": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset(), measures=measures(ALL)),
+    "compressed-measured": lambda: make_job(make_tasks(ALL), measures=measures([1, 3])),
+}
+
+
+def commits(world: World) -> list[str]:
+    """The keys entered, in order."""
+    return [key for event, key in world.events if event == "commit"]
+
+
+def forwards(world: World) -> list[Forward]:
+    return [unit for unit in world.done if isinstance(unit, Forward)]

@@ -1,0 +1,234 @@
+"""Putting a finished journal together as a checkpoint: real files, layers made by a worker in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from manifests.errors import CorruptError, InputError
+from manifests.schema import Manifest
+from pipeline.job import assemble
+from pipeline.job.assemble import Assembler, check_output, free_bytes, plan_shards
+from pipeline.job.inputs import Inputs, read_inputs
+from stores.ledger import Ledger
+from stores.source import INDEX_FILE
+from tests.pipeline.geometries import manifest
+from tests.workers.bench import LOW, flip, make_setup, make_worker, save_source, solve_layer
+
+CLAIMED = [0, 2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_source(tmp_path_factory.mktemp("source") / "model", shard_size="20KB")
+    (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (directory / "LICENSE").write_text("theirs", encoding="utf-8")
+    (directory / "notes.txt").write_text("not ours to copy", encoding="utf-8")
+    return directory
+
+
+class Finished:
+    """A run directory in which layers 0 and 2 of three are computed."""
+
+    def __init__(self, model: Path, root: Path) -> None:
+        entry = {"layers": CLAIMED, "ranks": {"value": LOW["value"], "mlp": LOW["mlp"]}}
+        setup = make_setup(model, root / "run", entry)
+        worker = make_worker(setup)
+        self.ledger = Ledger(root / "run" / "ledger")
+        for layer in CLAIMED:
+            record, reports = solve_layer(worker, layer, LOW)
+            forms = record.pop("forms")
+            groups = {name: {"method": 0, "ranks": LOW, **report} for name, report in reports.items()}
+            self.ledger.commit(f"layer/{layer:05d}", {"staged": record, "forms": forms, "groups": groups})
+        document = manifest(entry).model_dump()
+        document |= {"model": {"source": str(model)}, "output": str(root / "out"), "run_dir": str(root / "run")}
+        document["calibration"] = {"text": {"files": ("text.txt",)}, "sequence_length": 16}
+        self.inputs: Inputs = read_inputs(Manifest.model_validate(document))
+        self.run_dir, self.output = root / "run", root / "out"
+
+    def assemble(self) -> dict[str, Any]:
+        files = self.inputs.source.file_digests({})
+        return Assembler(self.inputs, self.ledger, self.run_dir, files).run()
+
+    def staged(self, layer: int) -> Path:
+        entry = self.ledger.get(f"layer/{layer:05d}")
+        assert entry is not None
+        return self.run_dir / str(entry["staged"]["path"])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        index = json.loads((self.output / INDEX_FILE).read_text(encoding="utf-8"))
+        files = {file: load_file(self.output / file) for file in set(index["weight_map"].values())}
+        found = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+        assert {name: file for file, tensors in files.items() for name in tensors} == index["weight_map"]
+        return found
+
+
+@pytest.fixture
+def finished(model: Path, tmp_path: Path) -> Finished:
+    return Finished(model, tmp_path)
+
+
+def test_shards_are_the_claimed_layers_and_what_is_left_of_the_source(finished: Finished) -> None:
+    plans = plan_shards(finished.inputs)
+    assert [plan.layer for plan in plans[:2]] == CLAIMED
+    assert [plan.name for plan in plans] == [
+        f"model-{n:05d}-of-{len(plans):05d}.safetensors" for n in range(1, len(plans) + 1)
+    ]
+    rest = [name for plan in plans[2:] for name in plan.tensors]
+    claimed = tuple(f"model.layers.{layer}." for layer in CLAIMED)
+    assert sorted(rest) == sorted(name for name in finished.inputs.source.tensors if not name.startswith(claimed))
+    assert {plan.whole for plan in plans[2:]} == {True, False}
+    for plan in plans[2:]:
+        records = finished.inputs.source.tensors
+        held = {name for name, record in records.items() if Path(record.file).name == plan.source_file}
+        assert plan.whole == (held == set(plan.tensors))
+
+
+def test_what_is_copied_is_bit_for_bit_and_what_is_claimed_is_there(finished: Finished) -> None:
+    contract = finished.assemble()
+    written, source = finished.tensors(), finished.inputs.source
+    assert set(written) == set(contract["tensors"]) == set(source.tensors)
+    for name, tensor in source.read(source.tensors).items():
+        entry = contract["tensors"][name]
+        changed = entry["origin"] == "flat_llm"
+        assert changed == (name.startswith(("model.layers.0.", "model.layers.2.")) and any(
+            part in name for part in ("v_proj", "o_proj", "mlp.")
+        ))  # fmt: skip
+        assert changed or torch.equal(written[name], tensor)
+        assert entry["form"] == ("head_pca" if changed and "self_attn" in name else "pruned" if changed else "dense")
+        assert entry["shape"] == list(written[name].shape)
+
+
+def test_files_are_linked_where_they_can_be(finished: Finished) -> None:
+    finished.assemble()
+    for plan in plan_shards(finished.inputs):
+        if plan.layer is not None:
+            assert (finished.output / plan.name).samefile(finished.staged(plan.layer))
+        elif plan.whole:
+            assert plan.source_file is not None
+            assert (finished.output / plan.name).samefile(finished.inputs.source.directory / plan.source_file)
+
+
+def test_counts_are_those_of_the_files(finished: Finished) -> None:
+    counts = finished.assemble()["counts"]
+    written, geometry = finished.tensors(), finished.inputs.geometry
+    numbers = {name: tensor.numel() for name, tensor in written.items()}
+    assert counts["parameters"] == {"dense": geometry.model_numbers(), "compressed": sum(numbers.values())}
+    assert counts["decoder_parameters"] == {
+        "dense": 3 * geometry.layer_numbers(),
+        "compressed": sum(number for name, number in numbers.items() if ".layers." in name),
+    }
+    assert counts["bytes"] == {"dense": 4 * geometry.model_numbers(), "compressed": 4 * sum(numbers.values())}
+    cached = 3 * geometry.kv_heads * geometry.head_dim + geometry.kv_heads * (2 * LOW["value"] + geometry.head_dim)
+    assert counts["cache_bytes_per_token"] == {
+        "dense": 4 * 3 * 2 * geometry.kv_heads * geometry.head_dim,
+        "compressed": 4 * cached,
+    }
+    index = json.loads((finished.output / INDEX_FILE).read_text(encoding="utf-8"))
+    assert index["metadata"]["total_size"] == counts["bytes"]["compressed"]
+
+
+def test_config_and_companions(finished: Finished) -> None:
+    contract = finished.assemble()
+    config = json.loads((finished.output / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "lamina"
+    assert config["dtype"] == "float32"
+    assert config["forms"][1] == {}
+    assert config["forms"][0]["v"] == {"form": "head_pca", "rank": LOW["value"]}
+    assert contract["layers"][1] == {"groups": {}, "forms": {}}
+    assert contract["layers"][2]["groups"]["mlp"]["ranks"] == LOW
+    names = {path.name for path in finished.output.iterdir()}
+    assert {"tokenizer.json", "LICENSE", "modeling_lamina.py", "README.md", "compression.json", INDEX_FILE} <= names
+    assert "notes.txt" not in names
+    stored = json.loads((finished.output / "compression.json").read_text(encoding="utf-8"))
+    assert stored == json.loads(json.dumps(contract))
+    card = (finished.output / "README.md").read_text(encoding="utf-8")
+    assert f"{contract['counts']['parameters']['compressed']:,}" in card
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_again_gives_the_same_bytes(finished: Finished) -> None:
+    finished.assemble()
+    before = contents(finished.output)
+    (finished.output / "model-00009-of-00042.safetensors").write_bytes(b"of another job")
+    (finished.output / "model-00001.safetensors.0123.partial").write_bytes(b"of a killed run")
+    finished.assemble()
+    assert contents(finished.output) == before
+
+
+def test_what_was_damaged_in_output_is_put_right(finished: Finished) -> None:
+    finished.assemble()
+    before = contents(finished.output)
+    part = next(plan for plan in plan_shards(finished.inputs) if plan.layer is None and not plan.whole)
+    flip(finished.output / part.name)
+    (finished.output / part.name).with_suffix(".txt").write_text("a stranger's file stays", encoding="utf-8")
+    finished.assemble()
+    after = contents(finished.output)
+    assert after.pop(Path(part.name).with_suffix(".txt").name)
+    assert after == before
+
+
+def test_the_index_is_the_last_thing_written(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory without it is no checkpoint: so it goes first when there is an old one, and comes last."""
+    finished.assemble()
+    seen: list[set[str]] = []
+
+    def refuse(*_: Any) -> None:
+        seen.append({path.name for path in finished.output.iterdir()})
+        raise KeyboardInterrupt
+
+    real = assemble.write_index
+    monkeypatch.setattr(assemble, "write_index", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        finished.assemble()
+    assert not (finished.output / INDEX_FILE).exists()
+    monkeypatch.setattr(assemble, "write_index", real)
+    finished.assemble()
+    assert {path.name for path in finished.output.iterdir()} == seen[0] | {INDEX_FILE}
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+def test_damaged_layers_are_not_shipped(finished: Finished, damage: Any) -> None:
+    damage(finished.staged(2))
+    with pytest.raises(CorruptError):
+        finished.assemble()
+    assert not (finished.output / INDEX_FILE).exists()
+    assert finished.ledger.get("layer/00002") is None, "the next run must make it again"
+    assert finished.ledger.get("layer/00000") is not None
+
+
+def test_a_layer_that_was_never_entered(finished: Finished) -> None:
+    finished.ledger.retract("layer/00000")
+    with pytest.raises(CorruptError, match="layer 0 is not entered"):
+        finished.assemble()
+    assert not (finished.output / INDEX_FILE).exists()
+
+
+def test_outputs_of_others_are_refused(tmp_path: Path) -> None:
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    check_output(output, run_dir, fresh=False)
+    output.mkdir()
+    check_output(output, run_dir, fresh=False)
+    (output / "model-00001-of-00002.safetensors").touch()  # of an interrupted job: no index
+    check_output(output, run_dir, fresh=False)
+    (output / INDEX_FILE).touch()
+    with pytest.raises(InputError, match=r"holds a checkpoint that .* did not write"):
+        check_output(output, run_dir, fresh=False)
+    check_output(output, run_dir, fresh=True)
+    (output / "adapter.safetensors").touch()
+    with pytest.raises(InputError, match="holds other safetensors files"):
+        check_output(output, run_dir, fresh=True)
+
+
+def test_free_space_is_found_before_the_directory_is_made(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "a" / "b" / "c") > 0
+    assert math.isclose(free_bytes(tmp_path / "a"), free_bytes(tmp_path), rel_tol=0.2)

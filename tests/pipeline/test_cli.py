@@ -1,0 +1,113 @@
+"""How commands end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from manifests.errors import (
+    CorruptError,
+    InputError,
+    Interrupted,
+    InUseError,
+    LaminaError,
+    LostInputError,
+    NumericsError,
+    StorageError,
+    WorkerError,
+)
+from pipeline.job.cli import catch_signals, parser, run_command
+
+
+def run(error: BaseException | None, debug: bool = False, result: int = 0) -> int:
+    def body(_: argparse.Namespace) -> int:
+        if error is not None:
+            raise error
+        return result
+
+    return run_command(body, argparse.Namespace(debug=debug))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "headline"),
+    [
+        (InputError("budget: bad"), 2, "wrong input: budget: bad"),
+        (NumericsError("layer 3: NaN"), 2, "wrong input: layer 3: NaN"),
+        (InUseError("held by 7"), 2, "wrong input: held by 7"),
+        (Interrupted("stopped"), 75, "interrupted: stopped"),
+        (StorageError("disk full"), 1, "failed: disk full"),
+        (CorruptError("damaged", "staged/x"), 1, "failed: damaged"),
+        (WorkerError("three died"), 1, "failed: three died"),
+        (LostInputError("gone"), 1, "failed: gone"),
+        (LaminaError("other"), 1, "failed: other"),
+    ],
+)
+def test_errors_for_users(error: LaminaError, code: int, headline: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(error) == code
+    assert capsys.readouterr() == ("", headline + "\n")
+    assert run(error, debug=True) == code
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert shown.endswith(headline + "\n")
+
+
+def test_the_body_s_result_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(None) == 0
+    assert run(None, result=3) == 3
+    assert capsys.readouterr() == ("", "")
+
+
+def test_control_c_is_resumable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(KeyboardInterrupt()) == 75
+    assert "run the same command again" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(BrokenPipeError()) == 1
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_internal_error_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(ZeroDivisionError("by zero")) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("internal error: ZeroDivisionError: by zero (")
+    assert "test_cli.py:" in shown
+    assert "--debug shows more" in shown
+    assert "Traceback" not in shown
+    with pytest.raises(ZeroDivisionError):
+        run(ZeroDivisionError("by zero"), debug=True)
+
+
+def test_a_parser_knows_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    made = parser("plan", "Says what would be done.")
+    assert made.prog == "python -m pipeline.plan"
+    assert made.parse_args(["--debug"]).debug is True
+    with pytest.raises(SystemExit) as ended:
+        made.parse_args(["--help"])
+    assert ended.value.code == 0
+    assert "75 interrupted" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit) as ended:
+        made.parse_args(["--unknown"])
+    assert ended.value.code == 2
+
+
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for name, handler in before.items():
+        signal.signal(name, handler)
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
+def test_signals_set_the_event(name: signal.Signals) -> None:
+    stop = threading.Event()
+    catch_signals(stop)
+    os.kill(os.getpid(), name)
+    assert stop.wait(5)

@@ -1,0 +1,338 @@
+"""The driver over a simulated cluster: what is done, and in which order it becomes durable."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeline.driver import Driver, Job
+from pipeline.ports import Forward, Reduce, Solve, Write
+from tests.pipeline.simulation import (
+    ALL,
+    JOBS,
+    MemoryJournal,
+    Recorder,
+    SimulatedPool,
+    World,
+    WorldCleaner,
+    commits,
+    digest,
+    forwards,
+    make_job,
+    make_tasks,
+    run,
+)
+
+
+@pytest.fixture(params=list(JOBS))
+def job(request: pytest.FixtureRequest) -> Job:
+    return JOBS[request.param]()
+
+
+# What is done ---------------------------------------------------------------------------------------------------------
+
+
+def test_compressed_walk_commits_in_order() -> None:
+    world, recorder = run(make_job(make_tasks(range(3)), num_layers=3))
+    walk = [f"{kind}/0000{layer}" for layer in range(3) for kind in ("statistics", "layer", "activations")]
+    walk[2::3] = ["activations/00001", "activations/00002", ""]
+    assert commits(world) == ["dense/00000", "dense/00001", "dense/00002", "ranks", *walk[:-1]]
+    assert recorder.phases == [("importance", 3, 2), ("walk", 3, 4)]
+    assert recorder.layers == [("importance", layer) for layer in range(3)] + [
+        ("compress", layer) for layer in range(3)
+    ]
+    assert recorder.units == [unit.key for unit in world.done]
+
+
+def test_dense_takes_everything_in_one_pass() -> None:
+    world, recorder = run(make_job(make_tasks(range(3)), num_layers=3, propagate="dense"))
+    done = ["dense/00000", "dense/00001", "dense/00002", "ranks", "layer/00000", "layer/00001", "layer/00002"]
+    assert commits(world) == done
+    assert recorder.phases == [("statistics", 3, 2), ("compress", 3, 1)]
+    assert [(unit.layer, unit.shard) for unit in forwards(world)] == [(layer, s) for layer in range(3) for s in (0, 1)]
+    assert all(len(unit.moments) == 3 and unit.cosine for unit in forwards(world))
+
+
+def test_units_of_one_layer_of_the_walk() -> None:
+    world, _ = run(make_job(make_tasks([0, 1]), num_layers=2, scores=frozenset()))
+    assert [unit.key for unit in world.done[:10]] == [
+        "forward/compressed/0/0/dense",
+        "forward/compressed/0/1/dense",
+        "reduce/compressed/0/down.in-1-1",
+        "reduce/compressed/0/o.in-2-1",
+        "reduce/compressed/0/q.in-1-1",
+        "solve/0/0/attention",
+        "solve/0/0/mlp",
+        "write/0",
+        "forward/compressed/0/0/staged",
+        "forward/compressed/0/1/staged",
+    ]
+    first, again = world.done[0], world.done[8]
+    assert isinstance(first, Forward)
+    assert isinstance(again, Forward)
+    assert (first.emit, first.store, first.cosine, first.ahead) == (False, False, False, 1)
+    assert (again.emit, again.store, again.moments, again.ahead) == (True, True, (), 1)
+    assert all(unit.ahead is None for unit in forwards(world) if unit.layer == 1)
+
+
+def test_the_last_layer_emits_nothing(job: Job) -> None:
+    world, _ = run(job)
+    last = job.num_layers - 1
+    assert not [unit.key for unit in forwards(world) if unit.layer == last and (unit.emit or unit.store)]
+    for unit in forwards(world):
+        assert unit.emit or not unit.store
+
+
+def test_importance_ranks_the_layers() -> None:
+    ranked, _ = run(JOBS["compressed"]())
+    ranks = ranked.journal()["ranks"]
+    assert len(ranks["importance"]) == 4
+    assert len({ranks["ranks"][f"{layer}/0/mlp"]["rank"] for layer in ALL}) == 4
+    for unit in ranked.done:
+        if isinstance(unit, Solve):
+            group = unit.task.group
+            assert unit.ranks == ranks["ranks"][f"{group.layer}/0/{group.name}"]
+
+
+def test_importance_is_the_mean_over_all_shards() -> None:
+    seen: list[dict[int, float]] = []
+    job = make_job(make_tasks([0], ["free"]), num_layers=1, shards=3)
+    run(replace(job, allocate=lambda scores: seen.append(dict(scores.importance)) or job.allocate(scores)))  # type: ignore[func-returns-value]
+    cosines = [int(digest("embedded", shard)[:4], 16) / 65536 for shard in range(3)]
+    assert seen == [{0: pytest.approx(math.acos(sum(cosines) / 3) / math.pi)}]
+
+
+def test_uniform_allocation_needs_no_dense_pass() -> None:
+    world, recorder = run(JOBS["compressed-uniform"]())
+    assert not [unit for unit in forwards(world) if unit.lineage == "dense" or unit.cosine]
+    assert recorder.phases == [("walk", 4, 4)]
+    assert world.journal()["ranks"]["importance"] == {}
+
+
+def test_data_free_groups_need_no_forward_pass() -> None:
+    world, recorder = run(JOBS["free"]())
+    assert {type(unit) for unit in world.done} == {Solve, Write}
+    assert commits(world) == ["ranks", *(f"layer/{layer:05d}" for layer in ALL)]
+    assert recorder.phases == [("compress", 4, 1)]
+
+
+def test_data_free_groups_ranked_by_importance_take_one_pass() -> None:
+    world, _ = run(JOBS["free-ranked"]())
+    assert Counter(type(unit) for unit in world.done) == {Forward: 8, Solve: 4, Write: 4}
+    assert not [unit for unit in forwards(world) if unit.moments]
+
+
+def test_data_free_batches_fill_the_pool() -> None:
+    world = World()
+    run(
+        make_job(make_tasks(range(5), ["free"]), num_layers=5, scores=frozenset()),
+        world,
+        SimulatedPool(world, size=2),
+    )
+    kinds = ["solve" if isinstance(unit, Solve) else "write" for unit in world.done]
+    assert kinds == ["solve", "solve", "write", "write"] * 2 + ["solve", "write"]
+
+
+@pytest.mark.parametrize("name", ["dense", "free-measured"])
+def test_no_worker_ready_is_no_reason_to_spin(name: str) -> None:
+    world = World()
+    run(JOBS[name](), world, SimulatedPool(world, size=0))
+    assert commits(world)[-1] == "layer/00003"
+
+
+def test_what_ranks_follow_is_measured_before_they_are_chosen() -> None:
+    world, recorder = run(JOBS["free-measured"]())
+    assert commits(world)[:5] == [*(f"measured/{layer:05d}" for layer in ALL), "ranks"]
+    assert [unit.key for unit in world.done[:3]] == ["measure/0/1/first", "measure/0/1/second", "measure/1/1/first"]
+    assert set(world.journal()["measured/00002"]["measured"]) == {"2/1/first", "2/1/second"}
+    assert recorder.phases == [("measure", 4, 1), ("compress", 4, 1)]
+    with_measures, without = (run(JOBS[name]())[0].journal()["ranks"]["ranks"] for name in ("free-measured", "free"))
+    assert with_measures != without
+
+
+def test_layers_before_the_first_claimed_only_pass_on() -> None:
+    world, recorder = run(JOBS["compressed-last-2"]())
+    walk = [unit for unit in forwards(world) if unit.lineage == "compressed"]
+    assert [unit.key for unit in walk if unit.layer < 2] == [
+        f"forward/compressed/{layer}/{shard}/dense" for layer in (0, 1) for shard in (0, 1)
+    ]
+    assert all(unit.emit and not unit.moments for unit in walk if unit.layer < 2)
+    assert [unit.task.group.layer for unit in world.done if isinstance(unit, Solve)] == [2, 2, 3, 3]
+    assert commits(world)[4:] == [
+        "ranks", "activations/00001", "activations/00002", "statistics/00002", "layer/00002", "activations/00003",
+        "statistics/00003", "layer/00003",
+    ]  # fmt: skip
+    assert recorder.phases[-1] == ("walk", 4, 4)
+
+
+def test_layers_after_the_last_claimed_are_not_walked() -> None:
+    world, _ = run(JOBS["compressed-some"]())
+    assert max(unit.layer for unit in forwards(world)) == 3
+    assert [(unit.layer, unit.staged is not None) for unit in forwards(world) if unit.shard == 0] == [
+        (0, False), (1, False), (1, True), (2, False), (3, False),
+    ]  # fmt: skip
+
+
+def test_a_shared_moment_is_taken_once() -> None:
+    world, _ = run(JOBS["compressed-uniform"]())
+    taken = [unit for unit in forwards(world) if unit.moments]
+    assert {tuple(moment.key for moment in unit.moments) for unit in taken} == {("down.in-1-1", "o.in-2-1", "q.in-1-1")}
+    assert Counter(unit.moment.key for unit in world.done if isinstance(unit, Reduce)) == {
+        "down.in-1-1": 4, "o.in-2-1": 4, "q.in-1-1": 4,
+    }  # fmt: skip
+
+
+def test_a_group_without_moments_beside_one_with() -> None:
+    world, _ = run(JOBS["compressed-mixed"]())
+    entries = world.journal()
+    assert entries["statistics/00001"] == {"statistics": {}}
+    assert set(entries["layer/00000"]["groups"]) == {"free", "mlp"}
+    assert set(entries["layer/00001"]["groups"]) == {"free"}
+    assert not [unit for unit in forwards(world) if unit.layer == 1 and unit.moments]
+    assert "layer/00003" not in entries
+
+
+def test_what_a_layer_entry_holds() -> None:
+    world, recorder = run(make_job(make_tasks([1]), num_layers=2))
+    entry = MemoryJournal(world).get("layer/00001")
+    assert entry is not None
+    assert entry["forms"] == {name: {"form": "test", "layer": 1} for name in ("attention", "mlp")}
+    assert set(entry["staged"]) == {"path", "sha256"}
+    rank = world.journal()["ranks"]["ranks"]["1/0/mlp"]["rank"]
+    assert entry["groups"]["mlp"] == {"method": 0, "ranks": {"rank": rank}, "error": 0.5}
+    assert recorder.summaries == {1: entry["groups"]}
+
+
+# Replay ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("propagate", ["dense", "compressed"])
+def test_replay_begins_at_the_last_committed_layer(every: int, propagate: str) -> None:
+    job = make_job(make_tasks(range(7)), num_layers=7, every=every, propagate=propagate, scores=frozenset())
+    world, _ = run(job)
+    for unit in forwards(world):
+        # A layer's own boundary is reached, and its inputs are entered, before anything runs on it.
+        assert unit.base == unit.layer - unit.layer % every
+        assert len(unit.replay) == unit.layer % every
+        assert (unit.base_record is None) == (unit.base == 0)
+        staged = [record["forms"]["mlp"]["layer"] if record else None for record in unit.replay]
+        assert staged == (list(range(unit.base, unit.layer)) if propagate == "compressed" else [None] * len(staged))
+        assert unit.store == (unit.emit and (unit.layer + 1) % every == 0)
+    stored = [key for key in commits(world) if key.startswith("activations")]
+    if propagate == "compressed":
+        assert stored == [f"activations/{layer:05d}" for layer in range(1, 7) if layer % every == 0]
+    else:
+        entries = world.journal()
+        assert [layer + 1 for layer in range(7) if "activations" in entries[f"dense/{layer:05d}"]] == list(
+            range(every, 7, every)
+        )
+
+
+def test_how_often_hidden_states_are_kept_changes_no_result() -> None:
+    for propagate in ("dense", "compressed"):
+        found = []
+        for every in (1, 2, 3, 9):
+            world, _ = run(make_job(make_tasks(range(7)), num_layers=7, every=every, propagate=propagate))
+            entries = world.journal()
+            found.append({key: entries[key] for key in entries if key.startswith(("layer", "ranks"))})
+        assert all(entries == found[0] for entries in found)
+
+
+def test_every_shard_gets_its_own_record() -> None:
+    world, _ = run(make_job(make_tasks(ALL), shards=3))
+    records = [unit.base_record["path"] for unit in forwards(world) if unit.base_record]
+    by_shard = {
+        shard: {unit.base_record["path"] for unit in forwards(world) if unit.base_record and unit.shard == shard}
+        for shard in range(3)
+    }
+    assert len(set(records)) == sum(len(paths) for paths in by_shard.values())
+
+
+# Order of completion, order of durability -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["last", 1, 2, 3])
+def test_the_order_of_completion_changes_nothing(job: Job, order: str | int) -> None:
+    expected, _ = run(job)
+    world = World()
+    run(job, world, SimulatedPool(world, order, size=3))
+    assert world.journal() == expected.journal()
+    assert {key for _, key in world.repairs} == set()
+
+
+def test_partials_and_factors_stay_in_order() -> None:
+    world = World()
+    run(make_job(make_tasks(ALL), shards=5), world, SimulatedPool(world, order="last"))
+    for unit in world.done:
+        if isinstance(unit, Reduce):
+            values = [digest("moment", unit.moment.key, unit.layer, digest("embedded", shard)) for shard in range(5)]
+            assert unit.layer > 0 or [value for _, value in unit.partials] == values
+        if isinstance(unit, Write):
+            assert len(unit.factors) == 2
+
+
+class OrderChecks(WorldCleaner):
+    """Nothing may go before what replaces it is entered."""
+
+    def retain_activations(self, records: tuple[Any, ...]) -> None:
+        self._check_entered(records)
+        super().retain_activations(records)
+
+    def retain_statistics(self, records: tuple[Any, ...]) -> None:
+        self._check_entered(records)
+        doomed = set(self.world.stores["statistic"]) - {record["path"] for record in records}
+        for layer in range(8):
+            for kind in ("statistics", "dense"):
+                entry = MemoryJournal(self.world).get(f"{kind}/{layer:05d}") or {}
+                paths = {record["path"] for record in entry.get("statistics", {}).values()}
+                assert not paths & doomed or f"layer/{layer:05d}" in self.world.entries, "needed, and dropped"
+        super().retain_statistics(records)
+
+    def _check_entered(self, records: tuple[Any, ...]) -> None:
+        for record in records:
+            assert any(f'"{record["path"]}"' in text for text in self.world.entries.values())
+
+
+def test_nothing_is_dropped_before_its_successor_is_entered(job: Job) -> None:
+    world = World()
+    Driver(job, SimulatedPool(world), MemoryJournal(world), OrderChecks(world), Recorder(world)).run()
+    assert not world.repairs
+    retained = [index for index, (event, key) in enumerate(world.events) if event == "retain" and key[:4] == "acti"]
+    for index in retained:
+        if not world.events[index][1].endswith(" 0"):
+            assert world.events[index - 1][0] == "commit"
+    if job.propagate == "compressed" and any(task.group.moments for task in job.tasks):
+        for layer in {task.group.layer for task in job.tasks}:
+            at = [commits(world).index(f"{kind}/{layer:05d}") for kind in ("statistics", "layer")]
+            after = f"activations/{layer + 1:05d}"
+            assert at == sorted(at)
+            assert after not in commits(world) or commits(world).index(after) > at[1]
+
+
+def test_nothing_is_left_over(job: Job) -> None:
+    world, _ = run(job)
+    assert world.stores["activation"] == {}
+    kept = job.keep_statistics
+    has_moments = any(task.group.moments for task in job.tasks)
+    assert bool(world.stores["statistic"]) == (kept and has_moments)
+    assert len(world.stores["staged"]) == len({task.group.layer for task in job.tasks})
+
+
+def test_done_again_does_nothing(job: Job) -> None:
+    world, _ = run(job)
+    before = dict(world.entries), len(world.done)
+    run(job, world)
+    assert (world.entries, len(world.done)) == before
+
+
+def test_statistics_of_the_dense_pass_are_kept_until_their_layer_is_entered() -> None:
+    world = World()
+    run(JOBS["dense-dropped"](), world, SimulatedPool(world, size=1))
+    kept: Sequence[int] = [int(key.split()[1]) for event, key in world.events if event == "retain" and "stat" in key]
+    assert kept == [0, 9, 6, 3, 0, 0]

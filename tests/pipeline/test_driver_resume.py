@@ -1,0 +1,315 @@
+"""The driver over a simulated cluster: killed, stopped, with damaged stores and lost workers, it ends the same."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError, WorkerError
+from pipeline.driver import Job
+from pipeline.ports import Reduce
+from tests.pipeline.simulation import (
+    ALL,
+    JOBS,
+    Killed,
+    SimulatedPool,
+    World,
+    commits,
+    forwards,
+    make_job,
+    make_tasks,
+    run,
+)
+
+
+@pytest.fixture(params=list(JOBS))
+def job(request: pytest.FixtureRequest) -> Job:
+    return JOBS[request.param]()
+
+
+# Interruption ---------------------------------------------------------------------------------------------------------
+
+
+def passes_of_a_layer(job: Job) -> int:
+    return job.shards * job.every
+
+
+def test_killed_anywhere_it_goes_on(job: Job) -> None:
+    expected, _ = run(job)
+    for fuel in range(10_000):
+        world = World(fuel=fuel)
+        try:
+            run(job, world)
+        except Killed:
+            world.fuel = None
+            run(job, world)
+        assert world.journal() == expected.journal(), f"killed after {fuel}"
+        assert not world.repairs
+        assert world.passes <= expected.passes + passes_of_a_layer(job), f"killed after {fuel}"
+        assert {kind: sorted(live.values()) for kind, live in world.stores.items() if kind != "staged"} == {
+            kind: sorted(live.values()) for kind, live in expected.stores.items() if kind != "staged"
+        }, f"killed after {fuel}"
+        if world.life == 1:
+            assert fuel > 20
+            return
+    pytest.fail("it never ended")
+
+
+def test_killed_again_and_again_it_gets_there(job: Job) -> None:
+    expected, _ = run(job)
+    source = random.Random(7)
+    world = World()
+    for _ in range(10_000):
+        world.fuel = source.randrange(5, 25)
+        try:
+            run(job, world, SimulatedPool(world, order=source.randrange(1000)))
+            break
+        except Killed:
+            continue
+    assert world.journal() == expected.journal()
+    assert world.life > 2
+
+
+@pytest.mark.parametrize("name", ["compressed", "compressed-every-2", "dense", "free"])
+def test_stopped_at_any_wait_it_goes_on(name: str) -> None:
+    job = JOBS[name]()
+    expected, _ = run(job)
+    for waits in range(len(expected.done)):
+        world = World()
+        pool = SimulatedPool(world)
+        pool.stop_after = waits
+        with pytest.raises(Interrupted):
+            run(job, world, pool)
+        assert pool.drained == 0
+        run(job, world)
+        assert world.journal() == expected.journal()
+        repeated = sum(
+            (Counter(unit.key for unit in world.done) - Counter(unit.key for unit in expected.done)).values()
+        )
+        assert repeated <= max(job.shards + 4, 2 * len(make_tasks([0])) + 1)
+
+
+# Damage and loss ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["compressed", "compressed-kept", "compressed-every-2", "dense", "dense-dropped"])
+def test_any_record_may_be_corrupt(name: str) -> None:
+    """Whichever stored data is damaged, as soon as it is written: the job ends with the same journal."""
+    job = JOBS[name]()
+    expected, _ = run(job)
+    found = 0
+    for number in range(len(expected.values)):
+        world, _ = run(job, World(damaged=frozenset({number})))
+        assert world.journal() == drop_unused(expected.journal(), world.journal()), f"record {number} damaged"
+        found += bool(world.repairs)
+        for reason, keys in world.repairs:
+            assert keys, reason
+    assert found > len(expected.values) // 2
+
+
+def drop_unused(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """A repair forgets committed hidden states, and walks on without entering them again where nobody needs them."""
+    gone = {key for key in expected if key.startswith("activations/") and key not in found}
+    kept = {key: entry for key, entry in expected.items() if key not in gone}
+    for key, entry in found.items():
+        if key.startswith("dense/") and "activations" not in entry:
+            kept[key] = {name: value for name, value in kept[key].items() if name != "activations"}
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("propagate", "kind"),
+    [
+        ("dense", "statistic"),
+        ("dense", "activation"),
+        *(("compressed", kind) for kind in ("statistic", "activation", "staged")),
+    ],
+)
+def test_deep_models_are_repaired_in_a_few_rounds(kind: str, propagate: str) -> None:
+    """The way back is the number of layers long, as older hidden states are gone; the number of rounds is not."""
+    job = make_job(make_tasks(range(30), ["mlp"]), num_layers=30, shards=1, propagate=propagate, scores=frozenset())
+    expected, _ = run(job)
+    numbers = [int(path.partition("/")[2]) for path in expected.values if path.startswith(kind)]
+    last_read = -2 if kind == "staged" else -1
+    world, _ = run(job, World(damaged=frozenset({numbers[last_read]})))
+    entries, wanted = world.journal(), expected.journal()
+    for layer in range(30):
+        assert entries[f"layer/{layer:05d}"] == wanted[f"layer/{layer:05d}"]
+    assert 1 <= len(world.repairs) <= 4
+
+
+def test_everything_staged_may_vanish() -> None:
+    job = make_job(make_tasks(range(12)), num_layers=12, shards=1)
+    expected, _ = run(job)
+    whole, _ = run(job, World(fuel=10_000))
+    assert whole.fuel is not None
+    world = World(fuel=(10_000 - whole.fuel) * 5 // 6)
+    with pytest.raises(Killed):
+        run(job, world)
+    world.fuel = None
+    assert 6 < len(world.stores["staged"]) < 12
+    world.stores = {kind: {} for kind in world.stores}
+    run(job, world)
+    for layer in range(12):
+        assert world.journal()[f"layer/{layer:05d}"] == expected.journal()[f"layer/{layer:05d}"]
+
+
+@pytest.mark.parametrize("propagate", ["dense", "compressed"])
+def test_corrupt_statistics_are_taken_back_and_taken_anew(propagate: str) -> None:
+    job = make_job(make_tasks(ALL), propagate=propagate, keep_statistics=True)
+    expected, _ = run(job)
+    key = "dense/00002" if propagate == "dense" else "statistics/00002"
+    value = next(iter(expected.journal()[key]["statistics"].values()))
+    number = expected.number_of(value)
+    world = World(damaged=frozenset({number}))
+    pool = SimulatedPool(world)
+    _, recorder = run(job, world, pool)
+    assert world.repairs[0] == (f"statistic/{number}: damaged", (key,))
+    assert ("retract", key) in world.events
+    assert commits(world).count(key) == 2
+    assert pool.drained == len(world.repairs)
+    # Layers that were entered before are not run again for their statistics.
+    assert Counter(commits(world))["dense/00003" if propagate == "dense" else "statistics/00001"] == 1
+    assert recorder.summaries.keys() == set(ALL)
+
+
+def test_corrupt_hidden_states_take_the_way_back_to_the_embeddings() -> None:
+    job = JOBS["compressed-uniform"]()
+    expected, _ = run(job)
+    number = expected.number_of(expected.journal()["activations/00002"]["activations"][0])
+    world, _ = run(job, World(damaged=frozenset({number})))
+    assert world.repairs == [(f"activation/{number}: damaged", ("activations/00002",))]
+    retracted = [key for event, key in world.events if event == "retract"]
+    assert sorted(retracted) == ["activations/00001", "activations/00002"]
+    walked = [unit.layer for unit in forwards(world) if unit.shard == 0 and unit.staged]
+    assert walked == [0, 1, 0, 1, 2]
+    assert commits(world).count("activations/00002") == 2
+    assert commits(world).count("layer/00001") == 1
+
+
+def test_dense_statistics_outlive_their_hidden_states() -> None:
+    """Hidden states of the dense pass are damaged: its cosines and statistics stay entered."""
+    job = JOBS["dense"]()
+    expected, _ = run(job)
+    (first, *_) = expected.journal()["dense/00001"]["activations"]
+    number = expected.number_of(first)
+    world, _ = run(job, World(damaged=frozenset({number})))
+    assert len(world.repairs) == 1
+    assert commits(world).count("dense/00001") == 2
+    assert not [key for event, key in world.events if event == "retract"]
+    assert Counter(unit.key for unit in world.done if isinstance(unit, Reduce)).most_common(1)[0][1] == 1
+
+
+def test_data_that_stays_corrupt_ends_the_job() -> None:
+    with pytest.raises(CorruptError, match="damaged") as raised:
+        run(JOBS["compressed"](), World(damaged=frozenset(range(10_000))))
+    assert raised.value.path
+
+
+def test_corrupt_data_that_no_entry_names_ends_the_job() -> None:
+    world = World()
+    pool = SimulatedPool(world)
+    pool.fail_on["forward/dense/1/0/dense"] = CorruptError("tokens: damaged", "tokens/0")
+    with pytest.raises(CorruptError, match="tokens: damaged"):
+        run(JOBS["compressed"](), world, pool)
+    assert not world.repairs
+
+
+@pytest.mark.parametrize(
+    "key", ["reduce/compressed/1/down.in-1-1", "write/2", "forward/dense/1/0/dense", "solve/3/0/mlp"]
+)
+def test_lost_results_are_made_again(key: str) -> None:
+    job = JOBS["compressed"]()
+    expected, _ = run(job)
+    world = World()
+    pool = SimulatedPool(world, order="last")
+    pool.fail_on[key] = LostInputError("gone with its worker")
+    run(job, world, pool)
+    assert world.journal() == expected.journal()
+    assert world.repairs == [("gone with its worker", ())]
+    assert pool.drained == 1
+    assert not [event for event, _ in world.events if event == "retract"]
+
+
+class Losing(SimulatedPool):
+    """Loses the first result of every layer's statistics, `times` times each."""
+
+    def __init__(self, world: World, times: int) -> None:
+        super().__init__(world)
+        self.left = Counter({f"reduce/compressed/{layer}/down.in-1-1": times for layer in range(40)})
+
+    def wait(self) -> tuple[Any, Any]:
+        key = self.pending[0].key
+        if self.left[key] > 0:
+            self.left[key] -= 1
+            raise LostInputError(f"{key}: lost")
+        return super().wait()
+
+
+def test_a_long_job_survives_any_number_of_losses_that_it_gets_past() -> None:
+    job = make_job(make_tasks(range(20)), num_layers=20, shards=1, scores=frozenset())
+    expected, _ = run(job)
+    world = World()
+    run(job, world, Losing(world, times=2))
+    assert world.journal() == expected.journal()
+    assert len(world.repairs) == 40
+
+
+def test_a_loss_that_comes_back_each_time_ends_the_job() -> None:
+    world = World()
+    with pytest.raises(LostInputError):
+        run(JOBS["compressed-uniform"](), world, Losing(world, times=1000))
+    assert 1 <= len(world.repairs) <= 8
+
+
+def test_a_pool_is_drained_before_anything_new_is_given_to_it() -> None:
+    calls: list[str] = []
+
+    class Watched(SimulatedPool):
+        def submit(self, unit: Any) -> None:
+            calls.append("submit")
+            super().submit(unit)
+
+        def drain(self) -> None:
+            calls.append("drain")
+            super().drain()
+
+    world = World()
+    pool = Watched(world, order="last")
+    pool.fail_on["forward/dense/0/0/dense"] = LostInputError("gone")
+    run(JOBS["compressed"](), world, pool)
+    assert calls[:4] == ["submit", "submit", "drain", "submit"]
+
+
+@pytest.mark.parametrize("error", [NumericsError("layer 1: NaN"), WorkerError("three workers died")])
+def test_other_errors_end_the_job_and_leave_it_resumable(error: Exception) -> None:
+    job = JOBS["compressed"]()
+    expected, _ = run(job)
+    world = World()
+    pool = SimulatedPool(world)
+    pool.fail_on["solve/1/0/mlp"] = error
+    with pytest.raises(type(error), match=str(error)):
+        run(job, world, pool)
+    run(job, world)
+    assert world.journal() == expected.journal()
+
+
+def test_ranks_are_decided_once() -> None:
+    """A resumed job keeps the ranks that were entered, whatever it would decide now."""
+    job = JOBS["compressed"]()
+    world = World(fuel=40)
+    with pytest.raises(Killed):
+        run(job, world)
+    assert "ranks" in world.entries
+    world.fuel = None
+
+    def refuse(importance: Any) -> Any:
+        raise AssertionError("decided again")
+
+    run(replace(job, allocate=refuse), world)
+    expected, _ = run(job)
+    assert world.journal() == expected.journal()

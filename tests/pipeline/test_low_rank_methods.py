@@ -1,0 +1,190 @@
+"""LoRC and Joint rank-k against products written out in float64.
+
+D hidden, H query heads, G key/value heads, d head_dim, r rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from manifests.loading import parse_manifest
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.methods.method import Method, Moment, Scores, Solution
+from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
+
+D, d, N = 24, 4, 40
+
+
+def geometry(heads: int = 6, kv_heads: int = 2, **config: Any) -> Geometry:
+    sizes = {"hidden_size": D, "head_dim": d, "intermediate_size": N, "num_hidden_layers": 3, "vocab_size": 11}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return geometry_of(standard_config({"model_type": "llama", **sizes, **heads_of, **config}))
+
+
+def manifest(*methods: dict[str, Any], **fields: Any) -> Manifest:
+    return parse_manifest(
+        {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "methods": list(methods), **fields}
+    )
+
+
+def solve(
+    entry: dict[str, Any], where: Geometry, name: str, rank: int, seed: int = 0
+) -> tuple[dict[str, Tensor], Solution]:
+    """Random weights of a group of layer 0 and what the method makes of them."""
+    (method,) = build_methods(manifest(entry))
+    group = next(group for group in method.claims(where) if group.name == name and group.layer == 0)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        key: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for key, (_, shape) in where.layer_tensors(0).items()
+        if key.partition(".")[0] in group.roles
+    }
+    before = {key: weight.clone() for key, weight in weights.items()}
+    inputs_TD = torch.randn(60, D, generator=generator, dtype=torch.float64) * torch.linspace(
+        0.1, 3, D, dtype=torch.float64
+    )
+    moments: dict[Moment, Tensor] = {moment: (inputs_TD.T @ inputs_TD)[None] for moment in group.moments}
+    solution = method.compress(group, where, weights, moments, {name: rank})
+    assert all(torch.equal(weights[key], before[key]) for key in weights)
+    return weights, solution
+
+
+def stored(solution: Solution) -> int:
+    return sum(tensor.numel() for tensor in solution.tensors.values())
+
+
+def cost(method: Method, where: Geometry, name: str, rank: int) -> float:
+    return next(knob.cost(rank) for knob in method.knobs(where) if knob.group == name and knob.layer == 0)
+
+
+@pytest.mark.parametrize("rank", [5, 7])
+def test_latent_key_is_the_best_of_its_rank(rank: int) -> None:
+    weights, solution = solve({"method": "lorc", "cache_keep": 0.6}, geometry(), "key", rank)
+    rebuilt = solution.tensors["k.second.weight"] @ solution.tensors["k.first.weight"]
+    error = (weights["k.weight"] - rebuilt).square().sum()
+    values = torch.linalg.svdvals(weights["k.weight"])
+    torch.testing.assert_close(error, values[rank:].square().sum())
+    assert solution.report["error"] == pytest.approx(float(values[rank:].square().sum() / values.square().sum()))
+    assert torch.linalg.matrix_norm(weights["k.weight"] - rebuilt, 2) <= values[rank] * (1 + 1e-9)
+    assert solution.forms == {"k": {"form": "latent", "rank": rank}}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_absorbed_values_give_what_rebuilt_ones_give(bias: bool) -> None:
+    where = geometry(attention_bias=bias)
+    weights, solution = solve({"method": "lorc", "cache_keep": 0.3}, where, "value", 2)
+    assert solution.forms["o"] == {"form": "absorbed", "rank": 2}
+    first_rD, output = solution.tensors["v.first.weight"], solution.tensors["o.weight"]
+    left, values, right = torch.linalg.svd(weights["v.weight"], full_matrices=False)
+    value_CD = left[:, :2] @ torch.diag(values[:2]) @ right[:2]
+    x_D, shares_H = torch.randn(D, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    latent_r = first_rD @ x_D  # every head reads the same latents, with its own attention weight
+    got = output @ torch.cat([share * latent_r for share in shares_H]) + solution.tensors.get("o.bias", torch.zeros(D))
+    bias_C = weights.get("v.bias", torch.zeros(8, dtype=torch.float64))
+    heads = (value_CD @ x_D).reshape(2, d), bias_C.reshape(2, d)
+    read = torch.cat([shares_H[h] * heads[0][h // 3] + heads[1][h // 3] for h in range(6)])
+    torch.testing.assert_close(got, weights["o.weight"] @ read + weights.get("o.bias", torch.zeros(D)))
+
+
+def test_lorc_weighting_lowers_the_output_error() -> None:
+    errors = {}
+    for weighting in ("none", "input"):
+        weights, solution = solve({"method": "lorc", "cache_keep": 0.5, "weighting": weighting}, geometry(), "key", 4)
+        rebuilt = solution.tensors["k.second.weight"] @ solution.tensors["k.first.weight"]
+        generator = torch.Generator().manual_seed(0)
+        for shape in ((8, D),):
+            torch.randn(shape, generator=generator, dtype=torch.float64)
+        scale = torch.linspace(0.1, 3, D, dtype=torch.float64)
+        errors[weighting] = float(((weights["k.weight"] - rebuilt) * scale).square().sum())
+    assert errors["input"] < errors["none"]
+
+
+@pytest.mark.parametrize("cache_keep", [0.8, 0.6, 0.3, 1.0])
+@pytest.mark.parametrize("allocation", ["progressive", "uniform"])
+def test_the_mean_cache_share_is_what_is_asked_for(cache_keep: float, allocation: str) -> None:
+    where = geometry(num_hidden_layers=6)
+    job = manifest({"method": "lorc", "cache_keep": cache_keep, "allocation": allocation})
+    methods = build_methods(job)
+    scores = Scores(measured={f"{layer}/0/condition": {"log_condition": [1.0 + layer, 2.0]} for layer in range(6)})
+    ranks = allocate_ranks(job, methods, where, scores)
+    shares = [rank / (where.kv_heads * d) for chosen in ranks.values() for rank in chosen.values()]
+    assert sum(shares) / len(shares) == pytest.approx(cache_keep, abs=0.5 / (where.kv_heads * d))
+    if allocation == "progressive" and cache_keep == 0.6:
+        assert ranks["0/0/key"]["key"] > ranks["5/0/key"]["key"]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"method": "lorc", "cache_keep": 0.5},
+        {"method": "lorc"},
+        {"method": "joint_rank_k", "query_key": "joint", "mlp": "joint"},
+        {"method": "joint_rank_k", "query_key": "separate", "mlp": "separate"},
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_cost_is_what_is_stored(entry: dict[str, Any], bias: bool) -> None:
+    where = geometry(attention_bias=bias)
+    (method,) = build_methods(manifest(entry))
+    for knob in method.knobs(where):
+        if knob.layer == 0:
+            for rank in range(1, knob.cap + 1):
+                _, solution = solve(entry, where, knob.group, rank)
+                assert stored(solution) == knob.cost(rank), (knob.group, rank)
+
+
+def test_joint_factors_are_never_worse_than_the_best_of_the_stack() -> None:
+    weights, solution = solve({"method": "joint_rank_k"}, geometry(), "mlp", 9)
+    stack = torch.cat([weights["gate.weight"], weights["up.weight"]])
+    seconds = torch.cat([solution.tensors["gate.second.weight"], solution.tensors["up.second.weight"]])
+    error = (stack - seconds @ solution.tensors["gate.first.weight"]).square().sum()
+    torch.testing.assert_close(error, torch.linalg.svdvals(stack)[9:].square().sum())
+    assert "up.first.weight" not in solution.tensors
+
+
+def test_joint_per_head_pairs_each_query_head_with_its_key_head() -> None:
+    where = geometry(heads=3, kv_heads=3, hidden_size=D)
+    weights, solution = solve({"method": "joint_rank_k", "query_key": "joint_per_head"}, where, "query_key", 3)
+    first_HkD = solution.tensors["q.first.weight"].reshape(3, 3, D)
+    error = torch.zeros((), dtype=torch.float64)
+    for role in ("q", "k"):
+        rebuilt_HdD = torch.bmm(solution.tensors[f"{role}.second"], first_HkD)
+        error += (weights[f"{role}.weight"].reshape(3, d, D) - rebuilt_HdD).square().sum()
+    pairs = torch.cat([weights["q.weight"].reshape(3, d, D), weights["k.weight"].reshape(3, d, D)], dim=1)
+    torch.testing.assert_close(error, torch.linalg.svdvals(pairs)[:, 3:].square().sum())
+
+
+@pytest.mark.parametrize(
+    ("entry", "config", "reason"),
+    [
+        ({"query_key": "joint_per_head"}, {}, "6 query and 2 key heads"),
+        (
+            {"ranks": {"query_key": 20, "mlp": 4}},
+            {},
+            "ranks.query_key: 20 saves nothing; the largest rank that does is",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(entry: dict[str, Any], config: dict[str, Any], reason: str) -> None:
+    methods = build_methods(manifest({"method": "joint_rank_k", **entry}))
+    with pytest.raises(ValueError, match=reason):
+        claim_tasks(methods, geometry(**config))
+
+
+def test_gate_and_up_need_a_gate() -> None:
+    sizes = {"hidden_size": D, "ffn_dim": N, "num_hidden_layers": 1, "num_attention_heads": 6, "vocab_size": 11}
+    where = geometry_of(standard_config({"model_type": "opt", "word_embed_proj_dim": D, **sizes}))
+    with pytest.raises(ValueError, match="MLP without gate"):
+        claim_tasks(build_methods(manifest({"method": "joint_rank_k"})), where)
+
+
+def test_two_claims_on_a_tensor_name_both() -> None:
+    methods = build_methods(manifest({"method": "flat_llm"}, {"method": "lorc", "cache_keep": 0.5}))
+    with pytest.raises(ValueError, match=r"methods\.0 \(flat_llm, attention\) and by methods\.1 \(lorc, value\)"):
+        claim_tasks(methods, geometry())

@@ -1,0 +1,196 @@
+"""The plan's figures: by hand for a small model, and by sanity for a 70B."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from pipeline.methods.method import Moment
+from pipeline.methods.registry import build_methods, claim_tasks
+from pipeline.plan import PROCESS_BYTES, Plan, make_plan, moment_bytes, point_features
+from pipeline.plan.__main__ import main, measured_tflops
+from tests.pipeline.geometries import llama, manifest, other
+
+TEXT = {"files": ["text.txt"]}
+GIB = 2**30
+# D 48, N 80, L 6, H 4, G 2, d 16, V 320; untied.
+LAYER = 64 * 48 + 32 * 48 * 2 + 48 * 64 + 3 * 80 * 48 + 2 * 48
+MODEL = 6 * LAYER + 2 * 320 * 48 + 48
+
+
+def calibration(**changes: Any) -> dict[str, Any]:
+    return {"text": TEXT, "samples": 10, "sequence_length": 32, "shards": 4, "micro_batch": 2, **changes}
+
+
+def plan_of(job: Manifest, geometry: Geometry, itemsize: int = 2, source_bytes: int = 1000) -> Plan:
+    return make_plan(job, geometry, claim_tasks(build_methods(job), geometry), itemsize, source_bytes)
+
+
+def test_a_small_job_by_hand() -> None:
+    job = manifest(keep=0.8, calibration=calibration(), workers={"max": 3})
+    plan = plan_of(job, llama())
+    assert LAYER == 20832
+    assert (plan.layers, plan.claimed_layers, plan.workers, plan.calibration_tokens) == (6, 6, 3, 320)
+    assert plan.layer_bytes == 2 * LAYER
+    assert plan.source_bytes == 1000
+    assert plan.dense_numbers == MODEL
+    assert plan.expected_numbers == MODEL - round(0.2 * 6 * LAYER)
+    assert plan.output_bytes == 2 * plan.expected_numbers
+    assert plan.statistics_bytes_per_layer == 8 * (2 * 16 * 16 + 80 * 80)
+    assert plan.activation_bytes == 320 * 48 * 2
+    # Importance, statistics and propagation: three times through the layers; embeddings and head twice.
+    assert plan.read_bytes == 3 * 6 * LAYER * 2 + 2 * (MODEL - 6 * LAYER) * 2
+    assert plan.forward_flops == 3 * 6 * 320 * (2 * LAYER + 2 * 32 * 64)
+    assert plan.moment_flops == 6 * 320 * (2 * 4 * 16 * 16 + 2 * 80 * 80)
+    assert plan.solve_flops == 6 * 10 * (2 * 16**3 + 80**3)
+    statistics = plan.statistics_bytes_per_layer
+    assert plan.run_dir_bytes == 2 * plan.activation_bytes + statistics + 320 * 4 + plan.output_bytes
+    streaming = 2 * LAYER * 2 + 2 * statistics + 2 * 32 * (6 * 48 + 3 * 80 + 4 * 64) * 4
+    solving = 4 * statistics + LAYER * (8 + 2)
+    assert plan.worker_peak_bytes == PROCESS_BYTES + plan.activation_bytes // 3 + max(streaming, solving)
+    assert plan.driver_peak_bytes == PROCESS_BYTES + 320 * 8
+
+
+def test_the_plan_says_how_often_layers_are_gone_through() -> None:
+    geometry = llama()
+    once = 6 * 320 * (2 * LAYER + 2 * 32 * 64)
+
+    def passes(*methods: dict[str, Any], **changes: Any) -> float:
+        return plan_of(manifest(*methods, keep=0.8, calibration=calibration(**changes)), geometry).forward_flops / once
+
+    assert passes() == 3
+    assert passes({"allocation": "uniform"}) == 2
+    assert passes({"ranks": {"value": 3}}) == 2
+    assert passes(propagate="dense") == 1
+    assert passes({"allocation": "uniform"}, propagate="dense") == 1
+
+
+def test_kept_statistics_take_room() -> None:
+    def run_dir(keep: bool | None, propagate: str) -> int:
+        job = manifest(keep=0.8, calibration=calibration(propagate=propagate), statistics={"keep": keep})
+        return plan_of(job, llama()).run_dir_bytes
+
+    one = 8 * (2 * 16 * 16 + 80 * 80)
+    assert run_dir(True, "compressed") - run_dir(None, "compressed") == 5 * one
+    assert run_dir(None, "dense") == run_dir(True, "compressed")
+    assert run_dir(False, "dense") == run_dir(None, "compressed")
+
+
+def test_no_more_workers_than_shards() -> None:
+    job = manifest(keep=0.8, calibration=calibration(shards=2), workers={"max": 50})
+    assert plan_of(job, llama()).workers == 2
+
+
+def test_activations_in_memory_are_bounded() -> None:
+    big = calibration(samples=100_000, sequence_length=64)
+
+    def peak(gb: float) -> int:
+        job = manifest(keep=0.8, calibration=big, workers={"activation_memory_gb": gb})
+        return plan_of(job, llama()).worker_peak_bytes
+
+    assert peak(0.5) - peak(0.25) == GIB // 4
+    assert peak(100) - peak(0.25) == 100_000 * 64 * 48 * 2 - GIB // 4
+
+
+def test_growing_the_number_of_layers_grows_nobody_s_peak_memory() -> None:
+    job = manifest(keep=0.8, calibration=calibration())
+    few, many = (plan_of(job, llama(num_hidden_layers=layers)) for layers in (2, 100))
+    assert few.worker_peak_bytes == many.worker_peak_bytes
+    assert few.driver_peak_bytes == many.driver_peak_bytes
+
+
+def test_features_of_points() -> None:
+    geometry = llama()
+    features = {point: point_features(point, geometry) for point in (
+        "attention.in", "mlp.in", "q.in", "q.out", "k.out", "v.out", "o.in", "o.out", "up.out", "down.in", "down.out",
+    )}  # fmt: skip
+    assert features == {
+        "attention.in": 48, "mlp.in": 48, "q.in": 48, "q.out": 64, "k.out": 32, "v.out": 32, "o.in": 64, "o.out": 48,
+        "up.out": 80, "down.in": 80, "down.out": 48,
+    }  # fmt: skip
+    assert moment_bytes(Moment("o.in", heads=4, groups=2), geometry) == 2 * 16 * 16 * 8
+    assert moment_bytes(Moment("attention.in"), other("opt")) == 48 * 48 * 8
+
+
+LLAMA_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_llama_2_70b() -> None:
+    job = manifest(
+        keep=0.8,
+        calibration=calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1),
+        workers={"max": 8, "gpus": 1},
+    )
+    plan = plan_of(job, llama(**LLAMA_70B), itemsize=2, source_bytes=137_953_316_864)
+    assert plan.dense_numbers == 68_976_648_192  # as published
+    assert plan.layer_bytes == 2 * 855_654_400
+    assert plan.source_bytes == 2 * plan.dense_numbers + 20_480  # rotary buffers of the original files
+    assert plan.statistics_bytes_per_layer == 8 * (28672**2 + 8 * 128**2)
+    assert plan.calibration_tokens == 2**20
+    assert plan.activation_bytes == 2**20 * 8192 * 2
+    assert plan.output_bytes == pytest.approx(0.8 * 2 * plan.dense_numbers, rel=0.01)
+    # A layer, its statistics four times over for the solver, an eighth of the activations: not a model.
+    assert 25 * GIB < plan.worker_peak_bytes < 45 * GIB
+    assert plan.driver_peak_bytes < GIB
+    assert plan.run_dir_bytes < 1.4 * plan.output_bytes
+    assert plan.forward_flops == pytest.approx(3 * 2 * 2**20 * 80 * 855_654_400, rel=0.2)
+    kept = manifest(keep=0.8, calibration=calibration(samples=256, sequence_length=4096, propagate="dense"))
+    assert plan_of(kept, llama(**LLAMA_70B)).run_dir_bytes > 80 * plan.statistics_bytes_per_layer
+
+
+def test_jobs_without_a_budget_expect_what_their_ranks_take() -> None:
+    job = manifest({"ranks": {"value": 4}}, calibration=calibration())
+    assert plan_of(job, llama()).expected_numbers == MODEL - 6 * (16 - 4) * 48 * (4 + 2)
+
+
+def test_the_report_is_json() -> None:
+    plan = plan_of(manifest(keep=0.8, calibration=calibration()), llama())
+    assert json.loads(json.dumps(plan.report()))["layer_bytes"] == plan.layer_bytes
+
+
+def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("not read by a plan", encoding="utf-8")
+    document = {
+        "version": 1,
+        "model": {"source": str(tiny_model())},
+        "output": str(tmp_path / "out"),
+        "run_dir": str(tmp_path / "run"),
+        "budget": {"keep": 0.8},
+        "calibration": {**calibration(), "text": {"files": [str(text)]}},
+        "methods": [{"method": "flat_llm"}],
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    assert main([str(path), "--json", "--tflops", "0.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tflops_per_worker"] == 0.5
+    flops = found["forward_flops"] + found["moment_flops"] + found["solve_flops"]
+    assert found["estimated_seconds"] == pytest.approx(flops / 0.5e12)
+    assert found["layers"] == 3
+    assert main([str(path), "--tflops", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "worker peak bytes" in shown
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "out").exists()
+    assert main([str(path), "--set", "budget.keep=0.01"]) == 2
+    assert "reachable is" in capsys.readouterr().err
+
+
+def test_speed_is_measured_on_this_machine() -> None:
+    assert measured_tflops(torch.float32, 1, size=64) > 0

@@ -1,0 +1,130 @@
+"""Checkpoints with every form of factors: loaded, saved and loaded again; by installed and by remote code."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.serving import serving_factors as kinds
+from tests.serving.serving_factors import factorise, forms_of
+from tests.serving.serving_sources import build, describe, make_source, padded_batch
+from tests.serving.test_serving_loading import MODELING_FILE, REMOTE, load
+
+# Every form once: low_rank; joint and latent; tucker. head_pca, pruned and head_low_rank are in test_serving_loading.
+ROTARY = [kinds.low_rank, kinds.latent_keys_absorbed_values, kinds.tucker_sparse]
+OTHERS = [kinds.joint, kinds.tucker_own_output, kinds.latent_both]
+SAVED = {"llama-gqa": ROTARY, "qwen2-tied": ROTARY, "gptj": [kinds.joint_head, *OTHERS[1:]], "opt-tied": ROTARY}
+
+
+def write_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
+    """As the compress side writes it, with buffers that old versions of the library stored with each layer."""
+    folder.mkdir(parents=True)
+    source = make_source(name)
+    forms = forms_of(source.config, SAVED[name], 0.5)
+    tensors, _ = factorise(source.config, source.state_dict(), forms)
+    ids_BT, mask_BT = padded_batch()
+    with torch.no_grad():
+        logits = build(source.config, tensors, forms)(ids_BT, attention_mask=mask_BT).logits
+    if source.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    tensors = {k: t.to(dtype) if t.is_floating_point() else t for k, t in tensors.items()}
+    prefix = f"{describe(source.config)['block']['layers']}.1."
+    attention = describe(source.config)["block"]["modules"]["q"].rpartition(".")[0]
+    old = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8), "masked_bias": torch.tensor(-1e9)}
+    old["rotary_emb.inv_freq"] = torch.ones(4)
+    tensors |= {f"{prefix}{attention}.{key}": tensor for key, tensor in old.items()}
+    save_file({k: t.contiguous() for k, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(describe(source.config, forms)))
+    shutil.copy(MODELING_FILE, folder)
+    save_file({"ids": ids_BT, "mask": mask_BT, "logits": logits}, folder / "expected.safetensors")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("factored")
+    for name in SAVED:
+        write_checkpoint(root / name, name)
+    return root
+
+
+def expected_of(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "expected.safetensors")
+
+
+@pytest.mark.parametrize("name", [*SAVED])
+def test_loaded_and_saved_again(name: str, checkpoints: Path, tmp_path: Path) -> None:
+    """`load` asserts that nothing is missing or unexpected; old buffers are neither."""
+    model = load(checkpoints / name)
+    expected = expected_of(checkpoints / name)
+    with torch.no_grad():
+        assert torch.equal(model(expected["ids"], attention_mask=expected["mask"]).logits, expected["logits"])
+    model.save_pretrained(tmp_path)
+    before, after = (load_file(root / "model.safetensors") for root in (checkpoints / name, tmp_path))
+    kept = {key for key in before if not key.endswith(("attn.bias", "masked_bias", "inv_freq"))}
+    assert after.keys() == kept
+    assert len(kept) == len(before) - 3
+    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in kept)
+    again = load(tmp_path, core_format="csr")
+    with torch.no_grad():
+        logits = again(expected["ids"], attention_mask=expected["mask"]).logits
+    assert (logits - expected["logits"])[expected["mask"].bool()].abs().amax() <= 2e-5
+
+
+@pytest.mark.parametrize("core_format", ["dense", "csr"])
+@pytest.mark.parametrize("name", [*SAVED])
+def test_bfloat16(name: str, core_format: str, checkpoints: Path) -> None:
+    model = load(checkpoints / name, dtype=torch.bfloat16, core_format=core_format)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {t.dtype for key, t in model.state_dict().items() if key.endswith("mask")} <= {torch.uint8}
+    expected = expected_of(checkpoints / name)
+    mask_BT = expected["mask"].bool()
+    with torch.no_grad():
+        logits = model(expected["ids"], attention_mask=expected["mask"]).logits
+    error = (logits.float() - expected["logits"])[mask_BT]
+    assert error.norm() < 0.05 * expected["logits"][mask_BT].norm()
+    assert model.generate(expected["ids"], attention_mask=expected["mask"], max_new_tokens=3).shape == (3, 17)
+
+
+def test_a_half_precision_checkpoint_keeps_its_bitmaps(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "half", "llama-gqa", torch.bfloat16)
+    model = load(tmp_path / "half", dtype="auto")
+    file = load_file(tmp_path / "half" / "model.safetensors")
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, file[key].to(tensor.dtype)), key
+
+
+def test_split_between_layers_with_one_on_disk(checkpoints: Path, tmp_path: Path) -> None:
+    """Biases beside factors too: a module's tensors are there only while it runs itself."""
+    pytest.importorskip("accelerate")
+    for name in ("qwen2-tied", "opt-tied"):
+        folder, prefix = checkpoints / name, "model" if name == "qwen2-tied" else "model.decoder"
+        last = "norm" if name == "qwen2-tied" else "final_layer_norm"
+        parts = [f"{prefix}.embed_tokens", f"{prefix}.{last}", "lm_head", f"{prefix}.layers.0", f"{prefix}.layers.2"]
+        parts.append("model.rotary_emb" if name == "qwen2-tied" else f"{prefix}.embed_positions")
+        device_map = dict.fromkeys(parts, "cpu") | {f"{prefix}.layers.1": "disk"}
+        model = load(folder, device_map=device_map, offload_folder=tmp_path / name)
+        layer = model.get_submodule(f"{prefix}.layers.1")
+        assert layer.self_attn.k_proj.bias.is_meta
+        expected = expected_of(folder)
+        with torch.no_grad():
+            assert torch.equal(model(expected["ids"], attention_mask=expected["mask"]).logits, expected["logits"])
+
+
+def test_code_in_the_checkpoint_is_enough(checkpoints: Path, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", REMOTE, str(checkpoints), str(tmp_path / "again")],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["loaded", str(len(SAVED))]
+    assert run.stderr == ""

@@ -1,0 +1,205 @@
+"""Texts: documents from every kind of file, deterministic samples, windows as transformers users cut them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from manifests.errors import InputError
+from manifests.schema import Text
+from stores import corpus
+from stores.corpus import evaluation_windows, load_tokenizer, pack_samples, read_documents
+
+DOCUMENTS = ["w1 w2\nw3", "", "w4"]
+BOS = 1
+
+
+def make_tokenizer(bos: str | None = "<s>") -> PreTrainedTokenizerFast:
+    """The word w<n> is token n + 2."""
+    vocabulary = {"<unk>": 0, "<s>": BOS} | {f"w{n}": n + 2 for n in range(2000)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    make: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+    return make(tokenizer_object=tokenizer, bos_token=bos, unk_token="<unk>")
+
+
+def words(start: int, stop: int) -> str:
+    return " ".join(f"w{n}" for n in range(start, stop))
+
+
+def read(path: Path, field: str | None = None) -> list[str]:
+    return list(read_documents(Text(files=(str(path),), field=field)))
+
+
+def refused(path: Path, field: str | None = None) -> str:
+    with pytest.raises(InputError) as caught:
+        read(path, field)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    else:
+        path.write_text(json.dumps(rows))
+    return path
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet"])
+def test_rows(tmp_path: Path, kind: str) -> None:
+    rows = [{"text": text, "other": f"o{n}"} for n, text in enumerate(DOCUMENTS)]
+    path = write(tmp_path / f"a{kind}", rows)
+    assert read(path) == DOCUMENTS
+    assert read(path, "other") == ["o0", "o1", "o2"]
+    message = refused(path, "missing")
+    assert "no field 'missing'" in message
+    assert "'text', 'other'" in message
+    assert "is int, expected text" in refused(write(tmp_path / f"b{kind}", [{"text": 3}]))
+    assert "empty" in refused(write(tmp_path / f"c{kind}", [{"text": " \n"}]))
+
+
+def test_list_of_strings(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(DOCUMENTS))
+    assert read(tmp_path / "a.json") == DOCUMENTS
+    assert "expected an object with the field 'body'" in refused(tmp_path / "a.json", "body")
+
+
+def test_txt_is_one_document_as_open_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("ä\r\nb\rc\n".encode())
+    with open(path, encoding="utf-8") as file:
+        assert read(path) == [file.read()]
+
+
+def test_files_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "a.txt").write_text("a")
+    assert list(read_documents(Text(files=(str(tmp_path / "b.txt"), str(tmp_path / "a.txt"))))) == ["b", "a"]
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    assert "missing" in refused(tmp_path / "a.txt")
+    assert "unknown kind '.csv'; known are .txt" in refused(tmp_path / "a.csv")
+    (tmp_path / "e.txt").write_bytes(b"")
+    assert "empty" in refused(tmp_path / "e.txt")
+    (tmp_path / "u.txt").write_bytes(b"abc\xffdef")
+    assert "not UTF-8 at byte 3" in refused(tmp_path / "u.txt")
+    (tmp_path / "u.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    assert "not UTF-8 at byte 24" in refused(tmp_path / "u.jsonl")
+    (tmp_path / "j.jsonl").write_bytes(b'{"text": "a"}\n{"text"\n')
+    assert "line 2 is not JSON" in refused(tmp_path / "j.jsonl")
+    (tmp_path / "j.json").write_bytes(b'{"text": "a"}')
+    assert "a JSON dict, expected a list" in refused(tmp_path / "j.json")
+    (tmp_path / "j.parquet").write_bytes(b"PAR0")
+    assert "not Parquet" in refused(tmp_path / "j.parquet")
+
+
+def test_dataset(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"text": text} for text in DOCUMENTS])
+    assert list(read_documents(Text(dataset=str(tmp_path)))) == DOCUMENTS
+    for text, message in (
+        (Text(dataset=str(tmp_path), field="x"), "no field 'x'; set `field` to one of 'text'"),
+        (Text(dataset=str(tmp_path), split="nope"), "split nope: cannot be loaded"),
+        (Text(dataset=str(tmp_path / "none")), "cannot be loaded"),
+    ):
+        with pytest.raises(InputError, match=message):
+            list(read_documents(text))
+
+
+def test_samples_are_windows_of_the_tokens() -> None:
+    documents = [words(0, 5), "", words(5, 8)]
+    samples = pack_samples(documents, make_tokenizer(), 2, 5, seed=0)
+    assert samples.dtype == torch.int64
+    assert samples.tolist() == [[BOS, 2, 3, 4, 5], [6, BOS, 7, 8, 9]]
+    assert pack_samples(documents, make_tokenizer(None), 2, 4, seed=0).tolist() == [[2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_too_short_says_how_short() -> None:
+    with pytest.raises(InputError, match="10 tokens, but 3 samples of 5 need 15"):
+        pack_samples([words(0, 5), words(5, 8)], make_tokenizer(), 3, 5, seed=0)
+    with pytest.raises(InputError, match="0 tokens"):
+        pack_samples(iter([]), make_tokenizer(), 1, 5, seed=0)
+
+
+def test_the_choice_is_the_seeds_and_keeps_the_order() -> None:
+    tokenizer = make_tokenizer(None)
+
+    def starts(seed: int) -> list[int]:
+        samples = pack_samples([words(0, 1000)], tokenizer, 10, 10, seed)
+        assert all(row == list(range(row[0], row[0] + 10)) for row in samples.tolist())
+        return [(row[0] - 2) // 10 for row in samples.tolist()]
+
+    assert starts(3) == starts(3) == sorted(set(starts(3)))
+    chosen = [starts(seed) for seed in range(200)]
+    assert len({tuple(one) for one in chosen}) == 200
+    counts = torch.bincount(torch.tensor(chosen).flatten(), minlength=100)
+    assert counts.sum() == 2000
+    assert counts.min() > 4  # expected 20 each, deviation 4.2: every window has its chance, the first and last too
+    assert counts.max() < 42
+
+
+def test_a_large_corpus_is_not_read_to_its_end() -> None:
+    def endless() -> Iterator[str]:
+        while True:
+            yield words(0, 1000)
+
+    assert pack_samples(endless(), make_tokenizer(), 2, 10, seed=0).shape == (2, 10)
+
+
+def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [words(0, 60).replace(" w7", "\nw7"), words(60, 100), "", words(100, 101)]
+    whole = pack_samples(documents, make_tokenizer(), 10, 10, seed=0)
+    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 40)
+    longest = max(len(piece) for piece, _ in corpus._pieces(documents))
+    assert longest <= 40
+    assert "".join(piece for piece, _ in corpus._pieces(documents)) == "".join(documents)
+    lines = ["w1 w2 w3 w4\n" * 50, words(0, 3)]
+    monkeypatch.undo()
+    expected = pack_samples(lines, make_tokenizer(), 4, 50, seed=0)
+    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 40)
+    assert torch.equal(pack_samples(lines, make_tokenizer(), 4, 50, seed=0), expected)
+    assert whole.shape == (10, 10)
+
+
+def test_evaluation_windows() -> None:
+    tokenizer = make_tokenizer()
+    ids = tokenizer(words(0, 4) + "\n\n" + words(4, 11), add_special_tokens=False)["input_ids"]
+    assert evaluation_windows([words(0, 4), words(4, 11)], tokenizer, 3).tolist() == [ids[0:3], ids[3:6], ids[6:9]]
+    with pytest.raises(InputError, match="11 tokens, one window has 12"):
+        evaluation_windows([words(0, 11)], tokenizer, 12)
+
+
+def test_tokenizer_of_a_directory(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).bos_token_id == BOS
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(InputError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_real_text_is_tokenised_as_a_whole(tmp_path: Path) -> None:
+    shared = Path(__file__).resolve().parents[2].parent / "shared"
+    if not shared.is_dir():
+        pytest.skip(f"no texts: {shared} is missing")
+    tokenizer = load_tokenizer(shared / "models" / "babyllama-361")
+    path = tmp_path / "a.txt"
+    path.write_text((shared / "text" / "tinyshakespeare.txt").read_text()[:100_000])
+    windows = evaluation_windows(read_documents(Text(files=(str(path),))), tokenizer, 256)
+    ids = tokenizer(path.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
+    assert windows.flatten().tolist() == ids[: windows.numel()]
+    assert len(ids) - windows.numel() < 256

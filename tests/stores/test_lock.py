@@ -1,0 +1,214 @@
+"""The run's lock: one holder, dead owners followed, living ones named."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import InUseError, StorageError
+from stores.lock import RunLock, read_lock
+
+ROOT = Path(__file__).resolve().parents[2]
+KilledAnywhere = Callable[..., int]
+HOLD = """
+import sys, time
+from manifests.errors import InUseError
+from stores.lock import RunLock
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    lock = RunLock(sys.argv[1])
+    lock.acquire()
+except InUseError as error:
+    print("refused:", error, flush=True)
+    sys.exit(2)
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+lock.release()
+"""
+
+
+def start(path: Path, hold_s: float) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path), str(hold_s)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    )
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def note(path: Path, **changes: Any) -> None:
+    """Rewrites the owner's note, as another host would have."""
+    file = path.with_name(path.name + ".json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_second_acquire_in_one_process_fails(tmp_path: Path) -> None:
+    with RunLock(tmp_path / "lock") as lock:
+        with pytest.raises(InUseError, match="already"):
+            lock.acquire()
+        with pytest.raises(InUseError, match=f"host {socket.gethostname()}, pid {os.getpid()}"):
+            RunLock(tmp_path / "lock").acquire()
+        lock.beat({"layer": 1})
+    with RunLock(tmp_path / "lock"):
+        pass
+
+
+def test_of_many_racing_processes_one_wins(tmp_path: Path) -> None:
+    racers = [start(tmp_path / "lock", 1.0) for _ in range(4)]
+    assert [read_line(racer) for racer in racers] == ["ready\n"] * 4
+    for racer in racers:
+        go(racer)
+    outputs = [racer.communicate(timeout=30)[0] for racer in racers]
+    assert sorted(racer.returncode for racer in racers) == [0, 2, 2, 2]
+    winner = next(racer for racer in racers if racer.returncode == 0)
+    refusals = [output for output in outputs if output.startswith("refused")]
+    assert all("wait for it, or stop it first" in refusal for refusal in refusals)
+    assert any(f"pid {winner.pid}" in refusal for refusal in refusals)
+
+
+def test_a_dead_owner_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with start(tmp_path / "lock", 60) as owner:
+        go(owner)
+        assert (read_line(owner), read_line(owner)) == ("ready\n", "held\n")
+        alive = read_lock(tmp_path / "lock")
+        assert alive is not None
+        assert (alive["alive"], alive["pid"]) == (True, owner.pid)
+        with pytest.raises(InUseError, match=f"pid {owner.pid}"):
+            RunLock(tmp_path / "lock").acquire()
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait()
+    dead = read_lock(tmp_path / "lock")
+    assert dead is not None
+    assert (dead["alive"], dead["released"]) == (False, None)
+    with RunLock(tmp_path / "lock"):
+        assert f"pid {owner.pid}" in caplog.text
+        assert "is dead" in caplog.text
+
+
+def test_a_released_lock_is_taken_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunLock(tmp_path / "lock"):
+        pass
+    note(tmp_path / "lock", host="elsewhere")
+    with RunLock(tmp_path / "lock"):
+        assert caplog.text == ""
+
+
+def test_another_host_with_a_fresh_heartbeat_is_respected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "lock"
+    with RunLock(path):
+        pass
+    note(path, host="elsewhere", pid=7, released=None, heartbeat=time.time() - 50)
+    owner = read_lock(path)
+    assert owner is not None
+    assert owner["alive"]
+    with pytest.raises(InUseError, match=r"host elsewhere, pid 7 .* heartbeat 50 s ago"):
+        RunLock(path).acquire()
+    note(path, heartbeat=time.time() - 61)
+    owner = read_lock(path)
+    assert owner is not None
+    assert not owner["alive"]
+    with RunLock(path):
+        assert "taking over" in caplog.text
+
+
+def test_a_lock_lost_to_another_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with RunLock(path) as lock:
+        note(path, token="another", host="elsewhere")
+        with pytest.raises(InUseError, match="lock was lost: held by host elsewhere"):
+            lock.beat({})
+    assert json.loads((tmp_path / "lock.json").read_text())["host"] == "elsewhere"  # release touched nothing
+    assert json.loads((tmp_path / "lock.json").read_text())["released"] is None
+
+
+def test_a_removed_lock_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with RunLock(path) as lock:
+        path.unlink()
+        with RunLock(path) as second:
+            second.beat({})
+            with pytest.raises(InUseError, match="lost"):
+                lock.beat({})
+        assert read_lock(path) is not None
+
+
+def test_the_note(tmp_path: Path) -> None:
+    assert read_lock(tmp_path / "lock") is None
+    before = time.time()
+    with RunLock(tmp_path / "lock") as lock:
+        lock.beat({"layer": 3, "of": 80})
+        owner = read_lock(tmp_path / "lock")
+        assert owner is not None
+        assert owner["alive"]
+        assert owner["progress"] == {"layer": 3, "of": 80}
+        assert (owner["host"], owner["pid"]) == (socket.gethostname(), os.getpid())
+        assert before <= owner["started"] <= owner["heartbeat"] <= time.time()
+        assert owner["heartbeat_age_s"] < 10
+    after = read_lock(tmp_path / "lock")
+    assert after is not None
+    assert not after["alive"]
+    with pytest.raises(InUseError):
+        lock.beat({})
+    lock.release()
+
+
+def test_reading_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    with RunLock(tmp_path / "lock"):
+        pass
+    for _ in range(20):
+        read_lock(tmp_path / "lock")
+        with RunLock(tmp_path / "lock"):
+            pass
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"heartbeat": null}'])
+def test_a_torn_note_leaves_the_decision_to_the_kernel(tmp_path: Path, text: str) -> None:
+    with RunLock(tmp_path / "lock"):
+        (tmp_path / "lock.json").write_text(text)
+        with pytest.raises(InUseError, match="left no note"):
+            RunLock(tmp_path / "lock").acquire()
+    with RunLock(tmp_path / "lock"):
+        pass
+
+
+def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StorageError, match="choose another run_dir"):
+        RunLock(tmp_path / "lock").acquire()
+
+
+def test_killed_anywhere_it_can_be_taken_again(killed_anywhere: KilledAnywhere) -> None:
+    def act(directory: Path) -> None:
+        with RunLock(directory / "run" / "lock") as lock:
+            lock.beat({"layer": 1})
+
+    def check(directory: Path) -> None:
+        with RunLock(directory / "run" / "lock") as lock:
+            lock.beat({"layer": 2})
+
+    assert killed_anywhere(act, check) >= 8

@@ -1,0 +1,177 @@
+"""The run directory: usable or not, whose it is, and starting over."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.errors import InputError
+from stores.run_directory import RunDirectory
+
+KilledAnywhere = Callable[..., int]
+FIELDS: dict[str, Any] = {"seed": 0, "manifest": {"budget": {"keep": 0.8}, "methods": [{"method": "a", "keep": None}]}}
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**FIELDS, **fields}
+
+
+def refused(run: RunDirectory, fields: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as caught:
+        run.check_fingerprint(fields)
+    return str(caught.value)
+
+
+def fill(run: RunDirectory, name: str) -> None:
+    statistic = run.statistics.write(0, name, torch.ones(2, 3))
+    hidden = run.activations.write("dense", 1, 0, torch.ones(1, 2, 3))
+    run.ledger.commit("layer/00000", {"statistics": statistic, "activations": hidden})
+    (run.staged / "layer-00000.safetensors").write_bytes(b"data")
+
+
+def test_layout(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "a" / "run")
+    run.prepare()
+    run.prepare()
+    assert sorted(path.name for path in run.path.iterdir()) == ["ledger", "logs", "staged"]
+    assert run.check_fingerprint(FIELDS)
+    fill(run, "m")
+    with run.lock:
+        pass
+    run.manifest.write_text("")
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        "activations.zarr", "fingerprint.json", "ledger", "lock", "lock.json", "logs", "manifest.yaml", "staged",
+        "statistics.zarr",
+    ]
+
+
+def test_a_bucket_is_refused() -> None:
+    with pytest.raises(InputError, match="buckets"):
+        RunDirectory("s3://bucket/run")
+
+
+def test_a_disk_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12 - 5 * 10**9, 5 * 10**9))
+    RunDirectory(tmp_path / "run").prepare(need_bytes=4 * 10**9)
+    with pytest.raises(InputError, match=r"5\.0 GB free, the job needs about 7\.5 GB"):
+        RunDirectory(tmp_path / "run").prepare(need_bytes=7_500_000_000)
+
+
+@pytest.mark.parametrize(("code", "hint"), [(30, "read-only"), (13, "permissions"), (28, "full")])
+def test_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, hint: str) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(InputError, match=hint) as caught:
+        RunDirectory(tmp_path / "run").prepare()
+    assert f"run_dir {tmp_path / 'run'} cannot be used" in str(caught.value)
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "run").write_bytes(b"")
+    with pytest.raises(InputError, match="a file is in the way"):
+        RunDirectory(tmp_path / "run").prepare()
+    with pytest.raises(InputError, match="a file is in the way"):
+        RunDirectory(tmp_path / "run" / "below").prepare()
+
+
+def test_the_same_job_goes_on(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    assert run.check_fingerprint({**FIELDS, "shape": (1, 2)})
+    fill(run, "m")
+    assert not RunDirectory(tmp_path).check_fingerprint({"shape": [1, 2], **FIELDS})
+    assert run.ledger.keys() == ["layer/00000"]
+
+
+def test_another_job_is_refused_by_its_fields(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    run.check_fingerprint(FIELDS)
+    other = {"budget": {}, "methods": [{"method": "b" * 99, "keep": None}]}
+    message = refused(run, changed(seed=1, manifest=other, x=2))
+    lines = [line.strip() for line in message.splitlines()]
+    assert "seed: 0 -> 1" in lines
+    assert "manifest.budget.keep: 0.8 -> (none)" in lines
+    assert any(line.startswith('manifest.methods.0.method: "a" -> "bbb') and line.endswith("...") for line in lines)
+    assert "x: (none) -> 2" in lines
+    assert not any("methods.0.keep" in line for line in lines)
+    assert "--fresh" in message
+    assert run.ledger.keys() == []
+
+
+def test_work_of_nobody_is_refused(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    fill(run, "m")
+    assert "no fingerprint.json" in refused(run, FIELDS)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": 1, "fields": 3}'])
+def test_a_damaged_fingerprint(tmp_path: Path, text: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    run.fingerprint.write_text(text)
+    message = refused(run, FIELDS)
+    assert "damaged" in message
+    assert "--fresh" in message
+
+
+def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    run.check_fingerprint(FIELDS)
+    run.fingerprint.write_text(json.dumps({**json.loads(run.fingerprint.read_text()), "version": 2}))
+    assert "version 2" in refused(run, FIELDS)
+
+
+def test_fresh_starts_over(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    run.check_fingerprint(FIELDS)
+    fill(run, "m")
+    assert run.check_fingerprint(changed(seed=1), fresh=True)
+    assert run.ledger.keys() == []
+    assert list(run.staged.iterdir()) == []
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("c.")]
+    assert not run.check_fingerprint(changed(seed=1))
+    assert "seed: 1 -> 0" in refused(run, FIELDS)
+
+
+def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
+    def prepare(directory: Path) -> None:
+        run = RunDirectory(directory)
+        run.prepare()
+        run.check_fingerprint(FIELDS)
+        fill(run, "m")
+
+    def act(directory: Path) -> None:
+        RunDirectory(directory).check_fingerprint(changed(seed=1), fresh=True)
+
+    owners = []
+
+    def check(directory: Path) -> None:
+        run = RunDirectory(directory)
+        run.prepare()
+        record = run.ledger.get("layer/00000")
+        if record:  # what the ledger names is there
+            assert torch.equal(run.statistics.read(record["statistics"]), torch.ones(2, 3))
+            assert run.activations.open(record["activations"]).read(0, 1).sum() == 6
+            assert not run.check_fingerprint(FIELDS)
+        owner = json.loads(run.fingerprint.read_text())["fields"]["seed"]
+        if owner == 1:
+            assert not record
+            assert not run.check_fingerprint(changed(seed=1))
+        assert run.check_fingerprint(changed(seed=2), fresh=True)
+        owners.append(owner)
+
+    assert killed_anywhere(act, check, prepare) > 15
+    assert list(dict.fromkeys(owners)) == [0, 1]

@@ -1,0 +1,299 @@
+"""The source checkpoint: what is wrong is said at once; what is read is what is stored."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.utils._paths import filter_repo_objects
+from safetensors.torch import save_file
+
+from manifests.errors import InputError, StorageError
+from stores import source as source_module
+from stores.durable import sha256_file
+from stores.headers import TensorRecord
+from stores.source import SourceCheckpoint, open_source
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = {
+        f"layers.{i}.{dtype}": torch.randn(3 + i, 5, generator=generator).to(getattr(torch, dtype))
+        for i in range(3)
+        for dtype in ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "int8")
+    }
+    return {**made, "empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5), "flag": torch.tensor([True, False, True])}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A checkpoint of two shards."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    every = tensors()
+    shards = {f"model-0000{n + 1}-of-00002.safetensors": dict(list(every.items())[n::2]) for n in range(2)}
+    for file, part in shards.items():
+        save_file(part, path / file)
+    write_index(path, {name: file for file, part in shards.items() for name in part})
+    return path
+
+
+def write_index(path: Path, weight_map: Any) -> None:
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    content: dict[str, dict[str, str]] = json.loads((path / "model.safetensors.index.json").read_text())
+    return content["weight_map"]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def test_reads_every_tensor_bit_for_bit(directory: Path) -> None:
+    source: SourceCheckpoint = pickle.loads(pickle.dumps(open_source(str(directory))))
+    expected = tensors()
+    wanted = list(expected)[::-1]
+    found = source.read(wanted)
+    assert list(found) == wanted
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(found[name]) == bits(tensor)
+        assert b"".join(source.copy_bytes(name, chunk_bytes=7)) == bits(tensor)
+    assert source.config == {"model_type": "llama"}
+    assert source.files == ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def test_each_tensor_has_memory_of_its_own(directory: Path) -> None:
+    source = open_source(str(directory))
+    names = ["layers.0.float32", "layers.1.float32"]
+    first = source.read(names)
+    first[names[0]].zero_()
+    assert bits(source.read(names)[names[0]]) == bits(tensors()[names[0]])
+    assert len({tensor.untyped_storage().data_ptr() for tensor in first.values()}) == 2
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in first.values())
+
+
+def test_each_file_is_opened_once_and_read_forwards(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(str(directory))
+    read: list[tuple[str, int]] = []
+    real = source_module.read_tensor
+
+    def noted(file: Any, record: TensorRecord) -> torch.Tensor:
+        read.append((record.file, record.begin))
+        return real(file, record)
+
+    monkeypatch.setattr(source_module, "read_tensor", noted)
+    source.read(reversed(source.tensors))
+    assert read == sorted(read)
+    assert len(read) == len(source.tensors)
+
+
+def test_single_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file(tensors(), tmp_path / "model.safetensors")
+    source = open_source(str(tmp_path))
+    assert set(source.tensors) == set(tensors())
+    assert source.files == ("model.safetensors",)
+    assert list(source.file_digests({})) == ["config.json", "model.safetensors"]
+
+
+def test_trained_models_beside_the_checkout() -> None:
+    models = Path(__file__).resolve().parents[2].parent / "shared" / "models"
+    if not models.is_dir():
+        pytest.skip(f"no trained models: {models} is missing")
+    for directory in sorted(path for path in models.iterdir() if path.is_dir()):
+        source = open_source(str(directory))
+        name, record = next(iter(source.tensors.items()))
+        assert source.read([name])[name].shape == record.shape
+
+
+def test_require(directory: Path) -> None:
+    source = open_source(str(directory))
+    source.require({"layers.0.float32": (3, 5), "scalar": ()})
+    with pytest.raises(InputError) as caught:
+        source.require({"layers.0.float32": (3, 6), "layers.9.float32": (3, 5), "scalar": ()})
+    assert "layers.0.float32: shape [3, 5], expected [3, 6]" in str(caught.value)
+    assert "layers.9.float32: missing" in str(caught.value)
+    assert "scalar" not in str(caught.value)
+
+
+def refused(directory: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        open_source(str(directory))
+    return str(caught.value)
+
+
+def test_every_fault_at_once(directory: Path) -> None:
+    (directory / "config.json").write_text("[1]")
+    named = weight_map(directory)
+    os.truncate(directory / "model-00001-of-00002.safetensors", 1000)
+    write_index(directory, {**named, "ghost": "model-00002-of-00002.safetensors", "lost": "model-00003.safetensors"})
+    message = refused(directory)
+    assert "config.json: a JSON list, expected an object" in message
+    assert "model-00001-of-00002.safetensors: truncated: expected" in message
+    assert "the file has 1000" in message
+    assert "tensor 'ghost' is in the index, not in the file" in message
+    assert "model-00003.safetensors: missing" in message
+
+
+def test_faults_are_capped(directory: Path) -> None:
+    with pytest.raises(InputError, match=r"and 80 more") as caught:
+        open_source(str(directory)).require({f"t{n}": (1,) for n in range(100)})
+    assert str(caught.value).count("missing") == 20
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../model.safetensors", "/etc/passwd", "b/a.safetensors", "..", "", "model.bin", "a\\b.safetensors", 7, None, {}],
+)
+def test_an_index_whose_entries_leave_the_directory(directory: Path, file: Any) -> None:
+    write_index(directory, {**weight_map(directory), "x": file})
+    assert "no safetensors file name in this directory" in refused(directory)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"a":1, "a":2}'])
+def test_a_damaged_index(directory: Path, content: str) -> None:
+    (directory / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json: " in refused(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'"text"', b"[" * 100_000])
+def test_a_damaged_config(directory: Path, content: bytes) -> None:
+    (directory / "config.json").write_bytes(content)
+    assert "config.json: " in refused(directory)
+
+
+def test_a_hostile_shard(directory: Path) -> None:
+    path = directory / "model-00002-of-00002.safetensors"
+    path.write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    assert f"{path}: no safetensors file" in refused(directory)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    message = refused(tmp_path)
+    assert "pytorch_model.bin" in message
+    assert "runs code" in message
+    assert "convert them to safetensors" in message
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert "config.json: missing" in refused(tmp_path)
+    assert "neither model.safetensors nor model.safetensors.index.json" in refused(tmp_path)
+    assert "no such directory" in refused(tmp_path / "nowhere")
+    assert "buckets cannot be read yet" in refused_name("s3://bucket/model")
+    (tmp_path / "file").write_bytes(b"")
+    assert "a file; give the directory" in refused(tmp_path / "file")
+
+
+def refused_name(name: str) -> str:
+    with pytest.raises(InputError) as caught:
+        open_source(name)
+    return str(caught.value)
+
+
+def test_hub_id_is_fetched_without_code_or_pickles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert open_source("meta/llama-7b", "main").directory == directory
+    assert (asked["name"], asked["revision"]) == ("meta/llama-7b", "main")
+    files = ["config.json", "m.safetensors", "t.model", "merges.txt", "m.bin", "m.py", "m.pt", "b/c.safetensors"]
+    fetched = list(
+        filter_repo_objects(
+            files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+        )
+    )
+    assert fetched == files[:4]
+
+
+def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, **_: Any) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(InputError, match="the hub does not give it at revision v1: LocalEntryNotFoundError: offline"):
+        open_source("meta/llama-7b", "v1")
+
+
+def test_a_file_cut_while_the_job_runs(directory: Path) -> None:
+    source = open_source(str(directory))
+    path = directory / "model-00001-of-00002.safetensors"
+    name = next(name for name, record in source.tensors.items() if record.file == path.name and record.num_bytes)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(StorageError, match="truncated after the job opened it"):
+        source.read([name])
+    with pytest.raises(StorageError, match="truncated after the job opened it"):
+        b"".join(source.copy_bytes(name))
+    path.unlink()
+    with pytest.raises(StorageError, match="No such file"):
+        source.read([name])
+    with pytest.raises(InputError, match="no tensor 'ghost'"):
+        source.read(["ghost"])
+
+
+def test_a_short_read_is_no_tensor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(str(directory))
+    monkeypatch.setattr(SourceCheckpoint, "_check_size", lambda *_: None)
+    last = max((r for r in source.tensors.values() if r.file == source.files[0]), key=lambda record: record.end)
+    os.truncate(directory / last.file, last.end - 3)
+    with pytest.raises(StorageError, match=f"ends after {last.num_bytes - 3} of {last.num_bytes} bytes"):
+        source.read([last.name])
+    with pytest.raises(StorageError, match="ends after"):
+        list(source.copy_bytes(last.name))
+
+
+def test_digests_are_of_the_content_and_cached_by_stat(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(str(directory))
+    digests = source.file_digests({})
+    assert set(digests) == {"config.json", "model.safetensors.index.json", *source.files}
+    for file, record in digests.items():
+        assert record["sha256"] == hashlib.sha256((directory / file).read_bytes()).hexdigest()
+        assert {key: record[key] for key in record if key != "sha256"} == source.file_stat(file)
+    hashed: list[str] = []
+
+    def noted(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr(source_module, "sha256_file", noted)
+    assert source.file_digests(json.loads(json.dumps(digests))) == digests
+    assert hashed == []
+    path = directory / source.files[0]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(digests[path.name]["mtime_ns"], digests[path.name]["mtime_ns"]))  # ctime tells all the same
+    again = source.file_digests(digests)
+    assert hashed == [path.name]
+    assert again[path.name]["sha256"] == hashlib.sha256(data).hexdigest()
+
+
+def test_a_file_that_changes_while_it_is_hashed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(str(directory))
+
+    def changing(path: Path) -> str:
+        digest = sha256_file(path)
+        with open(path, "ab") as file:
+            file.write(b"x")
+        return digest
+
+    monkeypatch.setattr(source_module, "sha256_file", changing)
+    with pytest.raises(StorageError, match="changed while it was read"):
+        source.file_digests({})

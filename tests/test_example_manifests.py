@@ -1,0 +1,44 @@
+"""Every manifest of manifests/ passes `plan` against the published geometry of its model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manifests.loading import load_manifest
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.plan.__main__ import main as plan
+from tests.published import CONFIGS, PARAMETERS, write_hollow_checkpoint
+
+MANIFESTS = sorted(
+    path for path in (Path(__file__).parents[1] / "manifests").glob("*.yaml") if path.stem != "quickstart"
+)
+
+
+def test_every_paper_has_its_manifests() -> None:
+    methods = {entry.method for path in MANIFESTS for entry in load_manifest(path).methods}
+    assert methods == {"flat_llm", "lorc", "lestd", "joint_rank_k"}
+    assert {load_manifest(path).model.source for path in MANIFESTS} == CONFIGS.keys()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_geometry_counts_the_published_parameters(name: str) -> None:
+    geometry = geometry_of(standard_config(CONFIGS[name]))
+    assert geometry.model_numbers() / 1e9 == pytest.approx(PARAMETERS[name], abs=6e-4)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = load_manifest(path)
+    model = write_hollow_checkpoint(tmp_path / "model", manifest.model.source)
+    assert plan([str(path), "--set", f"model.source={model}", "--tflops", "100", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    geometry = geometry_of(standard_config(CONFIGS[manifest.model.source]))
+    assert report["layers"] == geometry.num_layers
+    assert report["dense_numbers"] == geometry.model_numbers()
+    assert report["expected_numbers"] <= report["dense_numbers"] * 1.1
+    assert report["worker_peak_bytes"] < 80e9
+    if manifest.budget is not None:
+        decoder = geometry.num_layers * geometry.layer_numbers()
+        kept = report["expected_numbers"] - (geometry.model_numbers() - decoder)
+        assert kept / decoder == pytest.approx(manifest.budget.keep, abs=1e-3)

@@ -1,0 +1,185 @@
+"""A worker in this process on a small model, and what transformers' own model of the same weights sees.
+
+L layers, M samples, S sequence, D hidden, F features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.methods.registry import Task, build_methods, claim_tasks
+from pipeline.ports import Forward, Reduce, Solve, SolveDone, Write
+from stores.activations import ActivationStore
+from stores.source import open_source
+from tests.pipeline.geometries import manifest
+from tests.serving.serving_sources import make_source
+from workers.exchange import LocalExchange
+from workers.setup import Setup
+from workers.worker import Worker
+
+SAMPLES, SEQUENCE = 5, 9
+LOW = {"value": 5, "mlp": 33, "query_key": 4}
+EVERYTHING = {"query_key": "head_pca"}
+FAMILIES = ("llama-gqa", "mistral-window", "qwen2-tied", "qwen3", "opt-tied", "gptj")
+
+
+def save_source(
+    directory: Path, name: str = "llama-gqa", dtype: torch.dtype = torch.float32, shard_size: str = "60KB"
+) -> Path:
+    """A random model of a family in several shards."""
+    make_source(name).to(dtype).save_pretrained(directory, max_shard_size=shard_size)
+    return directory
+
+
+def make_setup(model: Path, run_dir: Path, *methods: dict[str, Any], **changes: Any) -> Setup:
+    """Tokens in the store, and all that a worker is told; `methods` as entries of a manifest."""
+    source = open_source(str(model))
+    config = standard_config(source.config)
+    geometry = geometry_of(config)
+    (run_dir / "staged").mkdir(parents=True, exist_ok=True)
+    ids = torch.randint(3, geometry.vocab, (SAMPLES, SEQUENCE), generator=torch.Generator().manual_seed(5))
+    given: dict[str, Any] = {
+        "shards": 2,
+        "micro_batch": 2,
+        "dtype": torch.float32,
+        "threads": 1,
+        "use_gpu": False,
+        "hidden_bytes": 2**30,
+        "manifest": manifest(*methods) if methods else None,
+        "tokens": ActivationStore(run_dir / "activations.zarr").write_tokens(ids.to(torch.int32)),
+        **changes,
+    }
+    return Setup(source=source, config=config, geometry=geometry, run_dir=run_dir, **given)
+
+
+def make_worker(setup: Setup) -> Worker:
+    return Worker(setup, LocalExchange())
+
+
+def layer_names(setup: Setup, layer: int) -> list[str]:
+    """The dense layer's tensors."""
+    return [name for name, _ in setup.geometry.layer_tensors(layer).values()]
+
+
+def tasks_of(setup: Setup, layer: int) -> list[Task]:
+    assert setup.manifest is not None
+    tasks = claim_tasks(build_methods(setup.manifest), setup.geometry)
+    return [task for task in tasks if task.group.layer == layer]
+
+
+class Reference:
+    """transformers' model, run once on all the samples."""
+
+    def __init__(self, model: Path, setup: Setup) -> None:
+        self.setup = setup
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=setup.dtype).eval()
+        store = ActivationStore(setup.run_dir / "activations.zarr")
+        assert setup.tokens is not None
+        self.ids_MS = store.open(setup.tokens).read(0, SAMPLES).long()
+        self.layers = list(self.model.get_submodule(setup.geometry.layers_path))
+        self.hidden_LMSD: list[Tensor] = []  # inputs of layer l; one more: the output of the last
+        with contextlib.ExitStack() as hooks, torch.no_grad():
+            for layer in self.layers:
+                hooks.enter_context(hooked(layer.register_forward_pre_hook(self._see_input, with_kwargs=True)))
+            hooks.enter_context(hooked(self.layers[-1].register_forward_hook(self._see_output)))
+            self.logits_MSV = self.model(self.ids_MS, use_cache=False).logits
+
+    def _see_input(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hidden = arguments[0] if arguments else named["hidden_states"]
+        self.hidden_LMSD.append(hidden.detach().clone())
+
+    def _see_output(self, _: nn.Module, __: Any, result: Any) -> None:
+        self.hidden_LMSD.append((result[0] if isinstance(result, tuple) else result).detach().clone())
+
+    def module(self, layer: int, role: str) -> nn.Module:
+        found: nn.Module = self.model.get_submodule(self.setup.geometry.path(layer, role))
+        return found
+
+    def at(self, layer: int, point: str) -> Tensor:
+        """(M, S, F) of what passes a point of a layer, all samples at once."""
+        role, _, side = point.partition(".")
+        seen: list[Tensor] = []
+
+        def see(_: nn.Module, arguments: tuple[Tensor, ...], *result: Tensor) -> None:
+            seen.append(result[0] if result else arguments[0])
+
+        module = self.module(layer, role)
+        handle = module.register_forward_pre_hook(see) if side == "in" else module.register_forward_hook(see)
+        with hooked(handle), torch.no_grad():
+            self.model(self.ids_MS, use_cache=False)
+        return seen[0].reshape(SAMPLES, SEQUENCE, -1)
+
+    def shard(self, values_M: Tensor, shard: int) -> Tensor:
+        start, stop = self.setup.shard_range(shard, SAMPLES)
+        return values_M[start:stop]
+
+
+@contextlib.contextmanager
+def hooked(handle: Any) -> Iterator[None]:
+    yield
+    handle.remove()
+
+
+def flip(path: Path) -> None:
+    """Damages a byte in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def rewrite(model: Path, copy: Path, name: str, change: Any) -> Path:
+    """A copy of a checkpoint with one tensor changed in place."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, copy)
+    source = open_source(str(copy))
+    file = copy / source.tensors[name].file
+    tensors = load_file(file)
+    change(tensors[name])
+    save_file(tensors, file, metadata={"format": "pt"})
+    return copy
+
+
+def close(found: Tensor | None, expected: Tensor) -> None:
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def held(worker: Worker, lineage: str, layer: int, shard: int) -> Tensor:
+    slices = worker.hidden.get((lineage, layer, shard))
+    assert slices is not None
+    start, stop = worker.setup.shard_range(shard, SAMPLES)
+    return slices.read(0, stop - start)
+
+
+def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Any, dict[str, Any]]:
+    """All units that compress a layer; the staged record, as the driver hands it on, and the reports by group."""
+    solved, reports = [], {}
+    for task in tasks_of(worker.setup, layer):
+        moments = task.group.moments
+        units = [Forward("dense", layer, s, moments=moments, emit=False, replay=(None,) * layer) for s in range(2)]
+        done = [worker.execute(unit) for unit in units]
+        records = {
+            moment: worker.execute(Reduce("dense", layer, moment, tuple(part.partials[moment] for part in done)))
+            for moment in moments
+        }
+        found = worker.execute(Solve(task, ranks, records))
+        solved.append(found)
+        reports[task.group.name] = found.report
+    unit = write_unit(worker.setup, layer, solved)
+    return {**worker.execute(unit), "forms": dict(unit.forms)}, reports
+
+
+def write_unit(setup: Setup, layer: int, solved: list[SolveDone]) -> Write:
+    forms = {role: form for found in solved for role, form in found.forms.items()}
+    roles = tuple(role for task in tasks_of(setup, layer) for role in task.group.roles)
+    return Write(layer, tuple(found.factors for found in solved), roles, forms)

@@ -1,0 +1,136 @@
+"""Ray as far as the pool uses it, on a clock of its own: actors that take time to start and to work, and that die."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import ActorDiedError
+
+from workers.actor import Outcome
+
+PENDING = object()
+
+
+class Ref:
+    """The result of a call, once it is there."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.value: Any = PENDING
+
+
+@dataclass
+class FakeActor:
+    """Does its calls one after another, `ticks` each, from `ready_at` on; gone at `dies_at`."""
+
+    ray: FakeRay
+    number: int
+    ready_at: int
+    ticks: int
+    dies_at: int | None
+    calls: list[Ref] = field(default_factory=list)
+    done: list[Any] = field(default_factory=list)  # units, in order
+    spent: int = 0
+    killed: bool = False
+    most_in_hand: int = 0
+
+    @property
+    def ready(self) -> Any:
+        return _Remote(lambda: self._call("ready"))
+
+    @property
+    def execute(self) -> Any:
+        return _Remote(self._call)
+
+    def _call(self, call: Any) -> Ref:
+        ref = Ref(call)
+        self.calls.append(ref)
+        self.most_in_hand = max(self.most_in_hand, len(self.calls))
+        return ref
+
+    def tick(self, now: int) -> None:
+        if self.dies_at is not None and now >= self.dies_at:
+            for ref in self.calls:
+                ref.value = ActorDiedError()
+            self.calls.clear()
+        elif self.calls and not self.killed and now >= self.ready_at:
+            self.spent += 1
+            if self.spent >= (1 if self.calls[0].call == "ready" else self.ticks):
+                self.spent = 0
+                ref = self.calls.pop(0)
+                ref.value = self._result(ref.call)
+
+    def _result(self, call: Any) -> Any:
+        if call == "ready":
+            return {"node": "fake", "pid": self.number, "device": "cpu"}
+        self.done.append(call)
+        failure = self.ray.failures.pop(call.key, None)
+        if failure is not None and not isinstance(failure, Outcome):
+            return failure
+        return failure or Outcome(call.key, None, seconds=2.0, compute_seconds=1.5, peak_bytes=1000 * self.number)
+
+
+class _Remote:
+    def __init__(self, function: Any) -> None:
+        self.remote = function
+
+
+class FakeRay:
+    """Stands in for the module `ray`. `plans`: (ready_at, ticks, dies_at) of the actors, in the order of starting,
+    `ready_at` counted from then; the last plan is for all that follow. `on_wait` is called before time goes on."""
+
+    def __init__(self, *plans: tuple[int, int, int | None]) -> None:
+        self.plans = plans or ((0, 1, None),)
+        self.actors: list[FakeActor] = []
+        self.failures: dict[str, Any] = {}
+        self.now = 0
+        self.options_given: dict[str, Any] = {}
+        self.on_wait: Any = lambda: None
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def remote(self, _: type) -> Any:
+        return self
+
+    def options(self, **options: Any) -> Any:
+        self.options_given = options
+        return _Remote(self._start)
+
+    def _start(self, _: Any) -> FakeActor:
+        ready_at, ticks, dies_at = self.plans[min(len(self.actors), len(self.plans) - 1)]
+        dies = None if dies_at is None else self.now + dies_at
+        self.actors.append(FakeActor(self, len(self.actors), self.now + ready_at, ticks, dies))
+        return self.actors[-1]
+
+    def wait(
+        self, refs: Sequence[Ref], num_returns: int, timeout: float, fetch_local: bool
+    ) -> tuple[list[Ref], list[Ref]]:
+        assert refs
+        assert num_returns == 1
+        self.on_wait()
+        for _ in range(100):
+            done = [ref for ref in refs if ref.value is not PENDING]
+            if done:
+                return done[:1], [ref for ref in refs if ref is not done[0]]
+            self.now += 1
+            for actor in self.actors:
+                actor.tick(self.now)
+        return [], list(refs)
+
+    def get(self, ref: Ref) -> Any:
+        assert ref.value is not PENDING
+        if isinstance(ref.value, Exception):
+            raise ref.value
+        return ref.value
+
+    def kill(self, actor: FakeActor) -> None:
+        actor.killed = True
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0}
+
+    def available_resources(self) -> dict[str, float]:
+        return {}

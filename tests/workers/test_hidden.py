@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests.errors import CorruptError
+from stores.activations import ActivationStore
+from tests.workers.bench import flip
+from workers.hidden import HiddenStates, Place
+
+SHAPE = (3, 4, 8)
+BYTES = 3 * 4 * 8 * 4
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ActivationStore:
+    return ActivationStore(tmp_path / "activations.zarr")
+
+
+def states(number: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(number))
+
+
+def put(hidden: HiddenStates, place: Place, values: torch.Tensor, store: bool = False) -> object:
+    collector = hidden.collector(place, SHAPE, values.dtype, store, 2)
+    collector.append(values[:2])
+    collector.append(values[2:])
+    return hidden.keep(place, collector)
+
+
+def generations(store: ActivationStore, tmp_path: Path) -> list[str]:
+    found = (tmp_path / "activations.zarr").glob("*/layer-*/shard-*/*/zarr.json")
+    return sorted(str(path.parent.parent.relative_to(tmp_path / "activations.zarr")) for path in found)
+
+
+def held(hidden: HiddenStates, place: Place) -> torch.Tensor:
+    slices = hidden.get(place)
+    assert slices is not None
+    return torch.cat((slices.read(0, 1), slices.read(1, 3)))
+
+
+@pytest.mark.parametrize("store_it", [True, False])
+@pytest.mark.parametrize("limit", [0, 10 * BYTES])
+def test_what_is_kept_is_what_was_collected(store: ActivationStore, tmp_path: Path, limit: int, store_it: bool) -> None:
+    hidden, place = HiddenStates(store, limit), ("dense", 1, 0)
+    record = put(hidden, place, states(1), store_it)
+    assert torch.equal(held(hidden, place), states(1))
+    assert len(generations(store, tmp_path)) == int(store_it or limit == 0)
+    assert (record is not None) == (store_it or limit == 0)
+
+
+def test_a_shard_is_held_at_one_layer_at_a_time(store: ActivationStore) -> None:
+    hidden = HiddenStates(store, 10 * BYTES)
+    put(hidden, ("dense", 1, 0), states(1))
+    put(hidden, ("dense", 1, 1), states(2))
+    put(hidden, ("dense", 2, 0), states(3))
+    assert hidden.get(("dense", 1, 0)) is None
+    assert torch.equal(held(hidden, ("dense", 1, 1)), states(2))
+    assert torch.equal(held(hidden, ("dense", 2, 0)), states(3))
+
+
+def test_another_lineage_takes_the_place_of_the_first(store: ActivationStore) -> None:
+    hidden = HiddenStates(store, 10 * BYTES)
+    put(hidden, ("dense", 3, 1), states(1))
+    put(hidden, ("compressed", 1, 0), states(2))
+    assert set(hidden.held) == {("compressed", 1, 0)}
+
+
+def test_the_limit_counts_what_is_in_memory(store: ActivationStore, tmp_path: Path) -> None:
+    hidden = HiddenStates(store, 2 * BYTES)
+    for shard in range(4):
+        put(hidden, ("dense", 1, shard), states(shard))
+    assert generations(store, tmp_path) == ["dense/layer-00001/shard-00002", "dense/layer-00001/shard-00003"]
+    for shard in range(4):
+        assert torch.equal(held(hidden, ("dense", 1, shard)), states(shard))
+
+
+def test_what_spilled_goes_with_its_layer(store: ActivationStore, tmp_path: Path) -> None:
+    """Nobody sweeps during an evaluation: a deep model must not fill the disk."""
+    hidden = HiddenStates(store, 0)
+    for layer in range(6):
+        for shard in range(2):
+            put(hidden, ("dense", layer, shard), states(layer))
+    assert generations(store, tmp_path) == ["dense/layer-00005/shard-00000", "dense/layer-00005/shard-00001"]
+
+
+def test_what_was_stored_for_the_journal_is_not_the_worker_s_to_drop(store: ActivationStore, tmp_path: Path) -> None:
+    hidden = HiddenStates(store, 0)
+    for layer in range(3):
+        put(hidden, ("dense", layer, 0), states(layer), store=True)
+    assert len(generations(store, tmp_path)) == 3
+
+
+def test_committed_states_are_read_from_the_store(store: ActivationStore) -> None:
+    record = store.write("compressed", 4, 1, states(9), 2)
+    hidden = HiddenStates(store, 10 * BYTES)
+    slices = hidden.load(("compressed", 4, 1), record)
+    assert torch.equal(slices.read(1, 3), states(9)[1:3])
+    assert hidden.get(("compressed", 4, 1)) is slices
+
+
+def test_what_is_older_than_the_base_is_let_go(store: ActivationStore, tmp_path: Path) -> None:
+    """A shard that another worker has taken over must not take room for ever."""
+    hidden = HiddenStates(store, BYTES)
+    for shard in range(2):
+        put(hidden, ("dense", 3, shard), states(shard))
+    put(hidden, ("dense", 4, 2), states(2))
+    assert len(generations(store, tmp_path)) == 2
+    hidden.release_before("dense", 3)
+    assert len(hidden.held) == 3
+    hidden.release_before("dense", 4)
+    assert set(hidden.held) == {("dense", 4, 2)}
+    assert generations(store, tmp_path) == ["dense/layer-00004/shard-00002"]
+
+
+def test_bfloat16(store: ActivationStore) -> None:
+    hidden = HiddenStates(store, 0)
+    values = states(1).bfloat16()
+    put(hidden, ("dense", 1, 0), values)
+    assert torch.equal(held(hidden, ("dense", 1, 0)), values)
+
+
+def test_forgetting_says_whose_it_was(store: ActivationStore, tmp_path: Path) -> None:
+    hidden = HiddenStates(store, 0)
+    put(hidden, ("dense", 1, 0), states(1))
+    record = put(hidden, ("dense", 1, 1), states(2), store=True)
+    assert isinstance(record, dict)
+    for chunk in (tmp_path / "activations.zarr").rglob("c.0.*"):
+        flip(chunk)
+    slices = hidden.get(("dense", 1, 0))
+    assert slices is not None
+    with pytest.raises(CorruptError) as raised:
+        slices.read(0, 1)
+    assert hidden.forget(raised.value.path)
+    assert hidden.held == {}
+    hidden.load(("dense", 1, 1), record)
+    assert not hidden.forget(record["path"])

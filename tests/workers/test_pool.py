@@ -1,0 +1,301 @@
+"""The pool over a make-believe Ray: who gets which unit, and what happens when workers come, go and fail."""
+
+from __future__ import annotations
+
+import re
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayTaskError
+
+from manifests.errors import Interrupted, NumericsError, WorkerError
+from manifests.schema import Workers
+from pipeline.methods.method import Moment
+from pipeline.ports import Forward, Reduce, Score, Unit, Write
+from tests.workers.fake_ray import FakeActor, FakeRay
+from workers import pool as pool_module
+from workers.actor import Outcome
+from workers.pool import RayPool
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`make(fake, max=2, min=2, shards=8)`: a pool on it."""
+
+    def made(fake: FakeRay, *, shards: int = 8, **workers: Any) -> RayPool:
+        monkeypatch.setattr(pool_module, "ray", fake)
+        sizes = {"max": 2, **workers}
+        sizes.setdefault("min", sizes["max"])
+        notes: list[str] = []
+        pool = RayPool(SimpleNamespace(shards=shards), Workers(**sizes), threading.Event(), notes.append)  # type: ignore[arg-type]
+        pool.notes = notes  # type: ignore[attr-defined]
+        return pool
+
+    return made
+
+
+def forward(layer: int, shards: int = 8) -> list[Unit]:
+    return [Forward("dense", layer, shard) for shard in range(shards)]
+
+
+def do(pool: RayPool, units: list[Unit]) -> list[str]:
+    for unit in units:
+        pool.submit(unit)
+    done = []
+    for _ in units:
+        unit, result = pool.wait()
+        assert result == unit.key
+        done.append(unit.key)
+    assert sorted(done) == sorted(unit.key for unit in units), "each unit once"
+    return done
+
+
+def shards_of(actor: FakeActor, layer: int) -> list[int]:
+    return sorted(unit.shard for unit in actor.done if isinstance(unit, Forward) and unit.layer == layer)
+
+
+# Who gets what --------------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_spread_and_stay_where_they_are(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake, max=3, shards=9)
+    for layer in range(4):
+        do(pool, forward(layer, 9))
+    for actor in fake.actors:
+        assert len(shards_of(actor, 0)) == 3
+        assert [shards_of(actor, layer) for layer in range(1, 4)] == [shards_of(actor, 0)] * 3
+
+
+def test_scores_go_where_the_hidden_states_are(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake)
+    do(pool, forward(0))
+    do(pool, [Score(1, shard) for shard in range(8)])
+    for actor in fake.actors:
+        assert sorted(unit.shard for unit in actor.done if isinstance(unit, Score)) == shards_of(actor, 0)
+
+
+def test_other_units_go_to_whoever_has_room(make: Any) -> None:
+    fake = FakeRay((0, 9, None), (0, 1, None))
+    pool = make(fake)
+    do(pool, [Write(layer, (), (), {}) for layer in range(12)])
+    slow, fast = (len(actor.done) for actor in fake.actors)
+    assert slow + fast == 12
+    assert fast >= 9
+
+
+def test_no_worker_is_given_more_than_it_needs_to_be_busy(make: Any) -> None:
+    fake = FakeRay((0, 3, None))
+    do(make(fake), [*forward(0), *(Reduce("dense", 0, Moment(f"point-{n}.in"), ()) for n in range(5))])
+    assert {actor.most_in_hand for actor in fake.actors} == {pool_module.DEPTH}
+
+
+def test_who_is_fast_gets_more_of_the_shards(make: Any) -> None:
+    fake = FakeRay((0, 8, None), (0, 1, None))
+    do(make(fake), forward(0))
+    assert len(shards_of(fake.actors[1], 0)) > len(shards_of(fake.actors[0], 0))
+
+
+def test_who_joins_late_gets_shards(make: Any) -> None:
+    """One worker is enough to begin with; the second must not stand idle for the rest of the job."""
+    fake = FakeRay((0, 5, None), (150, 5, None))
+    pool = make(fake, min=1, shards=8)
+    assert pool.size == 1
+    for layer in range(12):
+        do(pool, forward(layer))
+    assert pool.size == 2
+    assert shards_of(fake.actors[0], 0) == list(range(8))
+    assert len(shards_of(fake.actors[1], 11)) >= 3
+    assert [shards_of(actor, 11) for actor in fake.actors] == [shards_of(actor, 10) for actor in fake.actors]
+
+
+def test_who_joins_in_the_middle_of_a_layer_takes_part(make: Any) -> None:
+    fake = FakeRay((0, 10, None), (25, 10, None))
+    pool = make(fake, min=1, shards=8)
+    do(pool, forward(0))
+    assert len(shards_of(fake.actors[1], 0)) >= 3
+
+
+def test_no_more_workers_than_shards(make: Any) -> None:
+    fake = FakeRay()
+    assert make(fake, max=5, min=5, shards=3).size == 3
+    assert len(fake.actors) == 3
+
+
+def test_what_an_actor_takes_is_asked_of_ray(make: Any) -> None:
+    fake = FakeRay()
+    make(fake, max=1, cpus=3, gpus=0.5)
+    assert fake.options_given == {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 3, "num_gpus": 0.5}
+
+
+# Loss -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_worker_s_units_are_done_by_others(make: Any) -> None:
+    fake = FakeRay((0, 3, None), (0, 3, 11), (40, 3, None))
+    pool = make(fake)
+    do(pool, forward(0))
+    kept = shards_of(fake.actors[0], 0)
+    for layer in range(1, 5):
+        do(pool, forward(layer))
+    assert len(fake.actors) == 3
+    assert pool.size == 2
+    (note,) = pool.notes
+    assert re.fullmatch(r"worker fake:1 died, [12] units are done again: ActorDiedError", note)
+    # Who did not die keeps what it holds, but for what the newcomer takes over.
+    assert set(kept) & set(shards_of(fake.actors[0], 4))
+    assert len(shards_of(fake.actors[2], 4)) >= 3
+    assert not fake.actors[0].killed
+
+
+@pytest.mark.parametrize("error", [ObjectLostError("aa", None, "bb"), OutOfMemoryError("too much")])
+def test_a_lost_result_is_a_lost_worker(make: Any, error: Exception) -> None:
+    fake = FakeRay()
+    pool = make(fake)
+    fake.failures["forward/dense/0/3/dense"] = error
+    do(pool, forward(0))
+    assert len(fake.actors) == 3
+    assert sum(actor.killed for actor in fake.actors) == 1
+
+
+def test_a_unit_on_which_every_worker_dies_ends_the_job(make: Any) -> None:
+    fake = FakeRay((0, 100, 20))
+    pool = make(fake, max=1)
+    pool.submit(Write(7, (), (), {}))
+    with pytest.raises(WorkerError, match="write/7: 3 workers died on it; the last: "):
+        pool.wait()
+
+
+def test_deaths_long_apart_are_forgiven(make: Any) -> None:
+    """A unit of the same name comes again when a layer is repaired; what it did in between counts."""
+    fake = FakeRay((0, 2, 5), (0, 2, 9), (0, 2, 9), (0, 2, 9), (0, 2, None))
+    pool = make(fake, max=1, shards=1)
+    for _ in range(12):
+        do(pool, [Write(0, (), (), {})])
+    assert len(fake.actors) == 5
+
+
+def test_workers_that_never_start_end_the_job(make: Any) -> None:
+    with pytest.raises(WorkerError, match="3 workers died before they were ready"):
+        make(FakeRay((50, 1, 3)), max=1)
+
+
+def test_failed_starts_are_forgiven_after_a_good_one(make: Any) -> None:
+    dying, living = (50, 1, 3), (0, 1, 12)
+    fake = FakeRay(dying, dying, living, dying, dying, living, dying, dying, (0, 1, None))
+    pool = make(fake, max=1, shards=1)
+    for _ in range(40):
+        do(pool, forward(0, 1))
+    assert len(fake.actors) == 9
+
+
+def test_an_error_for_users_arrives_as_it_was_raised(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake)
+    error = NumericsError("layer 3: NaN")
+    fake.failures["write/1"] = Outcome(None, error, 1.0, 0.5, 10)
+    pool.submit(Write(1, (), (), {}))
+    with pytest.raises(NumericsError) as raised:
+        pool.wait()
+    assert raised.value is error
+
+
+def test_any_other_error_names_the_unit(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake)
+    trace = 'Traceback (most recent call last):\n  File "worker.py", line 1, in execute\nZeroDivisionError: by zero'
+    fake.failures["write/1"] = RayTaskError("execute", trace, ZeroDivisionError("by zero")).as_instanceof_cause()
+    pool.submit(Write(1, (), (), {}))
+    with pytest.raises(WorkerError, match=r"(?s)write/1: .*by zero"):
+        pool.wait()
+
+
+# Stopping -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_ends_waiting(make: Any) -> None:
+    fake = FakeRay((0, 10_000, None))
+    pool = make(fake)
+    pool.submit(Write(1, (), (), {}))
+    fake.on_wait = pool.stop.set
+    with pytest.raises(Interrupted, match="run the same command again"):
+        pool.wait()
+    with pytest.raises(Interrupted):
+        pool.drain()
+
+
+def test_a_signal_ends_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = threading.Event()
+    fake = FakeRay((10_000, 1, None))
+    fake.on_wait = stop.set
+    monkeypatch.setattr(pool_module, "ray", fake)
+    with pytest.raises(Interrupted, match="before any worker was ready"):
+        RayPool(SimpleNamespace(shards=2), Workers(), stop, lambda _: None)  # type: ignore[arg-type]
+
+
+def test_waiting_long_for_workers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(pool_module, "ray", FakeRay((250, 1, None)))
+    monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.0)
+    RayPool(SimpleNamespace(shards=2), Workers(), threading.Event(), notes.append)  # type: ignore[arg-type]
+    assert notes
+    assert "for 1 workers, 0 are ready; the cluster has {'CPU': 2.0}" in notes[0]
+
+
+def test_draining_waits_for_what_runs_and_forgets_the_rest(make: Any) -> None:
+    fake = FakeRay((0, 4, None))
+    pool = make(fake)
+    for unit in forward(0):
+        pool.submit(unit)
+    pool.wait()
+    pool.drain()
+    before = [len(actor.done) for actor in fake.actors]
+    assert sum(before) < 8
+    assert not any(actor.calls for actor in fake.actors)
+    assert pool.busy() == {}
+    assert do(pool, forward(1))
+    for actor, count in zip(fake.actors, before, strict=True):
+        assert {unit.layer for unit in actor.done[count:]} == {1}
+
+
+def test_draining_survives_a_death(make: Any) -> None:
+    fake = FakeRay((0, 4, None), (0, 4, 7), (0, 4, None))
+    pool = make(fake)
+    for unit in forward(0):
+        pool.submit(unit)
+    pool.wait()
+    pool.drain()
+    assert do(pool, forward(1))
+
+
+def test_closing_ends_every_worker(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake)
+    pool.close()
+    assert all(actor.killed for actor in fake.actors)
+    assert pool.size == 0
+
+
+# Figures --------------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_summed_by_kind_of_unit(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake)
+    do(pool, [*forward(0), Write(0, (), (), {})])
+    assert pool.seconds == {"forward": [8, 16.0, 12.0], "write": [1, 2.0, 1.5]}
+    assert pool.peak_bytes == {"fake:0": 0, "fake:1": 1000}
+
+
+def test_who_is_at_what(make: Any) -> None:
+    fake = FakeRay((0, 50, None))
+    pool = make(fake)
+    for unit in forward(0, 4):
+        pool.submit(unit)
+    seen: list[dict[str, str]] = []
+    fake.on_wait = lambda: seen.append(pool.busy())
+    pool.wait()
+    assert seen[0] == {"fake:0": "forward/dense/0/0/dense", "fake:1": "forward/dense/0/1/dense"}
