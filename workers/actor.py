@@ -17,6 +17,7 @@ from torch import Tensor
 from manifests.errors import LaminaError, LostInputError, WorkerError
 from pipeline.ports import Unit
 from workers.exchange import pack, unpack
+from workers.memory import map_large_tensors
 from workers.setup import Setup
 from workers.worker import Worker
 
@@ -51,6 +52,7 @@ class WorkerActor:
     """One worker in a process of its own. Errors for users travel as values and arrive as they were raised."""
 
     def __init__(self, setup: Setup) -> None:
+        map_large_tensors()
         torch.set_num_threads(setup.threads)
         self.worker = Worker(setup, RayExchange())
 
