@@ -35,6 +35,7 @@ from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import RunDirectory
 from stores.source import INDEX_FILE
+from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
 from workers.pool import RayPool, connect
 from workers.setup import Setup
@@ -110,6 +111,7 @@ def _compute(
 ) -> dict[str, Any]:
     started = time.monotonic()
     tokens_record = _stored_tokens(tokens, run_dir.activations, ledger)
+    _sweep(run_dir, ledger)
     setup = _setup(inputs, run_dir, tokens_record)
     observer.say(f"Ray at {connect(address, inputs.manifest.workers)}")
     catch_signals(stop)  # after Ray, which installs a handler of its own
@@ -206,6 +208,13 @@ def _evaluate(manifest: Manifest, stop: threading.Event, observer: JobObserver) 
     )
     observer.say(f"perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens")
     return {"perplexity": found}
+
+
+def _sweep(run_dir: RunDirectory, ledger: Ledger) -> None:
+    """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
+    ledger.sweep()
+    entered = [ledger.get(key) for key in ledger.keys("layer/")]
+    sweep_staged(run_dir.path, [entry["staged"] for entry in entered if entry])
 
 
 def _stored_tokens(tokens: torch.Tensor | None, store: ActivationStore, ledger: Ledger) -> Record | None:

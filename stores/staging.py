@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,16 @@ def write_staged(run_dir: Path, layer: int, tensors: Mapping[str, torch.Tensor])
     """
     path = Path(STAGED) / f"layer-{layer:05d}.{uuid.uuid4().hex}.safetensors"
     return {**write_shard(run_dir / path, tensors), "path": str(path)}
+
+
+def sweep_staged(run_dir: Path, live: Iterable[Mapping[str, Any]]) -> int:
+    """Removes staged layers that no record names, as a crash before their entry leaves them. Returns how many."""
+    kept = {run_dir / record["path"] for record in live}
+    strays = [path for path in (run_dir / STAGED).glob("*") if path not in kept]
+    for path in strays:
+        with storage_errors("removing", path):
+            path.unlink()
+    return len(strays)
 
 
 def read_staged(run_dir: Path, record: Mapping[str, Any]) -> dict[str, torch.Tensor]:

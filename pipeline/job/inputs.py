@@ -80,6 +80,8 @@ def read_inputs(manifest: Manifest) -> Inputs:
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
+    if manifest.evaluation.tasks:
+        raise InputError("evaluation.tasks: lm-eval tasks are not built in yet; leave the list empty")
     _check_sequence(manifest, config)
     _check_places(manifest, source.directory)
     return inputs
