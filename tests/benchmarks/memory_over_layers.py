@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from deploy.quickstart.text import story_text
-from tests.benchmarks.jobs import print_table, run_manifest
+from tests.benchmarks.jobs import end_on_sigterm, print_table, run_manifest
 from tests.factories import make_tokenizer
 
 # More attention than MLP: a wide MLP would spend the time of this benchmark in decompositions (N³), not on layers.
@@ -48,12 +48,14 @@ CONFIG: dict[str, Any] = {
 SAMPLES, SEQUENCE, SHARDS = 16, 128, 2
 SAMPLING_SECONDS = 0.2
 MIB = 2**20
-KINDS = (  # what a command line holds -> what we call the process
+KINDS = (  # what a command line holds -> what we call the process; the raylet's holds those of its children
+    ("gcs/gcs_server", "gcs"),
+    ("raylet/raylet", "raylet"),
     ("ray::WorkerActor", "worker"),
+    ("ray::DashboardAgent", "dashboard agent"),
+    ("ray::RuntimeEnvAgent", "runtime env agent"),
     ("ray::", "idle worker"),
     ("default_worker.py", "idle worker"),
-    ("gcs_server", "gcs"),
-    ("raylet/raylet", "raylet"),
     ("log_monitor", "log monitor"),
     ("monitor.py", "autoscaler"),
     ("dashboard/dashboard.py", "dashboard"),
@@ -183,7 +185,8 @@ def _layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
-    return (torch.randn(shape, generator=generator) * shape[1] ** -0.5).to(torch.bfloat16)
+    noise = torch.randn(shape, generator=generator)
+    return noise.mul_(shape[1] ** -0.5).to(torch.bfloat16)
 
 
 def measure(num_layers: int, propagate: str, directory: Path) -> dict[str, Any]:
@@ -274,6 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--tolerance", type=float, default=0.05, help="growth of a peak that is no failure")
     options.add_argument("--json", action="store_true", help="print the figures as JSON")
     arguments = options.parse_args(argv)
+    end_on_sigterm()
     results: list[list[dict[str, Any]]] = []
     for propagate in arguments.propagate:
         runs = []

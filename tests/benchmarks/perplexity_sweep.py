@@ -3,7 +3,7 @@
     python -m tests.benchmarks.perplexity_sweep MODEL --calibration FILE… --evaluation FILE… [--grid GRID]
 
 One Ray instance serves all jobs; every result is appended to `--results`, so that an interrupted sweep goes on. Prints
-a Markdown table. Evaluation is in float32 on non-overlapping windows.
+a Markdown table, row by row. Evaluation is in float32 on non-overlapping windows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from manifests.schema import Text, Workers
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver
 from pipeline.run import run_job
-from tests.benchmarks.jobs import print_table
+from tests.benchmarks.jobs import end_on_sigterm, markdown_row
 from workers.pool import connect
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5)
 PAPER = {"basis": "value", "weighting": "none", "selection": "leverage"}
+SETTINGS = ("model", "calibration", "evaluation", "samples", "window", "windows")  # what a result depends on
 Point = tuple[str, float | None, list[dict[str, Any]], str]  # name, budget, methods, propagate
 
 
@@ -93,8 +95,11 @@ class Sweep:
         self.evaluation = Text(files=tuple(arguments.evaluation))
         self.stop = threading.Event()
         results = Path(arguments.results)
-        lines = results.read_text().splitlines() if results.exists() else []
-        self.known: dict[str, Any] = {entry["key"]: entry for entry in map(json.loads, lines)}
+        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+        same = {name: getattr(arguments, name) for name in SETTINGS}
+        entries = (entry for entry in map(json.loads, lines) if entry.get("settings") == same)
+        self.settings = same
+        self.known: dict[str, dict[str, Any]] = {entry["key"]: entry for entry in entries}
 
     def dense(self) -> dict[str, Any]:
         """The source itself."""
@@ -105,12 +110,15 @@ class Sweep:
         name, keep, _, _ = point
         return self._once(f"{name} @ {keep}", lambda: self._job(point))
 
-    def _once(self, key: str, measure: Any) -> dict[str, Any]:
+    def _once(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if key not in self.known:
-            self.known[key] = {"key": key, "model": self.arguments.model, **measure()}
+            started = time.monotonic()
+            found = measure()
+            seconds = time.monotonic() - started
+            self.known[key] = {"key": key, "settings": self.settings, "seconds": seconds, **found}
             with open(self.arguments.results, "a", encoding="utf-8") as results:
                 results.write(json.dumps(self.known[key]) + "\n")
-            print(f"{key}: {self.known[key]['perplexity']:.4f}", file=sys.stderr, flush=True)
+            print(f"{key}: {found['perplexity']:.4f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
         return self.known[key]
 
     def _job(self, point: Point) -> dict[str, Any]:
@@ -160,23 +168,21 @@ def main() -> int:
     options.add_argument("--workers", type=int, default=2)
     options.add_argument("--results", default="sweep.jsonl")
     sweep = Sweep(options.parse_args())
+    end_on_sigterm()
     connect(None, sweep.workers)
     dense = sweep.dense()
-    rows: dict[str, dict[float | None, Mapping[str, Any]]] = {}
-    for point in GRIDS[sweep.arguments.grid]():
-        rows.setdefault(point[0], {})[point[1]] = sweep.point(point)
     print(f"dense: {dense['perplexity']:.3f} over {dense['tokens']:,} tokens\n")
-    columns = sorted({keep for found in rows.values() for keep in found}, key=lambda keep: -(keep or 0))
-    headings = [str(keep) if keep is not None else "perplexity" for keep in columns]
-    table = [
-        [
-            name,
-            *(f"{found[keep]['perplexity']:.3f}" for keep in columns),
-            f"{next(iter(found.values()))['kept']['parameters']:.3f}",
-        ]
-        for name, found in rows.items()
-    ]
-    print_table(["", *headings, "parameters kept (first)"], table)
+    rows: dict[str, list[Point]] = {}
+    for point in GRIDS[sweep.arguments.grid]():
+        rows.setdefault(point[0], []).append(point)
+    keeps = [keep for _, keep, _, _ in next(iter(rows.values()))]
+    headings = ["perplexity" if keep is None else f"keep {keep}" for keep in keeps]
+    print(markdown_row(["", *headings, "parameters kept (first)"]))
+    print(markdown_row(["---"] * (len(keeps) + 2)))
+    for name, points in rows.items():
+        found = [sweep.point(point) for point in points]
+        scores = [f"{entry['perplexity']:.3f}" for entry in found]
+        print(markdown_row([name, *scores, f"{found[0]['kept']['parameters']:.3f}"]), flush=True)
     return 0
 
 
