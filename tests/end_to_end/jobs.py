@@ -147,7 +147,8 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 def load(directory: Path, **options: Any) -> Any:
     """As a user loads it; every weight found, none left over."""
-    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
+    model, report = loaded
     assert not any(report.values()), report
     return model.eval()
 

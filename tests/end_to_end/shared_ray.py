@@ -35,7 +35,8 @@ class KeptPool(RayPool):
     idle: list[Any]
 
     def _start(self) -> _Member:
-        actor = self.idle.pop() if self.idle else ray.remote(KeptActor).options(num_cpus=1).remote()
+        actor_class: Any = ray.remote(KeptActor)
+        actor = self.idle.pop() if self.idle else actor_class.options(num_cpus=1).remote()
         return _Member(actor, actor.begin.remote(self.setup))
 
     def close(self) -> None:

@@ -326,7 +326,8 @@ def watch(model: Any, layer: int, ids_BT: torch.Tensor) -> dict[str, torch.Tenso
 def value_error(values: torch.Tensor, rank: int) -> float:
     """The least share of the energy that a basis of `rank` for each of the two KV heads leaves out."""
     eigenvalues = [torch.linalg.eigvalsh(head.T @ head) for head in values.split(16, dim=1)]
-    return (sum(e[: 16 - rank].sum() for e in eigenvalues) / sum(e.sum() for e in eigenvalues)).item()
+    dropped, whole = (sum(float(e[:end].sum()) for e in eigenvalues) for end in (16 - rank, 16))
+    return dropped / whole
 
 
 def mlp_error(source: Path, output: Path, layer: int, h: torch.Tensor) -> float:

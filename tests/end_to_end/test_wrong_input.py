@@ -111,7 +111,7 @@ def test_a_tensor_is_claimed_once(job: MakeJob) -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def edit_index(model: Path, change: Callable[[dict[str, str]], None]) -> None:
+def edit_index(model: Path, change: Callable[[dict[str, str]], object]) -> None:
     index = json.loads((model / INDEX).read_text())
     change(index["weight_map"])
     (model / INDEX).write_text(json.dumps(index))
@@ -194,7 +194,7 @@ WRONG_MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["config.json", "num_attention_heads"],
     ),
     "no config": (lambda model: (model / "config.json").unlink(), ["config.json", "missing"]),
-    "no tokenizer": (lambda model: [path.unlink() for path in model.glob("tokenizer*")], ["no usable tokenizer"]),
+    "no tokenizer": (lambda model: list(map(Path.unlink, model.glob("tokenizer*"))), ["no usable tokenizer"]),
 }
 
 
