@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.errors import InUseError, LaminaError
 from pipeline.ports import Forward, ForwardDone, Unit
@@ -48,7 +48,7 @@ class JobObserver:
     def __enter__(self) -> JobObserver:
         if self.live:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[detail]}"))
-            self.progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
+            self.progress = Progress(*columns, console=self.console)
             self.progress.start()
         if self.beats:
             threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
