@@ -24,7 +24,7 @@ from pipeline.job.calibration import calibration_tokens, tokens_digest
 from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.perplexity import measure_perplexity
-from pipeline.job.progress import JobObserver, driver_peak_bytes, open_log
+from pipeline.job.progress import JobObserver, open_log
 from pipeline.job.summary import print_summary
 from pipeline.methods.registry import allocate_ranks, measure_tasks
 from pipeline.plan import make_plan
@@ -37,6 +37,7 @@ from stores.run_directory import RunDirectory
 from stores.source import INDEX_FILE
 from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
+from workers.memory import peak_bytes
 from workers.pool import RayPool, connect
 from workers.setup import Setup
 
@@ -141,7 +142,7 @@ def _compute(
             "units": worker_seconds,
             "total": time.monotonic() - started,
         },
-        "peak_bytes": {"driver": driver_peak_bytes(), "workers": peaks},
+        "peak_bytes": {"driver": peak_bytes(), "workers": peaks},
         "plan": dict(plan),
     }
     index = Path(inputs.manifest.output) / INDEX_FILE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 from manifests.errors import LaminaError, LostInputError, WorkerError
 from pipeline.ports import Unit
 from workers.exchange import pack, unpack
-from workers.memory import map_large_tensors
+from workers.memory import map_large_tensors, peak_bytes
 from workers.setup import Setup
 from workers.worker import Worker
 
@@ -71,6 +70,5 @@ class WorkerActor:
             error = raised
         except torch.OutOfMemoryError as raised:
             error = WorkerError(f"{unit.key}: out of GPU memory; lower calibration.micro_batch ({raised})")
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         seconds = time.perf_counter() - started
-        return Outcome(result, error, seconds, self.worker.compute_seconds - computed, peak_bytes)
+        return Outcome(result, error, seconds, self.worker.compute_seconds - computed, peak_bytes())

@@ -1,9 +1,12 @@
-"""The C allocator of a worker's process, told that large tensors come and go with every layer."""
+"""A process's memory: its peak, and a C allocator told that large tensors come and go with every layer."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
+import resource
+from pathlib import Path
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 MAPPED_BYTES = 2**20
@@ -23,3 +26,13 @@ def map_large_tensors() -> None:
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, MAPPED_BYTES)
         mallopt(TRIM_THRESHOLD, TRIMMED_BYTES)  # setting the other alone leaves this at 128 KiB: a heap that pumps
+
+
+def peak_bytes() -> int:
+    """Peak resident memory of this process since its program was started.
+
+    Not ru_maxrss where it can be helped: Linux hands that down from the parent, whatever it was.
+    """
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return 1024 * (int(found.group(1)) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

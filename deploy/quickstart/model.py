@@ -37,7 +37,7 @@ class Recipe:
     num_kv_heads: int = 3
     window_tokens: int = 128
     batch_windows: int = 16
-    num_steps: int = 600
+    num_steps: int = 450
     learning_rate: float = 6e-3
     train_bytes: int = 3_000_000
     calibration_bytes: int = 150_000

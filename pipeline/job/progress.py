@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import sys
 import threading
 import time
@@ -156,11 +155,6 @@ def close_log() -> None:
     for handler in LOG.handlers:
         handler.close()
     LOG.handlers = []
-
-
-def driver_peak_bytes() -> int:
-    """Peak resident memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _figures(report: Mapping[str, Any]) -> str:
