@@ -4,9 +4,9 @@
 
 Equal random layers of 19.9 M parameters (bfloat16: 38 MiB each) go through `python -m pipeline.run` with FLAT-LLM's
 defaults and one worker. All its processes are watched from outside. Exit code 1 if a peak grows by more than
-`--tolerance` from the smallest model to the largest. RSS is the kernel's own high-water mark; it counts the pages of
-Ray's object store in everyone who has touched them, USS counts what is a process's alone (sampled). Of all processes
-together it is PSS, where a shared page counts once.
+`--tolerance` from the smallest model to the largest. RSS is the kernel's own high-water mark; it counts library files,
+and pages of Ray's object store in everyone who has touched them. Heap is what a process allocated for itself (RssAnon,
+sampled every 0.2 s); USS and PSS would depend on who else on the machine has the same libraries open.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Peaks:
 
     kind: str
     rss_bytes: int = 0
-    uss_bytes: int = 0
+    heap_bytes: int = 0
     cpu_seconds: float = 0.0
 
 
@@ -95,24 +95,24 @@ class Watch:
                 seen = self.processes.setdefault(process.pid, Peaks(""))
                 if seen.kind in ("", "idle worker", "other"):  # an idle one may become a worker
                     seen.kind = "driver" if process.pid == command.pid else _kind(process)
-                memory, cpu = process.memory_full_info(), process.cpu_times()
-                seen.rss_bytes = max(seen.rss_bytes, memory.rss, _high_water_bytes(process.pid))
-                seen.uss_bytes = max(seen.uss_bytes, memory.uss)
-                seen.cpu_seconds = cpu.user + cpu.system
-                together_bytes += memory.pss
+                memory_bytes, cpu = _memory_bytes(process.pid), process.cpu_times()
             except (psutil.Error, OSError):
                 continue  # it has ended
+            seen.rss_bytes = max(seen.rss_bytes, memory_bytes.get("VmHWM", 0))
+            seen.heap_bytes = max(seen.heap_bytes, memory_bytes.get("RssAnon", 0))
+            seen.cpu_seconds = cpu.user + cpu.system
+            together_bytes += memory_bytes.get("RssAnon", 0)
         self.together_bytes = max(self.together_bytes, together_bytes)
 
     def by_kind(self) -> dict[str, dict[str, float]]:
         """The largest process of every kind, and all together."""
         found: dict[str, dict[str, float]] = {}
         for peaks in self.processes.values():
-            entry = found.setdefault(peaks.kind, {"rss_bytes": 0, "uss_bytes": 0, "cpu_seconds": 0.0})
+            entry = found.setdefault(peaks.kind, {"rss_bytes": 0, "heap_bytes": 0, "cpu_seconds": 0.0})
             entry["rss_bytes"] = max(entry["rss_bytes"], peaks.rss_bytes)
-            entry["uss_bytes"] = max(entry["uss_bytes"], peaks.uss_bytes)
+            entry["heap_bytes"] = max(entry["heap_bytes"], peaks.heap_bytes)
             entry["cpu_seconds"] += peaks.cpu_seconds
-        found["all together"] = {"pss_bytes": self.together_bytes}
+        found["all together"] = {"heap_bytes": self.together_bytes}
         return found
 
 
@@ -129,11 +129,10 @@ def _kind(process: psutil.Process) -> str:
     return next((kind for part, kind in KINDS if part in line), "other")
 
 
-def _high_water_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def _memory_bytes(pid: int) -> dict[str, int]:
+    """VmHWM, RssAnon, ...; none for one that has ended and waits to be reaped."""
+    fields = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {words[0].removesuffix(":"): int(words[1]) * 1024 for words in fields if words[-1] == "kB"}
 
 
 def write_model(directory: Path, num_layers: int) -> int:
@@ -249,7 +248,7 @@ def print_growth(runs: Sequence[Mapping[str, Any]]) -> None:
         for quantity, found in quantities.items():
             values = [f"{value / MIB:,.0f}" for value in found["values"]]
             ratios = [f"{ratio:.3f}" for ratio in found["ratios"][1:]]
-            row = [kind, quantity.removesuffix("_bytes").upper(), *values, *ratios]
+            row = [kind, quantity.removesuffix("_bytes"), *values, *ratios]
             rows.append([*row, f"{found['bytes_per_layer'] / MIB:+.2f}"])
     titles = [*(f"{count} layers" for count in layers), *(f"{count}/{layers[0]}" for count in layers[1:])]
     print_table(["process", "", *titles, "a layer"], rows)
