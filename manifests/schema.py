@@ -253,12 +253,16 @@ class LeSTD(MethodEntry):
 
 
 class Workers(Block):
-    """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker)."""
+    """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker).
+
+    `max_failures`: the job ends when this many workers in a row have died on the same unit, or while starting.
+    """
 
     min: PositiveInt = 1
     max: PositiveInt = 1
     cpus: PositiveInt = 1
     gpus: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0
+    max_failures: PositiveInt = 3
     activation_memory_gb: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 8.0
 
     @model_validator(mode="after")
