@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ def run_job(
             )
         write_durably(run_dir.manifest, dump_manifest(manifest).encode())
         log = open_log(run_dir.logs)
-        observer = stack.enter_context(JobObserver((lock.beat, claim.beat), quiet=quiet))
+        observer = JobObserver((lock.beat, claim.beat, lambda _: _rescale(observer, run_dir, lock)), quiet=quiet)
+        stack.enter_context(observer)
         observer.say(f"log: {log}")
         return _compute(inputs, tokens, run_dir, ledger, source_files, observer, address, stop, plan.report())
 
@@ -149,6 +150,13 @@ def _compute(
     done = {"output": str(index.parent.resolve()), "index_sha256": sha256_file(index), "summary": summary}
     ledger.commit("complete", done)
     return summary
+
+
+def _rescale(observer: JobObserver, run_dir: RunDirectory, lock: RunLock) -> None:
+    """Does what `pipeline.scale` asked for."""
+    workers = run_dir.workers_asked_for(lock.token)
+    if workers is not None and observer.pool is not None:
+        observer.pool.resize(workers)
 
 
 def _job(inputs: Inputs) -> Job:
@@ -296,7 +304,8 @@ def _body(arguments: Any) -> int:
     stop = threading.Event()
     interrupt_on_signals()
     manifest = load_manifest(arguments.manifest, arguments.set)
-    summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)
+    with redirect_stdout(sys.stderr):  # Ray prints what its nodes say, which is no JSON
+        summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)
     if arguments.json:
         print(json.dumps(summary))
     else:

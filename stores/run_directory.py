@@ -42,6 +42,7 @@ class RunDirectory:
         self.staged = self.path / "staged"
         self.logs = self.path / "logs"
         self.report = self.path / "report.html"
+        self.scale = self.path / "scale.json"
         self.ledger = Ledger(self.path / "ledger")
         self.statistics = StatisticsStore(self.path / "statistics.zarr")
         self.activations = ActivationStore(self.path / "activations.zarr")
@@ -68,6 +69,18 @@ class RunDirectory:
                 f"run_dir {self.path}: {free_bytes / 1e9:.1f} GB free, the job needs about {need_bytes / 1e9:.1f} GB; "
                 "free some room, or set run_dir to a larger disk"
             )
+
+    def ask_for_workers(self, workers: int, token: str) -> None:
+        """Leaves word for the owner of the lock with this token. Needs no lock. Raises StorageError."""
+        write_durably(self.scale, json.dumps({"workers": workers, "token": token}).encode())
+
+    def workers_asked_for(self, token: str) -> int | None:
+        """What was asked of the owner with this token, if anything: a later one starts as its manifest says."""
+        try:
+            asked = json.loads(self.scale.read_bytes())
+            return int(asked["workers"]) if asked["token"] == token else None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None  # not asked, or not in a way that a job should end by
 
     def check_fingerprint(self, new: Mapping[str, Any], fresh: bool = False) -> bool:
         """Binds the directory to a job, or checks that it is this job's. Returns whether it starts from nothing.

@@ -66,6 +66,7 @@ def connect(address: str | None, workers: Workers) -> str:
         else:
             _listen_on_loopback()
             ray.init(
+                address="local",  # not one that happens to run here
                 num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -228,7 +229,8 @@ class RayPool:
         owners = {ref: member for member in self.members for ref in member.running}
         owners |= {member.ready: member for member in self.members if not member.live}
         if not owners:
-            raise WorkerError("no worker is left and none can be started")
+            self.stop.wait(timeout_s)
+            return
         done, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s, fetch_local=False)
         for ref in done:
             member = owners[ref]

@@ -45,7 +45,7 @@ class InlinePool:
         torch.set_num_threads(setup.threads)
         self.worker = Worker(setup, LocalExchange())
         self.stop = stop
-        self.size = 1
+        self.size = self.wanted = 1
         self.waiting: deque[Unit] = deque()
         self.seconds: dict[str, list[float]] = {}
         self.peak_bytes: dict[str, int] = {}
@@ -64,6 +64,9 @@ class InlinePool:
 
     def busy(self) -> dict[str, str]:
         return {"inline": self.waiting[0].key} if self.waiting else {}
+
+    def resize(self, workers: int) -> None:
+        """One it is."""
 
     def close(self) -> None:
         """Nothing to end."""
@@ -97,11 +100,18 @@ class Child:
     """A command in a process group of its own."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], log: Path, hook: Hook | None = None, inline: bool = True
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log: Path,
+        hook: Hook | None = None,
+        inline: bool = True,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
+        """`prepare` (a function of a module) is called in the child first."""
         self.log = log
         self.process: ForkServerProcess = CONTEXT.Process(
-            target=_main, args=(name, list(arguments), str(log), hook, inline)
+            target=_main, args=(name, list(arguments), str(log), hook, inline, prepare)
         )
         self.process.start()
 
@@ -137,7 +147,14 @@ def wait_for(path: Path, child: Child) -> None:
         time.sleep(0.01)
 
 
-def _main(name: str, arguments: list[str], log: str, hook: Hook | None, inline: bool) -> None:
+def _main(
+    name: str,
+    arguments: list[str],
+    log: str,
+    hook: Hook | None,
+    inline: bool,
+    prepare: Callable[[], None] | None,
+) -> None:
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -148,6 +165,8 @@ def _main(name: str, arguments: list[str], log: str, hook: Hook | None, inline: 
         _note_forward_work(Path(log).with_suffix(".units"))
     if hook is not None:
         _install(hook)
+    if prepare is not None:
+        prepare()
     raise SystemExit(COMMANDS[name](arguments))
 
 
