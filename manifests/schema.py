@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 MANIFEST_VERSION = 1
+RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks, and nothing that is measured on text
+    r"budget(\..*)?|methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above)(\..*)?", re.ASCII
+)
 LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
 
 

@@ -113,7 +113,7 @@ class Driver:
 
     def _dense_pass(self, with_moments: bool) -> None:
         last = self.job.num_layers - 1
-        missing = [layer for layer in range(last + 1) if self.journal.get(f"dense/{layer:05d}") is None]
+        missing = [layer for layer in range(last + 1) if not self._is_measured(layer, with_moments)]
         if not missing:
             return
         base = next((layer for layer in range(missing[0], 0, -1) if self._activations("dense", layer)), 0)
@@ -134,6 +134,11 @@ class Driver:
                 self.cleaner.retain_activations(tuple(entry["activations"]))
             self.observer.layer_done(phase, layer, {})
         self.cleaner.retain_activations(())
+
+    def _is_measured(self, layer: int, with_moments: bool) -> bool:
+        entry = self.journal.get(f"dense/{layer:05d}")
+        wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
+        return entry is not None and all(moment.key in entry["statistics"] for moment in wanted)
 
     def _ranks(self) -> RanksOf:
         entered = self.journal.get("ranks")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError, StorageError
 from manifests.loading import dump_manifest, load_manifest
-from manifests.schema import Manifest
+from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
@@ -81,13 +82,14 @@ def run_job(
         source_files = _source_digests(inputs, ledger)
         if source_files != ledger.get("source"):
             check_copied(inputs)
-        run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
+        if (ledger.get("assembling") or {}).get("output") != str(output.resolve()):
+            check_output(output, run_dir.path, fresh)
+        adapt = partial(_solve_again, manifest, ledger)
+        run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh, adapt)
         ledger.commit("source", source_files)
         done = ledger.get("complete")
         if done and _is_finished(done, output):
             return {**done["summary"], "already_finished": True}
-        if (ledger.get("assembling") or {}).get("output") != str(output.resolve()):
-            check_output(output, run_dir.path, fresh)
         if free_bytes(output) < plan.output_bytes:
             raise InputError(
                 f"output: {plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
@@ -97,6 +99,8 @@ def run_job(
         observer = JobObserver((lock.beat, claim.beat, lambda _: _rescale(observer, run_dir, lock)), quiet=quiet)
         stack.enter_context(observer)
         observer.say(f"log: {log}")
+        if reused := ledger.get("reused"):
+            observer.say(f"statistics of an earlier run serve again: {reused['seconds']:.1f} s of forward passes saved")
         return _compute(inputs, tokens, run_dir, ledger, source_files, observer, address, stop, plan.report())
 
 
@@ -143,6 +147,7 @@ def _compute(
             "units": worker_seconds,
             "total": time.monotonic() - started,
         },
+        "seconds_saved": (ledger.get("reused") or {}).get("seconds", 0.0),
         "peak_bytes": {"driver": peak_bytes(), "workers": peaks},
         "plan": dict(plan),
     }
@@ -258,6 +263,21 @@ def _fingerprint(inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapp
         "dtype": inputs.dtype_name,
         "device": "cuda" if inputs.manifest.workers.gpus else "cpu",
     }
+
+
+def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bool:
+    """Whether ranks are all that differs, and the statistics do not depend on them: then all later work is undone."""
+    names = [name.removeprefix("manifest.") for name in differing if name.startswith("manifest.")]
+    ranks_only = len(names) == len(differing) and all(map(RANKS_ONLY.fullmatch, names))
+    if not ranks_only or manifest.calibration is None or manifest.calibration.propagate != "dense":
+        return False
+    summary = (ledger.get("complete") or {}).get("summary", {})
+    seconds = summary.get("seconds_saved", 0.0) + summary.get("seconds", {}).get("phases", {}).get("statistics", 0.0)
+    if summary:
+        ledger.commit("reused", {"seconds": seconds})
+    for key in ("complete", *ledger.keys("layer/"), "ranks", *ledger.keys("measured/")):
+        ledger.retract(key)
+    return True
 
 
 def _is_finished(done: Record, output: Path) -> bool:
