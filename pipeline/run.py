@@ -31,7 +31,7 @@ from pipeline.methods.registry import allocate_ranks, measure_tasks
 from pipeline.plan import make_plan
 from pipeline.ports import Record
 from stores.activations import ActivationStore
-from stores.durable import partial_path, sha256_file, write_durably
+from stores.durable import partial_path, sha256_file, sweep_partials, write_durably
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import RunDirectory
@@ -292,6 +292,7 @@ def claim_output(output: Path) -> Iterator[RunLock]:
     try:
         lock.acquire()
         if output.is_dir():
+            sweep_partials(output)  # the probe, too, may come back after a power cut
             probe = partial_path(output / "probe")
             write_durably(probe, b"")
             probe.unlink()

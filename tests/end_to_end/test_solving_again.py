@@ -1,4 +1,4 @@
-"""Other ranks after a dense pass: solved from the stored statistics, without a forward pass, as a job of its own would."""
+"""Other ranks after a dense pass: solved from the stored statistics without a forward pass, to the same bytes."""
 
 from __future__ import annotations
 
