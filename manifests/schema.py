@@ -17,6 +17,8 @@ LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0
 def _without_control_characters(text: str) -> str:
     if not text.strip() or any(ord(character) < 32 for character in text):
         raise ValueError("should be a path or an address: not blank, no control characters")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("should be a path or an address: half a surrogate pair is no character")
     return text
 
 
@@ -255,11 +257,11 @@ class LeSTD(MethodEntry):
 class Workers(Block):
     """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker)."""
 
-    min: PositiveInt = 1
-    max: PositiveInt = 1
-    cpus: PositiveInt = 1
-    gpus: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0
-    activation_memory_gb: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 8.0
+    min: Annotated[int, Field(ge=1, le=100_000)] = 1
+    max: Annotated[int, Field(ge=1, le=100_000)] = 1
+    cpus: Annotated[int, Field(ge=1, le=4096)] = 1
+    gpus: Annotated[float, Field(ge=0.0, le=1024.0, allow_inf_nan=False)] = 0
+    activation_memory_gb: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 8.0
 
     @model_validator(mode="after")
     def _min_below_max(self) -> Self:

@@ -22,6 +22,7 @@ from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
 from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
+from pipeline.job.entries import check_entries
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver, open_log
@@ -83,6 +84,7 @@ def run_job(
             check_copied(inputs)
         run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
         ledger.commit("source", source_files)
+        check_entries(ledger, _job(inputs), inputs.config)
         done = ledger.get("complete")
         if done and _is_finished(done, output):
             return {**done["summary"], "already_finished": True}

@@ -101,6 +101,12 @@ def verify_shard(path: str | Path, record: Mapping[str, Any]) -> None:
         raise CorruptError(f"{path}: {size} bytes, committed were {record['size']}", named)
     if sha256_file(path) != record["sha256"]:
         raise CorruptError(f"{path}: sha256 differs from what was committed; {_differing(path, record)}", named)
+    if {name: (at["dtype"], at["shape"]) for name, at in record["tensors"].items()} != _described(path):
+        raise CorruptError(f"{path}: holds other tensors than its record says", named)
+
+
+def _described(path: Path) -> dict[str, tuple[str, list[int]]]:
+    return {name: (at.dtype, list(at.shape)) for name, at in read_header(path).items()}
 
 
 def describe_shard(path: str | Path) -> ShardRecord:

@@ -22,7 +22,7 @@ from pipeline.job.inputs import Inputs
 from pipeline.methods.registry import config_fields
 from pipeline.ports import Journal, Record
 from stores.checkpoint import copy_shard, describe_shard, link_or_copy, verify_shard, write_index
-from stores.durable import fsync_directory, sha256_file, sweep_partials, write_durably
+from stores.durable import fsync_directory, sweep_partials, write_durably
 from stores.headers import DTYPES
 from stores.source import INDEX_FILE
 
@@ -139,7 +139,7 @@ class Assembler:
             staged: Record = entry["staged"]
             return staged
         entered = self.journal.get(f"rest/{plan.name.removesuffix(SHARD_SUFFIX)}")
-        if entered is not None and target.exists() and sha256_file(target) == entered["sha256"]:
+        if entered is not None and _is_whole(target, entered):
             return entered
         assert plan.source_file is not None
         if plan.whole:
@@ -223,6 +223,14 @@ class Assembler:
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
         write_durably(self.output / name, f"{text}\n".encode())
+
+
+def _is_whole(path: Path, record: Record) -> bool:
+    try:
+        verify_shard(path, record)
+    except (CorruptError, InputError):
+        return False
+    return True
 
 
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

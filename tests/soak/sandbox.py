@@ -30,7 +30,8 @@ import pipeline.job.perplexity
 from tests.end_to_end.children import InlinePool, use_inline_pool
 from tests.end_to_end.jobs import COMMANDS
 
-GROWTH_BYTES = 1 << 30  # beyond the warm process: resident at the peak, and addresses reserved
+GROWTH_BYTES = 1 << 30  # resident at the peak, beyond the warm process
+ADDRESS_BYTES = 6 << 30  # likewise, of addresses: allocators reserve more than they use
 FILE_BYTES = 64 << 20
 CASE_SECONDS = 60
 SAID_CHARACTERS = 20_000
@@ -154,7 +155,7 @@ def _redirect(printed: Path, said: Path) -> None:
 
 
 def _bound() -> None:
-    limit = _resident("VmSize") + GROWTH_BYTES
+    limit = _resident("VmSize") + ADDRESS_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -206,7 +207,8 @@ def snapshot(folder: Path, besides: Sequence[str]) -> Iterator[list[str]]:
     before = _state(folder, besides)
     yield changed
     after = _state(folder, besides)
-    changed += sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    changed += [f"added {path}" for path in sorted(after.keys() - before.keys())]
+    changed += [f"changed {path}" for path in sorted(before.keys()) if before[path] != after.get(path)]
 
 
 def _state(folder: Path, besides: Sequence[str]) -> dict[str, Any]:

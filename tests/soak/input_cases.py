@@ -1,57 +1,27 @@
-"""The cases of the fuzzer: what is damaged, how, and which commands read it. A case follows from its kind and number.
+"""Cases of what a job is given: manifest, options, weights, index, config, tokenizer, text.
 
-Files are damaged in the folder of `World.fresh`. `exits`: the exit codes that are right for a command of this kind.
+Each function damages something in the folder of `World.fresh`, as its `Random` says.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import yaml
 
-from tests.soak.mutations import HOSTILE, RAW, mutate_bytes, mutate_json, mutate_tree, mutate_yaml
-from tests.soak.world import HALVES, METHODS, World, document
+from tests.soak.case import INDEX, PLAN, RUN, VERIFY, VERIFY_SOURCE, Case, Command, evaluate, write_evil
+from tests.soak.mutations import HOSTILE, RAW, mutate_bytes, mutate_json, mutate_yaml
+from tests.soak.world import METHODS, World, document
 
-INDEX = "model.safetensors.index.json"
-Command = tuple[str, ...]
-RUN: Command = ("run", "manifest.yaml")
-PLAN: Command = ("plan", "manifest.yaml", "--tflops", "1")
-STATUS: Command = ("status", "run")
-VERIFY: Command = ("verify", "output")
-VERIFY_SOURCE: Command = ("verify", "output", "--source", "model")
 NAMES = ("lm_head.weight", "model.layers.0.mlp.up_proj.weight", "../x", "", "a\0", "model.embed_tokens.weight")
 
 
-@dataclass(frozen=True)
-class Case:
-    """`commands` in order; `half`: what was there before; `repairable`: the end must be the reference's bytes."""
-
-    what: str
-    commands: Sequence[Command]
-    half: str | None = None
-    repairable: bool = False
-    signed: bool = False
-
-
-def make_case(world: World, kind: str, number: int, seed: int) -> Case:
-    """Prepares the working folder."""
-    return KINDS[kind](world, Random(f"{seed}/{kind}/{number}"))
-
-
-def evaluate(model: str, text: str = "text.txt") -> Command:
-    return ("evaluate", model, "--text", text, "--window", "16", "--json")
-
-
-def _manifest(world: World, rng: Random) -> Case:
+def manifest_case(world: World, rng: Random) -> Case:
     work = world.fresh()
     if rng.random() < 0.5:
         text = (work / "full.yaml").read_bytes()
@@ -62,13 +32,15 @@ def _manifest(world: World, rng: Random) -> Case:
     return Case("manifest.yaml", (RUN,) if rng.random() < 0.6 else (PLAN,))
 
 
-def _settings(world: World, rng: Random) -> Case:
+def options_case(world: World, rng: Random) -> Case:
     """`--set`, and options of the other commands."""
-    world.fresh("finished" if rng.random() < 0.3 else None)
-    values = ("", "null", "-1", "1e308", ".nan", "[", "{}", "a: b", "*x", "!!python/name:os", "9" * 400, "\udc80", "\0x")
+    world.fresh("finished" if (had := rng.random() < 0.3) else None)
+    values = ("", "null", "-1", "1e308", ".nan", "[", "{}", "a: b", "*x", "!!python/name:os", "9" * 400, "\udc80",
+    "\0x")
     fields = ("budget.keep", "seed", "methods.0.layers", "methods.9.x", "workers.cpus", "workers.max", "a..b", "", "=",
               "output", "model.source", "calibration.text.files.0", "resume.every", "evaluation.tasks", "__class__.x",
-              "workers.activation_memory_gb", "workers.gpus", "calibration.shards", "calibration.micro_batch")  # fmt: skip
+              "workers.activation_memory_gb", "workers.gpus", "calibration.shards",
+              "calibration.micro_batch")  # fmt: skip
     value = rng.choice(values[:-1] if rng.random() < 0.5 else (str(rng.choice(HOSTILE)())[:2000],)).replace("\0", "0")
     option = f"{rng.choice(fields)}={value}"
     numbers = ("-1", "0", "1", "99999999999999999999", "1e999", "nan", "", "x", "2147483648")
@@ -77,15 +49,16 @@ def _settings(world: World, rng: Random) -> Case:
         (*PLAN[:2], "--tflops", rng.choice(numbers)), (*evaluate("model"), "--window", rng.choice(numbers)),
         (*evaluate("model"), "--cpus", rng.choice(numbers)), (*evaluate("model"), "--workers", rng.choice(numbers)),
         (*evaluate("model"), "--gpus", rng.choice(("nan", "-1", "inf"))), (*VERIFY, "--bound", rng.choice(numbers)),
-        ("evaluate", rng.choice(("", "/", "nowhere", "text.txt", "s3://x/y", "a/b/c", "x" * 5000)), "--text", "text.txt"),
+        ("evaluate", rng.choice(("", "/", "nowhere", "text.txt", "s3://x/y", "a/b/c", "x" * 5000)), "--text",
+        "text.txt"),
         ("status", rng.choice(("", "/", "nowhere", "text.txt", "s3://x/y", "x" * 5000, "model"))),
         ("verify", rng.choice(("", "/", "nowhere", "text.txt", "s3://x/y", "x" * 5000, "model"))),
         ("run", rng.choice(("", "/", "nowhere", "model", "/dev/null", "x" * 5000))),
     )  # fmt: skip
-    return Case(f"options {option[:60]!r}", (rng.choice(commands),))
+    return Case(f"options {option[:60]!r}", (rng.choice(commands),), "finished" if had else None)
 
 
-def _header(world: World, rng: Random) -> Case:
+def header_case(world: World, rng: Random) -> Case:
     """A shard of the source, or of OUTPUT."""
     of_output = rng.random() < 0.25
     work = world.fresh("finished" if of_output else None)
@@ -105,7 +78,8 @@ def _damage_shard(path: Path, rng: Random) -> None:
         case 0:
             path.write_bytes(mutate_bytes(data, rng))
         case 1:
-            claimed = rng.choice((0, 1, length - 1, length + 1, length * 2, 10**8, 10**8 + 1, 2**63, 2**64 - 1, len(data)))
+            claimed = rng.choice((0, 1, length - 1, length + 1, length * 2, 10**8, 10**8 + 1, 2**63, 2**64 - 1,
+            len(data)))
             path.write_bytes(struct.pack("<Q", claimed) + header + body)
         case 2:
             os.truncate(path, rng.randrange(len(data)))
@@ -142,7 +116,8 @@ def _damage_entry(entries: dict[str, Any], name: str, rng: Random) -> None:
     shift = rng.choice((1, -1, 4, 2**31, 2**62))
     changes: tuple[dict[str, Any], ...] = (
         {"dtype": rng.choice(("F32 ", "f32", "F128", "", None, 4, "BOOL", "U8", "F16", "F8_E4M3", "F4"))},
-        {"shape": rng.choice(([], [0], [-1], [2**62], [2**63], [2**32, 2**32], entry["shape"][::-1], [1.5], "x", None))},
+        {"shape": rng.choice(([], [0], [-1], [2**62], [2**63], [2**32, 2**32], entry["shape"][::-1], [1.5], "x",
+        None))},
         {"data_offsets": rng.choice(([begin + shift, end + shift], [end, begin], [0, 0], [begin, end + shift], [0]))},
         {"data_offsets": [begin, begin], "shape": [0, 48]},
         {"shape": [2**20] * 20, "data_offsets": [0, 2 ** 61]},
@@ -157,7 +132,7 @@ def _write_shard(path: Path, header: bytes, body: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + body)
 
 
-def _index(world: World, rng: Random) -> Case:
+def index_case(world: World, rng: Random) -> Case:
     of_output = rng.random() < 0.2
     work = world.fresh("finished" if of_output else None)
     path = work / ("output" if of_output else "model") / INDEX
@@ -168,7 +143,8 @@ def _index(world: World, rng: Random) -> Case:
         weights: dict[str, Any] = index["weight_map"]
         shard = next(iter(weights.values()))
         places = (
-            "../model/" + shard, str(path.parent / shard), "/etc/passwd", "x.safetensors", "..", ".", "", "a/b.safetensors",
+            "../model/" + shard, str(path.parent / shard), "/etc/passwd", "x.safetensors", "..", ".", "",
+            "a/b.safetensors",
             "link.safetensors", "loop.safetensors", "a\0.safetensors", "..\\x.safetensors", "x" * 300 + ".safetensors",
             ".safetensors", "model", None, 3, [shard], {shard: 1}, "zero.safetensors", "../text.safetensors",
         )  # fmt: skip
@@ -187,7 +163,8 @@ def _index(world: World, rng: Random) -> Case:
 
 CONFIGS: tuple[dict[str, Any], ...] = (
     {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}, {"auto_map": "evil.Config"},
-    {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, {"model_type": "lamina"}, {"model_type": ["llama"]},
+    {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, {"model_type": "lamina"},
+    {"model_type": ["llama"]},
     {"model_type": "llama\0"}, {"rope_scaling": {"type": "dynamic", "factor": -1}}, {"rope_scaling": {"factor": "x"}},
     {"rope_scaling": {"rope_type": "yarn", "factor": 0}}, {"rope_scaling": {"rope_type": "llama3"}},
     {"rope_scaling": {"rope_type": "longrope", "short_factor": [], "long_factor": []}}, {"rope_scaling": [1]},
@@ -216,7 +193,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def _config(world: World, rng: Random) -> Case:
+def config_case(world: World, rng: Random) -> Case:
     work = world.fresh()
     path = work / "model" / "config.json"
     write_evil(work / "model" / "evil.py", work / "pwned")
@@ -230,12 +207,7 @@ def _config(world: World, rng: Random) -> Case:
     return Case(what, (rng.choice((PLAN, PLAN, PLAN, RUN, evaluate("model"))),))
 
 
-def write_evil(path: Path, mark: Path) -> None:
-    """Python that leaves a mark when it is imported."""
-    path.write_text(f"open({str(mark)!r}, 'w').close()\nclass Config: ...\nclass Tokenizer: ...\nclass Model: ...\n")
-
-
-def _tokenizer(world: World, rng: Random) -> Case:
+def tokenizer_case(world: World, rng: Random) -> Case:
     work = world.fresh()
     folder = work / "model"
     name = rng.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "tokenizer_config.json"))
@@ -243,7 +215,8 @@ def _tokenizer(world: World, rng: Random) -> Case:
     write_evil(folder / "evil.py", work / "pwned")
     extra = rng.randrange(6)
     if extra == 0:
-        other = rng.choice(("added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model",
+        other = rng.choice(("added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+        "tokenizer.model",
                             "chat_template.jinja", "generation_config.json"))  # fmt: skip
         (folder / other).write_bytes(mutate_json(b'{"<s>": 0, "x": 5}', rng))
         if rng.random() < 0.3:
@@ -265,98 +238,20 @@ def _tokenizer(world: World, rng: Random) -> Case:
     return Case(name, (rng.choice((RUN, evaluate("model"), evaluate("model"))),))
 
 
-def _ledger(world: World, rng: Random) -> Case:
-    """Ledger entries: bytes of any kind, or a changed record under a digest that is right."""
-    half = rng.choice(sorted(HALVES))
-    work = world.fresh(half)
-    entries = sorted((work / "run" / "ledger").iterdir())
-    signed = rng.random() < 0.5
-    path = rng.choice(entries)
-    for path in {path, rng.choice(entries)} if rng.random() < 0.2 else {path}:
-        if not path.exists():
-            continue
-        if signed:
-            entry = json.loads(path.read_bytes())
-            entry.pop("sha256")
-            if rng.random() < 0.1:
-                entry = mutate_tree(entry, rng)
-            else:
-                entry["record"] = mutate_tree(entry["record"], rng, HOSTILE)
-            path.write_bytes(sign(entry))
-        else:
-            match rng.randrange(6):
-                case 0:
-                    path.unlink()
-                case 1:
-                    os.truncate(path, rng.randrange(path.stat().st_size))
-                case 2:
-                    shutil.copy(rng.choice(entries), path)
-                case 3:
-                    path.rename(path.with_name(rng.choice(("x.000001.json", "layer.00000.999999.json", "ranks.000002.json",
-                                                           "a.json", "layer..000001.json", "\n.000001.json"))))  # fmt: skip
-                case 4:
-                    path.unlink()
-                    path.mkdir() if rng.random() < 0.5 else path.symlink_to(rng.choice(("/dev/zero", path.name, "..")))
-                case _:
-                    path.write_bytes(mutate_json(path.read_bytes(), rng))
-    commands = (RUN, RUN) if rng.random() < 0.8 else (STATUS,)
-    return Case(f"{half}: {path.name}{', signed' if signed else ''}", commands, half, not signed, signed)
-
-
-def sign(entry: Any) -> bytes:
-    """A ledger entry with the digest that it should have; what is no JSON there becomes null."""
-
-    def plain(value: Any) -> bytes:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
-
-    entry = json.loads(json.dumps(entry), parse_constant=lambda _: None)
-    digest = hashlib.sha256(plain(entry)).hexdigest()
-    return plain({**entry, "sha256": digest} if isinstance(entry, dict) else entry)
-
-
-def _run_dir(world: World, rng: Random) -> Case:
-    """Everything else in RUN_DIR."""
-    half = rng.choice(sorted(HALVES))
-    work = world.fresh(half)
-    run = work / "run"
-    tops = [run / name for name in ("fingerprint.json", "lock.json", "manifest.yaml", "fingerprint.json", "lock.json")]
-    stored = [path for path in run.rglob("*") if path.is_file() and path.parent.name != "ledger" and path.parent != run]
-    path = rng.choice(tops if rng.random() < 0.6 else stored)
-    data = path.read_bytes() if path.exists() else b"{}"
-    kind = rng.randrange(8)
-    if kind == 0 and path.exists():
-        path.unlink()
-    elif kind == 1 and path.exists():
-        path.unlink()
-        path.mkdir() if rng.random() < 0.4 else path.symlink_to(rng.choice(("/nowhere", path.name, "..", "/dev/null")))
-    elif kind == 2 and data:
-        path.write_bytes(data[: rng.randrange(len(data))])
-    elif path.suffix == ".yaml":
-        path.write_bytes(mutate_yaml(data, rng))
-    elif path.suffix == ".json" and kind < 7:
-        path.write_bytes(mutate_json(data, rng))
-    else:
-        path.write_bytes(mutate_bytes(data, rng))
-    if rng.random() < 0.1:
-        folder = rng.choice([folder for folder in run.iterdir() if folder.is_dir()])
-        shutil.rmtree(folder)
-        folder.write_text("a file") if rng.random() < 0.5 else folder.symlink_to(rng.choice(("/nowhere", "../tmp", "..")))
-        path = folder
-    commands = (RUN, RUN) if rng.random() < 0.6 else (STATUS,)
-    return Case(f"{half}: {path.relative_to(run)}", commands, half, repairable=True)
-
-
-def _text(world: World, rng: Random) -> Case:
+def text_case(world: World, rng: Random) -> Case:
     work = world.fresh()
     path = work / f"text.{rng.choice(('txt', 'jsonl', 'json', 'parquet'))}"
     data = path.read_bytes()
     line = b'{"text": "' + b"word " * 20 + b'"}\n'
     whole = (
-        b"", b"\n", b" " * 10_000, b"\0" * 5000, b"\xff\xfe" + "word ".encode("utf-16-le") * 300, b"\xef\xbb\xbf" + data,
-        b"x" * 3_000_000, b"\xf0\x9f\x98\x80" * 2000, "́".encode() * 5000, b"a\r\nb\rc\n" * 500, rng.randbytes(5000),
-        b'{"text": 5}\n' * 10, b'{"tex": "x"}\n', b"[1, 2]", b"null", b"NaN", b'"x"\n' * 300, b"[" * 5000, line * 20 + b"{",
+        b"", b"\n", b" " * 10_000, b"\0" * 5000, b"\xff\xfe" + "word ".encode("utf-16-le") * 300,
+        b"\xef\xbb\xbf" + data,
+        b"x" * 300_000, b"\xf0\x9f\x98\x80" * 2000, "́".encode() * 5000, b"a\r\nb\rc\n" * 500, rng.randbytes(5000),
+        b'{"text": 5}\n' * 10, b'{"tex": "x"}\n', b"[1, 2]", b"null", b"NaN", b'"x"\n' * 300, b"[" * 5000,
+        line * 20 + b"{",
         line * 20 + b'{"text": "\\ud800 lone"}\n', b"[" + b",".join([line.strip()] * 20) + b"]", b'{"text": null}\n',
-        b'["' + b"word " * 400 + b'"]', b'["\\ud800", "' + b"word " * 400 + b'"]', b"{}" * 3, b'{"text": ' + b"9" * 5000 + b"}",
+        b'["' + b"word " * 400 + b'"]', b'["\\ud800", "' + b"word " * 400 + b'"]', b"{}" * 3,
+        b'{"text": ' + b"9" * 5000 + b"}",
         b"<s></s>" * 300, b"PAR1" + b"\0" * 40 + b"PAR1", data[:-8] + b"\xff\xff\xff\x7fPAR1", data + data,
     )  # fmt: skip
     match rng.randrange(8):
@@ -377,33 +272,3 @@ def _text(world: World, rng: Random) -> Case:
         field = ("--field", rng.choice(("text", "nope", "")),) if rng.random() < 0.2 else ()
         return Case(path.name, ((*evaluate("model", path.name), *field),))
     return Case(path.name, ((*RUN, "--set", f"calibration.text.files.0={path.name}"),))
-
-
-def _output(world: World, rng: Random) -> Case:
-    """compression.json and config.json of a finished OUTPUT."""
-    work = world.fresh("finished")
-    path = work / "output" / rng.choice(("compression.json", "compression.json", "config.json", "config.json", "generation_config.json"))
-    write_evil(work / "output" / "evil.py", work / "pwned")
-    if rng.random() < 0.15:
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps({**content, "auto_map": {name: "evil.Config" for name in content.get("auto_map", {})}}))
-    elif rng.random() < 0.1:
-        path.unlink()
-    else:
-        path.write_bytes(mutate_json(path.read_bytes(), rng))
-    command = rng.choice((VERIFY, VERIFY_SOURCE, evaluate("output"), evaluate("output"), RUN, STATUS))
-    return Case(path.name, (command,), "finished")
-
-
-KINDS: dict[str, Callable[[World, Random], Case]] = {
-    "manifest": _manifest,
-    "options": _settings,
-    "header": _header,
-    "index": _index,
-    "config": _config,
-    "tokenizer": _tokenizer,
-    "ledger": _ledger,
-    "run_dir": _run_dir,
-    "text": _text,
-    "output": _output,
-}
