@@ -34,7 +34,11 @@ class Block(BaseModel):
 
 
 class Model(Block):
-    """Where the dense model is: a directory or a hub id; `revision` is the hub's."""
+    """Where the dense model is: a directory or a hub id; `revision` is the hub's.
+
+    `trust_remote_code`: whether Python that a checkpoint brings (`auto_map`) may run, which only a tokenizer can need:
+    models are always built by Lamina's own families. It travels with the tokenizer to the output.
+    """
 
     source: Location
     revision: str | None = None
@@ -257,9 +261,9 @@ class LeSTD(MethodEntry):
 class Workers(Block):
     """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker)."""
 
-    min: Annotated[int, Field(ge=1, le=100_000)] = 1
-    max: Annotated[int, Field(ge=1, le=100_000)] = 1
-    cpus: Annotated[int, Field(ge=1, le=4096)] = 1
+    min: Annotated[PositiveInt, Field(le=100_000)] = 1
+    max: Annotated[PositiveInt, Field(le=100_000)] = 1
+    cpus: Annotated[PositiveInt, Field(le=4096)] = 1
     gpus: Annotated[float, Field(ge=0.0, le=1024.0, allow_inf_nan=False)] = 0
     activation_memory_gb: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 8.0
 

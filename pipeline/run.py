@@ -207,7 +207,14 @@ def _evaluate(manifest: Manifest, stop: threading.Event, observer: JobObserver) 
     assert manifest.evaluation.perplexity is not None
     wanted = manifest.evaluation.perplexity
     found = measure_perplexity(
-        manifest.output, wanted.text, wanted.window, manifest.workers, torch.float32, stop, observer
+        manifest.output,
+        wanted.text,
+        wanted.window,
+        manifest.workers,
+        torch.float32,
+        stop,
+        observer,
+        trust_remote_code=manifest.model.trust_remote_code,
     )
     observer.say(f"perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens")
     return {"perplexity": found}

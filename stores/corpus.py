@@ -50,13 +50,16 @@ def read_documents(text: Text) -> Iterator[str]:
             raise InputError(f"text file {path}: empty")
 
 
-def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer saved beside the model; nothing is fetched, no code of the model is run. Raises InputError."""
+def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer saved beside the model; nothing is fetched. Raises InputError.
+
+    `trust_remote_code`: whether code that lies beside it may be run.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
+            str(directory), local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # whatever a damaged file makes of it: transformers and tokenizers raise plain Exception
         raise InputError(
@@ -152,7 +155,10 @@ def _encode_batch(tokenizer: PreTrainedTokenizerBase, batch: list[tuple[str, boo
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    try:
+        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    except Exception as error:  # as on loading: settings of the wrong type show only here
+        raise InputError(f"tokenizer: fails on the text: {type(error).__name__}: {error}") from error
     return ids
 
 

@@ -6,6 +6,7 @@ Everything about names, shapes and sizes is checked on opening; tensors are read
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -202,7 +203,7 @@ def _read_object(path: Path, faults: list[str]) -> dict[str, Any]:
         faults.append(f"{path}: missing; the directory of a transformers model has it")
         return {}
     try:
-        content = json.loads(read_whole(path, MAX_JSON_BYTES), object_pairs_hook=without_duplicates)
+        content = parse_json(read_whole(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         faults.append(f"{path}: not JSON: {error or type(error).__name__}")
         return {}
@@ -210,6 +211,18 @@ def _read_object(path: Path, faults: list[str]) -> dict[str, Any]:
         faults.append(f"{path}: a JSON {type(content).__name__}, expected an object")
         return {}
     return content
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON as the standard has it. Raises ValueError on NaN, infinity and a key that occurs twice."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise ValueError(f"{text} is no number of JSON")
+        return value
+
+    return json.loads(data, object_pairs_hook=without_duplicates, parse_float=number, parse_constant=number)
 
 
 def _indexed_names(directory: Path, faults: list[str]) -> dict[str, list[str] | None]:

@@ -74,6 +74,7 @@ def measure_perplexity(
     scratch: Path | None = None,
     start: Callable[[], None] = lambda: None,
     limit: int | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Token-level perplexity over non-overlapping windows; every token but a window's first is scored.
 
@@ -81,6 +82,7 @@ def measure_perplexity(
         limit: score only the first so many windows.
         dtype: of the forward pass; None: as stored. The log-softmax is float32 in any case.
         scratch: a directory that all nodes see; default: a temporary one of this machine.
+        trust_remote_code: whether the tokenizer may be code of the checkpoint.
         start: called when model and text proved right, before any worker is started.
 
     Raises:
@@ -95,7 +97,7 @@ def measure_perplexity(
         raise InputError(
             f"window: {window} is longer than the model's max_position_embeddings {config['max_position_embeddings']}"
         )
-    tokens = window_tokens(source.directory, text, window, geometry.vocab)[:limit]
+    tokens = window_tokens(source.directory, text, window, geometry.vocab, trust_remote_code)[:limit]
     start()
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as directory:
         record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))

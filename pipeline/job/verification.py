@@ -53,13 +53,15 @@ def verify(output: Path, source: Path | None, bound: float | None = None) -> Ite
         yield Finding("contents", "cannot be opened", (str(error),))
         return
     yield _contents(checkpoint, contract)
-    yield _shapes(checkpoint, config)
+    shapes = _shapes(checkpoint, config)
+    yield shapes
     yield _finite(checkpoint)
     yield _counts(checkpoint, contract)
     if source is not None:
         original = open_source(str(source))
         yield _coverage(original, checkpoint, contract)
-        yield _logits(original, checkpoint, config, contract, bound)
+        if not shapes.faults:
+            yield _logits(original, checkpoint, config, contract, bound)
 
 
 def read_contract(output: Path) -> dict[str, Any]:

@@ -21,6 +21,16 @@ from random import Random
 
 from tests.end_to_end.jobs import file_digests
 from tests.soak import sandbox
+from tests.soak.case import INDEX, VERIFY, Case
+from tests.soak.input_cases import (
+    config_case,
+    header_case,
+    index_case,
+    manifest_case,
+    options_case,
+    text_case,
+    tokenizer_case,
+)
 from tests.soak.sandbox import Ended, run_commands, snapshot, use_no_ray
 from tests.soak.stored_cases import ledger_case, output_case, run_dir_case
 from tests.soak.world import HALVES, World, make_world
