@@ -179,6 +179,8 @@ def _decode(data: bytes, key: str, generation: int) -> dict[str, Any]:
     if (entry.get("key"), entry.get("generation")) != (key, generation):
         raise _DamagedError(f"it is of {entry.get('key')!r}, generation {entry.get('generation')}")
     assert isinstance(entry, dict)
+    if not isinstance(entry.get("record", False), dict | None):
+        raise _DamagedError("it holds no record")
     return entry
 
 

@@ -24,7 +24,7 @@ def ledger_case(world: World, rng: Random) -> Case:
     entries = sorted((work / "run" / "ledger").iterdir())
     signed = rng.random() < 0.5
     path = rng.choice(entries)
-    others = [path, rng.choice(entries)] if rng.random() < 0.2 else [path]
+    others = dict.fromkeys([path, rng.choice(entries)] if rng.random() < 0.2 else [path])
     for path in others:
         if not path.is_file():
             continue
