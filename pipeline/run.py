@@ -23,6 +23,7 @@ from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
 from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
+from pipeline.job.entries import check_entries
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver, open_log
@@ -87,6 +88,7 @@ def run_job(
         adapt = partial(_solve_again, manifest, ledger)
         run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh, adapt)
         ledger.commit("source", source_files)
+        check_entries(ledger, _job(inputs), inputs.config)
         done = ledger.get("complete")
         if done and _is_finished(done, output):
             return {**done["summary"], "already_finished": True}
@@ -218,7 +220,14 @@ def _evaluate(manifest: Manifest, stop: threading.Event, observer: JobObserver) 
     assert manifest.evaluation.perplexity is not None
     wanted = manifest.evaluation.perplexity
     found = measure_perplexity(
-        manifest.output, wanted.text, wanted.window, manifest.workers, torch.float32, stop, observer
+        manifest.output,
+        wanted.text,
+        wanted.window,
+        manifest.workers,
+        torch.float32,
+        stop,
+        observer,
+        trust_remote_code=manifest.model.trust_remote_code,
     )
     observer.say(f"perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens")
     return {"perplexity": found}

@@ -52,7 +52,7 @@ def read_status(path: Path) -> dict[str, Any]:
         "owner": owner,
         "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
         "last_commit": max((entry.stat().st_mtime for entry in (path / "ledger").glob("*.json")), default=None),
-        "summary": complete["summary"] if complete else None,
+        "summary": (complete or {}).get("summary"),
         "log": _last_lines(run_dir.logs),
     }
 

@@ -14,6 +14,7 @@ from stores.durable import (
     fsync_directory,
     make_directory,
     partial_path,
+    read_whole,
     storage_errors,
     sweep_partials,
     write_durably,
@@ -23,6 +24,7 @@ from stores.lock import RunLock
 from stores.statistics import StatisticsStore
 
 FINGERPRINT_VERSION = 1
+MAX_FINGERPRINT_BYTES = 256 * 1024 * 1024
 SHOWN_FIELDS = 20
 SHOWN_CHARACTERS = 60
 
@@ -129,12 +131,11 @@ class RunDirectory:
 
     def _read_fingerprint(self) -> dict[str, Any]:
         try:
-            with storage_errors("reading", self.fingerprint):
-                content = json.loads(self.fingerprint.read_bytes())
+            content = json.loads(read_whole(self.fingerprint, MAX_FINGERPRINT_BYTES))
             version = content["version"]
             if version == FINGERPRINT_VERSION:
                 dict(content["fields"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{self.fingerprint}: damaged ({error}); use --fresh to start over") from error
         if version != FINGERPRINT_VERSION:
             raise InputError(

@@ -21,14 +21,15 @@ from pipeline.families.registry import checkpoint_config
 from pipeline.job.inputs import Inputs
 from pipeline.methods.registry import config_fields
 from pipeline.ports import Journal, Record
-from stores.checkpoint import copy_shard, describe_shard, link_or_copy, verify_shard, write_index
-from stores.durable import fsync_directory, sha256_file, sweep_partials, write_durably
+from stores.checkpoint import copy_file, copy_shard, describe_shard, link_or_copy, verify_shard, write_index
+from stores.durable import fsync_directory, sweep_partials, write_durably
 from stores.headers import DTYPES
 from stores.source import INDEX_FILE
 
 CONTRACT_VERSION = 1
 SHARD_SUFFIX = ".safetensors"
 CONTRACT_FILE = "compression.json"
+TOKENIZER_FILE = "tokenizer_config.json"
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
@@ -139,7 +140,7 @@ class Assembler:
             staged: Record = entry["staged"]
             return staged
         entered = self.journal.get(f"rest/{plan.name.removesuffix(SHARD_SUFFIX)}")
-        if entered is not None and target.exists() and sha256_file(target) == entered["sha256"]:
+        if entered is not None and _is_whole(target, entered):
             return entered
         assert plan.source_file is not None
         if plan.whole:
@@ -215,14 +216,38 @@ class Assembler:
         return {"groups": entry["groups"] if entry else {}, "forms": entry["forms"] if entry else {}}
 
     def _write_companions(self) -> None:
-        source = self.inputs.source.directory
-        for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
-            write_durably(self.output / path.name, path.read_bytes())
+        source, trusted = self.inputs.source.directory, self.inputs.manifest.model.trust_remote_code
+        patterns = (*COMPANIONS, "*.py") if trusted else COMPANIONS
+        for path in sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()}):
+            if path.name == TOKENIZER_FILE and not trusted:
+                write_durably(self.output / path.name, _without_code(path.read_bytes()))
+            else:
+                copy_file(path, self.output / path.name)
         write_durably(self.output / "modeling_lamina.py", Path(lamina.modeling_lamina.__file__).read_bytes())
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
         write_durably(self.output / name, f"{text}\n".encode())
+
+
+def _without_code(tokenizer_config: bytes) -> bytes:
+    """Without an `auto_map`, which names code: OUTPUT is loaded with `trust_remote_code`, meant for our own file."""
+    try:
+        fields = json.loads(tokenizer_config)
+    except (ValueError, RecursionError):  # of no use to anybody; a job that needs the tokenizer has refused it
+        return tokenizer_config
+    if not isinstance(fields, dict) or "auto_map" not in fields:
+        return tokenizer_config
+    del fields["auto_map"]
+    return json.dumps(fields, indent=2).encode()
+
+
+def _is_whole(path: Path, record: Record) -> bool:
+    try:
+        verify_shard(path, record)
+    except (CorruptError, InputError):
+        return False
+    return True
 
 
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,23 +10,25 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from lamina.modeling_lamina import LaminaConfig, LaminaForCausalLM
-from manifests.errors import CorruptError, InputError
+from manifests.errors import CorruptError, InputError, StorageError
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.assemble import CONTRACT_FILE, CONTRACT_VERSION, stored_numbers
-from pipeline.job.perplexity import read_checkpoint
+from pipeline.job.perplexity import expected_tensors, read_checkpoint
 from stores.checkpoint import verify_shard
+from stores.durable import read_whole
 from stores.headers import DTYPES
-from stores.source import SourceCheckpoint, open_source
+from stores.source import MAX_JSON_BYTES, SourceCheckpoint, open_source, raise_faults
 from workers.ends import embedding, head
 from workers.layers import LayerReader
 from workers.setup import Setup
 
+SHOWN_CHARACTERS = 200
 SAMPLE_SHAPE = (2, 64)  # token ids of the logits check
 EXACT_BOUND = 1e-3  # relative error of the logits when nothing was cut off
 LOSSY_BOUND = 1.0  # the error of answering with the mean logits everywhere
@@ -51,31 +53,71 @@ def verify(output: Path, source: Path | None, bound: float | None = None) -> Ite
         yield Finding("contents", "cannot be opened", (str(error),))
         return
     yield _contents(checkpoint, contract)
-    yield _shapes(checkpoint, config)
+    shapes = _shapes(checkpoint, config)
+    yield shapes
     yield _finite(checkpoint)
     yield _counts(checkpoint, contract)
     if source is not None:
         original = open_source(str(source))
         yield _coverage(original, checkpoint, contract)
-        yield _logits(original, checkpoint, config, contract, bound)
+        if not shapes.faults:
+            yield _logits(original, checkpoint, config, contract, bound)
 
 
 def read_contract(output: Path) -> dict[str, Any]:
     """compression.json. Raises InputError: missing, not JSON, of another version."""
     path = output / CONTRACT_FILE
     try:
-        contract: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        contract: dict[str, Any] = json.loads(read_whole(path, MAX_JSON_BYTES))
         version = contract["version"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, StorageError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(
             f"{path}: cannot be read ({type(error).__name__}: {error}); is it a Lamina checkpoint?"
         ) from error
     if version != CONTRACT_VERSION:
         raise InputError(f"{path}: version {version}, this Lamina knows {CONTRACT_VERSION}")
-    missing = [name for name in ("shards", "tensors", "counts", "source") if not isinstance(contract.get(name), dict)]
-    if missing:
-        raise InputError(f"{path}: damaged: {', '.join(missing)} missing")
+    try:
+        _Contract.model_validate(contract)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        raise_faults(f"{path}: damaged", [fault[:SHOWN_CHARACTERS] for fault in faults])
     return contract
+
+
+class _Checked(BaseModel):
+    """What the checks read of compression.json; what else it holds does not matter."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _TensorEntry(_Checked):
+    dtype: str
+    shape: list[int]
+    shard: str
+    sha256: str
+
+
+class _ShardEntry(_Checked):
+    size: int
+    sha256: str
+
+
+class _Count(_Checked):
+    dense: int
+    compressed: int
+
+
+class _Counts(_Checked):
+    parameters: _Count
+    bytes: _Count
+
+
+class _Contract(_Checked):
+    shards: dict[Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")], _ShardEntry]
+    tensors: dict[str, _TensorEntry]
+    counts: _Counts
+    source: dict[str, Any]
+    claimed: dict[str, str] = {}
 
 
 def _digests(output: Path, contract: Mapping[str, Any]) -> Finding:
@@ -106,11 +148,7 @@ def _contents(checkpoint: SourceCheckpoint, contract: Mapping[str, Any]) -> Find
 
 def _shapes(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> Finding:
     """The model that the config describes has exactly these tensors."""
-    with torch.device("meta"):
-        model = LaminaForCausalLM(LaminaConfig(**config))
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if config["tie_word_embeddings"]:
-        expected.pop(f"{config['block']['head']}.weight", None)
+    expected = expected_tensors(config)
     faults = [f"{name}: missing" for name in sorted(expected.keys() - checkpoint.tensors.keys())]
     for name, shape in expected.items():
         if name in checkpoint.tensors and checkpoint.tensors[name].shape != shape:
