@@ -103,7 +103,8 @@ def run_dir_case(world: World, rng: Random) -> Case:
     link = path.is_symlink()
     whole = (path.is_file() and not link) or not os.path.lexists(path)  # what else is there, the user must remove
     what = f"{half}: {path.relative_to(run)}"
-    return Case(what, commands, half, repairable=whole and path.parent == run and path.suffix in (".json", ".yaml"), elsewhere=link)
+    repairable = whole and path.parent == run and path.suffix in (".json", ".yaml")
+    return Case(what, commands, half, repairable, elsewhere=link)
 
 
 def output_case(world: World, rng: Random) -> Case:
