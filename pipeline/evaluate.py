@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def _body(arguments: Any) -> int:
         catch_signals(stop)
 
     interrupt_on_signals()
-    with JobObserver(quiet=arguments.json) as observer:
+    with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints, too
         dtype = DTYPES[arguments.dtype]
         found = measure_perplexity(
             arguments.model, text, arguments.window, workers, dtype, stop, observer, arguments.scratch, start

@@ -83,6 +83,8 @@ def _print(state: dict[str, Any]) -> None:
             f"phase {progress.get('phase')}: layer {progress.get('layer')}, "
             f"{progress.get('done')} of {progress.get('of')} units"
         )
+        if pool := progress.get("pool"):
+            print(f"workers: {pool['ready']} ready, {pool['wanted']} wanted")
         for worker, unit in (progress.get("workers") or {}).items():
             print(f"  {worker}: {unit}")
     for line in state["log"]:

@@ -69,6 +69,8 @@ class Ledger:
     def sweep(self) -> None:
         """Removes temporary files, superseded generations, and retractions that nothing older needs."""
         sweep_partials(self.directory)
+        if self.directory.is_dir():
+            fsync_directory(self.directory)  # an owner that was killed may have left names that are not durable yet
         for key in self._all_keys():
             generations = self._generations(key)
             valid = [number for number, path in generations if self._read(path, key, number) is not None]

@@ -41,6 +41,11 @@ class RunLock:
         self._descriptor: int | None = None
         self._owner: dict[str, Any] = {}
 
+    @property
+    def token(self) -> str:
+        """Names this owner, once it holds the lock."""
+        return str(self._owner["token"])
+
     def acquire(self) -> None:
         """Takes the lock, also from an owner that died.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class RunDirectory:
         self.staged = self.path / "staged"
         self.logs = self.path / "logs"
         self.report = self.path / "report.html"
+        self.scale = self.path / "scale.json"
         self.ledger = Ledger(self.path / "ledger")
         self.statistics = StatisticsStore(self.path / "statistics.zarr")
         self.activations = ActivationStore(self.path / "activations.zarr")
@@ -71,10 +72,25 @@ class RunDirectory:
                 "free some room, or set run_dir to a larger disk"
             )
 
-    def check_fingerprint(self, new: Mapping[str, Any], fresh: bool = False) -> bool:
+    def ask_for_workers(self, workers: int, token: str) -> None:
+        """Leaves word for the owner of the lock with this token. Needs no lock. Raises StorageError."""
+        write_durably(self.scale, json.dumps({"workers": workers, "token": token}).encode())
+
+    def workers_asked_for(self, token: str) -> int | None:
+        """What was asked of the owner with this token, if anything: a later one starts as its manifest says."""
+        try:
+            asked = json.loads(self.scale.read_bytes())
+            return int(asked["workers"]) if asked["token"] == token else None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None  # not asked, or not in a way that a job should end by
+
+    def check_fingerprint(
+        self, new: Mapping[str, Any], fresh: bool = False, adapt: Callable[[list[str]], bool] = lambda _: False
+    ) -> bool:
         """Binds the directory to a job, or checks that it is this job's. Returns whether it starts from nothing.
 
         `fresh` forgets what another (or the same) job has done, in the order that a crash between two steps allows.
+        `adapt` is given the fields that differ; if it has taken back all work that depends on them, it returns True.
 
         Raises:
             InputError: it is another job's, naming the fields that differ; or of another version.
@@ -85,12 +101,20 @@ class RunDirectory:
         if fresh:
             self._forget()
         elif self.fingerprint.exists():
-            self._compare(self._read_fingerprint(), content)
+            differing = self._differing(self._read_fingerprint(), content)
+            if not differing:
+                return False
+            if not adapt(list(differing)):
+                raise InputError(self._refusal(list(differing.values())))
+            self._bind(content)
             return False
         elif self.ledger.keys():
             raise InputError(f"run_dir {self.path}: holds work, but no fingerprint.json to tell whose; use --fresh")
-        write_durably(self.fingerprint, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+        self._bind(content)
         return True
+
+    def _bind(self, content: Mapping[str, Any]) -> None:
+        write_durably(self.fingerprint, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
 
     def _forget(self) -> None:
         """The ledger first: data that no entry names is only waste, an entry whose data is gone would be a lie."""
@@ -121,17 +145,19 @@ class RunDirectory:
         assert isinstance(content, dict)
         return content
 
-    def _compare(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    def _differing(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+        """Field -> its values before and now."""
         before, after = _flatten(old["fields"]), _flatten(new["fields"])
-        differing = [
-            f"{field}: {_shown(before, field)} -> {_shown(after, field)}"
+        return {
+            field: f"{field}: {_shown(before, field)} -> {_shown(after, field)}"
             for field in sorted(before.keys() | after.keys())
             if field not in before or field not in after or before[field] != after[field]
-        ]
-        if differing:
-            more = [f"... and {len(differing) - SHOWN_FIELDS} more"] if len(differing) > SHOWN_FIELDS else []
-            lines = [f"run_dir {self.path}: holds another job's work; these differ:", *differing[:SHOWN_FIELDS], *more]
-            raise InputError("\n  ".join(lines) + "\nset another run_dir, restore these, or use --fresh to start over")
+        }
+
+    def _refusal(self, differing: list[str]) -> str:
+        more = [f"... and {len(differing) - SHOWN_FIELDS} more"] if len(differing) > SHOWN_FIELDS else []
+        lines = [f"run_dir {self.path}: holds another job's work; these differ:", *differing[:SHOWN_FIELDS], *more]
+        return "\n  ".join(lines) + "\nset another run_dir, restore these, or use --fresh to start over"
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

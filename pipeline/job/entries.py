@@ -109,6 +109,10 @@ class _Complete(_Assembling):
     summary: dict[str, Any]
 
 
+class _Reused(_Entry):
+    seconds: Share
+
+
 KINDS: dict[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(entry)
     for kind, entry in {
@@ -122,6 +126,7 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "rest": _Shard,
         "assembling": _Assembling,
         "complete": _Complete,
+        "reused": _Reused,
     }.items()
 }
 

@@ -128,10 +128,12 @@ class JobObserver:
 
     def _keep_beating(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
-            workers = self.pool.busy() if self.pool is not None else {}
+            state = dict(self.state)
+            if self.pool is not None:
+                state |= {"workers": self.pool.busy(), "pool": {"ready": self.pool.size, "wanted": self.pool.wanted}}
             try:
                 for beat in self.beats:
-                    beat({**self.state, "workers": workers})
+                    beat(state)
             except InUseError as error:
                 self.lost = error
                 return

@@ -182,7 +182,7 @@ def _said(ended: Ended, *causes: str) -> Iterator[str]:
     at = max(ended.said.rfind("failed: "), ended.said.rfind("wrong input: "))
     if ended.code and (at < 0 or not any(cause in ended.said[at:] for cause in causes)):
         yield f"the message does not say why: none of {causes}"
-    if ended.code and not any(name in ended.said[at:] for name in ("run", "output")):
+    if ended.code and not any(name in ended.said[at:] for name in ("run", "output", "RUN_DIR")):
         yield "the message does not say where"
 
 

@@ -104,7 +104,7 @@ def run_dir_case(world: World, rng: Random) -> Case:
     whole = (path.is_file() and not link) or not os.path.lexists(path)  # what else is there, the user must remove
     what = f"{half}: {path.relative_to(run)}"
     repairable = whole and path.parent == run and path.suffix in (".json", ".yaml")
-    return Case(what, commands, half, repairable, elsewhere=link)
+    return Case(what, commands, half, repairable=repairable, elsewhere=link)
 
 
 def output_case(world: World, rng: Random) -> Case:
