@@ -350,7 +350,10 @@ class Driver:
     def _entry(self, key: str) -> Record:
         entry = self.journal.get(key)
         if entry is None:
-            raise CorruptError(f"journal: {key} is missing or damaged although later entries build on it", key)
+            raise CorruptError(
+                f"ledger of RUN_DIR: {key} is missing or damaged although later entries build on it; was a mount lost?",
+                key,
+            )
         return entry
 
     def _staged(self, layer: int) -> Record | None:

@@ -132,7 +132,7 @@ def _compute(
     interrupt_on_signals()
     observer.phase("assemble", 1, 1)
     ledger.commit("assembling", {"output": str(Path(inputs.manifest.output).resolve())})
-    contract = Assembler(inputs, ledger, run_dir.path, source_files).run()
+    contract = Assembler(inputs, ledger, run_dir.path, source_files, run_dir.lock.check).run()
     seconds["assemble"] = time.monotonic() - started - seconds["driver"]
     evaluation = {}
     if inputs.manifest.evaluation.perplexity:

@@ -83,10 +83,14 @@ class RunLock:
             InUseError: another has taken the lock meanwhile: stop writing.
             StorageError: the note cannot be written.
         """
-        if not self._is_ours():
-            raise InUseError(f"{self.path}: the lock was lost: {_describe(_read_owner(self.path))}; stopping")
+        self.check()
         self._owner |= {"heartbeat": time.time(), "progress": dict(progress)}
         self._write_owner()
+
+    def check(self) -> None:
+        """Raises InUseError when the lock is no longer ours: another has it, or its filesystem went away."""
+        if not self._is_ours():
+            raise InUseError(f"{self.path}: the lock was lost: {_describe(_read_owner(self.path))}; stopping")
 
     def release(self) -> None:
         """Gives the lock up; nothing when it is not held. Touches nothing that another owner has written."""

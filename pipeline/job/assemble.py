@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,16 @@ def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
 class Assembler:
     """Writes OUTPUT from a finished journal. Doing it again, after an interruption, gives the same bytes."""
 
-    def __init__(self, inputs: Inputs, journal: Journal, run_dir: Path, source_files: Mapping[str, Any]) -> None:
-        """`source_files`: file -> size and sha256, for the contract."""
+    def __init__(
+        self,
+        inputs: Inputs,
+        journal: Journal,
+        run_dir: Path,
+        source_files: Mapping[str, Any],
+        guard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`source_files`: file -> size and sha256, for the contract. `guard`: raises if RUN_DIR is no longer ours."""
+        self.guard = guard
         self.inputs = inputs
         self.journal = journal
         self.run_dir = run_dir
@@ -101,6 +109,7 @@ class Assembler:
         self._write_json("config.json", self._config())
         self._write_json(CONTRACT_FILE, contract)
         write_durably(self.output / "README.md", model_card(contract).encode())
+        self.guard()
         weight_map = {name: entry["shard"] for name, entry in contract["tensors"].items()}
         counts = contract["counts"]
         write_index(self.output, weight_map, counts["bytes"]["compressed"], counts["parameters"]["compressed"])
@@ -133,9 +142,8 @@ class Assembler:
     def _place(self, plan: ShardPlan) -> Record:
         target = self.output / plan.name
         if plan.layer is not None:
-            entry = self.journal.get(f"layer/{plan.layer:05d}")
-            if entry is None:
-                raise CorruptError(f"journal: layer {plan.layer} is not entered", f"layer/{plan.layer:05d}")
+            entry = self._entry(plan.layer)
+            assert entry is not None
             link_or_copy(self.run_dir / entry["staged"]["path"], target)
             staged: Record = entry["staged"]
             return staged
@@ -152,8 +160,19 @@ class Assembler:
         return record
 
     def _forms(self) -> list[dict[str, Any]]:
-        entries = [self.journal.get(f"layer/{layer:05d}") for layer in range(self.inputs.geometry.num_layers)]
+        entries = [self._entry(layer) for layer in range(self.inputs.geometry.num_layers)]
         return [entry["forms"] if entry else {} for entry in entries]
+
+    def _entry(self, layer: int) -> Record | None:
+        """What was committed of a layer; None when nobody claims it. Raises CorruptError: an entry has vanished."""
+        entry = self.journal.get(f"layer/{layer:05d}")
+        if entry is None and any(task.group.layer == layer for task in self.inputs.tasks):
+            raise CorruptError(
+                f"{self.run_dir}: the ledger no longer holds layer {layer}; was a mount lost? Mount it again, then run "
+                "the same command again",
+                f"layer/{layer:05d}",
+            )
+        return entry
 
     def _config(self) -> dict[str, Any]:
         config = checkpoint_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
@@ -212,7 +231,7 @@ class Assembler:
         }
 
     def _layer_report(self, layer: int) -> dict[str, Any]:
-        entry = self.journal.get(f"layer/{layer:05d}")
+        entry = self._entry(layer)
         return {"groups": entry["groups"] if entry else {}, "forms": entry["forms"] if entry else {}}
 
     def _write_companions(self) -> None:
