@@ -5,10 +5,9 @@ Order of durability: the index is renamed into OUTPUT after everything else; a d
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,25 @@ from lamina.modeling_lamina import LaminaConfig
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError
 from pipeline.families.registry import checkpoint_config
+from pipeline.job.contract import (
+    CONTRACT_FILE,
+    CONTRACT_VERSION,
+    describe_bytes,
+    encode_json,
+    index_arguments,
+    read_contract,
+    sealed,
+)
 from pipeline.job.inputs import Inputs
 from pipeline.methods.registry import config_fields
 from pipeline.ports import Journal, Record
-from stores.checkpoint import copy_shard, describe_shard, link_or_copy, verify_shard, write_index
+from stores.checkpoint import copy_shard, describe_shard, index_content, link_or_copy, verify_shard, write_index
 from stores.durable import fsync_directory, sha256_file, sweep_partials, write_durably
 from stores.headers import DTYPES
-from stores.source import INDEX_FILE
+from stores.source import CONFIG_FILE, INDEX_FILE
 
-CONTRACT_VERSION = 1
 SHARD_SUFFIX = ".safetensors"
-CONTRACT_FILE = "compression.json"
+CARD_FILE = "README.md"
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
@@ -96,13 +103,17 @@ class Assembler:
         records = {plan.name: self._place(plan) for plan in plans}
         fsync_directory(self.output)
         contract = self._contract(plans, records)
-        self._write_companions()
-        self._write_json("config.json", self._config())
-        self._write_json(CONTRACT_FILE, contract)
-        write_durably(self.output / "README.md", model_card(contract).encode())
-        weight_map = {name: entry["shard"] for name, entry in contract["tensors"].items()}
-        counts = contract["counts"]
-        write_index(self.output, weight_map, counts["bytes"]["compressed"], counts["parameters"]["compressed"])
+        files = self._companions()
+        files |= {CONFIG_FILE: encode_json(self._config()), CARD_FILE: model_card(contract).encode()}
+        for name, content in files.items():
+            write_durably(self.output / name, content)
+        index = index_arguments(contract)
+        files[INDEX_FILE] = index_content(*index)
+        described = {name: describe_bytes(content) for name, content in files.items()}
+        contract = sealed({**contract, "files": described})
+        self._remove_unnamed(described.keys() | records.keys())
+        write_durably(self.output / CONTRACT_FILE, encode_json(contract))
+        write_index(self.output, *index)
         return contract
 
     def _check_staged(self) -> None:
@@ -214,15 +225,21 @@ class Assembler:
         entry = self.journal.get(f"layer/{layer:05d}")
         return {"groups": entry["groups"] if entry else {}, "forms": entry["forms"] if entry else {}}
 
-    def _write_companions(self) -> None:
+    def _companions(self) -> dict[str, bytes]:
+        """File name -> content, of what travels with the weights."""
         source = self.inputs.source.directory
-        for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
-            write_durably(self.output / path.name, path.read_bytes())
-        write_durably(self.output / "modeling_lamina.py", Path(lamina.modeling_lamina.__file__).read_bytes())
+        paths = sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()})
+        modelling = Path(lamina.modeling_lamina.__file__)
+        return {path.name: path.read_bytes() for path in (*paths, modelling)}
 
-    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
-        write_durably(self.output / name, f"{text}\n".encode())
+    def _remove_unnamed(self, named: Set[str]) -> None:
+        """Files that the contract of an earlier, other job names and this one does not; nobody else's."""
+        try:
+            earlier = read_contract(self.output)["files"]
+        except (InputError, CorruptError):
+            return
+        for name in earlier.keys() - named:
+            (self.output / name).unlink(missing_ok=True)
 
 
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

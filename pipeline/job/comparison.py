@@ -1,0 +1,194 @@
+"""What `verify --source` proves: each tensor of the source is copied or stored by a named method; the logits are near.
+
+Legend: B batch, S sequence, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.job.contents import Finding
+from stores.durable import sha256_file
+from stores.source import SourceCheckpoint
+from workers.ends import embedding, head
+from workers.layers import LayerReader
+from workers.setup import Setup
+
+SAMPLE_SHAPE = (2, 64)  # token ids of the logits check
+EXACT_BOUND = 1e-3  # relative error of the logits when no group cut anything off; float32 reaches 1e-5
+ROUNDINGS = 16  # the same in units of the checkpoint's precision, where that is more: the factors are rounded to it
+LOSSY_BOUND = 1.0  # the error of answering with the mean logits everywhere
+WRITTEN_FIELDS = ("forms", "dtype", "architectures", "auto_map", "model_type")  # of config.json, by Lamina itself
+
+
+def check_source(original: SourceCheckpoint, config: Mapping[str, Any], contract: Mapping[str, Any]) -> Finding:
+    """The source is the one the checkpoint was made from, and config.json still describes its layers."""
+    recorded = contract["source"]["files"]
+    faults = []
+    for name, record in recorded.items():
+        path = original.directory / name
+        if not path.is_file() or path.stat().st_size != record["size"] or sha256_file(path) != record["sha256"]:
+            faults.append(f"{path}: not the file that the checkpoint was made from")
+    standard = json.loads(json.dumps(standard_config(original.config)))
+    for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
+        if config.get(field) != standard[field]:
+            faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
+    for name in contract["files"].keys() - recorded.keys():
+        path = original.directory / name
+        if name != "README.md" and path.is_file() and sha256_file(path) != contract["files"][name]["sha256"]:
+            faults.append(f"{name}: differs from the source's")
+    return Finding("source", f"{len(recorded)} files of the source, and the config made from it", tuple(faults))
+
+
+def check_coverage(original: SourceCheckpoint, checkpoint: SourceCheckpoint, contract: Mapping[str, Any]) -> Finding:
+    """Each source tensor is copied bit for bit, or one of a role that a method of the manifest stores.
+
+    That the tensors of a factored role are all there, with the shapes of its form and ranks, is `check_forms`.
+    """
+    geometry = geometry_of(standard_config(original.config))
+    roles = {
+        name: (layer, key.partition(".")[0])
+        for layer in range(geometry.num_layers)
+        for key, (name, _) in geometry.layer_tensors(layer).items()
+    }
+    methods = {entry["method"] for entry in contract["manifest"]["methods"]}
+    claimed = contract["claimed"]
+    faults: list[str] = []
+    copied = kept = 0
+    for name in original.tensors:
+        if name not in claimed:
+            copied += 1
+            faults += _copy_faults(original, checkpoint, contract, name, "copied")
+            continue
+        if name not in roles or claimed[name] not in methods:
+            faults.append(f"{name}: claimed by {claimed[name]!r}, which is no method of the manifest that could")
+            continue
+        layer, role = roles[name]
+        form = contract["layers"][layer]["forms"].get(role)
+        if form is None:  # looked at and left as it was
+            kept += 1
+            faults += _copy_faults(original, checkpoint, contract, name, claimed[name])
+        else:
+            faults += _factor_faults(original, contract, name, f"{geometry.path(layer, role)}.", form, claimed[name])
+    faults += [f"{name}: claimed by {claimed[name]}, but no tensor of the source" for name in claimed - roles.keys()]
+    faults += _stray_faults(original, contract, methods)
+    named = ", ".join(sorted(set(claimed.values()))) or "nobody"
+    detail = f"{copied} of {len(original.tensors)} source tensors copied, {len(claimed)} stored by {named}"
+    return Finding("coverage", f"{detail}, {kept} of these as they were", tuple(faults))
+
+
+def _copy_faults(
+    original: SourceCheckpoint, checkpoint: SourceCheckpoint, contract: Mapping[str, Any], name: str, origin: str
+) -> Iterator[str]:
+    entry, record, found = contract["tensors"].get(name, {}), original.tensors[name], checkpoint.tensors.get(name)
+    if found is None or entry.get("origin") != origin:
+        yield f"{name}: neither copied nor claimed by a method"
+        return
+    pieces = zip(original.copy_bytes(name), checkpoint.copy_bytes(name), strict=False)
+    if (record.dtype, record.shape) != (found.dtype, found.shape) or any(ours != theirs for ours, theirs in pieces):
+        yield f"{found.file}: {name}: should be the source's bit for bit, but differs"
+
+
+def _factor_faults(
+    original: SourceCheckpoint,
+    contract: Mapping[str, Any],
+    name: str,
+    path: str,
+    form: Mapping[str, Any],
+    method: str,
+) -> Iterator[str]:
+    """What is stored below a factored role's path says so, and has the dtype that the source has there."""
+    for stored, entry in contract["tensors"].items():
+        if not stored.startswith(path):
+            continue
+        if entry["origin"] != method or entry["form"] != form["form"]:
+            yield f"{stored}: {entry['form']} by {entry['origin']}, but {name} is claimed as {form['form']} by {method}"
+        elif entry["dtype"] != original.tensors[name].dtype and entry["dtype"] != "U8":
+            yield f"{stored}: {entry['dtype']} numbers, the source's {name} has {original.tensors[name].dtype}"
+
+
+def _stray_faults(original: SourceCheckpoint, contract: Mapping[str, Any], methods: set[str]) -> Iterator[str]:
+    for name, entry in contract["tensors"].items():
+        if entry["origin"] == "copied" and name not in original.tensors:
+            yield f"{name}: said to be copied, but the source has no such tensor"
+        elif entry["origin"] != "copied" and entry["origin"] not in methods:
+            yield f"{name}: of {entry['origin']!r}, which is no method of the manifest"
+
+
+def check_logits(
+    original: SourceCheckpoint,
+    checkpoint: SourceCheckpoint,
+    config: Mapping[str, Any],
+    contract: Mapping[str, Any],
+    bound: float | None,
+) -> Finding:
+    """Relative error of the logits on fixed random tokens, streamed through both models in float32.
+
+    The bound is tight where no group cut anything off; what a lossy job may do to logits nobody knows beforehand, so
+    there it only says that the model is better than none. Give `bound` to ask for more.
+    """
+    generator = torch.Generator().manual_seed(0)
+    batch, length = SAMPLE_SHAPE
+    length = min(length, config["max_position_embeddings"])
+    ids_BS = torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
+    dense, packed = (
+        stream_logits(source, described, ids_BS)
+        for source, described in ((original, standard_config(original.config)), (checkpoint, config))
+    )
+    dense, packed = dense.double(), packed.double()
+    centred = dense - dense.mean(dim=0)
+    error = ((packed - dense).square().sum() / centred.square().sum().clamp_min(1e-300)).sqrt().item()
+    stated, why = (bound, "as given") if bound is not None else default_bound(config, contract)
+    faults = () if error <= stated else (f"relative error {error:.4g} of the logits is above {stated:g} ({why})",)
+    return Finding("logits", f"relative error {error:.4g} on {ids_BS.numel()} tokens, bound {stated:g} ({why})", faults)
+
+
+def default_bound(config: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[float, str]:
+    """The largest relative error of the logits that passes, and how it was chosen."""
+    if cut_nothing(contract):
+        rounding = ROUNDINGS * torch.finfo(getattr(torch, config["dtype"])).eps
+        return max(EXACT_BOUND, rounding), f"nothing was cut off; rounding of {config['dtype']}"
+    return LOSSY_BOUND, "lossy: better than the mean logits"
+
+
+def cut_nothing(contract: Mapping[str, Any]) -> bool:
+    """Whether every group kept its full rank: it is dense, or all of the errors that it reports are zero."""
+    for layer in contract["layers"]:
+        for report in layer["groups"].values():
+            errors = [value for key, value in report.items() if "error" in key]
+            if not report.get("dense") and (not errors or max(errors) > 0.0):
+                return False
+    return True
+
+
+@torch.inference_mode()
+def stream_logits(source: SourceCheckpoint, config: Mapping[str, Any], ids_BS: Tensor) -> Tensor:
+    """Logits (B·S, V) in float32 of a dense or compressed checkpoint, one layer in memory at a time."""
+    geometry = geometry_of(config)
+    setup = Setup(
+        source=source,
+        config=config,
+        geometry=geometry,
+        run_dir=source.directory,
+        tokens=None,
+        shards=1,
+        micro_batch=1,
+        dtype=torch.float32,
+        threads=torch.get_num_threads(),
+        use_gpu=False,
+        hidden_bytes=0,
+    )
+    layers = LayerReader(setup, torch.device("cpu"))
+    hidden_BSD = embedding(layers)(ids_BS)
+    for layer in range(geometry.num_layers):
+        layers.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
+        output_BSD = layers.block(layer, None).run(hidden_BSD)
+        assert output_BSD is not None
+        hidden_BSD = output_BSD
+    return head(layers)(hidden_BSD.flatten(0, 1))
