@@ -8,6 +8,7 @@ OUTPUT: `verify` must exit 1 and name the file, and for shards the tensor; `run`
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import signal
@@ -21,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from stores.durable import PARTIAL_SUFFIX
+from stores.headers import read_header
 from tests import factories
 from tests.end_to_end.children import Child, Hook, use_inline_pool
-from tests.end_to_end.jobs import Ended, Job, file_digests
-from tests.soak.damage import DAMAGES, copy_job, damage
+from tests.end_to_end.jobs import Ended, Job, command, file_digests
+from tests.soak.damage import DAMAGES, SAME_SIZE, copy_job, damage
+from tests.soak.edits import EDITS, edit
 
 METHODS: dict[str, dict[str, Any]] = {
     "flat_llm": {"methods": [{"method": "flat_llm"}]},
@@ -43,9 +46,18 @@ class Results:
 
     table: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    edits: list[tuple[str, str, str, str]] = field(default_factory=list)
 
     def add(self, kind: str, how: str, result: str) -> None:
         self.table.setdefault((kind, how), Counter())[result] += 1
+
+    def note(self, kind: str, how: str, seen: str, again: str, where: str) -> None:
+        """One damage of OUTPUT: what `verify` and what `run` made of it."""
+        result = ", ".join(filter(None, (seen, again.partition(":")[0])))
+        self.add(kind, how, result)
+        if "NOT" in result:
+            self.faults.append(f"{where}, {how}: {seen}, {again}")
+            print(f"FAULT {self.faults[-1]}", flush=True)
 
     def show(self) -> str:
         kinds = sorted({kind for kind, _ in self.table})
@@ -54,6 +66,8 @@ class Results:
             cells = [self.table.get((kind, how), Counter()) for how in DAMAGES]
             shown = (", ".join(f"{result} {count}" for result, count in sorted(cell.items())) for cell in cells)
             lines.append(f"| {kind} | " + " | ".join(shown) + " |")
+        lines += ["", "| edited, digests fitting | job | found | as |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(found)} |" for found in self.edits]
         return "\n".join(lines)
 
 
@@ -133,6 +147,89 @@ def check_run_dir(made: Job, expected: dict[str, str], results: Results, where: 
                 shutil.rmtree(copied.root)
 
 
+def output_kind(name: str) -> str:
+    """What a file of OUTPUT is."""
+    if name.endswith(".safetensors"):
+        return "shard"
+    return "tokenizer file" if name.startswith(("tokenizer", "special_tokens")) else name
+
+
+def checked_shards(job: Job) -> list[tuple[Path, str, int]]:
+    """(path, tensor or "header", a byte of it): of one tensor of every form and part, and of a header."""
+    found: dict[str, tuple[Path, str, int]] = {}
+    for name, entry in sorted(job.contract()["tensors"].items()):
+        path = job.output / entry["shard"]
+        at = read_header(path)[name]
+        part = name.rpartition(".")[2] if entry["form"] != "dense" else "weight"
+        found[f"{entry['form']}.{part} {entry['origin']}"] = (path, name, (at.begin + at.end) // 2)
+        found["header"] = (path, "header", 12)
+    return list(found.values())
+
+
+def faults_of(job: Job, *options: str) -> tuple[int, list[str], str]:
+    """`verify --json` of an output: exit code, faults, what else it said."""
+    ended = command("verify", str(job.output), "--json", *options)
+    findings = json.loads(ended.out)["findings"] if ended.out.startswith("{") else []
+    return ended.code, [fault for finding in findings for fault in finding["faults"]], ended.err
+
+
+def check_output(made: Job, expected: dict[str, str], results: Results, where: str, damages: list[str]) -> None:
+    """Every kind of file of OUTPUT under every damage: seen by `verify` with and without source, repaired by `run`."""
+    kinds = {output_kind(path.name): path.name for path in sorted(made.output.iterdir())}
+    for kind, name in kinds.items():
+        for how in damages:
+            copied = copy_job(made, made.root.with_name("job"))
+            if damage(copied.output / name, DAMAGES[how]):
+                seen = all(
+                    seen_by_verify(copied, name, options) for options in ([], ["--source", str(copied.source)])
+                )
+                again = "same size" if kind == "shard" and how in SAME_SIZE else repaired_by_run(copied, expected)
+                results.note(f"OUTPUT {kind}", how, "seen" if seen else "NOT seen", again, f"{where}: {name}")
+            shutil.rmtree(copied.root)
+    for path, tensor, position in checked_shards(made):
+        copied = copy_job(made, made.root.with_name("job"))
+        content = bytearray(path.read_bytes())
+        content[position] ^= 1
+        target = copied.output / path.name
+        target.unlink()
+        target.write_bytes(content)
+        seen = seen_by_verify(copied, path.name, [], "header" if tensor == "header" else tensor)
+        results.note(
+            "OUTPUT shard: byte of a tensor", "middle byte", "seen" if seen else "NOT seen", "", f"{where}: {tensor}"
+        )
+        shutil.rmtree(copied.root)
+
+
+def check_edits(made: Job, results: Results, where: str) -> None:
+    """Changes after which every digest fits again: found by what the files say, or only beside the source."""
+    for name in EDITS:
+        copied = copy_job(made, made.root.with_name("job"))
+        if edit(copied.output, name):
+            alone, beside = (faults_of(copied, *options) for options in ([], ["--source", str(copied.source)]))
+            found = "alone" if alone[0] == 1 else "with --source" if beside[0] == 1 else "NOT found"
+            told = (beside[1] or [""])[0].replace(str(copied.root), "")
+            results.edits.append((name, where, found, told[:110]))
+            if found == "NOT found" and not name.startswith("out of reach"):
+                results.faults.append(f"{where}: {name}: {found} {beside}")
+                print(f"FAULT {results.faults[-1]}", flush=True)
+        shutil.rmtree(copied.root)
+
+
+def seen_by_verify(job: Job, name: str, options: list[str], tensor: str = "") -> bool:
+    """Exit 1, and a fault that names file and tensor."""
+    code, faults, said = faults_of(job, *options)
+    named = any(name in fault and tensor in fault for fault in faults)
+    return code == 1 and named and "internal error" not in said
+
+
+def repaired_by_run(job: Job, expected: dict[str, str]) -> str:
+    """What `run` does with a finished job whose output was damaged."""
+    ended = job.run()
+    if ended.code != 0 or file_digests(job.output) != expected:
+        return f"NOT repaired: {ended.err[-200:]}"
+    return "repaired" if "repairing" in ended.err else "NOT told"
+
+
 def jobs(root: Path, names: list[str]) -> Iterator[tuple[str, Job, dict[str, str]]]:
     """Method -> a job that is not yet begun, and the bytes of its output."""
     source = factories.make_model(root / "source", num_hidden_layers=3)
@@ -160,7 +257,11 @@ def main(argv: list[str] | None = None) -> int:
             for before in arguments.stops:
                 whole = stopped_job(job, before)
                 if whole is not None:
-                    check_run_dir(whole, expected, results, f"{name} before {before or 'nothing'}", arguments.damages)
+                    where = f"{name} before {before}" if before else f"{name}, finished"
+                    check_run_dir(whole, expected, results, where, arguments.damages)
+                    if not before:
+                        check_output(whole, expected, results, where, arguments.damages)
+                        check_edits(whole, results, where)
                     shutil.rmtree(whole.root)
     print(results.show())
     cases = sum(sum(cell.values()) for cell in results.table.values())

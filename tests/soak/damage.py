@@ -37,6 +37,9 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
+SAME_SIZE = ("first byte", "a byte in front", "middle byte", "last byte", "zeros")  # seen by `verify`, not by `run`
+
+
 def damage(path: Path, change: Damage) -> bool:
     """Puts changed bytes in a file's place, so that its other names stay whole. False: it is the same as before."""
     before = path.read_bytes()
