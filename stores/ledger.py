@@ -34,6 +34,7 @@ class Ledger:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self._told: set[Path] = set()  # damaged entries are read again and again
 
     def commit(self, key: str, record: dict[str, Any]) -> None:
         """Makes `record` (JSON values only) the one of `key`, durably; then drops what it supersedes.
@@ -122,7 +123,9 @@ class Ledger:
         try:
             return _decode(data, key, generation)
         except _DamagedError as error:
-            logger.warning("ledger entry %s is damaged (%s): ignored, its work is done again", path, error)
+            if path not in self._told:
+                logger.warning("ledger entry %s is damaged (%s): ignored, its work is done again", path, error)
+            self._told.add(path)
             return None
         except InputError as error:
             raise InputError(f"{path}: {error}") from None

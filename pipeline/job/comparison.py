@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from workers.setup import Setup
 SAMPLE_SHAPE = (2, 64)  # token ids of the logits check
 EXACT_BOUND = 1e-3  # relative error of the logits when no group cut anything off; float32 reaches 1e-5
 ROUNDINGS = 16  # the same in units of the checkpoint's precision, where that is more: the factors are rounded to it
-LOSSY_BOUND = 1.0  # the error of answering with the mean logits everywhere
+LOSSY_BOUND = 1.0  # the error of a layer that is left out, and of answering with the mean logits everywhere
 WRITTEN_FIELDS = ("forms", "dtype", "architectures", "auto_map", "model_type")  # of config.json, by Lamina itself
 
 
@@ -128,25 +129,28 @@ def check_logits(
     contract: Mapping[str, Any],
     bound: float | None,
 ) -> Finding:
-    """Relative error of the logits on fixed random tokens, streamed through both models in float32.
+    """Both models on fixed random tokens, side by side in float32: the error of each layer, and of the logits.
 
-    The bound is tight where no group cut anything off; what a lossy job may do to logits nobody knows beforehand, so
-    there it only says that the model is better than none. Give `bound` to ask for more.
+    A layer's error is that of its update on the source's hidden states, so that it is known which layer is wrong. The
+    bounds are tight where no group cut anything off. What a lossy job may do nobody knows beforehand: there a layer has
+    to be better than none, and the logits better than their mean. `bound` takes the place of both.
     """
     generator = torch.Generator().manual_seed(0)
     batch, length = SAMPLE_SHAPE
     length = min(length, config["max_position_embeddings"])
     ids_BS = torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
-    dense, packed = (
-        stream_logits(source, described, ids_BS)
-        for source, described in ((original, standard_config(original.config)), (checkpoint, config))
-    )
-    dense, packed = dense.double(), packed.double()
-    centred = dense - dense.mean(dim=0)
-    error = ((packed - dense).square().sum() / centred.square().sum().clamp_min(1e-300)).sqrt().item()
+    streamed = stream_both(original, checkpoint, config, ids_BS)
     stated, why = (bound, "as given") if bound is not None else default_bound(config, contract)
-    faults = () if error <= stated else (f"relative error {error:.4g} of the logits is above {stated:g} ({why})",)
-    return Finding("logits", f"relative error {error:.4g} on {ids_BS.numel()} tokens, bound {stated:g} ({why})", faults)
+    faults = [
+        f"layer {layer}: relative error {error:.4g} of its update on the source's hidden states is above {stated:g}"
+        for layer, error in enumerate(streamed.layer_errors)
+        if not error <= stated
+    ]
+    if not streamed.error <= stated:
+        faults.append(f"relative error {streamed.error:.4g} of the logits is above {stated:g} ({why})")
+    worst = max(streamed.layer_errors)
+    detail = f"relative error {streamed.error:.4g} on {ids_BS.numel()} tokens, of a layer at most {worst:.4g}"
+    return Finding("logits", f"{detail}; bound {stated:g} ({why})", tuple(faults))
 
 
 def default_bound(config: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[float, str]:
@@ -154,7 +158,7 @@ def default_bound(config: Mapping[str, Any], contract: Mapping[str, Any]) -> tup
     if cut_nothing(contract):
         rounding = ROUNDINGS * torch.finfo(getattr(torch, config["dtype"])).eps
         return max(EXACT_BOUND, rounding), f"nothing was cut off; rounding of {config['dtype']}"
-    return LOSSY_BOUND, "lossy: better than the mean logits"
+    return LOSSY_BOUND, "lossy: better than no layer, and than the mean logits"
 
 
 def cut_nothing(contract: Mapping[str, Any]) -> bool:
@@ -167,14 +171,47 @@ def cut_nothing(contract: Mapping[str, Any]) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Streamed:
+    """Relative errors of the compressed model: of its logits, and of each layer's update."""
+
+    error: float
+    layer_errors: tuple[float, ...]
+
+
 @torch.inference_mode()
-def stream_logits(source: SourceCheckpoint, config: Mapping[str, Any], ids_BS: Tensor) -> Tensor:
-    """Logits (B·S, V) in float32 of a dense or compressed checkpoint, one layer in memory at a time."""
-    geometry = geometry_of(config)
+def stream_both(
+    original: SourceCheckpoint, checkpoint: SourceCheckpoint, config: Mapping[str, Any], ids_BS: Tensor
+) -> Streamed:
+    """Both models side by side, a layer of each in memory (two while the next is read)."""
+    dense, packed = _reader(original, standard_config(original.config)), _reader(checkpoint, config)
+    dense_BSD, packed_BSD = embedding(dense)(ids_BS), embedding(packed)(ids_BS)
+    errors = []
+    for layer in range(dense.setup.geometry.num_layers):
+        ahead = layer + 1 if layer + 1 < dense.setup.geometry.num_layers else None
+        for reader in (dense, packed):
+            reader.read_ahead(ahead)
+        after_BSD, alone_BSD = dense.block(layer, None).run(dense_BSD), packed.block(layer, None).run(dense_BSD)
+        packed_BSD = cast(Tensor, packed.block(layer, None).run(packed_BSD))
+        assert after_BSD is not None
+        assert alone_BSD is not None
+        errors.append(_relative(alone_BSD - after_BSD, after_BSD - dense_BSD))
+        dense_BSD = after_BSD
+    logits, found = head(dense)(dense_BSD.flatten(0, 1)), head(packed)(packed_BSD.flatten(0, 1))
+    return Streamed(_relative(found - logits, logits - logits.mean(dim=0)), tuple(errors))
+
+
+def _relative(error: Tensor, whole: Tensor) -> float:
+    """Ratio of two norms; 0 for no error, also of nothing."""
+    lost = error.double().norm().item()
+    return lost / max(whole.double().norm().item(), 1e-150) if lost != 0.0 else 0.0
+
+
+def _reader(source: SourceCheckpoint, config: Mapping[str, Any]) -> LayerReader:
     setup = Setup(
         source=source,
         config=config,
-        geometry=geometry,
+        geometry=geometry_of(config),
         run_dir=source.directory,
         tokens=None,
         shards=1,
@@ -184,11 +221,4 @@ def stream_logits(source: SourceCheckpoint, config: Mapping[str, Any], ids_BS: T
         use_gpu=False,
         hidden_bytes=0,
     )
-    layers = LayerReader(setup, torch.device("cpu"))
-    hidden_BSD = embedding(layers)(ids_BS)
-    for layer in range(geometry.num_layers):
-        layers.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
-        output_BSD = layers.block(layer, None).run(hidden_BSD)
-        assert output_BSD is not None
-        hidden_BSD = output_BSD
-    return head(layers)(hidden_BSD.flatten(0, 1))
+    return LayerReader(setup, torch.device("cpu"))

@@ -34,7 +34,7 @@ def verify(output: Path, source: Path | None, bound: float | None = None) -> Ite
         yield Finding("contract", "the other files cannot be held against it", (str(error),))
         return
     except InputError as error:
-        if not (output / INDEX_FILE).exists() and not (output / "modeling_lamina.py").exists():
+        if not (output / "modeling_lamina.py").exists():
             raise
         yield Finding("contract", "the other files cannot be held against it", (str(error),))
         return

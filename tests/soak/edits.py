@@ -90,9 +90,21 @@ def _factor_nudged(made: Edited) -> None:
     made.change(name, lambda tensor: tensor * (1 + 1e-6))
 
 
+def _factor_changed(made: Edited) -> None:
+    """By 10 %, at random."""
+    generator = torch.Generator().manual_seed(0)
+    name = next(n for n in sorted(made.contract["tensors"]) if _is_float_factor(made, n))
+    made.change(name, lambda tensor: tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=generator)))
+
+
 def _is_float_factor(made: Edited, name: str) -> bool:
     entry = made.contract["tensors"][name]
     return entry["form"] != "dense" and entry["dtype"] != "U8"
+
+
+def _rows_exchanged(made: Edited) -> None:
+    name = next(n for n in sorted(made.contract["tensors"]) if _is_float_factor(made, n) and n.endswith("weight"))
+    made.change(name, lambda tensor: tensor.flip(0))
 
 
 def _factor_nan(made: Edited) -> None:
@@ -225,6 +237,8 @@ def _tokenizer(made: Edited) -> None:
 EDITS: dict[str, Callable[[Edited], None]] = {
     "a copied tensor changed": _copied_changed,
     "factors of a shard times 100": _factors_grown,
+    "out of reach: a factor changed by 10 %": _factor_changed,
+    "a factor upside down": _rows_exchanged,
     "NaN in a factor": _factor_nan,
     "a factor one row shorter": _shape,
     "the head transposed": _transposed,
