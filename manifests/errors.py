@@ -1,6 +1,6 @@
 """The errors that reach a user, each with the exit code of the command that ends by it.
 
-Every one takes a single message, so that it survives pickling between processes.
+Every one takes its message first and gives all arguments on, so that it survives pickling between processes.
 """
 
 
@@ -47,7 +47,17 @@ class WorkerError(LaminaError, RuntimeError):
 
 
 class LostInputError(LaminaError):
-    """Something a unit builds on went with the worker that held it; what led to it is done again."""
+    """Something a unit builds on went with the node that held it; what led to it is done again.
+
+    `producers` are the keys of the units whose results are gone, if they are known.
+    """
+
+    def __init__(self, message: str, producers: tuple[str, ...] = ()) -> None:
+        super().__init__(message, producers)
+        self.producers = producers
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Interrupted(LaminaError):

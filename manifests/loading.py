@@ -6,14 +6,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from manifests.errors import InputError
-from manifests.schema import Manifest, MethodEntry
+from manifests.schema import Block, Manifest, MethodEntry
 from manifests.strict_yaml import read_yaml, write_yaml
 
+B = TypeVar("B", bound=Block)
 MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 32
 PLAIN_WORDS = {  # pydantic's names for what YAML has
@@ -63,6 +64,14 @@ def parse_manifest(document: Mapping[str, Any], origin: str = "manifest") -> Man
     if faults:
         raise InputError(f"manifest {origin}:\n" + "\n".join(faults))
     return manifest
+
+
+def parse_block(kind: type[B], fields: Mapping[str, Any], origin: str) -> B:
+    """One block of a manifest from what was given elsewhere (`origin`). Raises InputError, a line for each fault."""
+    try:
+        return kind.model_validate(dict(fields))
+    except ValidationError as error:
+        raise InputError(f"{origin}:\n" + "\n".join(_describe(fault) for fault in error.errors())) from error
 
 
 def dump_manifest(manifest: Manifest) -> str:

@@ -11,12 +11,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 MANIFEST_VERSION = 1
+RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks, and nothing that is measured on text
+    r"budget(\..*)?|methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above)(\..*)?", re.ASCII
+)
 LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
 
 
 def _without_control_characters(text: str) -> str:
     if not text.strip() or any(ord(character) < 32 for character in text):
         raise ValueError("should be a path or an address: not blank, no control characters")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("should be a path or an address: half a surrogate pair is no character")
     return text
 
 
@@ -32,7 +37,11 @@ class Block(BaseModel):
 
 
 class Model(Block):
-    """Where the dense model is: a directory or a hub id; `revision` is the hub's."""
+    """Where the dense model is: a directory or a hub id; `revision` is the hub's.
+
+    `trust_remote_code`: whether Python that a checkpoint brings (`auto_map`) may run, which only a tokenizer can need:
+    models are always built by Lamina's own families. It travels with the tokenizer to the output.
+    """
 
     source: Location
     revision: str | None = None
@@ -253,13 +262,17 @@ class LeSTD(MethodEntry):
 
 
 class Workers(Block):
-    """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker)."""
+    """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker).
 
-    min: PositiveInt = 1
-    max: PositiveInt = 1
-    cpus: PositiveInt = 1
-    gpus: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0
-    activation_memory_gb: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 8.0
+    `max_failures`: the job ends when this many workers in a row have died on the same unit, or while starting.
+    """
+
+    min: Annotated[PositiveInt, Field(le=100_000)] = 1
+    max: Annotated[PositiveInt, Field(le=100_000)] = 1
+    cpus: Annotated[PositiveInt, Field(le=4096)] = 1
+    gpus: Annotated[float, Field(ge=0.0, le=1024.0, allow_inf_nan=False)] = 0
+    max_failures: PositiveInt = 3
+    activation_memory_gb: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 8.0
 
     @model_validator(mode="after")
     def _min_below_max(self) -> Self:

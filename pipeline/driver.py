@@ -9,12 +9,11 @@ The journal's keys: `dense/L` the dense pass through layer L, `measured/L` what 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manifests.errors import CorruptError, LaminaError, LostInputError
+from manifests.errors import CorruptError, LostInputError
 from pipeline.methods.method import Form, Moment, Scores
 from pipeline.methods.registry import Task, layer_importance, layer_moments, ranks_key
 from pipeline.ports import (
@@ -33,9 +32,9 @@ from pipeline.ports import (
     Unit,
     Write,
 )
+from pipeline.repair import Repairs
 
 RanksOf = Mapping[str, Mapping[str, int]]
-REPAIRS = 3
 
 
 @dataclass(frozen=True)
@@ -70,20 +69,20 @@ class Driver:
         self.journal = journal
         self.cleaner = cleaner
         self.observer = observer
-        self.repairs: Counter[str] = Counter()  # by entry; "": what was lost since the last commit
+        self.repairs = Repairs(journal, job.num_layers, observer)
 
     def run(self) -> None:
         """Goes through the phases, each from where the journal says it was left.
 
         Stored data that proves corrupt is taken out of the journal and computed again, and so is what was lost with a
-        worker before it was committed. What goes wrong more than `REPAIRS` times in the same place is raised.
+        node before it was committed. What goes wrong more than `repair.REPAIRS` times in the same place is raised.
         """
         while True:
             try:
                 return self._run_phases()
             except (CorruptError, LostInputError) as error:
                 self.pool.drain()
-                self._repair(error)
+                self.repairs.mend(error)
 
     def _run_phases(self) -> None:
         self._retain_statistics()
@@ -114,7 +113,7 @@ class Driver:
 
     def _dense_pass(self, with_moments: bool) -> None:
         last = self.job.num_layers - 1
-        missing = [layer for layer in range(last + 1) if self.journal.get(f"dense/{layer:05d}") is None]
+        missing = [layer for layer in range(last + 1) if not self._is_measured(layer, with_moments)]
         if not missing:
             return
         base = next((layer for layer in range(missing[0], 0, -1) if self._activations("dense", layer)), 0)
@@ -124,11 +123,9 @@ class Driver:
             moments = layer_moments(self.job.tasks, layer) if with_moments else ()
             store = self._is_boundary(layer + 1) and layer < last
             emit = layer < last
-            done = self._forward("dense", layer, None, moments, base, cosine=True, emit=emit, store=store)
-            entry: Record = {
-                "cosine": [result.cosine for result in done],
-                "statistics": self._reduce("dense", layer, moments, done),
-            }
+            units = self._forward("dense", layer, None, moments, base, cosine=True, emit=emit, store=store)
+            done, statistics = self._sum("dense", layer, moments, units)
+            entry: Record = {"cosine": [result.cosine for result in done], "statistics": statistics}
             if store:
                 entry["activations"] = [result.activation for result in done]
             self._enter(f"dense/{layer:05d}", entry)
@@ -137,6 +134,11 @@ class Driver:
                 self.cleaner.retain_activations(tuple(entry["activations"]))
             self.observer.layer_done(phase, layer, {})
         self.cleaner.retain_activations(())
+
+    def _is_measured(self, layer: int, with_moments: bool) -> bool:
+        entry = self.journal.get(f"dense/{layer:05d}")
+        wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
+        return entry is not None and all(moment.key in entry["statistics"] for moment in wanted)
 
     def _ranks(self) -> RanksOf:
         entered = self.journal.get("ranks")
@@ -213,15 +215,15 @@ class Driver:
         entered = self.journal.get(f"statistics/{layer:05d}")
         if entered is None:
             moments = layer_moments(self.job.tasks, layer)
-            done = self._forward("compressed", layer, None, moments, base, emit=False) if moments else []
-            entered = {"statistics": self._reduce("compressed", layer, moments, done)}
+            units = self._forward("compressed", layer, None, moments, base, emit=False) if moments else []
+            entered = {"statistics": self._sum("compressed", layer, moments, units)[1]}
             self._enter(f"statistics/{layer:05d}", entered)
         statistics: dict[str, Record] = entered["statistics"]
         return statistics
 
     def _propagate(self, layer: int, base: int) -> int:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
-        done = self._forward("compressed", layer, self._staged(layer), (), base, store=True)
+        done = self._do(self._forward("compressed", layer, self._staged(layer), (), base, store=True))
         activations = [result.activation for result in done]
         self._enter(f"activations/{layer + 1:05d}", {"activations": activations})
         self.cleaner.retain_activations(tuple(record for record in activations if record))
@@ -248,11 +250,11 @@ class Driver:
         cosine: bool = False,
         emit: bool = True,
         store: bool = False,
-    ) -> list[ForwardDone]:
-        """All shards through a layer; results in shard order."""
+    ) -> list[Unit]:
+        """All shards through a layer, in shard order."""
         activations = self._activations(lineage, base)
         replay = tuple(self._staged(before) if lineage == "compressed" else None for before in range(base, layer))
-        units = [
+        return [
             Forward(
                 lineage=lineage,
                 layer=layer,
@@ -269,20 +271,23 @@ class Driver:
             )
             for shard in range(self.job.shards)
         ]
-        return self._do(units)
 
-    def _reduce(
-        self, lineage: Lineage, layer: int, moments: Iterable[Moment], done: Sequence[ForwardDone]
-    ) -> dict[str, Record]:
-        """Moment key -> record of the stored sum over all shards."""
-        units = [
-            Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in moments
-        ]
-        return {unit.moment.key: record for unit, record in zip(units, self._do(units), strict=True)}
+    def _sum(
+        self, lineage: Lineage, layer: int, moments: Sequence[Moment], forwards: Sequence[Unit]
+    ) -> tuple[list[ForwardDone], dict[str, Record]]:
+        """Does the forward units, then adds their moments: key -> record of the stored sum over all shards."""
+
+        def reduces(done: Sequence[ForwardDone]) -> list[Unit]:
+            return [
+                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in moments
+            ]
+
+        done, records = self._do_both(forwards, reduces)
+        return done, {moment.key: record for moment, record in zip(moments, records, strict=True)}
 
     def _compress(self, statistics: Mapping[int, Mapping[str, Record]], ranks: RanksOf) -> None:
         """Solves every group of some layers, then writes and enters each layer."""
-        solves = [
+        solves: list[Unit] = [
             Solve(
                 task, ranks[ranks_key(task)], {moment: statistics[layer][moment.key] for moment in task.group.moments}
             )
@@ -290,15 +295,37 @@ class Driver:
             for task in self.job.tasks
             if task.group.layer == layer
         ]
-        solved: dict[int, list[tuple[Solve, SolveDone]]] = {layer: [] for layer in statistics}
-        for solve, solution in zip(solves, self._do(solves), strict=True):
-            solved[solve.task.group.layer].append((solve, solution))
-        writes = [_write_unit(layer, parts) for layer, parts in solved.items()]
-        for write, staged in zip(writes, self._do(writes), strict=True):
-            groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved[write.layer]}
-            entry = {"staged": staged, "forms": dict(write.forms), "groups": groups}
-            self._enter(f"layer/{write.layer:05d}", entry)
-            self.observer.layer_done("compress", write.layer, groups)
+
+        def parts(solutions: Sequence[SolveDone], layer: int) -> list[tuple[Solve, SolveDone]]:
+            pairs = zip(solves, solutions, strict=True)
+            return [(unit, done) for unit, done in pairs if isinstance(unit, Solve) and unit.task.group.layer == layer]
+
+        solutions, staged = self._do_both(
+            solves, lambda solutions: [_write_unit(layer, parts(solutions, layer)) for layer in statistics]
+        )
+        for layer, record in zip(statistics, staged, strict=True):
+            solved = parts(solutions, layer)
+            groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved}
+            entry = {"staged": record, "forms": dict(_write_unit(layer, solved).forms), "groups": groups}
+            self._enter(f"layer/{layer:05d}", entry)
+            self.observer.layer_done("compress", layer, groups)
+
+    def _do_both(
+        self, producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
+    ) -> tuple[list[Any], list[Any]]:
+        """Results of some units, and of those that build on them. What is lost in between is done again, no more."""
+        made = self._do(producers)
+        while True:
+            try:
+                return made, self._do(consumers(made))
+            except LostInputError as error:
+                lost = [place for place, unit in enumerate(producers) if unit.key in error.producers]
+                if not lost:
+                    raise
+                self.pool.drain()
+                self.repairs.mend(error)
+                for place, result in zip(lost, self._do([producers[place] for place in lost]), strict=True):
+                    made[place] = result
 
     def _do(self, units: Sequence[Unit]) -> list[Any]:
         """Submits units and waits for all of them. Results in the order of the units."""
@@ -315,7 +342,7 @@ class Driver:
 
     def _enter(self, key: str, record: Record) -> None:
         self.journal.commit(key, record)
-        del self.repairs[""]
+        self.repairs.progress()
 
     def _claimed(self) -> list[int]:
         return sorted({task.group.layer for task in self.job.tasks})
@@ -338,38 +365,6 @@ class Driver:
         entry = self.journal.get(f"dense/{layer - 1:05d}" if lineage == "dense" else f"activations/{layer:05d}")
         return entry.get("activations") if entry else None
 
-    def _repair(self, error: LaminaError) -> None:
-        """Takes back every entry that names the corrupt data, so that it is computed again."""
-        named: list[str] = []
-        path = error.path if isinstance(error, CorruptError) else ""
-        if isinstance(error, CorruptError):
-            named = [key for key in self._keys() if (entry := self.journal.get(key)) and _names(entry, path)]
-            if not named:
-                raise error
-        self.repairs.update(named or [""])
-        if any(self.repairs[key] > REPAIRS for key in named or [""]):
-            raise error
-        self.observer.repaired(str(error), named)
-        for key in named:
-            if any(_names(record, path) for record in (self.journal.get(key) or {}).get("activations", [])):
-                self._forget_activations("dense" if key.startswith("dense/") else "compressed")
-            else:
-                self.journal.retract(key)
-
-    def _forget_activations(self, lineage: Lineage) -> None:
-        """All hidden states of a lineage: the ones before the newest were dropped when those were entered."""
-        kind = "dense" if lineage == "dense" else "activations"
-        for key in self._keys():
-            entry = self.journal.get(key) if key.startswith(f"{kind}/") else None
-            if entry is not None and lineage == "compressed":
-                self.journal.retract(key)
-            elif entry is not None and "activations" in entry:
-                self.journal.commit(key, {name: value for name, value in entry.items() if name != "activations"})
-
-    def _keys(self) -> list[str]:
-        kinds = ("dense", "statistics", "activations", "layer")
-        return [f"{kind}/{layer:05d}" for kind in kinds for layer in range(self.job.num_layers + 1)]
-
 
 def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
     forms: dict[str, Form] = {}
@@ -386,10 +381,3 @@ def _with_text_keys(entry: Any) -> Any:
 
 def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:
     return {"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report}
-
-
-def _names(entry: Any, path: str) -> bool:
-    """Whether a record somewhere in an entry has this path."""
-    if isinstance(entry, Mapping):
-        return entry.get("path") == path or any(_names(value, path) for value in entry.values())
-    return isinstance(entry, list) and any(_names(value, path) for value in entry)

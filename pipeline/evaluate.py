@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from manifests.errors import InputError
+from manifests.loading import parse_block
 from manifests.schema import Text, Workers
 from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
 from pipeline.job.perplexity import measure_perplexity
@@ -47,8 +49,10 @@ def _body(arguments: Any) -> int:
     for name in ("window", "workers", "cpus"):
         if getattr(arguments, name) < (2 if name == "window" else 1):
             raise InputError(f"--{name}: {getattr(arguments, name)} is too small")
-    text = Text(files=tuple(arguments.text), field=arguments.field)
-    workers = Workers(min=1, max=arguments.workers, cpus=arguments.cpus, gpus=arguments.gpus)
+    text = parse_block(Text, {"files": tuple(arguments.text), "field": arguments.field}, "--text")
+    workers = parse_block(
+        Workers, {"max": arguments.workers, "cpus": arguments.cpus, "gpus": arguments.gpus}, "--workers, --cpus, --gpus"
+    )
     stop = threading.Event()
 
     def start() -> None:
@@ -56,7 +60,7 @@ def _body(arguments: Any) -> int:
         catch_signals(stop)
 
     interrupt_on_signals()
-    with JobObserver(quiet=arguments.json) as observer:
+    with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints, too
         dtype = DTYPES[arguments.dtype]
         found = measure_perplexity(
             arguments.model, text, arguments.window, workers, dtype, stop, observer, arguments.scratch, start

@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError, StorageError
 from manifests.loading import dump_manifest, load_manifest
-from manifests.schema import Manifest
+from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
 from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
 from pipeline.job.contract import SEAL, quick_faults
+from pipeline.job.entries import check_entries
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver, open_log
@@ -31,7 +33,7 @@ from pipeline.methods.registry import allocate_ranks, measure_tasks
 from pipeline.plan import make_plan
 from pipeline.ports import Record
 from stores.activations import ActivationStore
-from stores.durable import partial_path, write_durably
+from stores.durable import partial_path, sweep_partials, write_durably
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import RunDirectory
@@ -81,25 +83,30 @@ def run_job(
         source_files = _source_digests(inputs, ledger)
         if source_files != ledger.get("source"):
             check_copied(inputs)
-        run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
+        if (ledger.get("assembling") or {}).get("output") != str(output.resolve()):
+            check_output(output, run_dir.path, fresh)
+        adapt = partial(_solve_again, manifest, ledger)
+        run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh, adapt)
         ledger.commit("source", source_files)
+        check_entries(ledger, _job(inputs), inputs.config)
         done = ledger.get("complete")
         finished_here = done is not None and done["output"] == str(output.resolve())
         faults = quick_faults(output, done.get("contract_sha256", "")) if done and finished_here else []
         if done and finished_here and not faults:
             return {**done["summary"], "already_finished": True}
-        if (ledger.get("assembling") or {}).get("output") != str(output.resolve()):
-            check_output(output, run_dir.path, fresh)
         if free_bytes(output) < plan.output_bytes:
             raise InputError(
                 f"output: {plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
             )
         write_durably(run_dir.manifest, dump_manifest(manifest).encode())
         log = open_log(run_dir.logs)
-        observer = stack.enter_context(JobObserver((lock.beat, claim.beat), quiet=quiet))
+        observer = JobObserver((lock.beat, claim.beat, lambda _: _rescale(observer, run_dir, lock)), quiet=quiet)
+        stack.enter_context(observer)
         observer.say(f"log: {log}")
         for fault in faults:
             observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)
+        if reused := ledger.get("reused"):
+            observer.say(f"statistics of an earlier run serve again: {reused['seconds']:.1f} s of forward passes saved")
         return _compute(inputs, tokens, run_dir, ledger, source_files, observer, address, stop, plan.report())
 
 
@@ -146,12 +153,20 @@ def _compute(
             "units": worker_seconds,
             "total": time.monotonic() - started,
         },
+        "seconds_saved": (ledger.get("reused") or {}).get("seconds", 0.0),
         "peak_bytes": {"driver": peak_bytes(), "workers": peaks},
         "plan": dict(plan),
     }
     output = str(Path(inputs.manifest.output).resolve())
     ledger.commit("complete", {"output": output, "contract_sha256": contract[SEAL], "summary": summary})
     return summary
+
+
+def _rescale(observer: JobObserver, run_dir: RunDirectory, lock: RunLock) -> None:
+    """Does what `pipeline.scale` asked for."""
+    workers = run_dir.workers_asked_for(lock.token)
+    if workers is not None and observer.pool is not None:
+        observer.pool.resize(workers)
 
 
 def _job(inputs: Inputs) -> Job:
@@ -208,7 +223,14 @@ def _evaluate(manifest: Manifest, stop: threading.Event, observer: JobObserver) 
     assert manifest.evaluation.perplexity is not None
     wanted = manifest.evaluation.perplexity
     found = measure_perplexity(
-        manifest.output, wanted.text, wanted.window, manifest.workers, torch.float32, stop, observer
+        manifest.output,
+        wanted.text,
+        wanted.window,
+        manifest.workers,
+        torch.float32,
+        stop,
+        observer,
+        trust_remote_code=manifest.model.trust_remote_code,
     )
     observer.say(f"perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens")
     return {"perplexity": found}
@@ -258,6 +280,21 @@ def _fingerprint(inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapp
     }
 
 
+def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bool:
+    """Whether ranks are all that differs, and the statistics do not depend on them: then all later work is undone."""
+    names = [name.removeprefix("manifest.") for name in differing if name.startswith("manifest.")]
+    ranks_only = len(names) == len(differing) and all(map(RANKS_ONLY.fullmatch, names))
+    if not ranks_only or manifest.calibration is None or manifest.calibration.propagate != "dense":
+        return False
+    summary = (ledger.get("complete") or {}).get("summary", {})
+    seconds = summary.get("seconds_saved", 0.0) + summary.get("seconds", {}).get("phases", {}).get("statistics", 0.0)
+    if summary:
+        ledger.commit("reused", {"seconds": seconds})
+    for key in ("complete", *ledger.keys("layer/"), "ranks", *ledger.keys("measured/")):
+        ledger.retract(key)
+    return True
+
+
 @contextmanager
 def claim_output(output: Path) -> Iterator[RunLock]:
     """The lock of OUTPUT, held. Raises InUseError, and InputError when nothing can be written there."""
@@ -265,6 +302,7 @@ def claim_output(output: Path) -> Iterator[RunLock]:
     try:
         lock.acquire()
         if output.is_dir():
+            sweep_partials(output)  # the probe, too, may come back after a power cut
             probe = partial_path(output / "probe")
             write_durably(probe, b"")
             probe.unlink()
@@ -297,7 +335,8 @@ def _body(arguments: Any) -> int:
     stop = threading.Event()
     interrupt_on_signals()
     manifest = load_manifest(arguments.manifest, arguments.set)
-    summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)
+    with redirect_stdout(sys.stderr):  # Ray prints what its nodes say, which is no JSON
+        summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)
     if arguments.json:
         print(json.dumps(summary))
     else:

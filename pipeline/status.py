@@ -52,7 +52,7 @@ def read_status(path: Path) -> dict[str, Any]:
         "owner": owner,
         "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
         "last_commit": max((entry.stat().st_mtime for entry in (path / "ledger").glob("*.json")), default=None),
-        "summary": complete["summary"] if complete else None,
+        "summary": (complete or {}).get("summary"),
         "log": _last_lines(run_dir.logs),
     }
 
@@ -83,6 +83,8 @@ def _print(state: dict[str, Any]) -> None:
             f"phase {progress.get('phase')}: layer {progress.get('layer')}, "
             f"{progress.get('done')} of {progress.get('of')} units"
         )
+        if pool := progress.get("pool"):
+            print(f"workers: {pool['ready']} ready, {pool['wanted']} wanted")
         for worker, unit in (progress.get("workers") or {}).items():
             print(f"  {worker}: {unit}")
     for line in state["log"]:

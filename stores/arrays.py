@@ -199,6 +199,9 @@ class ArrayReader:
         self.chunks: tuple[int, ...] = tuple(record["chunks"])
         self.dtype = DTYPES[record["dtype"]]
         self.symmetric = bool(record["symmetric"])
+        grid = math.prod(_chunk_counts(record))
+        if grid > 2 * len(record["checksums"]):  # before a grid of any size is listed; the upper tiles are over half
+            raise self._corrupt(path, f"{len(record['checksums'])} checksums for a grid of {grid} chunks")
         coordinates = _coordinates(record)
         if len(coordinates) != len(record["checksums"]):
             raise self._corrupt(path, f"{len(record['checksums'])} checksums for {len(coordinates)} chunks")
@@ -206,6 +209,9 @@ class ArrayReader:
         self._check_metadata(record)
         with storage_errors("reading", path):
             self._array = zarr.open_array(store=LocalStore(path, read_only=True), mode="r")
+        stored = (self._array.shape, self._array.chunks, self._array.dtype.name)
+        if stored != (self.shape, self.chunks, ZARR_NAMES[record["dtype"]]):
+            raise self._corrupt(path, f"{stored}, its record says {self.shape}, {self.chunks}, {record['dtype']}")
 
     def read(self, selection: Selection) -> torch.Tensor:
         """The numbers of a selection (slices with step 1, one per axis), on the CPU.
@@ -257,9 +263,13 @@ def chunk_shape(shape: Sequence[int], edge: int = 1024) -> tuple[int, ...]:
 
 def _coordinates(record: Mapping[str, Any]) -> list[Coordinates]:
     """Positions in the chunk grid of all chunks that are stored, in C order."""
-    counts = [-(-size // edge) for size, edge in zip(record["shape"], record["chunks"], strict=True)]
-    everything = itertools.product(*map(range, counts))
+    everything = itertools.product(*map(range, _chunk_counts(record)))
     return [at for at in everything if not record["symmetric"] or at[-2] <= at[-1]]
+
+
+def _chunk_counts(record: Mapping[str, Any]) -> list[int]:
+    """Chunks along each axis."""
+    return [-(-size // edge) for size, edge in zip(record["shape"], record["chunks"], strict=True)]
 
 
 def _chunk_name(at: Coordinates) -> str:

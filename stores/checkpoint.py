@@ -81,7 +81,7 @@ def link_or_copy(source: str | Path, target: str | Path) -> bool:
         if error.errno not in NO_LINK:
             with storage_errors(f"linking {path} to", target):
                 raise
-        _copy_file(path, target)
+        copy_file(path, target)
         return False
     with storage_errors("writing", target):
         os.replace(temporary, target)
@@ -101,6 +101,12 @@ def verify_shard(path: str | Path, record: Mapping[str, Any]) -> None:
         raise CorruptError(f"{path}: {size} bytes, committed were {record['size']}", named)
     if sha256_file(path) != record["sha256"]:
         raise CorruptError(f"{path}: sha256 differs from what was committed; {_differing(path, record)}", named)
+    if {name: (at["dtype"], at["shape"]) for name, at in record["tensors"].items()} != _described(path):
+        raise CorruptError(f"{path}: holds other tensors than its record says", named)
+
+
+def _described(path: Path) -> dict[str, tuple[str, list[int]]]:
+    return {name: (at.dtype, list(at.shape)) for name, at in read_header(path).items()}
 
 
 def describe_shard(path: str | Path) -> ShardRecord:
@@ -193,7 +199,8 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
             )
 
 
-def _copy_file(source: Path, target: Path) -> None:
+def copy_file(source: Path, target: Path) -> None:
+    """A durable copy of a file; holds a few megabytes at a time. Raises StorageError."""
     with storage_errors("reading", source), open(source, "rb", buffering=0) as reader, durable_file(target) as file:
         while piece := reader.read(CHUNK_BYTES):
             file.write(piece)

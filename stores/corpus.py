@@ -50,13 +50,16 @@ def read_documents(text: Text) -> Iterator[str]:
             raise InputError(f"text file {path}: empty")
 
 
-def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer saved beside the model; nothing is fetched, no code of the model is run. Raises InputError."""
+def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer saved beside the model; nothing is fetched. Raises InputError.
+
+    `trust_remote_code`: whether code that lies beside it may be run.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
+            str(directory), local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # whatever a damaged file makes of it: transformers and tokenizers raise plain Exception
         raise InputError(
@@ -152,7 +155,10 @@ def _encode_batch(tokenizer: PreTrainedTokenizerBase, batch: list[tuple[str, boo
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    try:
+        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    except Exception as error:  # as on loading: settings of the wrong type show only here
+        raise InputError(f"tokenizer: fails on the text: {type(error).__name__}: {error}") from error
     return ids
 
 
@@ -200,15 +206,16 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[str]:
 
     column = field or DEFAULT_FIELD
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise InputError(f"text file {path}: not Parquet: {error}") from error
-    with file:
-        if column not in file.schema_arrow.names:
-            raise _missing_field(f"text file {path}", column, file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=1024, columns=[column]):
-            for value in batch.column(0).to_pylist():
-                yield _string(f"text file {path}", column, value)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if column not in file.schema_arrow.names:
+                raise _missing_field(f"text file {path}", column, file.schema_arrow.names)
+            for batch in file.iter_batches(batch_size=1024, columns=[column]):
+                for value in batch.column(0).to_pylist():
+                    yield _string(f"text file {path}", column, value)
+    except InputError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OSError) as error:  # of a damaged page, pyarrow raises OSError
+        raise InputError(f"text file {path}: not Parquet, or damaged: {error}") from error
 
 
 def _dataset_documents(text: Text) -> Iterator[str]:
@@ -252,10 +259,10 @@ def _parse(path: Path, where: str, text: str) -> Any:
 
 
 def _document(path: Path, where: str, item: Any, field: str | None) -> str:
-    if isinstance(item, str) and field is None:
-        return item
     column = field or DEFAULT_FIELD
     origin = f"text file {path}, {where}"
+    if isinstance(item, str) and field is None:
+        return _checked(origin, item)
     if not isinstance(item, dict):
         raise InputError(f"{origin}: a JSON {type(item).__name__}, expected an object with the field {column!r}")
     if column not in item:
@@ -270,7 +277,16 @@ def _missing_field(origin: str, column: str, fields: Iterable[str]) -> InputErro
 def _string(origin: str, column: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InputError(f"{origin}: field {column!r} is {type(value).__name__}, expected text")
-    return value
+    return _checked(origin, value)
+
+
+def _checked(origin: str, text: str) -> str:
+    """JSON can escape what no UTF-8 holds, and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{origin}: half a surrogate pair at character {error.start}; it is no text") from error
+    return text
 
 
 READERS: dict[str, Callable[[Path, str | None], Iterator[str]]] = {

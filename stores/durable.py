@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from typing import BinaryIO
 from manifests.errors import LaminaError, StorageError
 
 PARTIAL_SUFFIX = ".partial"
+PARTIAL_NAME = re.compile(r".+\.[0-9a-f]{32}\.partial", re.DOTALL)
 CHUNK_BYTES = 8 * 1024 * 1024
 ADVICE = {
     errno.ENOSPC: "the disk is full; free some room there, then run the same command again",
@@ -27,6 +30,10 @@ ADVICE = {
     errno.EPERM: "this user may not do that there; change the permissions, or choose another path",
     errno.ESTALE: "the network mount has gone stale; mount it again, then run the same command again",
     errno.EIO: "the device or the network mount fails; check both, then run the same command again",
+    errno.EFBIG: "a limit on the size of files is reached (`ulimit -f`, or the filesystem's); raise it, then run again",
+    errno.ELOOP: "symbolic links there lead in a circle; remove them, or choose another path",
+    errno.ENAMETOOLONG: "choose another path",
+    errno.EISDIR: "a directory is in the way; remove it, or choose another path",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
     errno.EEXIST: "a file is in the way; remove it, or choose another path",
     errno.ENOTDIR: "a file is in the way; remove it, or choose another path",
@@ -156,10 +163,32 @@ def sweep_partials(directory: str | Path) -> int:
     with storage_errors("sweeping", directory):
         for parent, _, names in os.walk(directory):
             for name in names:
-                if name.endswith(PARTIAL_SUFFIX):
+                if PARTIAL_NAME.fullmatch(name):  # of ours: other programs, too, call half a file so
                     Path(parent, name).unlink(missing_ok=True)
                     removed += 1
     return removed
+
+
+def read_whole(path: str | Path, limit_bytes: int) -> bytes:
+    """The content of a file that is small by its nature.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: more than `limit_bytes`, or no regular file (a device or a pipe may have no end).
+        StorageError: it cannot be read.
+    """
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("no regular file")
+        if status.st_size > limit_bytes:
+            raise ValueError(f"{status.st_size:,} bytes, more than {limit_bytes:,}")
+        with open(path, "rb") as file:
+            return file.read(limit_bytes)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise storage_error("reading", path, error) from error
 
 
 def sha256_file(path: str | Path, chunk_bytes: int = CHUNK_BYTES) -> str:

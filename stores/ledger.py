@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import InputError, StorageError
-from stores.durable import create_only, fsync_directory, make_directory, storage_errors, sweep_partials
+from stores.durable import create_only, fsync_directory, make_directory, read_whole, storage_errors, sweep_partials
 
 LEDGER_VERSION = 1
 KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
 ENTRY_NAME = re.compile(r"(?P<key>[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)\.(?P<generation>\d{6,})\.json")
 RACES = 100
+MAX_ENTRY_BYTES = 256 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class Ledger:
     def sweep(self) -> None:
         """Removes temporary files, superseded generations, and retractions that nothing older needs."""
         sweep_partials(self.directory)
+        if self.directory.is_dir():
+            fsync_directory(self.directory)  # an owner that was killed may have left names that are not durable yet
         for key in self._all_keys():
             generations = self._generations(key)
             valid = [number for number, path in generations if self._read(path, key, number) is not None]
@@ -114,21 +117,19 @@ class Ledger:
 
     def _read(self, path: Path, key: str, generation: int) -> dict[str, Any] | None:
         try:
-            data = path.read_bytes()
+            return _decode(read_whole(path, MAX_ENTRY_BYTES), key, generation)
         except FileNotFoundError as error:
-            raise _DroppedMeanwhileError(path) from error
-        except OSError as error:
-            with storage_errors("reading", path):
-                raise error
-        try:
-            return _decode(data, key, generation)
-        except _DamagedError as error:
+            if not path.is_symlink():
+                raise _DroppedMeanwhileError(path) from error
+            logger.warning("ledger entry %s is a link to nothing: ignored, its work is done again", path)
+            return None
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        except (_DamagedError, ValueError) as error:
             if path not in self._told:
                 logger.warning("ledger entry %s is damaged (%s): ignored, its work is done again", path, error)
             self._told.add(path)
             return None
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
 
     def _generations(self, key: str) -> list[tuple[int, Path]]:
         start = key.replace("/", ".") + "."
@@ -183,6 +184,8 @@ def _decode(data: bytes, key: str, generation: int) -> dict[str, Any]:
     if (entry.get("key"), entry.get("generation")) != (key, generation):
         raise _DamagedError(f"it is of {entry.get('key')!r}, generation {entry.get('generation')}")
     assert isinstance(entry, dict)
+    if not isinstance(entry.get("record", False), dict | None):
+        raise _DamagedError("it holds no record")
     return entry
 
 

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -22,9 +23,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from manifests.errors import InUseError, StorageError
-from stores.durable import make_directory, storage_errors, write_durably
+from stores.durable import make_directory, read_whole, storage_errors, write_durably
 
 FRESH_S = 60.0
+MAX_NOTE_BYTES = 16 * 1024 * 1024
 PATIENCE_S = 0.3  # read_lock of another process may hold the lock for a moment
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
@@ -38,6 +40,11 @@ class RunLock:
         self.path = Path(path)
         self._descriptor: int | None = None
         self._owner: dict[str, Any] = {}
+
+    @property
+    def token(self) -> str:
+        """Names this owner, once it holds the lock."""
+        return str(self._owner["token"])
 
     def acquire(self) -> None:
         """Takes the lock, also from an owner that died.
@@ -195,15 +202,11 @@ def _owner_path(path: Path) -> Path:
 
 def _read_owner(path: Path) -> dict[str, Any] | None:
     try:
-        owner = json.loads(_owner_path(path).read_bytes())
-        float(owner["heartbeat"])
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        owner = json.loads(read_whole(_owner_path(path), MAX_NOTE_BYTES))
+        heartbeat = float(owner["heartbeat"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None  # never owned, or lost in a power cut: then the kernel's lock alone decides
-    except OSError as error:
-        with storage_errors("reading", _owner_path(path)):
-            raise error
-    assert isinstance(owner, dict)
-    return owner
+    return {**owner, "heartbeat": heartbeat} if isinstance(owner, dict) and math.isfinite(heartbeat) else None
 
 
 def _describe(owner: Mapping[str, Any] | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from stores.durable import (
     fsync_directory,
     make_directory,
     partial_path,
+    read_whole,
     storage_errors,
     sweep_partials,
     write_durably,
@@ -24,6 +25,7 @@ from stores.lock import RunLock
 from stores.statistics import StatisticsStore
 
 FINGERPRINT_VERSION = 1
+MAX_FINGERPRINT_BYTES = 256 * 1024 * 1024
 SHOWN_FIELDS = 20
 SHOWN_CHARACTERS = 60
 
@@ -43,6 +45,7 @@ class RunDirectory:
         self.staged = self.path / "staged"
         self.logs = self.path / "logs"
         self.report = self.path / "report.html"
+        self.scale = self.path / "scale.json"
         self.ledger = Ledger(self.path / "ledger")
         self.statistics = StatisticsStore(self.path / "statistics.zarr")
         self.activations = ActivationStore(self.path / "activations.zarr")
@@ -70,10 +73,25 @@ class RunDirectory:
                 "free some room, or set run_dir to a larger disk"
             )
 
-    def check_fingerprint(self, new: Mapping[str, Any], fresh: bool = False) -> bool:
+    def ask_for_workers(self, workers: int, token: str) -> None:
+        """Leaves word for the owner of the lock with this token. Needs no lock. Raises StorageError."""
+        write_durably(self.scale, json.dumps({"workers": workers, "token": token}).encode())
+
+    def workers_asked_for(self, token: str) -> int | None:
+        """What was asked of the owner with this token, if anything: a later one starts as its manifest says."""
+        try:
+            asked = json.loads(self.scale.read_bytes())
+            return int(asked["workers"]) if asked["token"] == token else None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None  # not asked, or not in a way that a job should end by
+
+    def check_fingerprint(
+        self, new: Mapping[str, Any], fresh: bool = False, adapt: Callable[[list[str]], bool] = lambda _: False
+    ) -> bool:
         """Binds the directory to a job, or checks that it is this job's. Returns whether it starts from nothing.
 
         `fresh` forgets what another (or the same) job has done, in the order that a crash between two steps allows.
+        `adapt` is given the fields that differ; if it has taken back all work that depends on them, it returns True.
 
         Raises:
             InputError: it is another job's, naming the fields that differ; or of another version.
@@ -84,13 +102,21 @@ class RunDirectory:
         if fresh:
             self._forget()
         elif self.fingerprint.exists():
-            self._compare(self._read_fingerprint(), content)
+            differing = self._differing(self._read_fingerprint(), content)
+            if not differing:
+                return False
+            if not adapt(list(differing)):
+                raise InputError(self._refusal(list(differing.values())))
+            self._bind(content)
             return False
         elif self.ledger.keys():
             raise InputError(f"run_dir {self.path}: holds work, but no fingerprint.json to tell whose; use --fresh")
-        content["sha256"] = _digest(content)
-        write_durably(self.fingerprint, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+        self._bind(content)
         return True
+
+    def _bind(self, content: Mapping[str, Any]) -> None:
+        content = {**content, "sha256": _digest(content)}
+        write_durably(self.fingerprint, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
 
     def _forget(self) -> None:
         """The ledger first: data that no entry names is only waste, an entry whose data is gone would be a lie."""
@@ -107,14 +133,13 @@ class RunDirectory:
 
     def _read_fingerprint(self) -> dict[str, Any]:
         try:
-            with storage_errors("reading", self.fingerprint):
-                content = json.loads(self.fingerprint.read_bytes())
+            content = json.loads(read_whole(self.fingerprint, MAX_FINGERPRINT_BYTES))
             version = content["version"]
             if version == FINGERPRINT_VERSION:
                 dict(content["fields"])
                 if content["sha256"] != _digest(content):
                     raise ValueError("it differs from its own sha256")
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{self.fingerprint}: damaged ({error}); use --fresh to start over") from error
         if version != FINGERPRINT_VERSION:
             raise InputError(
@@ -124,17 +149,19 @@ class RunDirectory:
         assert isinstance(content, dict)
         return content
 
-    def _compare(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    def _differing(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+        """Field -> its values before and now."""
         before, after = _flatten(old["fields"]), _flatten(new["fields"])
-        differing = [
-            f"{field}: {_shown(before, field)} -> {_shown(after, field)}"
+        return {
+            field: f"{field}: {_shown(before, field)} -> {_shown(after, field)}"
             for field in sorted(before.keys() | after.keys())
             if field not in before or field not in after or before[field] != after[field]
-        ]
-        if differing:
-            more = [f"... and {len(differing) - SHOWN_FIELDS} more"] if len(differing) > SHOWN_FIELDS else []
-            lines = [f"run_dir {self.path}: holds another job's work; these differ:", *differing[:SHOWN_FIELDS], *more]
-            raise InputError("\n  ".join(lines) + "\nset another run_dir, restore these, or use --fresh to start over")
+        }
+
+    def _refusal(self, differing: list[str]) -> str:
+        more = [f"... and {len(differing) - SHOWN_FIELDS} more"] if len(differing) > SHOWN_FIELDS else []
+        lines = [f"run_dir {self.path}: holds another job's work; these differ:", *differing[:SHOWN_FIELDS], *more]
+        return "\n  ".join(lines) + "\nset another run_dir, restore these, or use --fresh to start over"
 
 
 def _digest(content: Mapping[str, Any]) -> str:

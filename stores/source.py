@@ -6,6 +6,7 @@ Everything about names, shapes and sizes is checked on opening; tensors are read
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError, StorageError
-from stores.durable import CHUNK_BYTES, sha256_file, storage_errors
+from stores.durable import CHUNK_BYTES, read_whole, sha256_file, storage_error, storage_errors
 from stores.headers import TensorRecord, read_header, without_duplicates
 
 CONFIG_FILE = "config.json"
@@ -29,6 +30,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 HUB_IGNORED = ["*.py", "*.bin", "*.pt", "*.pth", "*/*"]
 MAX_FAULTS = 20
+MAX_JSON_BYTES = 512 * 1024 * 1024  # an index of a million tensors has 100 MB
 HASH_THREADS = 4
 
 FileStat = dict[str, int]
@@ -111,6 +113,7 @@ class SourceCheckpoint:
 
     def _digest(self, file_name: str, known: Mapping[str, Any]) -> dict[str, Any]:
         stat = self.file_stat(file_name)
+        known = known if isinstance(known, Mapping) else {}
         if all(known.get(field) == value for field, value in stat.items()) and isinstance(known.get("sha256"), str):
             return dict(known)
         path = self.directory / file_name
@@ -141,7 +144,13 @@ def open_source(source: str, revision: str | None = None) -> SourceCheckpoint:
         InputError: everything that is wrong, at once (up to 20 faults).
         StorageError: a file cannot be read.
     """
-    directory = _locate(source, revision)
+    try:
+        return _open(_locate(source, revision))
+    except OSError as error:
+        raise InputError(f"model source {storage_error('reading', error.filename or source, error)}") from error
+
+
+def _open(directory: Path) -> SourceCheckpoint:
     faults: list[str] = []
     config = _read_object(directory / CONFIG_FILE, faults)
     indexed = not (directory / SINGLE_FILE).is_file()  # transformers, too, takes the single file where both are there
@@ -194,15 +203,26 @@ def _read_object(path: Path, faults: list[str]) -> dict[str, Any]:
         faults.append(f"{path}: missing; the directory of a transformers model has it")
         return {}
     try:
-        with storage_errors("reading", path):
-            content = json.loads(path.read_bytes(), object_pairs_hook=without_duplicates)
+        content = parse_json(read_whole(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
-        faults.append(f"{path}: not JSON: {error}")
+        faults.append(f"{path}: not JSON: {error or type(error).__name__}")
         return {}
     if not isinstance(content, dict):
         faults.append(f"{path}: a JSON {type(content).__name__}, expected an object")
         return {}
     return content
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON as the standard has it. Raises ValueError on NaN, infinity and a key that occurs twice."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise ValueError(f"{text} is no number of JSON")
+        return value
+
+    return json.loads(data, object_pairs_hook=without_duplicates, parse_float=number, parse_constant=number)
 
 
 def _indexed_names(directory: Path, faults: list[str]) -> dict[str, list[str] | None]:

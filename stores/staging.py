@@ -31,7 +31,7 @@ def write_staged(run_dir: Path, layer: int, tensors: Mapping[str, torch.Tensor])
 def sweep_staged(run_dir: Path, live: Iterable[Mapping[str, Any]]) -> int:
     """Removes staged layers that no record names, as a crash before their entry leaves them. Returns how many."""
     kept = {run_dir / record["path"] for record in live}
-    strays = [path for path in (run_dir / STAGED).glob("*") if path not in kept]
+    strays = [path for path in (run_dir / STAGED).glob("layer-*.safetensors*") if path not in kept]
     for path in strays:
         with storage_errors("removing", path):
             path.unlink()

@@ -26,7 +26,7 @@ FOLDERS = {  # folder of the repository -> what its modules' names start with
     "deploy/serving/lamina": "lamina",
     "deploy/quickstart": "deploy.quickstart",
 }
-COMMANDS = {f"pipeline.{name}" for name in ("run", "status", "verify", "evaluate", "report", "plan.__main__")}
+COMMANDS = {f"pipeline.{name}" for name in ("run", "status", "verify", "evaluate", "report", "scale", "plan.__main__")}
 SHARED_BY_COMMANDS = "pipeline.job"  # puts the parts together, as they do; only they import it
 METHODS = {"flat_llm", "lorc", "lestd", "joint_rank_k"} | {
     name for entry in MethodEntry.__subclasses__() for name in get_args(entry.model_fields["method"].annotation)

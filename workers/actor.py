@@ -1,4 +1,8 @@
-"""The Ray actor around a `Worker`, and tensors through Ray's object store."""
+"""The Ray actor around a `Worker`, and tensors through Ray's object store.
+
+Tensors leave a unit as return values of the actor's method, which the caller owns: they outlive the worker and are
+lost only with their node.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +14,35 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import ObjectLostError, RayError
+from ray.exceptions import RayError
 from torch import Tensor
 
 from manifests.errors import LaminaError, LostInputError, WorkerError
 from pipeline.ports import Unit
-from workers.exchange import pack, unpack
+from workers.exchange import Handle, Packed, handle_count, pack, unpack
 from workers.memory import map_large_tensors, peak_bytes
 from workers.setup import Setup
 from workers.worker import Worker
 
 
 class RayExchange:
-    """Handles are Ray object references; a tensor crosses a node's memory once."""
+    """What is put waits in `outbox` to be returned; its handle is the place there, which the pool makes a `Handle`."""
 
-    def put(self, tensors: Mapping[str, Tensor]) -> Any:
+    def __init__(self) -> None:
+        self.outbox: list[Packed | None] = []
+
+    def put(self, tensors: Mapping[str, Tensor]) -> int:
         """See `Exchange`."""
-        return ray.put(pack(tensors))
+        self.outbox.append(pack(tensors))
+        return len(self.outbox) - 1
 
-    def get(self, handle: Any) -> dict[str, Tensor]:
+    def get(self, handle: Handle) -> dict[str, Tensor]:
         """See `Exchange`."""
         try:
-            return unpack(ray.get(handle))
-        except (ObjectLostError, RayError) as error:
-            raise LostInputError(f"a partial result was lost with its worker ({type(error).__name__})") from None
+            return unpack(ray.get(handle.reference))
+        except RayError as error:
+            what = f"the result of {handle.producer} was lost with its node ({type(error).__name__})"
+            raise LostInputError(what, (handle.producer,)) from None
 
 
 @dataclass(frozen=True)
@@ -53,14 +62,15 @@ class WorkerActor:
     def __init__(self, setup: Setup) -> None:
         map_large_tensors()
         torch.set_num_threads(setup.threads)
-        self.worker = Worker(setup, RayExchange())
+        self.exchange = RayExchange()
+        self.worker = Worker(setup, self.exchange)
 
     def ready(self) -> dict[str, Any]:
         """Where this worker runs."""
         return {"node": ray.util.get_node_ip_address(), "pid": os.getpid(), "device": str(self.worker.device)}
 
-    def execute(self, unit: Unit) -> Outcome:
-        """Does one unit."""
+    def execute(self, unit: Unit) -> Any:
+        """Does one unit: its Outcome, followed by what its handles stand for, `handle_count` of them."""
         started = time.perf_counter()
         computed = self.worker.compute_seconds
         result, error = None, None
@@ -71,4 +81,7 @@ class WorkerActor:
         except torch.OutOfMemoryError as raised:
             error = WorkerError(f"{unit.key}: out of GPU memory; lower calibration.micro_batch ({raised})")
         seconds = time.perf_counter() - started
-        return Outcome(result, error, seconds, self.worker.compute_seconds - computed, peak_bytes())
+        outcome = Outcome(result, error, seconds, self.worker.compute_seconds - computed, peak_bytes())
+        left, self.exchange.outbox = self.exchange.outbox, []
+        count = handle_count(unit)
+        return [outcome, *left, *[None] * (count - len(left))] if count else outcome

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from manifests.errors import LostInputError
+from pipeline.ports import Forward, Solve, Unit
 
 Packed = dict[str, tuple[str, Any]]
 
@@ -22,6 +26,33 @@ class Exchange(Protocol):
     def get(self, handle: Any) -> dict[str, Tensor]:
         """The tensors of a handle, on the CPU; not to be written to. Raises LostInputError: their holder is gone."""
         ...
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Tensors that a unit left behind in Ray's object store, and the key of that unit."""
+
+    producer: str
+    reference: Any
+
+
+def handle_count(unit: Unit) -> int:
+    """How many handles the result of a unit holds."""
+    if isinstance(unit, Forward):
+        return len(unit.moments)
+    return int(isinstance(unit, Solve))
+
+
+def get_all(exchange: Exchange, handles: Sequence[Any]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each handle, one at a time. Raises LostInputError at the end, naming all that are lost."""
+    lost: list[LostInputError] = []
+    for handle in handles:
+        try:
+            yield exchange.get(handle)
+        except LostInputError as error:
+            lost.append(error)
+    if lost:
+        raise LostInputError(str(lost[0]), tuple(key for error in lost for key in error.producers))
 
 
 class LocalExchange:

@@ -1,4 +1,4 @@
-"""The pool of Ray actors: who gets which unit, and what happens when one dies.
+"""The pool of Ray actors: who gets which unit, and what happens when one dies, joins or is sent away.
 
 Units wait here until a worker has room. A shard's forward units go to the worker that holds its hidden states; a worker
 with nothing to do takes a shard over from one that has more. A lost worker's units wait again, and another is started.
@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -21,12 +21,12 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, Ray
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
-from pipeline.ports import Forward, Score, Unit
+from pipeline.ports import Forward, ForwardDone, Score, SolveDone, Unit
 from workers.actor import Outcome, WorkerActor
+from workers.exchange import Handle, handle_count
 from workers.setup import Setup
 
 DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
-MAX_FAILURES = 3
 POLL_SECONDS = 0.5  # how soon a signal is noticed
 START_WARNING_SECONDS = 60.0
 LOST = (RayActorError, WorkerCrashedError, ObjectLostError, OutOfMemoryError)
@@ -40,6 +40,8 @@ class _Member:
     where: dict[str, Any] = field(default_factory=dict)
     shards: set[int] = field(default_factory=set)
     running: dict[Any, Unit] = field(default_factory=dict)
+    tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
+    leaving: bool = False  # gets nothing more, and ends when it is done with what it has
 
 
 def connect(address: str | None, workers: Workers) -> str:
@@ -64,6 +66,7 @@ def connect(address: str | None, workers: Workers) -> str:
         else:
             _listen_on_loopback()
             ray.init(
+                address="local",  # not one that happens to run here
                 num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -96,7 +99,7 @@ class RayPool:
     """See `pipeline.ports.Pool`."""
 
     def __init__(self, setup: Setup, workers: Workers, stop: threading.Event, note: Callable[[str], None]) -> None:
-        """Starts up to `workers.max` actors and returns when `workers.min` of them are ready.
+        """Asks Ray for `workers.max` actors and returns when `workers.min` of them are ready.
 
         Args:
             stop: set by a signal handler; `wait` then raises Interrupted.
@@ -115,15 +118,26 @@ class RayPool:
         ] = {}  # kind of unit -> [units, seconds, of these in products and decompositions]
         self.peak_bytes: dict[str, int] = {}
         self.finished: deque[tuple[Unit, Outcome]] = deque()
+        self.max_failures = workers.max_failures
+        self.most = setup.shards
+        self.wanted = min(workers.max, self.most)
+        self.starved_since: float | None = None
+        self.members: list[_Member] = []
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
         self.actor_class: Any = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
-        self.members = [self._start() for _ in range(min(workers.max, setup.shards))]
-        self._await_members(min(workers.min, len(self.members)))
+        self._await_members(min(workers.min, self.wanted))
 
     @property
     def size(self) -> int:
         """How many workers are ready."""
-        return sum(member.live for member in self.members)
+        return len(self._ready())
+
+    def resize(self, workers: int) -> None:
+        """Asks for another number of workers, from 1 to the number of shards; units in hand are finished first.
+
+        May be called from another thread: `wait` sees to it.
+        """
+        self.wanted = min(max(1, workers), self.most)
 
     def submit(self, unit: Unit) -> None:
         """Queues a unit."""
@@ -141,6 +155,7 @@ class RayPool:
                 return unit, outcome.result
             self._dispatch()
             self._step(POLL_SECONDS)
+            self._complain(1)
 
     def drain(self) -> None:
         """Waits for what runs, forgets everything submitted."""
@@ -154,7 +169,7 @@ class RayPool:
 
     def busy(self) -> dict[str, str]:
         """Worker -> the unit it is at, for the status."""
-        # Called from another thread: what was running may be done a moment later.
+        # From another thread: what was running may be done a moment later.
         running = {_name(member): list(member.running.values()) for member in list(self.members)}
         return {name: units[0].key for name, units in running.items() if units}
 
@@ -163,6 +178,7 @@ class RayPool:
         for member in self.members:
             ray.kill(member.actor)
         self.members = []
+        self.wanted = 0
 
     # -- members -----------------------------------------------------------------------------------------------------
 
@@ -170,25 +186,51 @@ class RayPool:
         actor = self.actor_class.remote(self.setup)
         return _Member(actor, actor.ready.remote())
 
+    def _ready(self) -> list[_Member]:
+        return [member for member in self.members if member.live and not member.leaving]
+
     def _await_members(self, count: int) -> None:
-        started = warned = time.monotonic()
         while self.size < count:
             if self.stop.is_set():
                 raise Interrupted("stopped by a signal before any worker was ready")
             self._step(POLL_SECONDS)
-            if time.monotonic() - warned > START_WARNING_SECONDS:
-                warned = time.monotonic()
-                self.note(
-                    f"waiting since {warned - started:.0f} s for {count} workers, {self.size} are ready; "
-                    f"the cluster has {ray.cluster_resources()}, free {ray.available_resources()}"
-                )
+            self._complain(count)
+        self.starved_since = None
+
+    def _complain(self, count: int) -> None:
+        """Says so, now and then, while there are fewer workers than the job needs to go on."""
+        now = time.monotonic()
+        if self.size >= count:
+            self.starved_since = None
+        elif self.starved_since is None:
+            self.starved_since = now
+        elif now - self.starved_since > START_WARNING_SECONDS:
+            self.starved_since = None
+            self.note(
+                f"waiting for {count} workers, {self.size} are ready; "
+                f"the cluster has {ray.cluster_resources()}, free {ray.available_resources()}"
+            )
+
+    def _fit(self) -> None:
+        """Starts workers up to the number wanted; lets those go that are too many, the idlest first."""
+        staying = [member for member in self.members if not member.leaving]
+        for member in sorted(staying, key=lambda member: (member.live, len(member.shards)))[: -self.wanted]:
+            member.leaving = True
+            member.shards.clear()
+            self.note(f"worker {_name(member)} is sent away: {self.wanted} are wanted")
+        for member in [member for member in self.members if member.leaving and not member.running]:
+            self.members.remove(member)
+            ray.kill(member.actor)
+        self.members += [self._start() for _ in range(self.wanted - len(staying))]
 
     def _step(self, timeout_s: float) -> None:
         """Takes in whatever is ready: new members, finished units, deaths."""
+        self._fit()
         owners = {ref: member for member in self.members for ref in member.running}
         owners |= {member.ready: member for member in self.members if not member.live}
         if not owners:
-            raise WorkerError("no worker is left and none can be started")
+            self.stop.wait(timeout_s)
+            return
         done, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s, fetch_local=False)
         for ref in done:
             member = owners[ref]
@@ -212,7 +254,8 @@ class RayPool:
             unit = member.running.pop(ref)
             del self.failures[unit.key]
             self._account(member, unit, value)
-            self.finished.append((unit, value))
+            result = _with_handles(unit, value.result, member.tensors.pop(ref))
+            self.finished.append((unit, replace(value, result=result)))
 
     def _account(self, member: _Member, unit: Unit, outcome: Outcome) -> None:
         spent = self.seconds.setdefault(type(unit).__name__.lower(), [0, 0.0, 0.0])
@@ -221,27 +264,30 @@ class RayPool:
         self.peak_bytes[_name(member)] = outcome.peak_bytes
 
     def _replace(self, member: _Member, error: Exception) -> None:
-        """Queues a dead worker's units again and starts another."""
+        """Queues a dead worker's units again; another will be started for it."""
         self.members.remove(member)
         ray.kill(member.actor)  # only its result may be gone; its shards are somebody else's now
         lost = list(member.running.values())
         for unit in member.running.values():
             self.failures[unit.key] += 1
-            if self.failures[unit.key] >= MAX_FAILURES:
-                raise WorkerError(f"{unit.key}: {MAX_FAILURES} workers died on it; the last: {error}")
+            if self.failures[unit.key] >= self.max_failures:
+                raise WorkerError(
+                    f"{unit.key}: {self.max_failures} workers died on it (workers.max_failures); the last: {error}"
+                )
         if not member.live:
             self.failures["start"] += 1
-            if self.failures["start"] >= MAX_FAILURES:
-                raise WorkerError(f"{MAX_FAILURES} workers died before they were ready; the last: {error}")
+            if self.failures["start"] >= self.max_failures:
+                raise WorkerError(
+                    f"{self.max_failures} workers died before they were ready (workers.max_failures); the last: {error}"
+                )
         self.note(f"worker {_name(member)} died, {len(lost)} units are done again: {type(error).__name__}")
         self.waiting.extendleft(reversed(lost))
-        self.members.append(self._start())
 
     # -- units -------------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         """Gives units to the workers that have room, one each in turn, the least busy first."""
-        live = [member for member in self.members if member.live]
+        live = self._ready()
         given = True
         while given and self.waiting:
             given = False
@@ -276,7 +322,21 @@ class RayPool:
             for other in live:
                 other.shards.discard(unit.shard)
             member.shards.add(unit.shard)
-        member.running[member.actor.execute.remote(unit)] = unit
+        count = handle_count(unit)
+        returned = member.actor.execute.options(num_returns=1 + count).remote(unit)
+        outcome, *tensors = returned if count else [returned]
+        member.running[outcome] = unit
+        member.tensors[outcome] = tensors
+
+
+def _with_handles(unit: Unit, result: Any, references: list[Any]) -> Any:
+    """A unit's result with handles instead of places in what the actor returned beside it."""
+    if isinstance(result, ForwardDone):
+        partials = {moment: Handle(unit.key, references[place]) for moment, place in result.partials.items()}
+        return replace(result, partials=partials)
+    if isinstance(result, SolveDone):
+        return replace(result, factors=Handle(unit.key, references[result.factors]))
+    return result
 
 
 def _name(member: _Member) -> str:

@@ -24,7 +24,7 @@ from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 from workers.block import Tap, overflow_advice
 from workers.ends import embedding, head
-from workers.exchange import Exchange
+from workers.exchange import Exchange, get_all
 from workers.hidden import Collector, HiddenStates, Slices
 from workers.layers import LayerReader
 from workers.setup import Setup
@@ -54,7 +54,7 @@ class Worker:
         Raises:
             NumericsError: NaN or infinity, naming layer and tensor.
             CorruptError: stored data that was read is damaged.
-            LostInputError: hidden states that only this worker had are damaged.
+            LostInputError: hidden states that only this worker had are damaged, or a result went with its node.
             StorageError: a write failed.
         """
         handlers: dict[type, Callable[[Any], Any]] = {
@@ -164,8 +164,8 @@ class Worker:
 
     def _reduce(self, unit: Reduce) -> Any:
         total: Tensor | None = None
-        for handle in unit.partials:
-            partial = self.exchange.get(handle)["moment"]
+        for tensors in get_all(self.exchange, unit.partials):
+            partial = tensors["moment"]
             total = partial.clone() if total is None else total.add_(partial)
         assert total is not None
         return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", total)
@@ -200,7 +200,9 @@ class Worker:
 
     def _write(self, unit: Write) -> Any:
         geometry, source = self.setup.geometry, self.setup.source
-        tensors = {name: tensor for handle in unit.factors for name, tensor in self.exchange.get(handle).items()}
+        tensors: dict[str, Tensor] = {}
+        for factors in get_all(self.exchange, unit.factors):
+            tensors.update(factors)
         claimed = {geometry.path(unit.layer, role) + "." for role in unit.roles}
         prefix = f"{geometry.layers_path}.{unit.layer}."
         copied = [

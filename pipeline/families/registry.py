@@ -57,7 +57,7 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     standard["head_dim"] = getattr(source, "head_dim", None) or source.hidden_size // max(1, source.num_attention_heads)
     if standard["intermediate_size"] is None:  # GPT-J writes null for four times the hidden size
         standard["intermediate_size"] = 4 * source.hidden_size
-    _check_fields(standard)
+    check_fields(standard)
     standard["rope_parameters"] = _rope_parameters(family, source, standard["head_dim"])
     for name in ("sliding_window", "layer_types"):
         standard[name] = getattr(source, name, None) if name in family.windows else None
@@ -149,21 +149,26 @@ def _field(family: Family, source: PreTrainedConfig, name: str, default_name: st
     return getattr(source, given) if isinstance(given, str) else given
 
 
-def _check_fields(standard: Mapping[str, Any]) -> None:
+def check_fields(standard: Mapping[str, Any]) -> None:
+    """The sizes and the like of a standard config. Raises InputError with every fault."""
     faults = [
-        f"{name}: {standard[name]!r} is no positive integer below {MAX_SIZE}"
+        f"{name}: {standard.get(name)!r:.80} is no positive integer below {limit}"
         for name in POSITIVE_FIELDS
-        if not isinstance(standard[name], int) or isinstance(standard[name], bool) or not 1 <= standard[name] < MAX_SIZE
+        for limit in (MAX_LAYERS + 1 if name == "num_hidden_layers" else MAX_SIZE,)
+        if type(standard.get(name)) is not int or not 1 <= standard[name] < limit
     ]
     if not faults and standard["num_attention_heads"] % standard["num_key_value_heads"]:
         faults.append(
             f"num_attention_heads: {standard['num_attention_heads']} is no multiple of "
             f"num_key_value_heads: {standard['num_key_value_heads']}"
         )
-    if not (isinstance(standard["norm_eps"], float | int) and 0.0 <= standard["norm_eps"] < math.inf):
-        faults.append(f"norm epsilon: {standard['norm_eps']!r} is no number from 0")
-    if standard["hidden_act"] not in ACT2FN:
-        faults.append(f"activation: {standard['hidden_act']!r} is none that transformers knows")
+    epsilon, activation = standard.get("norm_eps"), standard.get("hidden_act")
+    if not (isinstance(epsilon, float | int) and 0.0 <= epsilon < math.inf):
+        faults.append(f"norm epsilon: {epsilon!r:.80} is no number from 0")
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        faults.append(f"activation: {activation!r:.80} is none that transformers knows")
+    if not isinstance(standard.get("tie_word_embeddings"), bool):
+        faults.append(f"tie_word_embeddings: {standard.get('tie_word_embeddings')!r:.80} is neither true nor false")
     if faults:
         raise InputError("config.json:\n  " + "\n  ".join(faults))
 

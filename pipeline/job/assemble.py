@@ -5,6 +5,7 @@ Order of durability: the index is renamed into OUTPUT after everything else; a d
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence, Set
@@ -20,7 +21,9 @@ from pipeline.families.registry import checkpoint_config
 from pipeline.job.contract import (
     CONTRACT_FILE,
     CONTRACT_VERSION,
+    MODELLING_FILE,
     describe_bytes,
+    describe_file,
     encode_json,
     index_arguments,
     read_contract,
@@ -29,13 +32,22 @@ from pipeline.job.contract import (
 from pipeline.job.inputs import Inputs
 from pipeline.methods.registry import config_fields
 from pipeline.ports import Journal, Record
-from stores.checkpoint import copy_shard, describe_shard, index_content, link_or_copy, verify_shard, write_index
-from stores.durable import fsync_directory, sha256_file, sweep_partials, write_durably
+from stores.checkpoint import (
+    copy_file,
+    copy_shard,
+    describe_shard,
+    index_content,
+    link_or_copy,
+    verify_shard,
+    write_index,
+)
+from stores.durable import fsync_directory, sweep_partials, write_durably
 from stores.headers import DTYPES
 from stores.source import CONFIG_FILE, INDEX_FILE
 
 SHARD_SUFFIX = ".safetensors"
 CARD_FILE = "README.md"
+TOKENIZER_FILE = "tokenizer_config.json"
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
@@ -103,13 +115,12 @@ class Assembler:
         records = {plan.name: self._place(plan) for plan in plans}
         fsync_directory(self.output)
         contract = self._contract(plans, records)
-        files = self._companions()
-        files |= {CONFIG_FILE: encode_json(self._config()), CARD_FILE: model_card(contract).encode()}
-        for name, content in files.items():
-            write_durably(self.output / name, content)
+        names = self._write_companions()
+        write_durably(self.output / CONFIG_FILE, encode_json(self._config()))
+        write_durably(self.output / CARD_FILE, model_card(contract).encode())
+        described = {name: describe_file(self.output / name) for name in (*names, CONFIG_FILE, CARD_FILE)}
         index = index_arguments(contract)
-        files[INDEX_FILE] = index_content(*index)
-        described = {name: describe_bytes(content) for name, content in files.items()}
+        described[INDEX_FILE] = describe_bytes(index_content(*index))
         contract = sealed({**contract, "files": described})
         self._remove_unnamed(described.keys() | records.keys())
         write_durably(self.output / CONTRACT_FILE, encode_json(contract))
@@ -150,7 +161,7 @@ class Assembler:
             staged: Record = entry["staged"]
             return staged
         entered = self.journal.get(f"rest/{plan.name.removesuffix(SHARD_SUFFIX)}")
-        if entered is not None and target.exists() and sha256_file(target) == entered["sha256"]:
+        if entered is not None and _is_whole(target, entered):
             return entered
         assert plan.source_file is not None
         if plan.whole:
@@ -225,12 +236,18 @@ class Assembler:
         entry = self.journal.get(f"layer/{layer:05d}")
         return {"groups": entry["groups"] if entry else {}, "forms": entry["forms"] if entry else {}}
 
-    def _companions(self) -> dict[str, bytes]:
-        """File name -> content, of what travels with the weights."""
-        source = self.inputs.source.directory
-        paths = sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()})
-        modelling = Path(lamina.modeling_lamina.__file__)
-        return {path.name: path.read_bytes() for path in (*paths, modelling)}
+    def _write_companions(self) -> list[str]:
+        """Writes what travels with the weights. Returns the names."""
+        source, trusted = self.inputs.source.directory, self.inputs.manifest.model.trust_remote_code
+        patterns = (*COMPANIONS, "*.py") if trusted else COMPANIONS
+        paths = sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+        for path in paths:
+            if path.name == TOKENIZER_FILE and not trusted:
+                write_durably(self.output / path.name, without_code(path.read_bytes()))
+            else:
+                copy_file(path, self.output / path.name)
+        write_durably(self.output / MODELLING_FILE, Path(lamina.modeling_lamina.__file__).read_bytes())
+        return [*(path.name for path in paths if path.name != MODELLING_FILE), MODELLING_FILE]
 
     def _remove_unnamed(self, named: Set[str]) -> None:
         """Files that the contract of an earlier, other job names and this one does not; nobody else's."""
@@ -240,6 +257,26 @@ class Assembler:
             return
         for name in earlier.keys() - named:
             (self.output / name).unlink(missing_ok=True)
+
+
+def without_code(tokenizer_config: bytes) -> bytes:
+    """Without an `auto_map`, which names code: OUTPUT is loaded with `trust_remote_code`, meant for our own file."""
+    try:
+        fields = json.loads(tokenizer_config)
+    except (ValueError, RecursionError):  # of no use to anybody; a job that needs the tokenizer has refused it
+        return tokenizer_config
+    if not isinstance(fields, dict) or "auto_map" not in fields:
+        return tokenizer_config
+    del fields["auto_map"]
+    return json.dumps(fields, indent=2).encode()
+
+
+def _is_whole(path: Path, record: Record) -> bool:
+    try:
+        verify_shard(path, record)
+    except (CorruptError, InputError):
+        return False
+    return True
 
 
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

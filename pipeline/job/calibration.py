@@ -18,16 +18,18 @@ def calibration_tokens(inputs: Inputs) -> torch.Tensor | None:
     calibration = inputs.manifest.calibration
     if calibration is None or not inputs.needs_calibration:
         return None
-    tokenizer = load_tokenizer(inputs.source.directory)
+    tokenizer = load_tokenizer(inputs.source.directory, inputs.manifest.model.trust_remote_code)
     documents = read_documents(calibration.text)
     tokens = pack_samples(documents, tokenizer, calibration.samples, calibration.sequence_length, inputs.manifest.seed)
     check_ids(tokens, inputs.geometry.vocab)
     return tokens
 
 
-def window_tokens(directory: Path, text: Any, window: int, vocab: int) -> torch.Tensor:
+def window_tokens(
+    directory: Path, text: Any, window: int, vocab: int, trust_remote_code: bool = False
+) -> torch.Tensor:
     """Token ids (windows, window) of an evaluation text. Raises InputError about the text."""
-    tokens = evaluation_windows(read_documents(text), load_tokenizer(directory), window)
+    tokens = evaluation_windows(read_documents(text), load_tokenizer(directory, trust_remote_code), window)
     check_ids(tokens, vocab)
     return tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -11,8 +12,10 @@ import traceback
 from collections.abc import Callable
 
 from manifests.errors import Interrupted, LaminaError
+from stores.durable import storage_error
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # what was given can be no path
 EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run again to go on), 1 failed"
 
 
@@ -37,6 +40,18 @@ def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.N
         return 75
     except BrokenPipeError:
         return 1
+    except MemoryError:
+        if arguments.debug:
+            raise
+        print("failed: out of memory; stop other programs, or run it where there is more", file=sys.stderr)
+        return 1
+    except OSError as error:  # of no file that a store or a reader answers for
+        if arguments.debug:
+            raise
+        wrong = error.errno in NO_PATHS
+        said = storage_error("using", error.filename or "a file", error)
+        print(f"{'wrong input' if wrong else 'failed'}: {said}", file=sys.stderr)
+        return 2 if wrong else 1
     except Exception as error:
         if arguments.debug:
             raise

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pipeline.families.registry import geometry_of, standard_config
+from pipeline.job.assemble import CARD_FILE, TOKENIZER_FILE, without_code
 from pipeline.job.contents import Finding
+from pipeline.job.contract import MODELLING_FILE, describe_bytes
 from stores.durable import sha256_file
 from stores.source import SourceCheckpoint
 from workers.ends import embedding, head
@@ -40,11 +43,19 @@ def check_source(original: SourceCheckpoint, config: Mapping[str, Any], contract
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
-    for name in contract["files"].keys() - recorded.keys():
+    for name in sorted(contract["files"].keys() - recorded.keys() - {CARD_FILE, MODELLING_FILE}):
         path = original.directory / name
-        if name != "README.md" and path.is_file() and sha256_file(path) != contract["files"][name]["sha256"]:
+        if path.is_file() and contract["files"][name]["sha256"] not in _copies(path):
             faults.append(f"{name}: differs from the source's")
     return Finding("source", f"{len(recorded)} files of the source, and the config made from it", tuple(faults))
+
+
+def _copies(path: Path) -> list[str]:
+    """Digests of what may have become of a file that travels with the weights."""
+    if path.name != TOKENIZER_FILE:
+        return [sha256_file(path)]
+    content = path.read_bytes()
+    return [describe_bytes(copied)["sha256"] for copied in (content, without_code(content))]
 
 
 def check_coverage(original: SourceCheckpoint, checkpoint: SourceCheckpoint, contract: Mapping[str, Any]) -> Finding:

@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from manifests.errors import CorruptError, InputError
-from stores.durable import sha256_file, storage_errors
+from stores.durable import read_whole, sha256_file, storage_errors
+from stores.source import MAX_JSON_BYTES, parse_json
 
 CONTRACT_VERSION = 1
 CONTRACT_FILE = "compression.json"
+MODELLING_FILE = "modeling_lamina.py"
 SEAL = "sha256"
 SHOWN_FAULTS = 5
 
@@ -111,6 +113,13 @@ def describe_bytes(content: bytes) -> dict[str, Any]:
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
+def describe_file(path: Path) -> dict[str, Any]:
+    """The same of a file. Raises StorageError."""
+    with storage_errors("reading", path):
+        size = path.stat().st_size
+    return {"size": size, "sha256": sha256_file(path)}
+
+
 def read_contract(output: Path) -> dict[str, Any]:
     """compression.json, held against its own digest.
 
@@ -119,14 +128,13 @@ def read_contract(output: Path) -> dict[str, Any]:
         CorruptError: it is not as it was written, or does not say what a contract says.
     """
     path = output / CONTRACT_FILE
-    if not path.is_file():
-        raise InputError(f"{path}: missing; is it a Lamina checkpoint?")
-    with storage_errors("reading", path):
-        content = path.read_bytes()
     try:
-        contract = json.loads(content)
+        content = read_whole(path, MAX_JSON_BYTES)
+        contract = parse_json(content)
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; is it a Lamina checkpoint?") from None
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path}: damaged: not JSON: {error}") from error
+        raise CorruptError(f"{path}: damaged: not JSON: {error or type(error).__name__}") from error
     if not isinstance(contract, dict):
         raise CorruptError(f"{path}: damaged: a JSON {type(contract).__name__}, expected an object")
     if contract.get(SEAL) != _seal(contract) or content != encode_json(contract):

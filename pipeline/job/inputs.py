@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lamina.modeling_lamina import LaminaConfig, LaminaDecoderLayer, LaminaRotaryEmbedding
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
@@ -69,6 +70,7 @@ def read_inputs(manifest: Manifest) -> Inputs:
     """
     source = open_source(manifest.model.source, manifest.model.revision)
     config = standard_config(source.config)
+    check_buildable(config, f"{source.directory}/config.json")
     geometry = geometry_of(config)
     source.require(geometry.expected_tensors())
     dtype = layer_dtype(source, geometry)
@@ -85,6 +87,18 @@ def read_inputs(manifest: Manifest) -> Inputs:
     _check_sequence(manifest, config)
     _check_places(manifest, source.directory)
     return inputs
+
+
+def check_buildable(config: Mapping[str, Any], where: str) -> None:
+    """Builds a layer of a standard config, without its numbers. Raises InputError when that cannot be done."""
+    try:
+        described = LaminaConfig(**config)
+        with torch.device("meta"):
+            LaminaDecoderLayer(described, 0)
+        if described.block["rotary"]:
+            LaminaRotaryEmbedding(described, torch.device("cpu"))
+    except Exception as error:  # transformers checks little of rope_parameters, and only warns
+        raise InputError(f"{where}: no layer can be built by it: {type(error).__name__}: {error}") from error
 
 
 def check_copied(inputs: Inputs) -> None:

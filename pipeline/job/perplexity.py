@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from lamina.modeling_lamina import LaminaConfig, LaminaForCausalLM
 from manifests.errors import InputError
 from manifests.schema import Text, Workers
-from pipeline.families.registry import geometry_of, standard_config
+from pipeline.families.registry import check_fields, geometry_of, standard_config
 from pipeline.job.calibration import window_tokens
-from pipeline.job.inputs import layer_dtype
+from pipeline.job.inputs import STORED_NAMES, check_buildable, layer_dtype
 from pipeline.job.progress import JobObserver
 from pipeline.ports import Forward, Pool, Score, Unit
 from stores.activations import ActivationStore
@@ -32,12 +33,34 @@ def read_checkpoint(model: str) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
     source = open_source(model)
     if source.config.get("model_type") != "lamina":
         config = standard_config(source.config)
+        check_buildable(config, f"{model}/config.json")
         source.require(geometry_of(config).expected_tensors())
         return source, config
-    missing = [name for name in ("block", "forms", "num_hidden_layers", "dtype") if name not in source.config]
+    config = source.config
+    missing = [name for name in ("block", "forms", "num_hidden_layers", "dtype") if name not in config]
     if missing:
         raise InputError(f"{model}/config.json: lacks {', '.join(missing)}; it is no Lamina checkpoint")
-    return source, source.config
+    check_fields(config)
+    if config["dtype"] not in STORED_NAMES.values():
+        known = ", ".join(STORED_NAMES.values())
+        raise InputError(f"{model}/config.json: dtype: {config['dtype']!r:.80}; known are {known}")
+    check_buildable(config, f"{model}/config.json")
+    try:
+        geometry_of(config)
+        expected_tensors(config)
+    except Exception as error:  # as `check_buildable`
+        raise InputError(f"{model}/config.json: damaged: {type(error).__name__}: {error}") from error
+    return source, config
+
+
+def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor -> shape of the model that the config of a Lamina checkpoint describes."""
+    with torch.device("meta"):
+        model = LaminaForCausalLM(LaminaConfig(**config))
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config["tie_word_embeddings"]:
+        expected.pop(f"{config['block']['head']}.weight", None)
+    return expected
 
 
 def measure_perplexity(
@@ -51,6 +74,7 @@ def measure_perplexity(
     scratch: Path | None = None,
     start: Callable[[], None] = lambda: None,
     limit: int | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Token-level perplexity over non-overlapping windows; every token but a window's first is scored.
 
@@ -58,6 +82,7 @@ def measure_perplexity(
         limit: score only the first so many windows.
         dtype: of the forward pass; None: as stored. The log-softmax is float32 in any case.
         scratch: a directory that all nodes see; default: a temporary one of this machine.
+        trust_remote_code: whether the tokenizer may be code of the checkpoint.
         start: called when model and text proved right, before any worker is started.
 
     Raises:
@@ -66,11 +91,13 @@ def measure_perplexity(
     """
     source, config = read_checkpoint(model)
     geometry = geometry_of(config)
+    if config.get("model_type") == "lamina":
+        source.require(expected_tensors(config))
     if window > config["max_position_embeddings"]:
         raise InputError(
             f"window: {window} is longer than the model's max_position_embeddings {config['max_position_embeddings']}"
         )
-    tokens = window_tokens(source.directory, text, window, geometry.vocab)[:limit]
+    tokens = window_tokens(source.directory, text, window, geometry.vocab, trust_remote_code)[:limit]
     start()
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as directory:
         record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.errors import InUseError, LaminaError
 from pipeline.ports import Forward, ForwardDone, Unit
+from stores.durable import storage_errors
 
 LOG = logging.getLogger("lamina")
 STORES = logging.getLogger("stores")
@@ -128,10 +129,12 @@ class JobObserver:
 
     def _keep_beating(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
-            workers = self.pool.busy() if self.pool is not None else {}
+            state = dict(self.state)
+            if self.pool is not None:
+                state |= {"workers": self.pool.busy(), "pool": {"ready": self.pool.size, "wanted": self.pool.wanted}}
             try:
                 for beat in self.beats:
-                    beat({**self.state, "workers": workers})
+                    beat(state)
             except InUseError as error:
                 self.lost = error
                 return
@@ -139,11 +142,31 @@ class JobObserver:
                 LOG.warning("heartbeat: %s", error)
 
 
+class _LogFile(logging.FileHandler):
+    """Says once when nothing more can be written; logging itself would print a traceback for every line."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        error = sys.exc_info()[1]
+        if not self.failed:
+            print(f"log {self.baseFilename}: {error}; the job goes on without", file=sys.stderr)
+        self.failed = True
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:  # what was buffered is written here
+            if not self.failed:
+                print(f"log {self.baseFilename}: {error}", file=sys.stderr)
+
+
 def open_log(directory: Path) -> Path:
     """Starts a log file of its own for this run; everything `say` says and all warnings go there."""
     close_log()
     path = directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{psutil.Process().pid}.log"
-    handler = logging.FileHandler(path, encoding="utf-8")
+    with storage_errors("writing", path):
+        handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     LOG.setLevel(logging.INFO)
     LOG.propagate = False

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 
-def print_summary(summary: Mapping[str, Any]) -> None:
-    """To the terminal."""
-    console = Console()
+def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
+    """To the terminal, or to another console."""
+    console = console or Console()
     if summary.get("already_finished"):
         console.print(f"{summary['output']}: finished before; nothing to do (`pipeline.verify` reads every byte)")
     console.print(_layer_table(summary["layers"]))

@@ -14,7 +14,7 @@ from typing import Any
 from manifests.errors import CorruptError, InputError, LaminaError
 from pipeline.job import comparison, contents
 from pipeline.job.contents import Finding
-from pipeline.job.contract import CONTRACT_FILE, file_fault, read_contract
+from pipeline.job.contract import CONTRACT_FILE, MODELLING_FILE, file_fault, read_contract
 from pipeline.job.perplexity import read_checkpoint
 from stores.checkpoint import verify_shard
 from stores.source import CONFIG_FILE, INDEX_FILE, open_source
@@ -34,7 +34,7 @@ def verify(output: Path, source: Path | None, bound: float | None = None) -> Ite
         yield Finding("contract", "the other files cannot be held against it", (str(error),))
         return
     except InputError as error:
-        if not (output / "modeling_lamina.py").exists():
+        if not (output / MODELLING_FILE).exists():
             raise
         yield Finding("contract", "the other files cannot be held against it", (str(error),))
         return
@@ -76,7 +76,7 @@ def _files(output: Path, contract: Mapping[str, Any]) -> Finding:
     named = {CONTRACT_FILE, *contract["files"], *contract["shards"]}
     strangers = sorted(path for path in output.iterdir() if path.name not in named and not path.name.startswith("."))
     faults += [f"{path}: not part of the checkpoint; remove it" for path in strangers]
-    needed = [CONFIG_FILE, INDEX_FILE, "modeling_lamina.py"]
+    needed = [CONFIG_FILE, INDEX_FILE, MODELLING_FILE]
     faults += [f"{output / name}: {CONTRACT_FILE} has no digest of it" for name in needed if name not in named]
     return Finding("files", f"{len(contract['files'])} files against sha256", tuple(fault for fault in faults if fault))
 

@@ -6,6 +6,7 @@ hits both at a moment that the test chooses, and a run takes half a second.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -28,6 +29,7 @@ from manifests.errors import Interrupted
 from manifests.schema import Workers
 from pipeline.ports import Unit
 from stores.ledger import Ledger
+from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS
 from workers.exchange import LocalExchange
 from workers.setup import Setup
@@ -45,7 +47,7 @@ class InlinePool:
         torch.set_num_threads(setup.threads)
         self.worker = Worker(setup, LocalExchange())
         self.stop = stop
-        self.size = 1
+        self.size = self.wanted = 1
         self.waiting: deque[Unit] = deque()
         self.seconds: dict[str, list[float]] = {}
         self.peak_bytes: dict[str, int] = {}
@@ -65,6 +67,9 @@ class InlinePool:
     def busy(self) -> dict[str, str]:
         return {"inline": self.waiting[0].key} if self.waiting else {}
 
+    def resize(self, workers: int) -> None:
+        """One it is."""
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -80,10 +85,14 @@ class Hook:
     """Where a process kills its group, or waits: at the nth time that something durable begins or has just ended.
 
     Attributes:
-        what: `commit` (a key new to the ledger), `file` (a rename or link to a final name), `remove` (a folder goes).
+        what: `commit` (a key new to the ledger), `file` (a rename or link to a final name), `remove` (a folder goes),
+            `sync` (an fsync of a file or folder).
         match: counted only when this is in the ledger key or path.
         after: just after it, instead of just before.
         pause: makes this file and goes on when somebody has removed it, instead of dying.
+        disk: the folder whose unsynced changes may be lost with the process; otherwise its next process keeps them in
+            mind.
+        cut: the seed of what is lost; None: the machine lives on.
     """
 
     what: str
@@ -91,17 +100,26 @@ class Hook:
     match: str = ""
     after: bool = False
     pause: str | None = None
+    disk: str | None = None
+    cut: int | None = None
 
 
 class Child:
     """A command in a process group of its own."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], log: Path, hook: Hook | None = None, inline: bool = True
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log: Path,
+        hook: Hook | None = None,
+        inline: bool = True,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
+        """`prepare` (a function of a module) is called in the child first."""
         self.log = log
         self.process: ForkServerProcess = CONTEXT.Process(
-            target=_main, args=(name, list(arguments), str(log), hook, inline)
+            target=_main, args=(name, list(arguments), str(log), hook, inline, prepare)
         )
         self.process.start()
 
@@ -120,7 +138,9 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL to the whole group, Ray's processes included."""
-        os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has not made its group yet
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.join(WAIT_S)
 
     @property
@@ -137,7 +157,14 @@ def wait_for(path: Path, child: Child) -> None:
         time.sleep(0.01)
 
 
-def _main(name: str, arguments: list[str], log: str, hook: Hook | None, inline: bool) -> None:
+def _main(
+    name: str,
+    arguments: list[str],
+    log: str,
+    hook: Hook | None,
+    inline: bool,
+    prepare: Callable[[], None] | None,
+) -> None:
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -148,6 +175,8 @@ def _main(name: str, arguments: list[str], log: str, hook: Hook | None, inline: 
         _note_forward_work(Path(log).with_suffix(".units"))
     if hook is not None:
         _install(hook)
+    if prepare is not None:
+        prepare()
     raise SystemExit(COMMANDS[name](arguments))
 
 
@@ -172,6 +201,10 @@ def _note_forward_work(path: Path) -> None:
 
 def _install(hook: Hook) -> None:
     seen = 0
+    disk = None
+    if hook.disk is not None:
+        disk = Disk(Path(hook.disk), Path(hook.disk + ".shadow"))
+        disk.watch()
 
     def reached(what: str, where: str, ended: bool) -> None:
         nonlocal seen
@@ -181,6 +214,10 @@ def _install(hook: Hook) -> None:
         if seen != hook.nth:
             return
         if hook.pause is None:
+            if disk is not None and hook.cut is None:
+                disk.remember()
+            elif disk is not None and hook.cut is not None:
+                disk.cut(hook.cut)
             os.killpg(os.getpgid(0), signal.SIGKILL)
             raise AssertionError("killed")
         path = Path(hook.pause)
@@ -193,6 +230,8 @@ def _install(hook: Hook) -> None:
 
         def wrapped(*arguments: Any, **options: Any) -> Any:
             where = str(arguments[position])
+            if what == "sync":
+                where = os.readlink(f"/proc/self/fd/{where}")
             if final(where):
                 reached(what, where, ended=False)
             result = original(*arguments, **options)
@@ -215,4 +254,5 @@ def _install(hook: Hook) -> None:
     Ledger.commit = commit_new  # type: ignore[method-assign]
     around("file", os, "replace", 1, lambda path: ".partial" not in path and "lock.json" not in path)
     around("file", os, "link", 1, lambda path: ".partial" not in path)
+    around("sync", os, "fsync", 0, lambda path: "lock.json" not in path)
     around("remove", shutil, "rmtree", 0, lambda path: True)

@@ -13,7 +13,7 @@ import pipeline.job.perplexity
 import pipeline.run
 from manifests.schema import Workers
 from tests import factories
-from tests.end_to_end.children import use_inline_pool
+from tests.end_to_end.children import InlinePool, use_inline_pool
 from tests.end_to_end.jobs import Job
 from tests.end_to_end.shared_ray import KeptPool
 from workers.pool import connect
@@ -53,6 +53,13 @@ def shared_ray(_cluster: tuple[str, list[Any]]) -> Iterator[None]:
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """`run` needs no Ray: the units are done by the real worker, in this process."""
     use_inline_pool(monkeypatch.setattr)
+
+
+@pytest.fixture
+def inline_everywhere(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`evaluate`, too, needs no Ray."""
+    monkeypatch.setattr(pipeline.evaluate, "connect", lambda *_: "none: in this process")
+    monkeypatch.setattr(pipeline.job.perplexity, "RayPool", InlinePool)
 
 
 @pytest.fixture

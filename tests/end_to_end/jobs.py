@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import pipeline.evaluate
 import pipeline.plan.__main__
 import pipeline.run
+import pipeline.scale
 import pipeline.status
 import pipeline.verify
 
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "run": pipeline.run.main,
     "plan": pipeline.plan.__main__.main,
     "status": pipeline.status.main,
+    "scale": pipeline.scale.main,
     "evaluate": pipeline.evaluate.main,
     "verify": pipeline.verify.main,
 }

@@ -16,6 +16,7 @@ from manifests.schema import Manifest
 from pipeline.job import assemble
 from pipeline.job.assemble import Assembler, check_output, free_bytes, plan_shards
 from pipeline.job.inputs import Inputs, read_inputs
+from stores.durable import partial_path
 from stores.ledger import Ledger
 from stores.source import INDEX_FILE
 from tests.pipeline.geometries import manifest
@@ -160,7 +161,7 @@ def test_again_gives_the_same_bytes(finished: Finished) -> None:
     finished.assemble()
     before = contents(finished.output)
     (finished.output / "model-00009-of-00042.safetensors").write_bytes(b"of another job")
-    (finished.output / "model-00001.safetensors.0123.partial").write_bytes(b"of a killed run")
+    partial_path(finished.output / "model-00001.safetensors").write_bytes(b"of a killed run")
     finished.assemble()
     assert contents(finished.output) == before
 

@@ -11,7 +11,7 @@ import pytest
 
 from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError, WorkerError
 from pipeline.driver import Job
-from pipeline.ports import Reduce
+from pipeline.ports import Forward, Reduce, Solve
 from tests.pipeline.simulation import (
     ALL,
     JOBS,
@@ -233,6 +233,29 @@ def test_lost_results_are_made_again(key: str) -> None:
     assert world.repairs == [("gone with its worker", ())]
     assert pool.drained == 1
     assert not [event for event, _ in world.events if event == "retract"]
+
+
+@pytest.mark.parametrize(
+    ("consumer", "producers"),
+    [
+        ("reduce/compressed/1/down.in-1-1", ["forward/compressed/1/1/dense"]),
+        ("reduce/compressed/2/q.in-1-1", ["forward/compressed/2/0/dense", "forward/compressed/2/1/dense"]),
+        ("write/2", ["solve/2/0/mlp"]),
+    ],
+)
+def test_only_what_was_lost_is_made_again(consumer: str, producers: list[str]) -> None:
+    """A node is gone with the results of some units: what the others did stands."""
+    job = JOBS["compressed"]()
+    expected, _ = run(job)
+    world = World()
+    pool = SimulatedPool(world)
+    pool.fail_on[consumer] = LostInputError("gone with its node", tuple(producers))
+    run(job, world, pool)
+    assert world.journal() == expected.journal()
+    kinds = (Forward, Solve)
+    again = Counter(unit.key for unit in world.done if isinstance(unit, kinds))
+    again -= Counter(unit.key for unit in expected.done if isinstance(unit, kinds))
+    assert sorted(again.elements()) == producers
 
 
 class Losing(SimulatedPool):

@@ -113,7 +113,7 @@ class Conformance:
     def test_sweep_takes_partial_files(self, tmp_path: Path) -> None:
         store = self.make(tmp_path)
         record = self.write(store, self.value(0))
-        torn = tmp_path / record["path"] / "c.0.0123.partial"
+        torn = tmp_path / record["path"] / f"c.0.{'0' * 32}.partial"
         torn.write_bytes(b"torn")
         assert store.sweep([record]) == 0
         assert not torn.exists()

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import CorruptError, StorageError
-from stores.durable import create_only, durable_file, make_directory, sha256_file, sweep_partials, write_durably
+from stores.durable import (
+    create_only,
+    durable_file,
+    make_directory,
+    partial_path,
+    sha256_file,
+    sweep_partials,
+    write_durably,
+)
 
 
 def names(directory: Path) -> list[str]:
@@ -113,9 +121,13 @@ def test_make_directory_syncs_every_new_name(tmp_path: Path, monkeypatch: pytest
 
 def test_sweep_takes_partial_files_only(tmp_path: Path) -> None:
     make_directory(tmp_path / "deep")
-    (tmp_path / "deep" / "a.0123.partial").write_bytes(b"torn")
+    partial_path(tmp_path / "deep" / "a").write_bytes(b"torn")
+    theirs = tmp_path / "download.partial"  # what another program left there is not ours to remove
+    theirs.write_bytes(b"half")
     (tmp_path / "kept").write_bytes(b"data")
     assert sweep_partials(tmp_path) == 1
+    assert theirs.exists()
+    theirs.unlink()
     assert names(tmp_path / "deep") == []
     assert names(tmp_path) == ["deep", "kept"]
 

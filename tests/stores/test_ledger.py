@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import stores.ledger
 from manifests.errors import InputError, StorageError
+from stores.durable import partial_path
 from stores.ledger import Ledger
 
 KilledAnywhere = Callable[..., int]
@@ -67,7 +69,7 @@ def test_sweep_keeps_the_state(tmp_path: Path) -> None:
     (tmp_path / "a.000001.json").write_bytes(old)  # killed before the old one was dropped
     ledger.commit("b", {})
     ledger.retract("b")
-    (tmp_path / "a.000003.json.77.partial").write_bytes(b"{")
+    partial_path(tmp_path / "a.000003.json").write_bytes(b"{")
     ledger.sweep()
     assert os.listdir(tmp_path) == ["a.000002.json"]
     assert ledger.get("a") == {"n": 2}
@@ -126,16 +128,16 @@ def test_a_full_disk_leaves_the_record_before(tmp_path: Path, monkeypatch: pytes
 def test_a_reader_survives_a_commit_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(tmp_path)
     ledger.commit("a", {"n": 1})
-    real = Path.read_bytes
+    real = stores.ledger.read_whole
     raced: list[Path] = []
 
-    def read_bytes(path: Path) -> bytes:
+    def read_whole(path: Path, limit_bytes: int) -> bytes:
         if not raced:
             raced.append(path)
             Ledger(tmp_path).commit("a", {"n": 2})
-        return real(path)
+        return real(path, limit_bytes)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(stores.ledger, "read_whole", read_whole)
     assert ledger.get("a") == {"n": 2}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from manifests.errors import CorruptError
+from stores.durable import partial_path
 from stores.staging import STAGED, read_staged, sweep_staged, write_staged
 
 
@@ -32,7 +33,10 @@ def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
 def test_strays_are_swept(tmp_path: Path) -> None:
     (tmp_path / STAGED).mkdir()
     kept, stray = (write_staged(tmp_path, layer, {"a": torch.ones(2)}) for layer in (0, 1))
-    (tmp_path / STAGED / ".half.partial").write_bytes(b"x")
+    partial_path(tmp_path / STAGED / "layer-00002.x.safetensors").write_bytes(b"x")
+    theirs = tmp_path / STAGED / "notes.txt"  # such as where `staged` is a link to another folder
+    theirs.write_text("x")
     assert sweep_staged(tmp_path, [kept]) == 2
+    assert theirs.exists()
     assert (tmp_path / kept["path"]).exists()
     assert not (tmp_path / stray["path"]).exists()

@@ -13,10 +13,11 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayTaskError
 from manifests.errors import Interrupted, NumericsError, WorkerError
 from manifests.schema import Workers
 from pipeline.methods.method import Moment
-from pipeline.ports import Forward, Reduce, Score, Unit, Write
+from pipeline.ports import Forward, ForwardDone, Reduce, Score, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers.actor import Outcome
+from workers.exchange import Handle
 from workers.pool import RayPool
 
 
@@ -165,7 +166,7 @@ def test_a_unit_on_which_every_worker_dies_ends_the_job(make: Any) -> None:
     fake = FakeRay((0, 100, 20))
     pool = make(fake, max=1)
     pool.submit(Write(7, (), (), {}))
-    with pytest.raises(WorkerError, match="write/7: 3 workers died on it; the last: "):
+    with pytest.raises(WorkerError, match=r"write/7: 3 workers died on it \(workers.max_failures\); the last: "):
         pool.wait()
 
 
@@ -211,6 +212,93 @@ def test_any_other_error_names_the_unit(make: Any) -> None:
     pool.submit(Write(1, (), (), {}))
     with pytest.raises(WorkerError, match=r"(?s)write/1: .*by zero"):
         pool.wait()
+
+
+def test_how_often_workers_may_die_is_given(make: Any) -> None:
+    pool = make(FakeRay((0, 100, 20)), max=1, max_failures=1)
+    pool.submit(Write(7, (), (), {}))
+    with pytest.raises(WorkerError, match="write/7: 1 workers died on it"):
+        pool.wait()
+
+
+def test_what_a_unit_leaves_behind_is_known_by_its_handle(make: Any) -> None:
+    """The references come from the driver's call, which owns them, not from the worker, which may die."""
+    moments = (Moment("q.in"), Moment("o.in"))
+    fake = FakeRay()
+    pool = make(fake)
+    result = ForwardDone({moments[1]: 0, moments[0]: 1}, None, None, 5)
+    unit = Forward("dense", 2, 3, moments=moments)
+    fake.failures[unit.key] = Outcome(result, None, 1.0, 0.5, 10)
+    pool.submit(unit)
+    partials = pool.wait()[1].partials
+    assert partials == {moments[1]: Handle(unit.key, "tensors 0"), moments[0]: Handle(unit.key, "tensors 1")}
+
+
+# Growing and shrinking ------------------------------------------------------------------------------------------------
+
+
+def test_more_workers_join_and_take_shards(make: Any) -> None:
+    fake = FakeRay((0, 5, None))
+    pool = make(fake, max=1)
+    do(pool, forward(0))
+    pool.resize(3)
+    for layer in range(1, 12):
+        do(pool, forward(layer))
+    assert pool.size == 3
+    assert [len(shards_of(actor, 11)) for actor in fake.actors] == [3, 3, 2]
+
+
+def test_workers_are_sent_away_when_they_are_done(make: Any) -> None:
+    fake = FakeRay((0, 4, None))
+    pool = make(fake, max=4)
+    do(pool, forward(0))
+    for unit in forward(1):
+        pool.submit(unit)
+    pool.wait()
+    pool.resize(1)
+    assert len([pool.wait() for _ in range(7)]) == 7
+    do(pool, forward(2))
+    assert pool.size == 1
+    assert sum(actor.killed for actor in fake.actors) == 3
+    assert sum(len(shards_of(actor, 1)) for actor in fake.actors) == 8, "nothing in hand is done twice"
+    (left,) = [actor for actor in fake.actors if not actor.killed]
+    assert shards_of(left, 2) == list(range(8))
+    assert sum("is sent away: 1 are wanted" in note for note in pool.notes) == 3
+
+
+def test_who_is_not_there_yet_goes_first(make: Any) -> None:
+    fake = FakeRay((0, 2, None), (10_000, 2, None))
+    pool = make(fake, max=2, min=1)
+    pool.resize(1)
+    do(pool, forward(0))
+    assert [actor.killed for actor in fake.actors] == [False, True]
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [(0, 1), (-4, 1), (1, 1), (8, 8), (1000, 8)])
+def test_there_is_work_for_one_worker_per_shard(asked: int, wanted: int, make: Any) -> None:
+    pool = make(FakeRay(), max=2, shards=8)
+    pool.resize(asked)
+    do(pool, forward(0))
+    assert pool.size == wanted
+
+
+def test_one_that_dies_while_it_leaves_is_not_replaced(make: Any) -> None:
+    fake = FakeRay((0, 30, 40), (0, 30, None))
+    pool = make(fake, max=2, shards=4)
+    for unit in forward(0, 4):
+        pool.submit(unit)
+    pool.wait()
+    pool.resize(1)
+    assert len([pool.wait() for _ in range(3)]) == 3
+    assert len(fake.actors) == 2
+
+
+def test_a_cluster_that_lost_all_its_workers_is_said(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.0)
+    fake = FakeRay((0, 5, 12), (3000, 5, None))
+    pool = make(fake, max=1)
+    do(pool, forward(0))
+    assert any(note.startswith("waiting for 1 workers, 0 are ready") for note in pool.notes)
 
 
 # Stopping -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,63 @@
+"""What becomes of the journal when stored data proves corrupt: the entries that name it are taken back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from manifests.errors import CorruptError, LostInputError
+from pipeline.ports import Journal, Observer
+
+REPAIRS = 3
+
+
+class Repairs:
+    """Mends a journal, and counts how often, so that what cannot be mended ends the job."""
+
+    def __init__(self, journal: Journal, num_layers: int, observer: Observer) -> None:
+        self.journal = journal
+        self.observer = observer
+        self.counts: Counter[str] = Counter()  # by entry; "": what was lost since the last commit
+        kinds = ("dense", "statistics", "activations", "layer")
+        self.keys = [f"{kind}/{layer:05d}" for kind in kinds for layer in range(num_layers + 1)]
+
+    def progress(self) -> None:
+        """Something was committed: what was lost before is made up for."""
+        del self.counts[""]
+
+    def mend(self, error: CorruptError | LostInputError) -> None:
+        """Takes back every entry that names the corrupt data, so that it is computed again; of lost data none does.
+
+        Raises the error itself when no entry names the data, or after `REPAIRS` times in the same place.
+        """
+        path = error.path if isinstance(error, CorruptError) else ""
+        named = [key for key in self.keys if path and (entry := self.journal.get(key)) and _names(entry, path)]
+        if isinstance(error, CorruptError) and not named:
+            raise error
+        places = named or [""]
+        self.counts.update(places)
+        if any(self.counts[place] > REPAIRS for place in places):
+            raise error
+        self.observer.repaired(str(error), named)
+        for key in named:
+            if any(_names(record, path) for record in (self.journal.get(key) or {}).get("activations", [])):
+                self._forget_activations("dense" if key.startswith("dense/") else "activations")
+            else:
+                self.journal.retract(key)
+
+    def _forget_activations(self, kind: str) -> None:
+        """All hidden states of a lineage: the ones before the newest were dropped when those were entered."""
+        for key in self.keys:
+            entry = self.journal.get(key) if key.startswith(f"{kind}/") else None
+            if entry is not None and kind == "activations":
+                self.journal.retract(key)
+            elif entry is not None and "activations" in entry:
+                self.journal.commit(key, {name: value for name, value in entry.items() if name != "activations"})
+
+
+def _names(entry: Any, path: str) -> bool:
+    """Whether a record somewhere in an entry has this path."""
+    if isinstance(entry, Mapping):
+        return entry.get("path") == path or any(_names(value, path) for value in entry.values())
+    return isinstance(entry, list) and any(_names(value, path) for value in entry)

@@ -1,0 +1,39 @@
+"""`python -m pipeline.scale RUN_DIR --workers N`: gives a running job more workers, or fewer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError
+from pipeline.job.cli import parser, run_command
+from stores.lock import read_lock
+from stores.run_directory import RunDirectory
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = parser("scale", "Changes how many workers a running job wants, until it ends; the output stays the same.")
+    options.add_argument("run_dir", help="the run directory of the job")
+    options.add_argument("--workers", type=int, required=True, help="from 1 to the number of calibration shards")
+    return run_command(_body, options.parse_args(argv))
+
+
+def _body(arguments: Any) -> int:
+    run_dir, workers = RunDirectory(Path(arguments.run_dir)), arguments.workers
+    if workers < 1:
+        raise InputError(f"--workers {workers}: a job needs at least one; to stop it, send SIGTERM")
+    owner = read_lock(run_dir.path / "lock")
+    if owner is None or not owner["alive"]:
+        raise InputError(f"{run_dir.path}: no job is running here; set workers.max in its manifest")
+    run_dir.ask_for_workers(workers, owner["token"])
+    print(
+        f"asked process {owner['pid']} on {owner['host']} for {workers} workers; it notices within seconds, "
+        f"and `python -m pipeline.status {run_dir.path}` shows how many are ready"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

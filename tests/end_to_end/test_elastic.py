@@ -1,0 +1,125 @@
+"""A job on several Ray nodes of this host, which join and die while it runs: the same bytes at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray.cluster_utils import Cluster
+
+import pipeline.run
+import pipeline.scale
+from pipeline.ports import Forward, Unit
+from tests.end_to_end.children import Child
+from tests.end_to_end.jobs import Job, command, file_digests
+from workers import pool as pool_module
+from workers.pool import RayPool
+
+pytestmark = pytest.mark.ray
+MakeJob = Callable[..., Job]
+WAIT_S = 60.0
+OBJECTS = 80 * 2**20
+
+
+class Directed(RayPool):
+    """Does something to the cluster when a layer has got its first shard, in the middle of a run."""
+
+    cluster: Cluster
+    nodes: list[Any]
+
+    def __init__(self, setup: Any, *rest: Any) -> None:
+        self.run_dir = setup.run_dir
+        self.played: set[tuple[str, int]] = set()
+        super().__init__(setup, *rest)
+
+    def wait(self) -> tuple[Unit, Any]:
+        unit, result = super().wait()
+        place = (unit.lineage, unit.layer) if isinstance(unit, Forward) else None
+        if place in SCENES and place not in self.played:
+            self.played.add(place)
+            SCENES[place](self)
+        return unit, result
+
+    def await_size(self, size: int) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while self.size != size:
+            assert time.monotonic() < deadline, f"{self.size} workers instead of {size}"
+            self._dispatch()
+            self._step(0.2)
+
+
+def three_join(pool: Directed) -> None:
+    """Three nodes, and as many workers, asked for as an operator does it."""
+    for _ in range(3):
+        pool.nodes.append(pool.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS))
+    assert pipeline.scale.main([str(pool.run_dir), "--workers", "4"]) == 0
+    pool.await_size(4)
+
+
+def a_node_dies(pool: Directed) -> None:
+    """With its worker, the hidden states there and what they were summed to: SIGKILL to all its processes."""
+    pids = {member.where["pid"] for member in pool.members if member.shards}
+    raylets = {psutil.Process(pid).ppid() for pid in pids}
+    victim = next(node for node in pool.nodes if node.all_processes["raylet"][0].process.pid in raylets)
+    pool.nodes.remove(victim)
+    pool.cluster.remove_node(victim, allow_graceful=False)
+
+
+def two_leave(pool: Directed) -> None:
+    assert pipeline.scale.main([str(pool.run_dir), "--workers", "2"]) == 0
+    pool.await_size(2)
+
+
+def a_worker_dies(pool: Directed) -> None:
+    os.kill(next(member for member in pool.members if member.shards).where["pid"], signal.SIGKILL)
+
+
+SCENES: dict[Any, Callable[[Directed], None]] = {
+    ("dense", 0): three_join,
+    ("dense", 1): a_node_dies,
+    ("compressed", 0): two_leave,
+    ("compressed", 1): a_worker_dies,
+}
+
+
+def direct() -> None:
+    """In the child: a cluster whose head does no work, with one node beside it."""
+    pool_module._listen_on_loopback()
+    Directed.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": OBJECTS})
+    Directed.nodes = [Directed.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS)]
+    pipeline.run.RayPool = Directed  # type: ignore[misc]
+    os.environ["RAY_ADDRESS"] = Directed.cluster.address
+
+
+def test_nodes_join_leave_and_die(job: MakeJob, inline: None) -> None:
+    settings = {
+        "calibration.samples": 16,
+        "calibration.shards": 8,
+        "workers": {"min": 1, "max": 1},
+    }
+    made, alone = job(**settings), job(**settings)
+    assert alone.run().code == 0
+    child = Child("run", [str(made.manifest)], made.root / "log", inline=False, prepare=direct)
+    assert child.end(240) == 0, child.said
+    assert file_digests(made.output) == file_digests(alone.output)
+    assert child.said.count(" died, ") == 2
+    assert "is sent away: 2 are wanted" in child.said
+
+
+def test_nobody_to_scale(job: MakeJob, inline: None, tmp_path: Path) -> None:
+    made = job()
+    assert made.run().code == 0
+    for arguments, message in (
+        ([str(made.run_dir), "--workers", "2"], "no job is running here"),
+        ([str(made.run_dir), "--workers", "0"], "a job needs at least one"),
+        ([str(tmp_path / "nowhere"), "--workers", "2"], "no job is running here"),
+    ):
+        ended = command("scale", *arguments)
+        assert (ended.code, message in ended.err) == (2, True), ended
+    assert not (tmp_path / "nowhere").exists()

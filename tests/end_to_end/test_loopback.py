@@ -1,0 +1,30 @@
+"""The Ray that a command starts by itself is not reachable from other machines."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+import psutil
+import pytest
+
+
+def listening() -> list[tuple[str, Any]]:
+    """(program, address) of every TCP port that this process and those it has started wait at."""
+    found = []
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        try:
+            connections, name = process.net_connections("tcp"), process.name()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # an idle worker may end at any time
+            continue
+        found += [(name, connection.laddr) for connection in connections if connection.status == psutil.CONN_LISTEN]
+    return found
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("shared_ray")
+def test_ray_listens_on_loopback_only() -> None:
+    ports = listening()
+    assert {"gcs_server", "raylet"} <= {name for name, _ in ports}
+    reachable = [at for _, at in ports if not ipaddress.ip_address(at.ip.removeprefix("::ffff:")).is_loopback]
+    assert reachable == []
