@@ -101,7 +101,7 @@ def test_short_and_slow_writes(job: MakeJob, reference: dict[str, str]) -> None:
     assert play(made, slow).code == 0
     assert file_digests(made.output) == reference
     made = job()
-    short = Fault((made.run_dir / "ledger", made.run_dir / "activations.zarr" / "tokens"), short=True)
+    short = Fault((made.run_dir / "ledger",), match="tokens", short=True)
     assert play(made, short).code == 0
-    assert short.seen > 1000
+    assert short.seen > 300
     assert file_digests(made.output) == reference

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from manifests.errors import CorruptError, InputError
+from manifests.errors import CorruptError, InputError, InUseError
 from manifests.schema import Manifest
 from pipeline.job import assemble
 from pipeline.job.assemble import Assembler, check_output, free_bytes, plan_shards
@@ -209,8 +209,32 @@ def test_damaged_layers_are_not_shipped(finished: Finished, damage: Any) -> None
 
 def test_a_layer_that_was_never_entered(finished: Finished) -> None:
     finished.ledger.retract("layer/00000")
-    with pytest.raises(CorruptError, match="layer 0 is not entered"):
+    with pytest.raises(CorruptError, match="no longer holds layer 0"):
         finished.assemble()
+    assert not (finished.output / INDEX_FILE).exists()
+
+
+def test_a_ledger_that_vanishes_in_between(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with its mount, after the shards were placed: a config without the forms would be wrong."""
+    real = Assembler._contract
+
+    def vanish(self: Assembler, *arguments: Any) -> dict[str, Any]:
+        finished.ledger.clear()
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Assembler, "_contract", vanish)
+    with pytest.raises(CorruptError, match="was a mount lost"):
+        finished.assemble()
+    assert not (finished.output / INDEX_FILE).exists()
+
+
+def test_nothing_is_published_by_one_who_lost_the_run_directory(finished: Finished) -> None:
+    def lost() -> None:
+        raise InUseError("the lock was lost")
+
+    files = finished.inputs.source.file_digests({})
+    with pytest.raises(InUseError):
+        Assembler(finished.inputs, finished.ledger, finished.run_dir, files, lost).run()
     assert not (finished.output / INDEX_FILE).exists()
 
 

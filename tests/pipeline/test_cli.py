@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import threading
@@ -54,6 +55,23 @@ def test_errors_for_users(error: LaminaError, code: int, headline: str, capsys: 
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert shown.endswith(headline + "\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "headline"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 1, "failed: using /x/y: No space left on device"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "/x/y"), 2, "wrong input: using /x/y: File name too long"),
+        (MemoryError(), 1, "failed: out of memory"),
+    ],
+)
+def test_what_the_system_refuses(
+    error: Exception, code: int, headline: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(error) == code
+    shown = capsys.readouterr().err
+    assert shown.startswith(headline)
+    assert "internal error" not in shown
 
 
 def test_the_body_s_result_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ CHANGES = {  # name in `os` -> (kind, position of the path)
     "remove": ("remove", 0),
     "rmdir": ("remove", 0),
 }
-SLOW_S = 0.02
+SLOW_S = 0.005
 
 
 @dataclass

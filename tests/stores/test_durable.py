@@ -17,6 +17,7 @@ from stores.durable import (
     durable_file,
     make_directory,
     partial_path,
+    read_whole,
     sha256_file,
     sweep_partials,
     write_durably,
@@ -117,6 +118,23 @@ def test_make_directory_syncs_every_new_name(tmp_path: Path, monkeypatch: pytest
     make_directory(tmp_path / "a" / "b")
     make_directory(tmp_path / "a" / "b")
     assert synced == [str(tmp_path), str(tmp_path / "a")]
+
+
+def test_read_whole_ends(tmp_path: Path) -> None:
+    """Whatever lies there: a pipe that nobody writes to, a device, a folder, more than was asked for."""
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_whole(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(ValueError, match="more than 4"):
+        read_whole(tmp_path / "a", 4)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ValueError, match="no regular file"):
+            read_whole(path, 5)
+    with pytest.raises(FileNotFoundError):
+        read_whole(tmp_path / "nothing", 5)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageError, match="lead in a circle"):
+        read_whole(tmp_path / "loop", 5)
 
 
 def test_sweep_takes_partial_files_only(tmp_path: Path) -> None:
