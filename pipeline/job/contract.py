@@ -129,6 +129,10 @@ def read_contract(output: Path) -> dict[str, Any]:
     """
     path = output / CONTRACT_FILE
     try:
+        path.exists()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; is it a Lamina checkpoint?") from None
+    try:
         content = read_whole(path, MAX_JSON_BYTES)
         contract = parse_json(content)
     except FileNotFoundError:
