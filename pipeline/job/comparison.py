@@ -26,7 +26,7 @@ from workers.setup import Setup
 
 SAMPLE_SHAPE = (2, 64)  # token ids of the logits check
 EXACT_BOUND = 1e-3  # relative error of the logits when no group cut anything off; float32 reaches 1e-5
-ROUNDINGS = 16  # the same in units of the checkpoint's precision, where that is more: the factors are rounded to it
+ROUNDINGS = 4  # the same in units of the checkpoint's precision, where that is more: the factors are rounded to it
 LOSSY_BOUND = 1.0  # the error of a layer that is left out, and of answering with the mean logits everywhere
 WRITTEN_FIELDS = ("forms", "dtype", "architectures", "auto_map", "model_type")  # of config.json, by Lamina itself
 
@@ -158,7 +158,10 @@ def check_logits(
         if not error <= stated
     ]
     if not streamed.error <= stated:
-        faults.append(f"relative error {streamed.error:.4g} of the logits is above {stated:g} ({why})")
+        faults.append(
+            f"relative error {streamed.error:.4g} of the logits is above {stated:g} ({why}); "
+            "damaged, or cut off too much: if so much was meant to go, say so with --bound"
+        )
     worst = max(streamed.layer_errors)
     detail = f"relative error {streamed.error:.4g} on {ids_BS.numel()} tokens, of a layer at most {worst:.4g}"
     return Finding("logits", f"{detail}; bound {stated:g} ({why})", tuple(faults))

@@ -184,6 +184,10 @@ def _method(made: Edited) -> None:
     made.contract["claimed"] = dict.fromkeys(made.contract["claimed"], "nobody")
 
 
+def _tensor_digest(made: Edited) -> None:
+    made.contract["tensors"][made.first(copied=True)]["sha256"] = "0" * 64
+
+
 def _counts(made: Edited) -> None:
     made.contract["counts"]["decoder_parameters"]["compressed"] -= 1
 
@@ -251,6 +255,7 @@ EDITS: dict[str, Callable[[Edited], None]] = {
     "the index points elsewhere": _index_elsewhere,
     "a copied tensor claimed": _claimed,
     "claimed by an unknown method": _method,
+    "a tensor's digest of another": _tensor_digest,
     "decoder parameters off by one": _counts,
     "cache bytes halved": _cache,
     "dense parameters off by one": _dense_count,

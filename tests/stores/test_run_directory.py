@@ -125,6 +125,18 @@ def test_a_damaged_fingerprint(tmp_path: Path, text: str) -> None:
     assert "--fresh" in message
 
 
+def test_a_flipped_bit_is_not_taken_for_another_job(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    run.check_fingerprint(FIELDS)
+    content = json.loads(run.fingerprint.read_text())
+    content["fields"]["seed"] = 7
+    run.fingerprint.write_text(json.dumps(content))
+    message = refused(run, FIELDS)
+    assert f"{run.fingerprint}: damaged" in message
+    assert "another job" not in message
+
+
 def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
