@@ -9,10 +9,19 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from rich.console import Console
 
 from lamina.modeling_lamina import LaminaConfig, LaminaDecoderLayer
@@ -45,8 +54,18 @@ class _Array(_Entry):
     metadata_sha256: Sha256
     checksums: list[str]
 
+    @model_validator(mode="after")
+    def _chunks_fit_the_shape(self) -> Self:
+        if len(self.chunks) != len(self.shape):
+            raise ValueError(f"chunks: {self.chunks} for a shape of {self.shape}")
+        return self
+
 
 class _Tensor(_Entry):
+    """Goes into compression.json as it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
     shape: list[NonNegativeInt]
     sha256: Sha256

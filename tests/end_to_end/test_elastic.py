@@ -64,11 +64,12 @@ def three_join(pool: Directed) -> None:
 
 def a_node_dies(pool: Directed) -> None:
     """With its worker, the hidden states there and what they were summed to: SIGKILL to all its processes."""
-    pids = {member.where["pid"] for member in pool.members if member.shards}
-    raylets = {psutil.Process(pid).ppid() for pid in pids}
+    raylets = {psutil.Process(pid).ppid(): pid for pid in (m.where["pid"] for m in pool.members if m.shards)}
     victim = next(node for node in pool.nodes if node.all_processes["raylet"][0].process.pid in raylets)
+    worker = raylets[victim.all_processes["raylet"][0].process.pid]
     pool.nodes.remove(victim)
     pool.cluster.remove_node(victim, allow_graceful=False)
+    os.kill(worker, signal.SIGKILL)  # it outlives its raylet a while
 
 
 def two_leave(pool: Directed) -> None:
