@@ -9,10 +9,19 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from rich.console import Console
 
 from lamina.modeling_lamina import LaminaConfig, LaminaDecoderLayer
@@ -44,6 +53,12 @@ class _Array(_Entry):
     symmetric: bool
     metadata_sha256: Sha256
     checksums: list[str]
+
+    @model_validator(mode="after")
+    def _a_chunk_size_for_each_axis(self) -> Self:
+        if len(self.chunks) != len(self.shape):
+            raise ValueError(f"{len(self.chunks)} chunk sizes for {len(self.shape)} axes")
+        return self
 
 
 class _Tensor(_Entry):

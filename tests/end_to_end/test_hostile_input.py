@@ -172,6 +172,7 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "ranks of nobody": ("ranks", lambda record: record["ranks"].update(x={"v": 3})),
     "ranks of words": ("ranks", lambda record: record.update(importance={"zero": "much"})),
     "tokens nowhere": ("tokens", lambda record: record["tokens"].update(shape=[2**40, 2**40])),
+    "tokens of more axes": ("tokens", lambda record: record["tokens"].update(shape=[4, 16, 1])),
     "a summary of nothing": ("complete", lambda record: record.update(summary={})),
 }
 
