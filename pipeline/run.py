@@ -23,6 +23,7 @@ from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
 from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
+from pipeline.job.contract import SEAL, quick_faults
 from pipeline.job.entries import check_entries
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.perplexity import measure_perplexity
@@ -32,11 +33,10 @@ from pipeline.methods.registry import allocate_ranks, measure_tasks
 from pipeline.plan import make_plan
 from pipeline.ports import Record
 from stores.activations import ActivationStore
-from stores.durable import partial_path, sha256_file, sweep_partials, write_durably
+from stores.durable import partial_path, sweep_partials, write_durably
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import RunDirectory
-from stores.source import INDEX_FILE
 from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
 from workers.memory import peak_bytes
@@ -90,7 +90,9 @@ def run_job(
         ledger.commit("source", source_files)
         check_entries(ledger, _job(inputs), inputs.config)
         done = ledger.get("complete")
-        if done and _is_finished(done, output):
+        finished_here = done is not None and done["output"] == str(output.resolve())
+        faults = quick_faults(output, done.get("contract_sha256", "")) if done and finished_here else []
+        if done and finished_here and not faults:
             return {**done["summary"], "already_finished": True}
         if free_bytes(output) < plan.output_bytes:
             raise InputError(
@@ -101,6 +103,8 @@ def run_job(
         observer = JobObserver((lock.beat, claim.beat, lambda _: _rescale(observer, run_dir, lock)), quiet=quiet)
         stack.enter_context(observer)
         observer.say(f"log: {log}")
+        for fault in faults:
+            observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)
         if reused := ledger.get("reused"):
             observer.say(f"statistics of an earlier run serve again: {reused['seconds']:.1f} s of forward passes saved")
         return _compute(inputs, tokens, run_dir, ledger, source_files, observer, address, stop, plan.report())
@@ -118,7 +122,7 @@ def _compute(
     plan: Mapping[str, Any],
 ) -> dict[str, Any]:
     started = time.monotonic()
-    tokens_record = _stored_tokens(tokens, run_dir.activations, ledger)
+    tokens_record = _stored_tokens(tokens, run_dir.activations, ledger, observer)
     _sweep(run_dir, ledger)
     setup = _setup(inputs, run_dir, tokens_record)
     observer.say(f"Ray at {connect(address, inputs.manifest.workers)}")
@@ -153,9 +157,8 @@ def _compute(
         "peak_bytes": {"driver": peak_bytes(), "workers": peaks},
         "plan": dict(plan),
     }
-    index = Path(inputs.manifest.output) / INDEX_FILE
-    done = {"output": str(index.parent.resolve()), "index_sha256": sha256_file(index), "summary": summary}
-    ledger.commit("complete", done)
+    output = str(Path(inputs.manifest.output).resolve())
+    ledger.commit("complete", {"output": output, "contract_sha256": contract[SEAL], "summary": summary})
     return summary
 
 
@@ -240,15 +243,18 @@ def _sweep(run_dir: RunDirectory, ledger: Ledger) -> None:
     sweep_staged(run_dir.path, [entry["staged"] for entry in entered if entry])
 
 
-def _stored_tokens(tokens: torch.Tensor | None, store: ActivationStore, ledger: Ledger) -> Record | None:
+def _stored_tokens(
+    tokens: torch.Tensor | None, store: ActivationStore, ledger: Ledger, observer: JobObserver
+) -> Record | None:
     if tokens is None:
         return None
     entered = ledger.get("tokens")
     try:
         if entered is not None:
             store.open(entered["tokens"]).read(0, len(tokens))
-    except CorruptError:
+    except CorruptError as error:
         entered = None  # the fingerprint says that these are the same: written again
+        observer.repaired(str(error), ["tokens"])
     if entered is None:
         entered = {"tokens": store.write_tokens(tokens.to(torch.int32))}
         ledger.commit("tokens", entered)
@@ -287,11 +293,6 @@ def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bo
     for key in ("complete", *ledger.keys("layer/"), "ranks", *ledger.keys("measured/")):
         ledger.retract(key)
     return True
-
-
-def _is_finished(done: Record, output: Path) -> bool:
-    index = output / INDEX_FILE
-    return done["output"] == str(output.resolve()) and index.exists() and sha256_file(index) == done["index_sha256"]
 
 
 @contextmanager

@@ -16,12 +16,14 @@ FAULTS_SHOWN = 10
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = parser(
-        "verify", "Checks digests, contents, shapes, finite values and counts; with --source coverage and logits."
+        "verify", "Checks digests, contents, forms, finite values, counts; with --source coverage, layers and logits."
     )
     options.add_argument("output", type=Path, help="the compressed checkpoint")
     options.add_argument("--source", type=Path, help="the dense checkpoint it was made from")
     options.add_argument(
-        "--bound", type=float, help="largest relative error of the logits; default 1.0, or 0.001 if nothing was cut"
+        "--bound",
+        type=float,
+        help="largest relative error of the logits and of a layer; default 1.0, about 0.001 if nothing was cut off",
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))

@@ -123,13 +123,18 @@ def write_index(
     directory: str | Path, weight_map: Mapping[str, str], total_bytes: int, total_parameters: int
 ) -> Path:
     """Writes model.safetensors.index.json durably: call it last. Raises StorageError."""
+    path = Path(directory) / INDEX_FILE
+    write_durably(path, index_content(weight_map, total_bytes, total_parameters))
+    return path
+
+
+def index_content(weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> bytes:
+    """model.safetensors.index.json; equal arguments give equal bytes."""
     content = {
         "metadata": {"total_parameters": total_parameters, "total_size": total_bytes},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    path = Path(directory) / INDEX_FILE
-    write_durably(path, (json.dumps(content, indent=2) + "\n").encode())
-    return path
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _write(

@@ -35,6 +35,7 @@ class Ledger:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self._told: set[Path] = set()  # damaged entries are read again and again
 
     def commit(self, key: str, record: dict[str, Any]) -> None:
         """Makes `record` (JSON values only) the one of `key`, durably; then drops what it supersedes.
@@ -125,7 +126,9 @@ class Ledger:
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         except (_DamagedError, ValueError) as error:
-            logger.warning("ledger entry %s is damaged (%s): ignored, its work is done again", path, error)
+            if path not in self._told:
+                logger.warning("ledger entry %s is damaged (%s): ignored, its work is done again", path, error)
+            self._told.add(path)
             return None
 
     def _generations(self, key: str) -> list[tuple[int, Path]]:

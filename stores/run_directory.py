@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -114,6 +115,7 @@ class RunDirectory:
         return True
 
     def _bind(self, content: Mapping[str, Any]) -> None:
+        content = {**content, "sha256": _digest(content)}
         write_durably(self.fingerprint, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
 
     def _forget(self) -> None:
@@ -135,6 +137,8 @@ class RunDirectory:
             version = content["version"]
             if version == FINGERPRINT_VERSION:
                 dict(content["fields"])
+                if content["sha256"] != _digest(content):
+                    raise ValueError("it differs from its own sha256")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{self.fingerprint}: damaged ({error}); use --fresh to start over") from error
         if version != FINGERPRINT_VERSION:
@@ -158,6 +162,12 @@ class RunDirectory:
         more = [f"... and {len(differing) - SHOWN_FIELDS} more"] if len(differing) > SHOWN_FIELDS else []
         lines = [f"run_dir {self.path}: holds another job's work; these differ:", *differing[:SHOWN_FIELDS], *more]
         return "\n  ".join(lines) + "\nset another run_dir, restore these, or use --fresh to start over"
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Of all but `sha256`: a flipped bit is to look like damage, not like another job."""
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

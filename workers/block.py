@@ -110,10 +110,15 @@ class Block:
         with self._tapped([(f"{role}.out", watch(role)) for role in self.config.block["modules"]], stop=False):
             self._forward(hidden_BSD)
         where = self.config.block["modules"][bad[0]] if bad else "the residual sum"
-        return (
-            f"layer {self.layer}: NaN or infinity first appears in the output of {where} ({hidden_BSD.dtype}); "
-            "weights or activations overflow this dtype: convert the checkpoint to bfloat16 or float32"
-        )
+        what = f"layer {self.layer}: NaN or infinity first appears in the output of {where}"
+        return f"{what} ({hidden_BSD.dtype}); {overflow_advice(hidden_BSD.dtype)}"
+
+
+def overflow_advice(dtype: torch.dtype) -> str:
+    """Why activations are not finite, and what to change."""
+    if dtype == torch.float16:
+        return "weights or activations overflow this dtype: convert the checkpoint to bfloat16 or float32"
+    return "the model's own activations overflow: its weights are damaged, or not those of a working model"
 
 
 def _hook(module: nn.Module, side: str, taps: list[Tap], reached: Callable[[], None]) -> Any:

@@ -22,7 +22,7 @@ from pipeline.ports import Forward, ForwardDone, Measure, Reduce, Score, Solve, 
 from stores.activations import ActivationStore
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
-from workers.block import Tap
+from workers.block import Tap, overflow_advice
 from workers.ends import embedding, head
 from workers.exchange import Exchange, get_all
 from workers.hidden import Collector, HiddenStates, Slices
@@ -155,7 +155,8 @@ class Worker:
             try:
                 add_head_moment_(totals[moment], values, moment.heads, moment.groups)
             except ValueError as error:
-                raise NumericsError(f"layer {layer}: activations at {moment.point}: {error}") from error
+                advice = overflow_advice(values.dtype)
+                raise NumericsError(f"layer {layer}: activations at {moment.point}: {error}; {advice}") from error
 
         return add
 

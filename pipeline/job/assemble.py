@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,35 @@ from lamina.modeling_lamina import LaminaConfig
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError
 from pipeline.families.registry import checkpoint_config
+from pipeline.job.contract import (
+    CONTRACT_FILE,
+    CONTRACT_VERSION,
+    MODELLING_FILE,
+    describe_bytes,
+    describe_file,
+    encode_json,
+    index_arguments,
+    read_contract,
+    sealed,
+)
 from pipeline.job.inputs import Inputs
 from pipeline.methods.registry import config_fields
 from pipeline.ports import Journal, Record
-from stores.checkpoint import copy_file, copy_shard, describe_shard, link_or_copy, verify_shard, write_index
+from stores.checkpoint import (
+    copy_file,
+    copy_shard,
+    describe_shard,
+    index_content,
+    link_or_copy,
+    verify_shard,
+    write_index,
+)
 from stores.durable import fsync_directory, sweep_partials, write_durably
 from stores.headers import DTYPES
-from stores.source import INDEX_FILE
+from stores.source import CONFIG_FILE, INDEX_FILE
 
-CONTRACT_VERSION = 1
 SHARD_SUFFIX = ".safetensors"
-CONTRACT_FILE = "compression.json"
+CARD_FILE = "README.md"
 TOKENIZER_FILE = "tokenizer_config.json"
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
@@ -105,14 +123,17 @@ class Assembler:
         records = {plan.name: self._place(plan) for plan in plans}
         fsync_directory(self.output)
         contract = self._contract(plans, records)
-        self._write_companions()
-        self._write_json("config.json", self._config())
-        self._write_json(CONTRACT_FILE, contract)
-        write_durably(self.output / "README.md", model_card(contract).encode())
+        names = self._write_companions()
+        write_durably(self.output / CONFIG_FILE, encode_json(self._config()))
+        write_durably(self.output / CARD_FILE, model_card(contract).encode())
+        described = {name: describe_file(self.output / name) for name in (*names, CONFIG_FILE, CARD_FILE)}
+        index = index_arguments(contract)
+        described[INDEX_FILE] = describe_bytes(index_content(*index))
+        contract = sealed({**contract, "files": described})
+        self._remove_unnamed(described.keys() | records.keys())
+        write_durably(self.output / CONTRACT_FILE, encode_json(contract))
         self.guard()
-        weight_map = {name: entry["shard"] for name, entry in contract["tensors"].items()}
-        counts = contract["counts"]
-        write_index(self.output, weight_map, counts["bytes"]["compressed"], counts["parameters"]["compressed"])
+        write_index(self.output, *index)
         return contract
 
     def _check_staged(self) -> None:
@@ -234,22 +255,30 @@ class Assembler:
         entry = self._entry(layer)
         return {"groups": entry["groups"] if entry else {}, "forms": entry["forms"] if entry else {}}
 
-    def _write_companions(self) -> None:
+    def _write_companions(self) -> list[str]:
+        """Writes what travels with the weights. Returns the names."""
         source, trusted = self.inputs.source.directory, self.inputs.manifest.model.trust_remote_code
         patterns = (*COMPANIONS, "*.py") if trusted else COMPANIONS
-        for path in sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()}):
+        paths = sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+        for path in paths:
             if path.name == TOKENIZER_FILE and not trusted:
-                write_durably(self.output / path.name, _without_code(path.read_bytes()))
+                write_durably(self.output / path.name, without_code(path.read_bytes()))
             else:
                 copy_file(path, self.output / path.name)
-        write_durably(self.output / "modeling_lamina.py", Path(lamina.modeling_lamina.__file__).read_bytes())
+        write_durably(self.output / MODELLING_FILE, Path(lamina.modeling_lamina.__file__).read_bytes())
+        return [*(path.name for path in paths if path.name != MODELLING_FILE), MODELLING_FILE]
 
-    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
-        write_durably(self.output / name, f"{text}\n".encode())
+    def _remove_unnamed(self, named: Set[str]) -> None:
+        """Files that the contract of an earlier, other job names and this one does not; nobody else's."""
+        try:
+            earlier = read_contract(self.output)["files"]
+        except (InputError, CorruptError):
+            return
+        for name in earlier.keys() - named:
+            (self.output / name).unlink(missing_ok=True)
 
 
-def _without_code(tokenizer_config: bytes) -> bytes:
+def without_code(tokenizer_config: bytes) -> bytes:
     """Without an `auto_map`, which names code: OUTPUT is loaded with `trust_remote_code`, meant for our own file."""
     try:
         fields = json.loads(tokenizer_config)

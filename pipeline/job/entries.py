@@ -120,7 +120,7 @@ class _Assembling(_Entry):
 
 
 class _Complete(_Assembling):
-    index_sha256: Sha256
+    contract_sha256: Sha256
     summary: dict[str, Any]
 
 

@@ -19,6 +19,7 @@ from pipeline.ports import Forward, ForwardDone, Unit
 from stores.durable import storage_errors
 
 LOG = logging.getLogger("lamina")
+STORES = logging.getLogger("stores")
 BEAT_SECONDS = 3.0
 
 
@@ -170,6 +171,7 @@ def open_log(directory: Path) -> Path:
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
     LOG.handlers = [handler]
+    STORES.handlers = [handler, logging.StreamHandler()]  # damaged entries, a lock taken over
     return path
 
 
@@ -177,7 +179,7 @@ def close_log() -> None:
     """Ends the log file of this run, if there is one."""
     for handler in LOG.handlers:
         handler.close()
-    LOG.handlers = []
+    LOG.handlers = STORES.handlers = []
 
 
 def _figures(report: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     """To the terminal, or to another console."""
     console = console or Console()
     if summary.get("already_finished"):
-        console.print(f"{summary['output']}: finished before; nothing to do")
+        console.print(f"{summary['output']}: finished before; nothing to do (`pipeline.verify` reads every byte)")
     console.print(_layer_table(summary["layers"]))
     console.print(_count_table(summary["counts"]))
     console.print(_time_line(summary["seconds"]))

@@ -5,7 +5,7 @@ m removals of one panel. Selection and refit work on correlations: C and W_down 
 changes no minimum, and makes every jitter and floor relative to each channel's own size.
 """
 
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -37,11 +37,19 @@ class RefitReport(TypedDict):
     dropped: int
 
 
-def ridge_leverage(moment_NN: Tensor, ridge: float = 1.0) -> Tensor:
+class Selection(NamedTuple):
+    """The channels that stay, `kept` (k,), ascending; `jitter`: what the unit diagonal of a singular C needed."""
+
+    kept: Tensor
+    jitter: float
+
+
+def ridge_leverage(moment_NN: Tensor, ridge: float = 1.0) -> tuple[Tensor, float]:
     """Scores (N,) = diag(C (C + λI)⁻¹) = 1 − λ diag((C + λI)⁻¹), in [0, 1], with λ = ridge · mean(diag C). float64.
 
-    One Cholesky factor; a dead channel scores 0, and so do all if C is zero. Raises ValueError on a shape that is not
-    square, NaN, infinity, a ridge that is not positive, or if C is not positive semidefinite.
+    Besides, the jitter, relative to mean diag C, that a ridge too small for the inverse needed. One Cholesky factor; a
+    dead channel scores 0, and so do all if C is zero. Raises ValueError on a shape that is not square, NaN, infinity,
+    a ridge that is not positive, or if C is not positive semidefinite.
     """
     size = require_square("moment", moment_NN)
     if not 0.0 < ridge < float("inf"):
@@ -49,26 +57,27 @@ def ridge_leverage(moment_NN: Tensor, ridge: float = 1.0) -> Tensor:
     require_finite("moment", moment_NN)
     mean = float(_diagonal(moment_NN).mean())
     if mean == 0.0:
-        return torch.zeros(size, dtype=torch.float64, device=moment_NN.device)
+        return torch.zeros(size, dtype=torch.float64, device=moment_NN.device), 0.0
     damped_NN = moment_NN.detach().to(torch.float64) / mean
     damped_NN.diagonal().add_(ridge)
     # A jitter (only where the ridge is too small for the inverse) is so much more ridge.
     factor_NN, jitter = _jittered_cholesky(damped_NN, _SOLVE_PIVOT, _INVERSE_JITTERS)
-    return (1.0 - (ridge + jitter) * _inverse_diagonal(factor_NN)).clamp_(0.0, 1.0)
+    return (1.0 - (ridge + jitter) * _inverse_diagonal(factor_NN)).clamp_(0.0, 1.0), jitter
 
 
-def select_leverage(moment_NN: Tensor, count: int, ridge: float = 1.0) -> Tensor:
-    """Indices (count,), ascending, of the highest ridge leverage scores; of equal scores the lower index stays.
+def select_leverage(moment_NN: Tensor, count: int, ridge: float = 1.0) -> Selection:
+    """The `count` channels of the highest ridge leverage scores; of equal scores the lower index stays.
 
     Raises ValueError as `ridge_leverage`, and unless 1 <= count <= N.
     """
     require_rank("count", count, require_square("moment", moment_NN))
-    order_N = torch.sort(ridge_leverage(moment_NN, ridge), descending=True, stable=True).indices
-    return order_N[:count].sort().values
+    scores_N, jitter = ridge_leverage(moment_NN, ridge)
+    order_N = torch.sort(scores_N, descending=True, stable=True).indices
+    return Selection(order_N[:count].sort().values, jitter)
 
 
-def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Tensor:
-    """Indices (count,), ascending, that stay after greedy elimination (METHODS §1, `selection: eliminate`).
+def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Selection:
+    """The `count` channels that stay after greedy elimination (METHODS §1, `selection: eliminate`).
 
     Removes, one after another, the channel whose removal adds least output error after the best refit of W_down:
     ‖b_j‖² / [C⁻¹]_jj with B the refitted W_down so far; of equal ones the lower index stays. Exact for every `block`:
@@ -84,8 +93,8 @@ def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, bloc
         raise ValueError(f"block must be at least 1, not {block}")
     alive_n = torch.arange(size, device=moment_NN.device)
     if count == size:
-        return alive_n
-    inverse_nn, gram_nn = _elimination_state(moment_NN, weight_down_DN)
+        return Selection(alive_n, 0.0)
+    inverse_nn, gram_nn, jitter = _elimination_state(moment_NN, weight_down_DN)
     gone_n = torch.zeros(size, dtype=torch.bool, device=moment_NN.device)
     removed = 0
     while removed < size - count:
@@ -100,7 +109,7 @@ def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, bloc
             if standing > count:
                 inverse_nn = inverse_nn.index_select(0, stay).index_select(1, stay)
                 gram_nn = gram_nn.index_select(0, stay).index_select(1, stay)
-    return alive_n
+    return Selection(alive_n, jitter)
 
 
 def nystrom_refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tuple[Tensor, RefitReport]:
@@ -151,13 +160,13 @@ def output_error(weight_DN: Tensor, refit_Dk: Tensor, indices_k: Tensor, moment_
     return lost / whole if whole > 0.0 else float("inf")
 
 
-def _elimination_state(moment_NN: Tensor, weight_down_DN: Tensor) -> tuple[Tensor, Tensor]:
-    """C⁻¹ and BᵀB, B = W_down, in correlation scale. A dead channel gets b = 0: it goes first."""
+def _elimination_state(moment_NN: Tensor, weight_down_DN: Tensor) -> tuple[Tensor, Tensor, float]:
+    """C⁻¹, BᵀB for B = W_down, in correlation scale; the jitter of C⁻¹. A dead channel gets b = 0: it goes first."""
     everything_N = torch.arange(moment_NN.shape[0], device=moment_NN.device)
     scale_N = _channel_scale(moment_NN)
     correlations_NN = _correlations(moment_NN, scale_N, everything_N, everything_N)
     correlations_NN.diagonal().fill_(1.0)
-    factor_NN, _ = _jittered_cholesky(correlations_NN, _LEAST_PIVOT, _INVERSE_JITTERS)
+    factor_NN, jitter = _jittered_cholesky(correlations_NN, _LEAST_PIVOT, _INVERSE_JITTERS)
     inverse_NN = torch.cholesky_inverse(factor_NN)
     del correlations_NN, factor_NN
     weight_DN = weight_down_DN.detach().to(torch.float64)
@@ -165,7 +174,7 @@ def _elimination_state(moment_NN: Tensor, weight_down_DN: Tensor) -> tuple[Tenso
     weight_DN = weight_DN / (weight_DN.abs().max() or 1.0)
     live_N = torch.where(_diagonal(moment_NN) > 0, scale_N, 0.0)
     weight_DN = weight_DN * (live_N / (live_N.max() or 1.0))
-    return inverse_NN, weight_DN.T @ weight_DN
+    return inverse_NN, weight_DN.T @ weight_DN, jitter
 
 
 def _eliminate_panel_(inverse_nn: Tensor, gram_nn: Tensor, gone_n: Tensor, steps: int) -> None:

@@ -66,13 +66,13 @@ def head_pca(moment_Gdd: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 def weighted_head_pca(
     moment_Gdd: Tensor, output_gram_Gdd: Tensor, rank: int, floor: float = FLOOR
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Encoder UᵀN (G, r, d), decoder N⁻¹U (G, d, r), eigenvalues (G, d): METHODS §1, `weighting: output`.
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Encoder UᵀN (G, r, d), decoder N⁻¹U (G, d, r), eigenvalues (G, d), clipped: METHODS §1, `weighting: output`.
 
     U are the leading eigenvectors of N C N for the value moment C, and N = (M / mean diag M)^{1/2} for the output
     gram M (its eigenvalues clipped from below at `floor` x the largest): normalised, so that the factors keep the
     scale of the weights. W̃_v^g = encoder W_v^g, W̃_o^h = W_o^h decoder. The eigenvalues beyond `rank` sum to the
-    squared error of the outputs, Σ_h Σ‖W_o^h (y − ŷ)‖², as long as nothing of M was clipped; at rank = d
+    squared error of the outputs, Σ_h Σ‖W_o^h (y − ŷ)‖², as long as no eigenvalue of M was `clipped`; at rank = d
     decoder @ encoder is the identity. All float64. Raises ValueError on unequal shapes and as `eigh_descending`.
     """
     width = require_square("moment", moment_Gdd)
@@ -85,11 +85,11 @@ def weighted_head_pca(
     gram_Gdd = output_gram_Gdd.detach().to(torch.float64)
     scale_G11 = gram_Gdd.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     scale_G11 = torch.where(scale_G11 > 0, scale_G11, torch.ones_like(scale_G11))
-    root_Gdd, inverse_Gdd, _ = symmetric_root(gram_Gdd / scale_G11, floor)
+    root_Gdd, inverse_Gdd, clipped = symmetric_root(gram_Gdd / scale_G11, floor)
     values_Gd, vectors_Gdd = eigh_descending(root_Gdd @ moment_Gdd.detach().to(torch.float64) @ root_Gdd)
     leading_Gdr = vectors_Gdd[..., :rank]
     encoder_Grd = leading_Gdr.mT @ root_Gdd
-    return encoder_Grd.contiguous(), inverse_Gdd @ leading_Gdr, values_Gd * scale_G11[..., 0]
+    return encoder_Grd.contiguous(), inverse_Gdd @ leading_Gdr, values_Gd * scale_G11[..., 0], clipped
 
 
 def output_gram(weight_DF: Tensor, heads: int, groups: int) -> Tensor:

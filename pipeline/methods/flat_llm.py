@@ -114,9 +114,10 @@ class FlatLLMMethod:
         self, geometry: Geometry, weights: Mapping[str, Tensor], moment_Gdd: Tensor, rank: int
     ) -> Solution:
         """W̃_v = E W_v and W̃_o = W_o D for the encoder E (r × d) and decoder D (d × r) of each KV head."""
+        clipped = 0
         if self.entry.weighting == "output":
             gram_Gdd = output_gram(weights["o.weight"].double(), geometry.heads, geometry.kv_heads)
-            encoder_Grd, decoder_Gdr, eigenvalues_Gd = weighted_head_pca(moment_Gdd, gram_Gdd, rank)
+            encoder_Grd, decoder_Gdr, eigenvalues_Gd, clipped = weighted_head_pca(moment_Gdd, gram_Gdd, rank)
         else:
             decoder_Gdr, eigenvalues_Gd = head_pca(moment_Gdd, rank)
             encoder_Grd = decoder_Gdr.transpose(1, 2)
@@ -129,7 +130,8 @@ class FlatLLMMethod:
         if "o.bias" in weights:
             tensors["o.bias"] = weights["o.bias"].double()
         form = {"form": "head_pca", "rank": rank}
-        return Solution(tensors, {"v": form, "o": form}, {"error": _dropped_share(eigenvalues_Gd, rank)})
+        report = {"error": _dropped_share(eigenvalues_Gd, rank)} | ({"clipped": clipped} if clipped else {})
+        return Solution(tensors, {"v": form, "o": form}, report)
 
     def _compress_mlp(
         self, geometry: Geometry, weights: Mapping[str, Tensor], moment_1NN: Tensor, rank: int
@@ -137,9 +139,9 @@ class FlatLLMMethod:
         """Keeps `rank` channels and refits the down projection on them."""
         moment_NN, down_DN = moment_1NN[0], weights["down.weight"].double()
         if self.entry.selection == "leverage":
-            kept_k = select_leverage(moment_NN, rank, self.entry.ridge)
+            kept_k, jitter = select_leverage(moment_NN, rank, self.entry.ridge)
         else:
-            kept_k = select_eliminate(moment_NN, down_DN, rank)
+            kept_k, jitter = select_eliminate(moment_NN, down_DN, rank)
         refit_Dk, fallbacks = nystrom_refit(down_DN, moment_NN, kept_k)
         tensors = {"down.weight": refit_Dk}
         for role in _mlp_roles(geometry)[:-1]:
@@ -150,7 +152,8 @@ class FlatLLMMethod:
             tensors["down.bias"] = weights["down.bias"].double()
         error = output_error(down_DN, refit_Dk, kept_k, moment_NN)
         form = {"form": "pruned", "rank": rank}
-        return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), {"error": error, **fallbacks})
+        report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
+        return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), report)
 
 
 def _compress_query_key(

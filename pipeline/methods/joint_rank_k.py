@@ -14,6 +14,7 @@ from torch import Tensor
 from manifests.schema import JointRankK
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
+from pipeline.kernels.scales import common_scales, scale_report
 from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution
 from pipeline.ranks.budget import Knob
 
@@ -170,17 +171,29 @@ def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None
 
 def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None, pair: str) -> Solution:
     """[W_1; W_2] ≈ U_k V_kᵀ, √Σ in each: one first factor, owned by the first role, and a second for each."""
-    first_kD, seconds, values = joint_low_rank(list(weights.values()), rank, roots)
+    stack, scales = _scaled(weights)
+    first_kD, seconds, values = joint_low_rank(stack, rank, roots)
+    seconds = [second.double() * scale for second, scale in zip(seconds, scales, strict=True)]
     owner = next(iter(weights))
     tensors = {f"{owner}.first.weight": first_kD}
     tensors |= {f"{role}.second.weight": second for role, second in zip(weights, seconds, strict=True)}
     form = {"form": "joint_low_rank", "rank": rank, "group": pair}
-    return Solution(tensors, dict.fromkeys(weights, form), {"error": _dropped_share(values, rank)})
+    report = {"error": _dropped_share(values, rank), **scale_report(scales)}
+    return Solution(tensors, dict.fromkeys(weights, form), report)
+
+
+def _scaled(weights: Mapping[str, Tensor]) -> tuple[list[Tensor], list[float]]:
+    """The weights of one size, and what they were divided by: 1 unless one would drown in the other's rounding."""
+    scales = common_scales(list(weights.values()))
+    if max(scales) == min(scales):
+        return list(weights.values()), scales
+    return [weight.double() / scale for weight, scale in zip(weights.values(), scales, strict=True)], scales
 
 
 def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: InputRoots | None, pair: str) -> Solution:
     """[W_q^h; W_k^h] (2d × D) for each head: first (H·k × D) shared, second (H × d × k) each."""
-    by_head = [weight.unflatten(0, (heads, -1)) for weight in weights.values()]
+    stack, scales = _scaled(weights)
+    by_head = [weight.unflatten(0, (heads, -1)) for weight in stack]
     firsts, seconds, dropped, total = [], [], 0.0, 0.0
     for parts in zip(*by_head, strict=True):
         first_kD, second, values = joint_low_rank(list(parts), rank, roots)
@@ -191,9 +204,10 @@ def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: Input
     owner = next(iter(weights))
     tensors = {f"{owner}.first.weight": torch.cat(firsts)}
     for position, role in enumerate(weights):
-        tensors[f"{role}.second"] = torch.stack([second[position] for second in seconds])
+        tensors[f"{role}.second"] = torch.stack([second[position] for second in seconds]).double() * scales[position]
     form = {"form": "joint_head_low_rank", "rank": rank, "group": pair}
-    return Solution(tensors, dict.fromkeys(weights, form), {"error": dropped / total if total else 0.0})
+    report = {"error": dropped / total if total else 0.0, **scale_report(scales)}
+    return Solution(tensors, dict.fromkeys(weights, form), report)
 
 
 def _dropped_share(values: Tensor, rank: int) -> float:

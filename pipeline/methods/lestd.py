@@ -5,6 +5,7 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +16,10 @@ from torch import Tensor
 from manifests.schema import LeSTD
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots
+from pipeline.kernels.scales import common_scales, scale_report
 from pipeline.kernels.tucker import Tucker, refine_sparse, shared_tucker, stack_attention, stack_mlp
 from pipeline.methods.lestd_sizes import (
+    GRID_PER_OCTAVE,
     Choice,
     Part,
     Ranks3,
@@ -34,6 +37,7 @@ INPUT = Moment("attention.in")
 ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
 SIZE = "size"
 LEAST_SCALE = 1e-5
+SAFE_EXPONENT = 40  # of a core's largest entry: squares of what counts beside it are normal float32 numbers
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Problem:
 
     Attributes:
         rows: what undoes the weighting of mode 1, D × D; `columns` of mode 2; `scales` (h) of the heads.
+        parts: for each tensor, what its projections (mode 3) were divided by, since they differ too much in size.
     """
 
     layout: Layout
@@ -58,6 +63,7 @@ class Problem:
     rows: InputRoots | None = None
     columns: InputRoots | None = None
     scales: Tensor | None = None
+    parts: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,9 @@ class LeSTDMethod:
     def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> dict[str, Any]:
         """The size to choose at every threshold."""
         (problem,) = self._problems(group, geometry, weights, {})
-        part = problem.layout.part
-        return size_curve(part, self._rule(group.name), _squares(self._whole(problem)))
+        squares, exponent = _squares(self._whole(problem))
+        curve = size_curve(problem.layout.part, self._rule(group.name), squares)
+        return {**curve, "first": curve["first"] + GRID_PER_OCTAVE * exponent}
 
     def compress(
         self,
@@ -223,18 +230,27 @@ class LeSTDMethod:
         self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor]
     ) -> list[Problem]:
         parts = [weights[f"{role}.weight"] for role in group.roles]
+        scales = common_scales(parts)
+        if max(scales) != min(scales):
+            parts = [part.double() / scale for part, scale in zip(parts, scales, strict=True)]
         layouts = self._layouts(geometry, group.name)
         if group.name == "mlp":
-            return [Problem(layouts[0], stack_mlp(parts[:-1], parts[-1]))]
+            return [Problem(layouts[0], stack_mlp(parts[:-1], parts[-1]), parts=(tuple(scales),))]
         query, key, value, output = parts
         stacked = stack_attention(query, key, value, output, geometry.heads, geometry.kv_heads)
+        q, k, v, o = scales
+        by_core = ((q, k, v, o),) if len(stacked) == 1 else ((q, o), (k, v))
         if not self._own_output:
-            return [Problem(layouts[0], stacked)]
+            return [Problem(layouts[0], stacked, parts=by_core)]
         last = stacked[0].shape[2] - 1  # q, k, v, o or q, o
         inputs = [stacked[0][:, :, :last], *stacked[1:]]
         return [
-            _weighted_inputs(layouts[0], inputs, moments[INPUT][0]),
-            _weighted_output(layouts[1], stacked[0][:, :, last:], moments[_context(geometry)]),
+            replace(
+                _weighted_inputs(layouts[0], inputs, moments[INPUT][0]), parts=(by_core[0][:last], *by_core[1:])
+            ),
+            replace(
+                _weighted_output(layouts[1], stacked[0][:, :, last:], moments[_context(geometry)]), parts=((o,),)
+            ),
         ]
 
     def _whole(self, problem: Problem) -> Tucker:
@@ -251,7 +267,7 @@ class LeSTDMethod:
         if rule.ranks is not None:
             rule = replace(rule, ranks=_cut(rule.ranks, part))
         options = list(choices(part, rule, size))
-        choice = options[0] if len(options) == 1 else best_choice(options, _squares(self._whole(problem)))
+        choice = options[0] if len(options) == 1 else best_choice(options, _squares(self._whole(problem))[0])
         sweeps, tolerance = self.entry.sweeps, self.entry.tolerance
         found = whole = shared_tucker(problem.tensors, choice.ranks, sweeps, tolerance)
         if choice.count is not None:
@@ -291,9 +307,11 @@ def _weighted_output(layout: Layout, tensor_Dd1H: Tensor, moment_Hdd: Tensor) ->
     return Problem(layout, [weighted], columns=roots, scales=scales_H)
 
 
-def _squares(whole: Tucker) -> list[Tensor]:
-    """g², in float32: only sizes are chosen by them."""
-    return [core.square().to(torch.float32) for core in whole.cores]
+def _squares(whole: Tucker) -> tuple[list[Tensor], int]:
+    """(g / 2^e)² in float32, as only sizes are chosen by them, and e: 0 unless the squares would leave float32."""
+    exponent = math.frexp(max(float(core.abs().max()) for core in whole.cores))[1]
+    exponent = 0 if abs(exponent) <= SAFE_EXPONENT else exponent
+    return [(core * 2.0**-exponent).square().to(torch.float32) for core in whole.cores], exponent
 
 
 def _stored(problem: Problem, solved: Solved) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -306,7 +324,8 @@ def _stored(problem: Problem, solved: Solved) -> tuple[dict[str, Tensor], dict[s
         second = problem.columns.inverse @ second
     tensors = {f"first{layout.own}": first, f"second{layout.own}": second}
     entries = {}
-    for suffix, third, core in zip(layout.cores, found.thirds, found.cores, strict=True):
+    for suffix, third, core, parts in zip(layout.cores, found.thirds, found.cores, problem.parts, strict=True):
+        third = third * third.new_tensor(parts)[:, None]
         kept = (core != 0).contiguous()
         if not kept.any():
             kept.view(-1)[0] = True  # forms know no empty core
@@ -348,4 +367,5 @@ def _report(problem: Problem, solved: Solved, entries: int) -> dict[str, Any]:
         f"energies{end}": [round(energy / total, 6) for energy in solved.energies],
         **pruned,
         **{f"clipped{end}": roots.clipped for roots in clipped},
+        **{f"{name}{end}": scales for name, scales in scale_report(sum(problem.parts, ())).items()},
     }

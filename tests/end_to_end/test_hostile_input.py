@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from pipeline.job.contract import encode_json, sealed
 from stores.source import INDEX_FILE
 from tests.end_to_end.jobs import Job, command, file_digests
 from tests.soak.stored_cases import sign
@@ -131,11 +132,15 @@ def output(finished: Job, tmp_path: Path) -> Path:
 
 
 def test_compression_json_that_lies(output: Path) -> None:
-    edit(output / "compression.json", shards={"../x.safetensors": {"size": 1, "sha256": ""}}, tensors={"a": {}})
+    """Edited, and with a digest of its own that fits the edit."""
+    path = output / "compression.json"
+    lies = {"shards": {"../x.safetensors": {"size": 1, "sha256": ""}}, "tensors": {"a": {}}}
+    path.write_bytes(encode_json(sealed(json.loads(path.read_text()) | lies)))
     ended = command("verify", str(output))
-    assert ended.code == 2
-    assert "compression.json: damaged" in ended.err
-    assert "tensors.a.shard" in ended.err
+    assert (ended.code, "tensors.a.dtype: Field required" in ended.out) == (1, True), ended.out
+    edit(path, version=2)
+    ended = command("verify", str(output))
+    assert (ended.code, "differs from its own sha256" in ended.out) == (1, True), ended.out
 
 
 @pytest.mark.parametrize(

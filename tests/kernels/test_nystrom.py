@@ -47,38 +47,38 @@ def test_leverage_is_the_definition(channels: int, hidden: int, tokens: int, rid
     before = moment.clone()
     damped = moment + ridge * moment.diagonal().mean() * torch.eye(channels, dtype=torch.float64)
     expected = torch.diagonal(moment / scale @ torch.linalg.inv(damped / scale))
-    torch.testing.assert_close(ridge_leverage(moment, ridge), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(ridge_leverage(moment, ridge)[0], expected, rtol=1e-9, atol=1e-12)
     assert torch.equal(moment, before)
 
 
 def test_leverage_in_column_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = problem(12, 3, 40)[0]
-    whole = ridge_leverage(moment)
+    whole = ridge_leverage(moment)[0]
     monkeypatch.setattr(nystrom, "_INVERSE_COLUMNS", 5)
-    torch.testing.assert_close(ridge_leverage(moment), whole, rtol=1e-13, atol=0)
+    torch.testing.assert_close(ridge_leverage(moment)[0], whole, rtol=1e-13, atol=0)
 
 
 def test_leverage_of_dead_channels_and_of_nothing() -> None:
     moment = problem(6, 3, 40)[0]
     moment[2] = moment[:, 2] = 0
-    scores = ridge_leverage(moment)
+    scores = ridge_leverage(moment)[0]
     assert float(scores[2]) == pytest.approx(0.0, abs=1e-15)
-    assert torch.equal(ridge_leverage(torch.zeros(4, 4)), torch.zeros(4, dtype=torch.float64))
-    assert select_leverage(torch.zeros(4, 4), 2).tolist() == [0, 1]
+    assert torch.equal(ridge_leverage(torch.zeros(4, 4))[0], torch.zeros(4, dtype=torch.float64))
+    assert select_leverage(torch.zeros(4, 4), 2).kept.tolist() == [0, 1]
     # Rank 3 of 12, and a ridge too small to help: the jitter steps in.
     low = problem(12, 3, 3)[0]
-    assert float(ridge_leverage(low, 1e-18).sum()) == pytest.approx(3.0, rel=1e-3)
+    assert float(ridge_leverage(low, 1e-18)[0].sum()) == pytest.approx(3.0, rel=1e-3)
 
 
 def test_select_leverage_takes_the_highest_and_the_lower_of_equals() -> None:
-    assert select_leverage(torch.diag(torch.tensor([1.0, 5.0, 3.0, 5.0, 1.0])), 4).tolist() == [0, 1, 2, 3]
+    assert select_leverage(torch.diag(torch.tensor([1.0, 5.0, 3.0, 5.0, 1.0])), 4).kept.tolist() == [0, 1, 2, 3]
     moment = problem(12, 3, 60)[0]
-    kept = select_leverage(moment, 5)
-    scores = ridge_leverage(moment)
+    kept = select_leverage(moment, 5).kept
+    scores = ridge_leverage(moment)[0]
     rest = [i for i in range(12) if i not in kept.tolist()]
     assert float(scores[kept].min()) >= float(scores[rest].max())
     assert kept.tolist() == sorted(kept.tolist())
-    assert select_leverage(moment, 12).tolist() == list(range(12))
+    assert select_leverage(moment, 12).kept.tolist() == list(range(12))
 
 
 @pytest.mark.parametrize(("channels", "hidden", "tokens"), [(2, 1, 9), (6, 3, 40), (12, 20, 60), (13, 4, 30)])
@@ -88,19 +88,19 @@ def test_eliminate_is_the_brute_force_greedy(channels: int, hidden: int, tokens:
         moment, weight, _ = problem(channels, hidden, tokens, seed)
         before = moment.clone(), weight.clone()
         for expected in brute_force(moment, weight):
-            assert select_eliminate(moment, weight, len(expected), block).tolist() == expected
+            assert select_eliminate(moment, weight, len(expected), block).kept.tolist() == expected
         assert torch.equal(moment, before[0])
         assert torch.equal(weight, before[1])
 
 
 def test_eliminate_does_not_depend_on_the_block_nor_on_scale() -> None:
     moment, weight, _ = problem(150, 20, 400)
-    expected = select_eliminate(moment, weight, 60, 1)
+    expected = select_eliminate(moment, weight, 60, 1).kept
     for block in (2, 7, 32, 200, None):
-        assert torch.equal(select_eliminate(moment, weight, 60, block), expected)
+        assert torch.equal(select_eliminate(moment, weight, 60, block).kept, expected)
     for scale in (1e-60, 1e60):
-        assert torch.equal(select_eliminate(moment * scale, weight / scale, 60), expected)
-    assert torch.equal(select_eliminate(moment.float(), weight, 60), expected)
+        assert torch.equal(select_eliminate(moment * scale, weight / scale, 60).kept, expected)
+    assert torch.equal(select_eliminate(moment.float(), weight, 60).kept, expected)
 
 
 def test_eliminate_beats_random_choices_and_leverage_in_the_mean() -> None:
@@ -108,7 +108,7 @@ def test_eliminate_beats_random_choices_and_leverage_in_the_mean() -> None:
     ours, leverage, random = 0.0, 0.0, 0.0
     for seed in range(5):
         moment, weight, _ = problem(40, 10, 200, seed)
-        choices = [select_eliminate(moment, weight, 20), select_leverage(moment, 20)]
+        choices = [select_eliminate(moment, weight, 20).kept, select_leverage(moment, 20).kept]
         choices += [torch.randperm(40, generator=generator)[:20].sort().values for _ in range(20)]
         errors = [output_error(weight, nystrom_refit(weight, moment, kept)[0], kept, moment) for kept in choices]
         assert errors[0] < min(errors[2:])
@@ -123,7 +123,7 @@ def test_eliminate_removes_one_of_each_pair_of_twins() -> None:
     twins_TN = torch.cat((h_TN, h_TN), dim=1)
     moment = twins_TN.T @ twins_TN
     for block in (1, 8):
-        kept = select_eliminate(moment, weight, 8, block)
+        kept = select_eliminate(moment, weight, 8, block).kept
         assert sorted(i % 8 for i in kept.tolist()) == list(range(8))
         refit, _ = nystrom_refit(weight, moment, kept)
         assert output_error(weight, refit, kept, moment) < 1e-9
@@ -131,16 +131,16 @@ def test_eliminate_removes_one_of_each_pair_of_twins() -> None:
 
 def test_eliminate_when_rank_deficient_dead_or_zero() -> None:
     moment, weight, _ = problem(20, 4, 10)
-    kept = select_eliminate(moment, weight, 10)
+    kept = select_eliminate(moment, weight, 10).kept
     refit, _ = nystrom_refit(weight, moment, kept)
     assert output_error(weight, refit, kept, moment) < 1e-9
     moment, weight, _ = problem(6, 4, 30)
     moment[1] = moment[:, 1] = 0
     moment[4] = moment[:, 4] = 0
     weight[:, 4] = 1e6
-    assert select_eliminate(moment, weight, 4).tolist() == [0, 2, 3, 5]
-    assert select_eliminate(torch.zeros(4, 4), torch.ones(2, 4), 2).tolist() == [0, 1]
-    assert select_eliminate(torch.eye(4), torch.zeros(2, 4), 2).tolist() == [0, 1]
+    assert select_eliminate(moment, weight, 4).kept.tolist() == [0, 2, 3, 5]
+    assert select_eliminate(torch.zeros(4, 4), torch.ones(2, 4), 2).kept.tolist() == [0, 1]
+    assert select_eliminate(torch.eye(4), torch.zeros(2, 4), 2).kept.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("channels", "hidden", "tokens"), [(6, 3, 40), (12, 20, 60), (12, 5, 7)])
@@ -234,10 +234,10 @@ def test_refit_and_error_with_dead_channels_and_zero_moments() -> None:
 def test_arguments() -> None:
     eye, weight = torch.eye(4), torch.ones(2, 4)
     nan = torch.full((4, 4), math.nan)
-    for call in (lambda: select_leverage(eye, 0), lambda: select_eliminate(eye, weight, 5)):
+    for call in (lambda: select_leverage(eye, 0).kept, lambda: select_eliminate(eye, weight, 5).kept):
         with pytest.raises(ValueError, match=r"count must be within 1\.\.4"):
             call()
-    for call in (lambda: ridge_leverage(nan), lambda: nystrom_refit(weight, nan, torch.arange(2))):
+    for call in (lambda: ridge_leverage(nan)[0], lambda: nystrom_refit(weight, nan, torch.arange(2))):
         with pytest.raises(ValueError, match="moment: 16 of 16"):
             call()
     with pytest.raises(ValueError, match="weight: 1 of 8"):
@@ -253,7 +253,7 @@ def test_arguments() -> None:
         select_eliminate(eye, weight, 2, 0)
     for ridge in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="ridge"):
-            ridge_leverage(eye, ridge)
+            ridge_leverage(eye, ridge)[0]
     with pytest.raises(ValueError, match="diagonal holds -1"):
         ridge_leverage(torch.diag(torch.tensor([1.0, -1.0])))
     with pytest.raises(ValueError, match="not positive semidefinite"):

@@ -147,7 +147,7 @@ def test_weighted_pca_dropped_eigenvalues_are_the_output_error(
     moment_Gdd = moment_of(values)
     size = float((gram_Gdd @ moment_Gdd).abs().max())
     for rank in range(1, width + 1):
-        encoder_Grd, decoder_Gdr, eigenvalues_Gd = weighted_head_pca(moment_Gdd, gram_Gdd, rank)
+        encoder_Grd, decoder_Gdr, eigenvalues_Gd, _ = weighted_head_pca(moment_Gdd, gram_Gdd, rank)
         error_G = weighted_error(values, gram_Gdd, decoder_Gdr, encoder_Grd)
         dropped_G = eigenvalues_Gd[:, rank:].sum(1)
         torch.testing.assert_close(error_G, dropped_G, rtol=1e-9, atol=1e-11 * size)
@@ -162,7 +162,7 @@ def test_weighted_pca_beats_random_projections_and_the_plain_one() -> None:
     gram_Gdd = moment_of(correlated(2, 20, 6, seed=1))
     generator = torch.Generator().manual_seed(2)
     for rank in (1, 3, 5):
-        encoder, decoder, _ = weighted_head_pca(moment_of(values), gram_Gdd, rank)
+        encoder, decoder, _, _ = weighted_head_pca(moment_of(values), gram_Gdd, rank)
         best_G = weighted_error(values, gram_Gdd, decoder, encoder)
         basis, _ = head_pca(moment_of(values), rank)
         assert bool((best_G < weighted_error(values, gram_Gdd, basis, basis.mT)).all())
@@ -176,7 +176,7 @@ def test_weighted_pca_beats_random_projections_and_the_plain_one() -> None:
 def test_weighted_pca_with_an_orthogonal_output_is_the_plain_one() -> None:
     moment_Gdd = moment_of(correlated(2, 60, 6))
     gram_Gdd = 3.0 * torch.eye(6, dtype=torch.float64).expand(2, -1, -1)
-    encoder, decoder, eigenvalues = weighted_head_pca(moment_Gdd, gram_Gdd, 4)
+    encoder, decoder, eigenvalues, _ = weighted_head_pca(moment_Gdd, gram_Gdd, 4)
     basis, plain = head_pca(moment_Gdd, 4)
     torch.testing.assert_close(encoder, basis.mT)
     torch.testing.assert_close(decoder, basis)
@@ -187,7 +187,7 @@ def test_weighted_pca_of_a_dead_output_and_of_dead_values() -> None:
     moment_Gdd = moment_of(correlated(1, 60, 4))
     zero = torch.zeros(1, 4, 4)
     for moment, gram in ((moment_Gdd, zero), (zero, moment_Gdd), (zero, zero)):
-        encoder, decoder, _ = weighted_head_pca(moment, gram, 4)
+        encoder, decoder, _, _ = weighted_head_pca(moment, gram, 4)
         torch.testing.assert_close(decoder @ encoder, torch.eye(4, dtype=torch.float64)[None])
 
 

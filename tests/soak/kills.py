@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -76,6 +77,8 @@ def disturb(job: Job, coin: random.Random, kills: int, seconds: float, tally: Ta
             cut = coin.randrange(2**32) if kind == "power cut" else None
             most = 40 if point == "sync" else 4
             hook = Hook(point, coin.randint(1, most), after=coin.random() < 0.5, disk=str(job.root), cut=cut)
+        else:  # nobody watches what this process makes durable: later cuts begin with what is there then
+            shutil.rmtree(f"{job.root}.shadow", ignore_errors=True)
         child = Child("run", [str(job.manifest)], log, hook)
         if kind == "random":
             child.process.join(coin.uniform(0.0, seconds))
