@@ -62,6 +62,8 @@ class _Array(_Entry):
 
 
 class _Tensor(_Entry):
+    model_config = ConfigDict(strict=True, extra="forbid")  # it goes into compression.json as it is
+
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
     shape: list[NonNegativeInt]
     sha256: Sha256
