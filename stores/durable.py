@@ -43,8 +43,9 @@ ADVICE = {
 
 def storage_error(action: str, path: str | Path, error: OSError) -> StorageError:
     """The StorageError to raise for `error`: what was being done, where, the likely cause, what to change."""
-    reason = error.strerror or str(error) or type(error).__name__
-    advice = ADVICE.get(error.errno or 0, "check the disk or mount, then run the same command again")
+    code = error.errno or (errno.ENOENT if isinstance(error, FileNotFoundError) else 0)  # Zarr's has no number
+    reason = error.strerror or (os.strerror(code) if code else str(error) or type(error).__name__)
+    advice = ADVICE.get(code, "check the disk or mount, then run the same command again")
     return StorageError(f"{action} {path}: {reason}; {advice}")
 
 

@@ -55,16 +55,14 @@ class _Array(_Entry):
     checksums: list[str]
 
     @model_validator(mode="after")
-    def _chunks_fit_the_shape(self) -> Self:
+    def _a_chunk_size_for_each_axis(self) -> Self:
         if len(self.chunks) != len(self.shape):
-            raise ValueError(f"chunks: {self.chunks} for a shape of {self.shape}")
+            raise ValueError(f"{len(self.chunks)} chunk sizes for {len(self.shape)} axes")
         return self
 
 
 class _Tensor(_Entry):
-    """Goes into compression.json as it is."""
-
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid")  # it goes into compression.json as it is
 
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
     shape: list[NonNegativeInt]

@@ -173,10 +173,15 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
         "layer.00001",
         lambda record: record["staged"]["tensors"]["model.layers.1.input_layernorm.weight"].update(shape=[3]),
     ),
+    "a tensor with more to say": (
+        "layer.00001",
+        lambda record: record["staged"]["tensors"]["model.layers.1.input_layernorm.weight"].update(form="x"),
+    ),
     "no cosine": ("dense.00001", lambda record: record.update(cosine=[[1.0, 0]] * 3)),
     "ranks of nobody": ("ranks", lambda record: record["ranks"].update(x={"v": 3})),
     "ranks of words": ("ranks", lambda record: record.update(importance={"zero": "much"})),
     "tokens nowhere": ("tokens", lambda record: record["tokens"].update(shape=[2**40, 2**40])),
+    "tokens of more axes": ("tokens", lambda record: record["tokens"].update(shape=[4, 16, 1])),
     "a summary of nothing": ("complete", lambda record: record.update(summary={})),
 }
 

@@ -70,7 +70,7 @@ def judge(world: World, kind: str, number: int, seed: int) -> Verdict:
         ended = run_commands(world.work, case.commands, world.scratch)
     verdict = Verdict(f"{kind}:{number}", case, ended)
     for end in ended:
-        verdict.faults += _faults(end, kind)
+        verdict.faults += _faults(end, kind, case.elsewhere)
     elsewhere = case.elsewhere or kind in ("manifest", "options")  # these name other places
     verdict.faults += [change for change in changed if not elsewhere or not change.startswith(("added", "changed tmp"))]
     if (world.work / "pwned").exists():
@@ -80,7 +80,7 @@ def judge(world: World, kind: str, number: int, seed: int) -> Verdict:
     return verdict
 
 
-def _faults(end: Ended, kind: str) -> Iterator[str]:
+def _faults(end: Ended, kind: str, elsewhere: bool) -> Iterator[str]:
     command = end.command[0]
     right = {"verify": (0, 1, 2)}.get(command, (0, 1, 2) if kind in ("ledger", "run_dir") else (0, 2))
     if end.code not in right:
@@ -90,7 +90,7 @@ def _faults(end: Ended, kind: str) -> Iterator[str]:
             yield f"{command}: {words!r}"
     if end.code and command != "verify" and not any(w in end.said for w in ("wrong input: ", "failed: ", "usage: ")):
         yield f"{command}: no message"
-    if end.outside and kind not in ("manifest", "options"):
+    if end.outside and not elsewhere and kind not in ("manifest", "options"):
         yield f"{command}: writes outside: {end.outside[:3]}"
     if end.grown_bytes > sandbox.GROWTH_BYTES:
         yield f"{command}: grew by {end.grown_bytes:,} bytes"

@@ -19,6 +19,7 @@ from stores.durable import (
     partial_path,
     read_whole,
     sha256_file,
+    storage_errors,
     sweep_partials,
     write_durably,
 )
@@ -118,6 +119,13 @@ def test_make_directory_syncs_every_new_name(tmp_path: Path, monkeypatch: pytest
     make_directory(tmp_path / "a" / "b")
     make_directory(tmp_path / "a" / "b")
     assert synced == [str(tmp_path), str(tmp_path / "a")]
+
+
+def test_a_missing_file_without_a_number(tmp_path: Path) -> None:
+    """As Zarr raises it."""
+    with pytest.raises(StorageError, match="a: No such file or directory; it was removed"):
+        with storage_errors("reading", tmp_path / "a"):
+            raise FileNotFoundError("a")
 
 
 def test_read_whole_ends(tmp_path: Path) -> None:
