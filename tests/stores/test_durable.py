@@ -123,9 +123,9 @@ def test_make_directory_syncs_every_new_name(tmp_path: Path, monkeypatch: pytest
 
 def test_a_missing_file_without_a_number(tmp_path: Path) -> None:
     """As Zarr raises it."""
-    with pytest.raises(StorageError, match="a: No such file or directory; it was removed"):
-        with storage_errors("reading", tmp_path / "a"):
-            raise FileNotFoundError("a")
+    named = pytest.raises(StorageError, match="a: No such file or directory; it was removed")
+    with named, storage_errors("reading", tmp_path / "a"):
+        raise FileNotFoundError("a")
 
 
 def test_read_whole_ends(tmp_path: Path) -> None:
