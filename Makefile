@@ -23,6 +23,7 @@ $(STAMP): $(INPUTS)
 
 check: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 test: setup check

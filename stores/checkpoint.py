@@ -119,9 +119,7 @@ def describe_shard(path: str | Path) -> ShardRecord:
     return {"file": path.name, "size": path.stat().st_size, "sha256": sha256_file(path), "tensors": tensors}
 
 
-def write_index(
-    directory: str | Path, weight_map: Mapping[str, str], total_bytes: int, total_parameters: int
-) -> Path:
+def write_index(directory: str | Path, weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> Path:
     """Writes model.safetensors.index.json durably: call it last. Raises StorageError."""
     path = Path(directory) / INDEX_FILE
     write_durably(path, index_content(weight_map, total_bytes, total_parameters))

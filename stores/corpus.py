@@ -102,9 +102,7 @@ def pack_samples(
     return torch.stack([window for _, window in sorted(chosen, key=lambda item: item[0])])
 
 
-def evaluation_windows(
-    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window: int
-) -> torch.Tensor:
+def evaluation_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window: int) -> torch.Tensor:
     """Windows (n, window) int64 of the documents joined by blank lines, tokenised at once without special tokens.
 
     This is how perplexity is usually scored: a .txt file as it is, a dataset's rows joined by two newlines. The last

@@ -354,7 +354,7 @@ def model_card(contract: Mapping[str, Any]) -> str:
     counts, methods = contract["counts"], ", ".join(entry["method"] for entry in contract["manifest"]["methods"])
     parameters, decoder = counts["parameters"], counts["decoder_parameters"]
     stored, cache = counts["bytes"], counts["cache_bytes_per_token"]
-    origin = f'Written by Lamina {contract["code_version"]} from a {contract["source"]["model_type"]} model.'
+    origin = f"Written by Lamina {contract['code_version']} from a {contract['source']['model_type']} model."
     return f"""---
 library_name: transformers
 tags: [lamina, compressed]

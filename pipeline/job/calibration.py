@@ -25,9 +25,7 @@ def calibration_tokens(inputs: Inputs) -> torch.Tensor | None:
     return tokens
 
 
-def window_tokens(
-    directory: Path, text: Any, window: int, vocab: int, trust_remote_code: bool = False
-) -> torch.Tensor:
+def window_tokens(directory: Path, text: Any, window: int, vocab: int, trust_remote_code: bool = False) -> torch.Tensor:
     """Token ids (windows, window) of an evaluation text. Raises InputError about the text."""
     tokens = evaluation_windows(read_documents(text), load_tokenizer(directory, trust_remote_code), window)
     check_ids(tokens, vocab)

@@ -127,9 +127,7 @@ def _factors(
     return first_rD.to(kept).contiguous(), seconds, values_n
 
 
-def _tall_right_vectors(
-    weights: Sequence[Tensor], rank: int, roots: InputRoots | None
-) -> tuple[Tensor, Tensor] | None:
+def _tall_right_vectors(weights: Sequence[Tensor], rank: int, roots: InputRoots | None) -> tuple[Tensor, Tensor] | None:
     """Singular values and leading right vectors of a tall stack by its D x D Gram matrix, a block of rows at a time.
 
     None where squaring would cost too many digits.

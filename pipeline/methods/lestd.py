@@ -245,12 +245,8 @@ class LeSTDMethod:
         last = stacked[0].shape[2] - 1  # q, k, v, o or q, o
         inputs = [stacked[0][:, :, :last], *stacked[1:]]
         return [
-            replace(
-                _weighted_inputs(layouts[0], inputs, moments[INPUT][0]), parts=(by_core[0][:last], *by_core[1:])
-            ),
-            replace(
-                _weighted_output(layouts[1], stacked[0][:, :, last:], moments[_context(geometry)]), parts=((o,),)
-            ),
+            replace(_weighted_inputs(layouts[0], inputs, moments[INPUT][0]), parts=(by_core[0][:last], *by_core[1:])),
+            replace(_weighted_output(layouts[1], stacked[0][:, :, last:], moments[_context(geometry)]), parts=((o,),)),
         ]
 
     def _whole(self, problem: Problem) -> Tucker:

@@ -204,9 +204,7 @@ def _shared_budget(manifest: Manifest, methods: Sequence[Method], geometry: Geom
     return _Budget("budget.keep", manifest.budget.keep, total, untouched + fixed_numbers)
 
 
-def _fit(
-    sharing: Sequence[tuple[int, Method]], geometry: Geometry, scores: Scores, budget: _Budget
-) -> dict[Key, int]:
+def _fit(sharing: Sequence[tuple[int, Method]], geometry: Geometry, scores: Scores, budget: _Budget) -> dict[Key, int]:
     """Ranks of several methods at the largest common ratio whose stored numbers stay within the budget."""
     knobs = [knob for position, method in sharing for knob in _knobs(position, method, geometry)]
     least = sum(knob.cost(min(knob.multiple, knob.cap)) for knob in knobs)

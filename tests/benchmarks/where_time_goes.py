@@ -255,9 +255,7 @@ def main() -> int:
         print(json.dumps({"wall": wall, "command": command, "clocked": clocked_seconds, **parts}))
         return 0
     share = compute_share(summary["seconds"])
-    print(
-        f"\nthe command, {arguments.workers} worker(s): {wall:.1f} s; {share:.0%} of the units in products\n"
-    )
+    print(f"\nthe command, {arguments.workers} worker(s): {wall:.1f} s; {share:.0%} of the units in products\n")
     print_table(["", "s", "share"], _rows(command, wall))
     products = sum(parts["main"].get(kind, 0.0) for kind in PRODUCTS)
     print(f"\nin this process: {clocked_seconds:.1f} s, {products / clocked_seconds:.0%} in {', '.join(PRODUCTS)}\n")

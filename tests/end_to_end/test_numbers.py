@@ -327,9 +327,7 @@ def test_activations_that_overflow_float16(tmp_path: Path, job: MakeJob) -> None
 
 
 @pytest.mark.parametrize("name", ["lorc", "lestd", "joint"])
-def test_factors_of_large_float16_weights(
-    name: str, tmp_path: Path, job: MakeJob, plain_errors: PlainErrors
-) -> None:
+def test_factors_of_large_float16_weights(name: str, tmp_path: Path, job: MakeJob, plain_errors: PlainErrors) -> None:
     """v, up and q times 1024, o, down and k by 128 in float16: the errors stay what they are at one size."""
     source = edited(make_source(tmp_path / "source", "llama", layers=2, dtype=torch.float16), scaled(2.0**10, 2.0**-7))
     made = job(source, methods=[{**METHODS[name], **ONE_LAYER}], budget=None)

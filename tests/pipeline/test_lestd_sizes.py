@@ -115,8 +115,10 @@ def test_one_threshold_for_all_layers_errs_less_at_equal_size(geometry: str, kee
             solution = method.compress(task.group, where, weights, {}, ranks[ranks_key(task)])
             errors[threshold] += squared_error(weights, rebuild(solution, where, task.group)) if solution.forms else 0.0
             numbers[threshold] += sum(t.numel() for n, t in solution.tensors.items() if n.endswith(".bias"))
-            numbers[threshold] += stored_numbers(solution, where.bits) if solution.forms else sum(
-                t.numel() for n, t in solution.tensors.items() if n.endswith(".weight")
+            numbers[threshold] += (
+                stored_numbers(solution, where.bits)
+                if solution.forms
+                else sum(t.numel() for n, t in solution.tensors.items() if n.endswith(".weight"))
             )
         dense = sum(where.layer_numbers(task.group.roles) for task in claim_tasks(methods, where))
         assert 0.97 * keep * dense < numbers[threshold] <= keep * dense

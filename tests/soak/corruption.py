@@ -182,9 +182,7 @@ def check_output(made: Job, expected: dict[str, str], results: Results, where: s
         for how in damages:
             copied = copy_job(made, made.root.with_name("job"))
             if damage(copied.output / name, DAMAGES[how]):
-                seen = all(
-                    seen_by_verify(copied, name, options) for options in ([], ["--source", str(copied.source)])
-                )
+                seen = all(seen_by_verify(copied, name, options) for options in ([], ["--source", str(copied.source)]))
                 again = "same size" if kind == "shard" and how in SAME_SIZE else repaired_by_run(copied, expected)
                 results.note(f"OUTPUT {kind}", how, "seen" if seen else "NOT seen", again, f"{where}: {name}")
             shutil.rmtree(copied.root)

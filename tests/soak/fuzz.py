@@ -163,8 +163,9 @@ def _all(world: World, arguments: argparse.Namespace) -> int:
                 failed.append(verdict)
                 outcomes[kind]["failed"] += 1
                 _print(verdict)
-        print(f"{kind}: {outcomes[kind]['cases']} cases in {time.monotonic() - began:.0f} s", file=sys.stderr,
-        flush=True)
+        print(
+            f"{kind}: {outcomes[kind]['cases']} cases in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True
+        )
     columns = ("cases", "0", "1", "2", "75", "failed")
     print("".join(f"{name:>10}" for name in ("kind", *columns)))
     for kind in kinds:
@@ -182,7 +183,7 @@ def _print(verdict: Verdict) -> None:
     print(f"FAILED {verdict.name} ({verdict.case.what}): {' '.join(verdict.ended[-1].command)[:200]}")
     for fault in verdict.faults:
         print(f"  {fault}")
-    said = max((end.said for end in verdict.ended), key=lambda text: ("internal" in text or "Traceback" in text))
+    said = max((end.said for end in verdict.ended), key=lambda text: "internal" in text or "Traceback" in text)
     said = re.sub(r"(.)\1{20,}", r"\1\1...", said)[-SHOWN:]
     print("  | " + said.strip().replace("\n", "\n  | "), flush=True)
 

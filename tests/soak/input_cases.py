@@ -35,8 +35,21 @@ def manifest_case(world: World, rng: Random) -> Case:
 def options_case(world: World, rng: Random) -> Case:
     """`--set`, and options of the other commands."""
     world.fresh("finished" if (had := rng.random() < 0.3) else None)
-    values = ("", "null", "-1", "1e308", ".nan", "[", "{}", "a: b", "*x", "!!python/name:os", "9" * 400, "\udc80",
-    "\0x")
+    values = (
+        "",
+        "null",
+        "-1",
+        "1e308",
+        ".nan",
+        "[",
+        "{}",
+        "a: b",
+        "*x",
+        "!!python/name:os",
+        "9" * 400,
+        "\udc80",
+        "\0x",
+    )
     fields = ("budget.keep", "seed", "methods.0.layers", "methods.9.x", "workers.cpus", "workers.max", "a..b", "", "=",
               "output", "model.source", "calibration.text.files.0", "resume.every", "evaluation.tasks", "__class__.x",
               "workers.activation_memory_gb", "workers.gpus", "calibration.shards",
@@ -78,8 +91,9 @@ def _damage_shard(path: Path, rng: Random) -> None:
         case 0:
             path.write_bytes(mutate_bytes(data, rng))
         case 1:
-            claimed = rng.choice((0, 1, length - 1, length + 1, length * 2, 10**8, 10**8 + 1, 2**63, 2**64 - 1,
-            len(data)))
+            claimed = rng.choice(
+                (0, 1, length - 1, length + 1, length * 2, 10**8, 10**8 + 1, 2**63, 2**64 - 1, len(data))
+            )
             path.write_bytes(struct.pack("<Q", claimed) + header + body)
         case 2:
             os.truncate(path, rng.randrange(len(data)))
@@ -116,11 +130,14 @@ def _damage_entry(entries: dict[str, Any], name: str, rng: Random) -> None:
     shift = rng.choice((1, -1, 4, 2**31, 2**62))
     changes: tuple[dict[str, Any], ...] = (
         {"dtype": rng.choice(("F32 ", "f32", "F128", "", None, 4, "BOOL", "U8", "F16", "F8_E4M3", "F4"))},
-        {"shape": rng.choice(([], [0], [-1], [2**62], [2**63], [2**32, 2**32], entry["shape"][::-1], [1.5], "x",
-        None))},
+        {
+            "shape": rng.choice(
+                ([], [0], [-1], [2**62], [2**63], [2**32, 2**32], entry["shape"][::-1], [1.5], "x", None)
+            )
+        },
         {"data_offsets": rng.choice(([begin + shift, end + shift], [end, begin], [0, 0], [begin, end + shift], [0]))},
         {"data_offsets": [begin, begin], "shape": [0, 48]},
-        {"shape": [2**20] * 20, "data_offsets": [0, 2 ** 61]},
+        {"shape": [2**20] * 20, "data_offsets": [0, 2**61]},
         {"extra": 1},
     )
     entry.update(rng.choice(changes))
@@ -269,6 +286,13 @@ def text_case(world: World, rng: Random) -> Case:
             lines[at] = rng.choice((*(raw.encode() for raw in RAW), b'{"text": {}}', b'{"text": "\\u0000"}', b"\xff"))
             path.write_bytes(b"\n".join(lines))
     if rng.random() < 0.5:
-        field = ("--field", rng.choice(("text", "nope", "")),) if rng.random() < 0.2 else ()
+        field = (
+            (
+                "--field",
+                rng.choice(("text", "nope", "")),
+            )
+            if rng.random() < 0.2
+            else ()
+        )
         return Case(path.name, ((*evaluate("model", path.name), *field),))
     return Case(path.name, ((*RUN, "--set", f"calibration.text.files.0={path.name}"),))

@@ -110,8 +110,9 @@ def _scaled(value: Any, rng: Random) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        return rng.choice((value + 1, value - 1, value * 2, -value, value * 1000, value * 10**12, float(value),
-        value // 2))
+        return rng.choice(
+            (value + 1, value - 1, value * 2, -value, value * 1000, value * 10**12, float(value), value // 2)
+        )
     if isinstance(value, str):
         return rng.choice((value + "x", value[:-1], value.upper(), value * 2, " " + value, value + "\n", "../" + value))
     if isinstance(value, list):
@@ -132,8 +133,17 @@ def mutate_json(text: bytes, rng: Random, hostile: tuple[Callable[[], Any], ...]
     if kind < 2:
         return mutate_bytes(text, rng)
     if kind == 2:
-        whole: tuple[Any, ...] = (b"", b"null", b"[]", b"{}", b"1", b'"x"', text + text, b"\xef\xbb\xbf" + text,
-        b"\0" * 100)
+        whole: tuple[Any, ...] = (
+            b"",
+            b"null",
+            b"[]",
+            b"{}",
+            b"1",
+            b'"x"',
+            text + text,
+            b"\xef\xbb\xbf" + text,
+            b"\0" * 100,
+        )
         return bytes(rng.choice(whole))
     document = json.loads(text)
     if kind == 3:

@@ -99,9 +99,7 @@ def in_child(action: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _in_child(
-    folder: Path, command: Sequence[str], scratch: Path, prepare: Callable[[], None], bounded: bool
-) -> Ended:
+def _in_child(folder: Path, command: Sequence[str], scratch: Path, prepare: Callable[[], None], bounded: bool) -> Ended:
     said, printed, report = (scratch / name for name in ("said", "printed", "report"))
     for path in (said, printed, report):
         path.write_bytes(b"")

@@ -96,8 +96,9 @@ def run_dir_case(world: World, rng: Random) -> Case:
     if rng.random() < 0.1:
         folder = rng.choice([folder for folder in run.iterdir() if folder.is_dir()])
         shutil.rmtree(folder)
-        folder.write_text("a file") if rng.random() < 0.5 else folder.symlink_to(rng.choice(("/nowhere", "../tmp",
-        "..")))
+        folder.write_text("a file") if rng.random() < 0.5 else folder.symlink_to(
+            rng.choice(("/nowhere", "../tmp", ".."))
+        )
         path = folder
     commands = (RUN, RUN) if rng.random() < 0.6 else (STATUS,)
     link = path.is_symlink()
@@ -110,13 +111,17 @@ def run_dir_case(world: World, rng: Random) -> Case:
 def output_case(world: World, rng: Random) -> Case:
     """compression.json and config.json of a finished OUTPUT."""
     work = world.fresh("finished")
-    path = work / "output" / rng.choice(("compression.json", "compression.json", "config.json", "config.json",
-    "generation_config.json"))
+    path = (
+        work
+        / "output"
+        / rng.choice(("compression.json", "compression.json", "config.json", "config.json", "generation_config.json"))
+    )
     write_evil(work / "output" / "evil.py", work / "pwned")
     if rng.random() < 0.15:
         content = json.loads(path.read_text())
-        path.write_text(json.dumps({**content, "auto_map": {name: "evil.Config" for name in content.get("auto_map",
-        {})}}))
+        path.write_text(
+            json.dumps({**content, "auto_map": {name: "evil.Config" for name in content.get("auto_map", {})}})
+        )
     elif rng.random() < 0.1:
         path.unlink()
     else:

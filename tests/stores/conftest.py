@@ -15,9 +15,7 @@ KILLED = 9
 
 
 @pytest.fixture
-def killed_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., int]:
+def killed_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """`killed_anywhere(act, check, prepare)`: runs act(directory), in a directory that prepare(directory) has filled
     where it is given, in a child that dies before its first change to the disk, in another before its second, ...
     until it lives to the end; after each, check(directory) looks at what is left. Returns the number of deaths."""

@@ -47,7 +47,14 @@ def test_layout(tmp_path: Path) -> None:
         pass
     run.manifest.write_text("")
     assert sorted(path.name for path in run.path.iterdir()) == [
-        "activations.zarr", "fingerprint.json", "ledger", "lock", "lock.json", "logs", "manifest.yaml", "staged",
+        "activations.zarr",
+        "fingerprint.json",
+        "ledger",
+        "lock",
+        "lock.json",
+        "logs",
+        "manifest.yaml",
+        "staged",
         "statistics.zarr",
     ]
 

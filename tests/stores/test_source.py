@@ -216,9 +216,7 @@ def test_hub_id_is_fetched_without_code_or_pickles(directory: Path, monkeypatch:
     assert (asked["name"], asked["revision"]) == ("meta/llama-7b", "main")
     files = ["config.json", "m.safetensors", "t.model", "merges.txt", "m.bin", "m.py", "m.pt", "b/c.safetensors"]
     fetched = list(
-        filter_repo_objects(
-            files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
-        )
+        filter_repo_objects(files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"])
     )
     assert fetched == files[:4]
 
