@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import AuthenticationError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
@@ -72,9 +72,12 @@ def connect(address: str | None, workers: Workers) -> str:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
+    except AuthenticationError as error:
+        raise InputError(f"Ray: {error}") from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none"
+            f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none; "
+            "a cluster with tokens answers with RAY_AUTH_MODE=token only"
         ) from error
     resources = ray.cluster_resources()
     if not found and workers.gpus * workers.min > resources.get("GPU", 0):

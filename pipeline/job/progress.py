@@ -99,7 +99,7 @@ class JobObserver:
         """One line to the log file and, unless a live display shows it, to the terminal."""
         LOG.log(level, line)
         if self.progress is not None:
-            self.progress.console.print(line, highlight=False, markup=False)
+            self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
         elif not self.quiet:
             print(line, file=self.stream, flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -12,20 +13,19 @@ from rich.table import Table
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
     """To the terminal, or to another console."""
     console = console or Console()
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)  # a path stays one word on one line
     if summary.get("already_finished"):
-        console.print(f"{summary['output']}: finished before; nothing to do (`pipeline.verify` reads every byte)")
+        say(f"{summary['output']}: finished before; nothing to do (`pipeline.verify` reads every byte)")
     console.print(_layer_table(summary["layers"]))
     console.print(_count_table(summary["counts"]))
-    console.print(_time_line(summary["seconds"]))
+    say(_time_line(summary["seconds"]))
     peaks = summary["peak_bytes"]
     workers = ", ".join(f"{peak / 2**20:,.0f}" for peak in peaks["workers"].values())
-    console.print(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
+    say(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
     if "perplexity" in summary["evaluation"]:
         found = summary["evaluation"]["perplexity"]
-        console.print(
-            f"perplexity {found['perplexity']:.4f} ({found['tokens']:,} tokens, windows of {found['window']})"
-        )
-    console.print(f"output: {summary['output']}")
+        say(f"perplexity {found['perplexity']:.4f} ({found['tokens']:,} tokens, windows of {found['window']})")
+    say(f"output: {summary['output']}")
 
 
 def compute_share(seconds: Mapping[str, Any]) -> float:

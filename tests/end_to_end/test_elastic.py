@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pipeline.run
 import pipeline.scale
 from pipeline.ports import Forward, Unit
 from tests.end_to_end.children import Child
+from tests.end_to_end.clusters import OBJECTS, head_node
 from tests.end_to_end.jobs import Job, command, file_digests
 from workers import pool as pool_module
 from workers.pool import RayPool
@@ -24,7 +25,6 @@ from workers.pool import RayPool
 pytestmark = pytest.mark.ray
 MakeJob = Callable[..., Job]
 WAIT_S = 60.0
-OBJECTS = 80 * 2**20
 
 
 class Directed(RayPool):
@@ -32,6 +32,7 @@ class Directed(RayPool):
 
     cluster: Cluster
     nodes: list[Any]
+    scenes: Mapping[Any, Callable[[Directed], None]]
 
     def __init__(self, setup: Any, *rest: Any) -> None:
         self.run_dir = setup.run_dir
@@ -41,9 +42,9 @@ class Directed(RayPool):
     def wait(self) -> tuple[Unit, Any]:
         unit, result = super().wait()
         place = (unit.lineage, unit.layer) if isinstance(unit, Forward) else None
-        if place in SCENES and place not in self.played:
+        if place in self.scenes and place not in self.played:
             self.played.add(place)
-            SCENES[place](self)
+            self.scenes[place](self)
         return unit, result
 
     def await_size(self, size: int) -> None:
@@ -94,8 +95,29 @@ def direct() -> None:
     pool_module._listen_on_loopback()
     Directed.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": OBJECTS})
     Directed.nodes = [Directed.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS)]
+    Directed.scenes = SCENES
     pipeline.run.RayPool = Directed  # type: ignore[misc]
     os.environ["RAY_ADDRESS"] = Directed.cluster.address
+
+
+def direct_autoscaler() -> None:
+    """In the child: it will have been joined by as many workers as may be, and send two away."""
+    pool_module._listen_on_loopback()
+    Directed.scenes = {("dense", 0): lambda pool: pool.await_size(3), ("compressed", 0): two_leave}
+    pipeline.run.RayPool = Directed  # type: ignore[misc]
+
+
+def test_the_autoscaler_adds_nodes(job: MakeJob, inline: None) -> None:
+    """From none to `workers.max`: Ray's autoscaler starts a node for every worker that has no place."""
+    settings = {"calibration.samples": 16, "calibration.shards": 8, "workers": {"min": 1, "max": 3}}
+    made, alone = job(**settings), job(**settings)
+    assert alone.run().code == 0
+    with head_node(0, "--include-dashboard=false", most_nodes=3) as address:
+        arguments = [str(made.manifest), "--address", address]
+        child = Child("run", arguments, made.root / "log", inline=False, prepare=direct_autoscaler)
+        assert child.end(240) == 0, child.said
+    assert file_digests(made.output) == file_digests(alone.output)
+    assert "is sent away: 2 are wanted" in child.said
 
 
 def test_nodes_join_leave_and_die(job: MakeJob, inline: None) -> None:

@@ -1,0 +1,129 @@
+"""A Ray cluster as an operator starts it: `ray start --head`, with a dashboard or an autoscaler, on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+OBJECTS = 80 * 2**20  # bytes of a node's object store
+START_S = 60.0
+HEAD_ID = "f" * 51 + "00000"  # what Ray's provider of nodes that are processes calls the head
+ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+}
+AUTOSCALING = {
+    "RAY_FAKE_CLUSTER": "1",
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
+    "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+}
+
+
+def ray_command(*arguments: str) -> list[str]:
+    """`ray ARGUMENTS` of this environment."""
+    return [str(Path(sys.executable).with_name("ray")), *arguments]
+
+
+@contextlib.contextmanager
+def head_node(cpus: int, *options: str, most_nodes: int = 0) -> Iterator[str]:
+    """The address HOST:PORT of a cluster that ends, with all its processes, with the context.
+
+    Args:
+        most_nodes: up to so many nodes of one CPU each are added by Ray's autoscaler.
+    """
+    port, environment = free_port(), ENVIRONMENT
+    scratch = tempfile.mkdtemp(prefix="ray-")  # a short name: it holds sockets
+    if most_nodes:
+        config = _autoscaling_config(Path(scratch, "autoscaling.json"), most_nodes, f"127.0.0.1:{port}")
+        options, environment = (*options, f"--autoscaling-config={config}"), {**ENVIRONMENT, **AUTOSCALING}
+    command = ray_command("start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1")
+    command += [f"--num-cpus={cpus}", f"--object-store-memory={OBJECTS}", f"--temp-dir={scratch}"]
+    command += [f"--dashboard-agent-listen-port={free_port()}"]  # the default may still be taken by the last one's
+    log = Path(scratch, "head.log")
+    with open(log, "w") as said:
+        head = subprocess.Popen(
+            [*command, *options],
+            env={**os.environ, **environment},
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+    try:
+        _await_start(head, log)
+        yield f"127.0.0.1:{port}"
+    finally:
+        processes = psutil.Process(head.pid).children(recursive=True)
+        head.kill()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        head.wait()
+        psutil.wait_procs(processes, timeout=START_S)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _await_start(head: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while "Ray runtime started" not in log.read_text():
+        assert head.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def _autoscaling_config(path: Path, most_nodes: int, gcs_address: str) -> Path:
+    """What `ray start --autoscaling-config` reads: nodes of one CPU each, which are processes of this machine."""
+    node = {"node_config": {}, "min_workers": 0}
+    config: dict[str, Any] = {
+        "cluster_name": "test",
+        "max_workers": most_nodes,
+        "idle_timeout_minutes": 60,
+        "provider": {
+            "type": "fake_multinode",
+            "head_node_id": HEAD_ID,
+            "gcs_address": gcs_address,
+            "launch_multiple": True,
+            "foreground_node_launch": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "worker_liveness_check": False,
+            "worker_rpc_drain": True,
+        },
+        "head_node_type": "ray.head.default",
+        "available_node_types": {
+            "ray.head.default": {**node, "resources": {"CPU": 0}, "max_workers": 0},
+            "worker": {
+                **node,
+                "resources": {"CPU": 1, "object_store_memory": OBJECTS},
+                "max_workers": most_nodes,
+            },
+        },
+        **{key: {} for key in ("auth", "docker", "file_mounts")},
+        **{key: [] for key in ("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands")},
+        **{key: [] for key in ("setup_commands", "head_setup_commands", "worker_setup_commands")},
+        **{key: [] for key in ("head_start_ray_commands", "worker_start_ray_commands")},
+        "file_mounts_sync_continuously": False,
+    }
+    path.write_text(json.dumps(config))
+    return path
+
+
+def free_port() -> int:
+    """A port that nobody waits at."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port

@@ -1,0 +1,75 @@
+"""`ray job submit -- python -m pipeline.run …` on a cluster that was started with `ray start`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.clusters import free_port, head_node, ray_command
+from tests.end_to_end.jobs import Job, file_digests
+
+pytestmark = pytest.mark.ray
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Iterator[str]:
+    """Where jobs are submitted to."""
+    port = free_port()
+    with head_node(2, "--include-dashboard=true", f"--dashboard-port={port}"):
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + WAIT_S
+        while (tried := ray_job(address, "submit", "--", "true")).returncode:  # the agent that starts jobs is late
+            assert time.monotonic() < deadline, tried.stderr
+            time.sleep(0.5)
+        yield address
+
+
+def ray_job(dashboard: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`ray job ARGUMENTS`."""
+    command = ray_command("job", *arguments[:1], f"--address={dashboard}", *arguments[1:])
+    return subprocess.run(
+        command, env={**os.environ, "RAY_ADDRESS": ""}, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+
+
+def test_submitted_stopped_and_submitted_again(
+    dashboard: str, job: Callable[..., Job], inline: None, tmp_path: Path
+) -> None:
+    settings = {"workers": {"min": 1, "max": 2}, "calibration.samples": 150, "calibration.micro_batch": 1}  # seconds
+    made, alone = job(**settings), job(**settings)
+    assert alone.run().code == 0
+    command = ("--", "python", "-m", "pipeline.run", str(made.manifest))
+    started = ray_job(dashboard, "submit", "--no-wait", "--submission-id=first", *command)
+    assert started.returncode == 0, started.stderr
+    deadline = time.monotonic() + WAIT_S
+    while not list((made.run_dir / "ledger").glob("importance*")) and not list(
+        (made.run_dir / "ledger").glob("dense*")
+    ):
+        assert time.monotonic() < deadline, ray_job(dashboard, "logs", "first").stdout
+        time.sleep(0.05)
+    stopped = ray_job(dashboard, "stop", "first")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not made.output.exists()
+    assert "run the same command again to go on" in ray_job(dashboard, "logs", "first").stdout
+
+    done = ray_job(dashboard, "submit", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"output: {made.output}" in done.stdout + done.stderr
+    assert file_digests(made.output) == file_digests(alone.output)
+
+
+def test_a_token_is_missing(job: Callable[..., Job], tmp_path: Path) -> None:
+    """Known before a connection is tried."""
+    environment = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
+    command = [sys.executable, "-m", "pipeline.run", str(job().manifest), "--address", "127.0.0.1:9"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert "no authentication token was found" in ended.stderr
+    assert "Traceback" not in ended.stderr
