@@ -17,7 +17,14 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import AuthenticationError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    AuthenticationError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
