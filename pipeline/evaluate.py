@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pipeline.job.signals import catch_signals, exit_on_signals, interrupt_on_signals
+
+if __name__ == "__main__":
+    exit_on_signals()  # what follows takes seconds
+
 import json
 import sys
 import threading
@@ -14,7 +19,7 @@ import torch
 from manifests.errors import InputError
 from manifests.loading import parse_block
 from manifests.schema import Text, Workers
-from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
+from pipeline.job.cli import parser, run_command
 from pipeline.job.perplexity import measure_perplexity
 from pipeline.job.progress import JobObserver
 from workers.pool import connect
@@ -59,7 +64,7 @@ def _body(arguments: Any) -> int:
         connect(arguments.address, workers)
         catch_signals(stop)
 
-    interrupt_on_signals()
+    interrupt_on_signals(stop)
     with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints, too
         dtype = DTYPES[arguments.dtype]
         found = measure_perplexity(

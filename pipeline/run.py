@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pipeline.job.signals import catch_signals, exit_on_signals, interrupt_on_signals
+
+if __name__ == "__main__":
+    exit_on_signals()  # what follows takes seconds
+
 import json
 import logging
 import sys
@@ -22,7 +27,7 @@ from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.driver import Driver, Job
 from pipeline.job.assemble import Assembler, check_output, free_bytes
 from pipeline.job.calibration import calibration_tokens, tokens_digest
-from pipeline.job.cli import catch_signals, interrupt_on_signals, parser, run_command
+from pipeline.job.cli import parser, run_command
 from pipeline.job.contract import SEAL, quick_faults
 from pipeline.job.entries import check_entries
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
@@ -126,14 +131,14 @@ def _compute(
     _sweep(run_dir, ledger)
     setup = _setup(inputs, run_dir, tokens_record)
     observer.say(f"Ray at {connect(address, inputs.manifest.workers)}")
-    catch_signals(stop)  # after Ray, which installs a handler of its own
+    catch_signals(stop)
     with _pool(setup, inputs, stop, observer) as pool:
         observer.pool = pool
         cleaner = StoreCleaner(run_dir.activations, run_dir.statistics, tokens_record)
         Driver(_job(inputs), pool, ledger, cleaner, observer).run()
         seconds = {"driver": time.monotonic() - started}
         worker_seconds, peaks = pool.seconds, dict(pool.peak_bytes)
-    interrupt_on_signals()
+    interrupt_on_signals(stop)
     observer.phase("assemble", 1, 1)
     ledger.commit("assembling", {"output": str(Path(inputs.manifest.output).resolve())})
     contract = Assembler(inputs, ledger, run_dir.path, source_files, run_dir.lock.check).run()
@@ -333,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _body(arguments: Any) -> int:
     stop = threading.Event()
-    interrupt_on_signals()
+    interrupt_on_signals(stop)
     manifest = load_manifest(arguments.manifest, arguments.set)
     with redirect_stdout(sys.stderr):  # Ray prints what its nodes say, which is no JSON
         summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 from ray.exceptions import (
     AuthenticationError,
     ObjectLostError,
@@ -67,6 +68,7 @@ def connect(address: str | None, workers: Workers) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads starve the other workers of the machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray_utils.set_sigterm_handler = lambda _: None  # Ray's would end the command with its exit code, not with ours
     try:
         if found:
             ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)

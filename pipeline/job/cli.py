@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 
-from manifests.errors import Interrupted, LaminaError
+from manifests.errors import LaminaError
 from stores.durable import storage_error
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # what was given can be no path
 EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run again to go on), 1 failed"
 
@@ -61,31 +57,6 @@ def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.N
             file=sys.stderr,
         )
         return 1
-
-
-def interrupt_on_signals() -> None:
-    """SIGTERM and SIGINT raise Interrupted where the main thread is: every write survives being cut off anywhere."""
-
-    def interrupt(number: int, _: object) -> None:
-        raise Interrupted(f"stopped by {signal.Signals(number).name}; run the same command again to go on")
-
-    for name in STOP_SIGNALS:
-        signal.signal(name, interrupt)
-
-
-def catch_signals(stop: threading.Event) -> None:
-    """SIGTERM and SIGINT set `stop`, for the pool to notice between units; the second one exits at once.
-
-    Call it after Ray has started, which installs handlers of its own.
-    """
-
-    def request_stop(*_: object) -> None:
-        if stop.is_set():
-            os._exit(Interrupted.exit_code)
-        stop.set()
-
-    for name in STOP_SIGNALS:
-        signal.signal(name, request_stop)
 
 
 def _headline(error: LaminaError) -> str:

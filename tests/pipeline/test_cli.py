@@ -22,7 +22,8 @@ from manifests.errors import (
     StorageError,
     WorkerError,
 )
-from pipeline.job.cli import catch_signals, parser, run_command
+from pipeline.job.cli import parser, run_command
+from pipeline.job.signals import catch_signals
 
 
 def run(error: BaseException | None, debug: bool = False, result: int = 0) -> int:
