@@ -3,12 +3,14 @@
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite
 
 # float32 factors hold seven digits of the largest matrix of a stack; a smaller one is to keep at least four.
 SPREAD = 1e3
+BLOCK_ROWS = 2048  # of a weight that are float64 at a time
 
 
 def common_scales(weights: Sequence[Tensor]) -> list[float]:
@@ -21,8 +23,7 @@ def common_scales(weights: Sequence[Tensor]) -> list[float]:
     sizes = []
     for weight in weights:
         peak = require_finite("weight", weight)
-        mean = float((weight.detach().double() / peak).square().mean()) if peak > 0.0 else 0.0
-        sizes.append(peak * math.sqrt(mean))
+        sizes.append(peak * math.sqrt(_mean_square(weight.detach(), peak)) if peak > 0.0 else 0.0)
     live = [size for size in sizes if size > 0.0]
     if not live or max(live) <= SPREAD * min(live):
         return [1.0] * len(sizes)
@@ -30,6 +31,17 @@ def common_scales(weights: Sequence[Tensor]) -> list[float]:
     known = [exponent for exponent in exponents if exponent is not None]
     middle = (max(known) + min(known)) // 2
     return [1.0 if exponent is None else 2.0 ** (exponent - middle) for exponent in exponents]
+
+
+def divided(weight: Tensor, scale: float) -> Tensor:
+    """weight / scale in float32, or in float64 for a float64 weight: exact, as a scale is a power of two."""
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32)) / scale
+
+
+def _mean_square(weight: Tensor, peak: float) -> float:
+    """Of weight / peak, in float64, a block of rows at a time."""
+    blocks = weight.split(BLOCK_ROWS)
+    return sum(float((block.double() / peak).square().sum()) for block in blocks) / weight.numel()
 
 
 def scale_report(scales: Sequence[float]) -> dict[str, list[float]]:

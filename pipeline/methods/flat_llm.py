@@ -164,7 +164,7 @@ def _compress_query_key(
     Where the two factors would store as much as the weight, the weight stays.
     """
     if rank * (geometry.hidden + geometry.head_dim) >= geometry.head_dim * geometry.hidden:
-        return Solution({name: weight.double() for name, weight in weights.items()}, {}, {"dense": True})
+        return Solution(dict(weights), {}, {"dense": True})
     tensors: dict[str, Tensor] = {}
     report = {}
     for role, moment in zip(("q", "k"), _query_key_moments(geometry), strict=True):

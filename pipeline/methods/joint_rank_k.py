@@ -14,7 +14,7 @@ from torch import Tensor
 from manifests.schema import JointRankK
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
-from pipeline.kernels.scales import common_scales, scale_report
+from pipeline.kernels.scales import common_scales, divided, scale_report
 from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution
 from pipeline.ranks.budget import Knob
 
@@ -91,10 +91,10 @@ class JointRankKMethod:
         """Two factors for each weight; joint ones share the first. Dense where two factors would save nothing."""
         rank, name = ranks[group.name], group.name
         if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, name)):
-            return Solution({key: weight.double() for key, weight in weights.items()}, {}, {"dense": True})
+            return Solution(dict(weights), {}, {"dense": True})
         roots = input_roots(moments[INPUTS[name]][0]) if moments else None
         stacked = {role: weights[f"{role}.weight"] for role in group.roles}
-        biases = {key: bias.double() for key, bias in weights.items() if key.endswith(".bias")}
+        biases = {key: bias for key, bias in weights.items() if key.endswith(".bias")}
         if self._form(name) == "separate":
             solution = _separate(stacked, rank, roots)
         elif self._form(name) == "joint_per_head":
@@ -160,7 +160,7 @@ def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None
     report = {}
     for role, weight in weights.items():
         if rank > rank_limit(*weight.shape):
-            tensors[f"{role}.weight"] = weight.double()
+            tensors[f"{role}.weight"] = weight
             continue
         first_kD, second_mk, values = low_rank(weight, rank, roots, balanced=True)
         tensors |= {f"{role}.first.weight": first_kD, f"{role}.second.weight": second_mk}
@@ -173,7 +173,7 @@ def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None, p
     """[W_1; W_2] ≈ U_k V_kᵀ, √Σ in each: one first factor, owned by the first role, and a second for each."""
     stack, scales = _scaled(weights)
     first_kD, seconds, values = joint_low_rank(stack, rank, roots)
-    seconds = [second.double() * scale for second, scale in zip(seconds, scales, strict=True)]
+    seconds = [_times(second, scale) for second, scale in zip(seconds, scales, strict=True)]
     owner = next(iter(weights))
     tensors = {f"{owner}.first.weight": first_kD}
     tensors |= {f"{role}.second.weight": second for role, second in zip(weights, seconds, strict=True)}
@@ -187,7 +187,12 @@ def _scaled(weights: Mapping[str, Tensor]) -> tuple[list[Tensor], list[float]]:
     scales = common_scales(list(weights.values()))
     if max(scales) == min(scales):
         return list(weights.values()), scales
-    return [weight.double() / scale for weight, scale in zip(weights.values(), scales, strict=True)], scales
+    return [divided(weight, scale) for weight, scale in zip(weights.values(), scales, strict=True)], scales
+
+
+def _times(factor: Tensor, scale: float) -> Tensor:
+    """float64 only where it is needed: the factors of a wide MLP are the largest tensors of a solve."""
+    return factor if scale == 1.0 else factor.double() * scale
 
 
 def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: InputRoots | None, pair: str) -> Solution:
@@ -204,7 +209,7 @@ def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: Input
     owner = next(iter(weights))
     tensors = {f"{owner}.first.weight": torch.cat(firsts)}
     for position, role in enumerate(weights):
-        tensors[f"{role}.second"] = torch.stack([second[position] for second in seconds]).double() * scales[position]
+        tensors[f"{role}.second"] = _times(torch.stack([second[position] for second in seconds]), scales[position])
     form = {"form": "joint_head_low_rank", "rank": rank, "group": pair}
     report = {"error": dropped / total if total else 0.0, **scale_report(scales)}
     return Solution(tensors, dict.fromkeys(weights, form), report)

@@ -16,7 +16,7 @@ from torch import Tensor
 from manifests.schema import LeSTD
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots
-from pipeline.kernels.scales import common_scales, scale_report
+from pipeline.kernels.scales import common_scales, divided, scale_report
 from pipeline.kernels.tucker import Tucker, refine_sparse, shared_tucker, stack_attention, stack_mlp
 from pipeline.methods.lestd_sizes import (
     GRID_PER_OCTAVE,
@@ -158,8 +158,8 @@ class LeSTDMethod:
         """
         size = ranks[SIZE]
         if size >= self._dense(geometry, group.name):
-            return Solution({name: weight.double() for name, weight in weights.items()}, {}, {"dense": True})
-        tensors = {name: bias.double() for name, bias in weights.items() if name.endswith(".bias")}
+            return Solution(dict(weights), {}, {"dense": True})
+        tensors = {name: bias for name, bias in weights.items() if name.endswith(".bias")}
         problems = self._problems(group, geometry, weights, moments)
         form: dict[str, Any] = {"form": "tucker"} | ({"own_output": True} if self._own_output else {})
         report: dict[str, Any] = {}
@@ -232,7 +232,7 @@ class LeSTDMethod:
         parts = [weights[f"{role}.weight"] for role in group.roles]
         scales = common_scales(parts)
         if max(scales) != min(scales):
-            parts = [part.double() / scale for part, scale in zip(parts, scales, strict=True)]
+            parts = [divided(part, scale) for part, scale in zip(parts, scales, strict=True)]
         layouts = self._layouts(geometry, group.name)
         if group.name == "mlp":
             return [Problem(layouts[0], stack_mlp(parts[:-1], parts[-1]), parts=(tuple(scales),))]

@@ -95,7 +95,7 @@ class LoRCMethod:
         """first (r × D) gives the latents; second (C × r) rebuilds the heads, or is absorbed into W_o."""
         rank, role = ranks[group.name], group.roles[0]
         if self._stays_dense(geometry, group.name, rank):
-            return Solution({name: weight.double() for name, weight in weights.items()}, {}, {"dense": True})
+            return Solution(dict(weights), {}, {"dense": True})
         roots = input_roots(moments[INPUT][0]) if moments else None
         first_rD, second_Cr, values = low_rank(weights[f"{role}.weight"], rank, roots)
         report = {"error": _dropped_share(values, rank)} | ({"clipped": roots.clipped} if roots else {})
@@ -105,8 +105,7 @@ class LoRCMethod:
             forms = {"v": {"form": "latent", "rank": rank, "absorbed": True}, "o": {"form": "absorbed", "rank": rank}}
             return Solution(tensors, forms, report | {"absorbed": True})
         tensors[f"{role}.second.weight"] = second_Cr
-        kept = {name: weight for name, weight in weights.items() if name not in (f"{role}.weight",)}
-        tensors |= {name: weight.double() for name, weight in kept.items()}
+        tensors |= {name: weight for name, weight in weights.items() if name != f"{role}.weight"}
         form = {"form": "latent", "rank": rank} | ({"absorbed": False} if role == "v" else {})
         return Solution(tensors, {role: form}, report)
 

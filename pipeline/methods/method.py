@@ -73,8 +73,8 @@ class Solution:
     """What compressing a group gives.
 
     Attributes:
-        tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, float64; `GROUP.FORM.…`, with the
-            group's name and form, for what belongs to no single role. Integers are stored as they are.
+        tensors: `role.weight`, `role.bias`, `role.first.weight`, ... -> factor, or the tensor itself; `GROUP.FORM.…`,
+            with the group's name and form, for what belongs to no single role. Integers are stored as they are.
         forms: role -> form and ranks, as the checkpoint's config holds them; a dense role is left out.
         report: figures for the summary: errors, fallbacks, condition numbers.
     """
