@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.job.signals import catch_signals, exit_on_signals, interrupt_on_signals
+from pipeline.job.signals import deferred_signals, exit_on_signals, interrupt_on_signals
 
 if __name__ == "__main__":
     exit_on_signals()  # what follows takes seconds
@@ -61,8 +61,8 @@ def _body(arguments: Any) -> int:
     stop = threading.Event()
 
     def start() -> None:
-        connect(arguments.address, workers)
-        catch_signals(stop)
+        with deferred_signals(stop):
+            connect(arguments.address, workers)
 
     interrupt_on_signals(stop)
     with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints, too

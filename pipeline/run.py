@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.job.signals import catch_signals, exit_on_signals, interrupt_on_signals
+from pipeline.job.signals import catch_signals, deferred_signals, exit_on_signals, interrupt_on_signals
 
 if __name__ == "__main__":
     exit_on_signals()  # what follows takes seconds
@@ -130,8 +130,8 @@ def _compute(
     tokens_record = _stored_tokens(tokens, run_dir.activations, ledger, observer)
     _sweep(run_dir, ledger)
     setup = _setup(inputs, run_dir, tokens_record)
-    observer.say(f"Ray at {connect(address, inputs.manifest.workers)}")
-    catch_signals(stop)
+    with deferred_signals(stop):
+        observer.say(f"Ray at {connect(address, inputs.manifest.workers)}")
     with _pool(setup, inputs, stop, observer) as pool:
         observer.pool = pool
         cleaner = StoreCleaner(run_dir.activations, run_dir.statistics, tokens_record)

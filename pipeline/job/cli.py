@@ -8,7 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from manifests.errors import LaminaError
+from manifests.errors import Interrupted, LaminaError
+from pipeline.job.signals import GO_ON
 from stores.durable import storage_error
 
 NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # what was given can be no path
@@ -31,9 +32,9 @@ def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.N
             traceback.print_exc()
         print(f"{_headline(error)}: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on", file=sys.stderr)
-        return 75
+    except KeyboardInterrupt as error:
+        print(f"interrupted: {error or 'stopped'}; {GO_ON}", file=sys.stderr)
+        return Interrupted.exit_code
     except BrokenPipeError:
         return 1
     except MemoryError:
