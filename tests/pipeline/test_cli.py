@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -23,7 +24,7 @@ from manifests.errors import (
     WorkerError,
 )
 from pipeline.job.cli import parser, run_command
-from pipeline.job.signals import catch_signals
+from pipeline.job.signals import catch_signals, deferred_signals, interrupt_on_signals
 
 
 def run(error: BaseException | None, debug: bool = False, result: int = 0) -> int:
@@ -130,3 +131,44 @@ def test_signals_set_the_event(name: signal.Signals) -> None:
     catch_signals(stop)
     os.kill(os.getpid(), name)
     assert stop.wait(5)
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
+def test_an_interruption_is_no_exception(name: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    """A library that goes on after any error does not go on after a signal."""
+    stop = threading.Event()
+    interrupt_on_signals(stop)
+
+    def body(_: argparse.Namespace) -> int:
+        try:
+            os.kill(os.getpid(), name)
+            time.sleep(5)
+        except Exception:
+            return 0
+        return 0
+
+    assert run_command(body, argparse.Namespace(debug=False)) == 75
+    assert f"interrupted: stopped by {name.name}; run the same command again" in capsys.readouterr().err
+    assert stop.is_set()
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_deferred_signals() -> None:
+    with deferred_signals(threading.Event()):
+        pass
+    with pytest.raises(InputError), deferred_signals(threading.Event()):
+        raise InputError("no cluster")
+    reached = []
+
+    def go(error: InputError | None) -> None:
+        with deferred_signals(threading.Event()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append(error)
+            if error:
+                raise error
+
+    for error in (None, InputError("no cluster")):
+        with pytest.raises(Interrupted):
+            go(error)
+    assert len(reached) == 2

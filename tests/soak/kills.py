@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 equal = tally.same and not differing(made, wanted)
             if given.ray:
                 other = Job(root / f"ray-{number}", model, text, {**changes, "workers.max": 2}).write()
-                with_ray = disturb_ray(other, coin, given.ray, 20.0)
+                with_ray = disturb_ray(other, coin, given.ray, 9.0)  # about what it takes
                 equal = equal and with_ray.same and not differing(other, wanted)
                 tally.kills += with_ray.kills
                 restarts += with_ray.restarts
