@@ -196,15 +196,14 @@ class Driver:
     # -- the walk with propagate: compressed -------------------------------------------------------------------------
 
     def _walk(self, ranks: RanksOf) -> None:
-        claimed = self._claimed()
-        first = next((layer for layer in claimed if not self._staged(layer)), None)
-        if first is None:
+        pending = [layer for layer in self._claimed() if not self._staged(layer)]
+        if not pending:
             return
-        last = claimed[-1]
+        first, last = pending[0], pending[-1]
         base = next((layer for layer in range(first, 0, -1) if self._activations("compressed", layer)), 0)
         self.observer.phase("walk", last + 1 - base, 2 * self.job.shards)
         for layer in range(base, last + 1):
-            if layer in claimed and not self._staged(layer):
+            if layer in pending:
                 self._compress({layer: self._walk_statistics(layer, base)}, ranks)
                 if not self.job.keep_statistics:
                     self.cleaner.retain_statistics(())

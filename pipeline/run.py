@@ -37,6 +37,7 @@ from pipeline.job.summary import print_summary
 from pipeline.methods.registry import allocate_ranks, measure_tasks
 from pipeline.plan import make_plan
 from pipeline.ports import Record
+from pipeline.repair import REPAIRS
 from stores.activations import ActivationStore
 from stores.durable import partial_path, sweep_partials, write_durably
 from stores.ledger import Ledger
@@ -132,16 +133,25 @@ def _compute(
     setup = _setup(inputs, run_dir, tokens_record)
     with deferred_signals(stop):
         observer.say(f"Ray at {connect(address, inputs.manifest.workers)}")
-    with _pool(setup, inputs, stop, observer) as pool:
-        observer.pool = pool
-        cleaner = StoreCleaner(run_dir.activations, run_dir.statistics, tokens_record)
-        Driver(_job(inputs), pool, ledger, cleaner, observer).run()
+    assembler = Assembler(inputs, ledger, run_dir.path, source_files, run_dir.lock.check)
+    for attempt in range(REPAIRS + 1):
+        with _pool(setup, inputs, stop, observer) as pool:
+            observer.pool = pool
+            cleaner = StoreCleaner(run_dir.activations, run_dir.statistics, tokens_record)
+            Driver(_job(inputs), pool, ledger, cleaner, observer).run()
+            worker_seconds, peaks = pool.seconds, dict(pool.peak_bytes)
         seconds = {"driver": time.monotonic() - started}
-        worker_seconds, peaks = pool.seconds, dict(pool.peak_bytes)
-    interrupt_on_signals(stop)
-    observer.phase("assemble", 1, 1)
+        interrupt_on_signals(stop)
+        observer.phase("assemble", 1, 1)
+        damaged = assembler.damaged_layers()
+        if not damaged:
+            break
+        if attempt == REPAIRS:
+            raise CorruptError("; ".join(damaged.values()))
+        observer.repaired("; ".join(damaged.values()), list(damaged))
+        catch_signals(stop)
     ledger.commit("assembling", {"output": str(Path(inputs.manifest.output).resolve())})
-    contract = Assembler(inputs, ledger, run_dir.path, source_files, run_dir.lock.check).run()
+    contract = assembler.run()
     seconds["assemble"] = time.monotonic() - started - seconds["driver"]
     evaluation = {}
     if inputs.manifest.evaluation.perplexity:

@@ -114,9 +114,8 @@ class Assembler:
     def run(self) -> dict[str, Any]:
         """Writes everything, the index last; returns the contract (compression.json).
 
-        Raises CorruptError when a staged layer is not what was committed; its entry is taken back.
+        Ask for `damaged_layers` first. Raises CorruptError when the ledger has lost an entry.
         """
-        self._check_staged()
         self.output.mkdir(parents=True, exist_ok=True)
         plans = plan_shards(self.inputs)
         self._remove_strays(plans)
@@ -136,19 +135,18 @@ class Assembler:
         write_index(self.output, *index)
         return contract
 
-    def _check_staged(self) -> None:
-        """Holds every staged layer against its entry, before anything of OUTPUT is touched."""
-        damaged = []
+    def damaged_layers(self) -> dict[str, str]:
+        """Ledger key -> fault of every staged layer that is not what was committed. Their entries are taken back."""
+        damaged = {}
         for layer in range(self.inputs.geometry.num_layers):
-            entry = self.journal.get(f"layer/{layer:05d}")
+            entry = self.journal.get(key := f"layer/{layer:05d}")
             try:
                 if entry is not None:
                     verify_shard(self.run_dir / entry["staged"]["path"], entry["staged"])
             except CorruptError as error:
-                self.journal.retract(f"layer/{layer:05d}")
-                damaged.append(str(error))
-        if damaged:
-            raise CorruptError(f"{'; '.join(damaged)}; run the same command again: these layers are computed anew")
+                self.journal.retract(key)
+                damaged[key] = str(error)
+        return damaged
 
     def _remove_strays(self, plans: Sequence[ShardPlan]) -> None:
         """Shards of an earlier, other job, its index first; and what a killed run left half written."""

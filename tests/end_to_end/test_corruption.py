@@ -82,15 +82,13 @@ def test_edits_that_fit(whole: Job) -> None:
 
 @pytest.mark.parametrize("how", ["middle byte", "deleted"])
 def test_damaged_beyond_the_staged_layer(how: str, whole: Job, expected: dict[str, str]) -> None:
-    """The staged layer has gone the way of the shard: `run` says so, and the next one computes it again."""
+    """The staged layer has gone the way of the shard: `run` says so and computes it again."""
     copied = copy_job(whole, whole.root.with_name("job"))
     staged = sorted(copied.run_dir.glob("staged/*"))[1]
     assert damage(staged, DAMAGES[how])
     assert damage(copied.output / "model-00002-of-00006.safetensors", DAMAGES["deleted"])
     ended = copied.run()
-    assert (ended.code, str(staged) in ended.err) == (1, True), ended.err
-    assert "run the same command again" in ended.err
-    assert copied.run().code == 0
+    assert (ended.code, f"repairing: {staged}: " in ended.err) == (0, True), ended.err
     assert file_digests(copied.output) == expected
     shutil.rmtree(copied.root)
 

@@ -53,9 +53,11 @@ class Finished:
         self.inputs: Inputs = read_inputs(Manifest.model_validate(document))
         self.run_dir, self.output = root / "run", root / "out"
 
+    def assembler(self) -> Assembler:
+        return Assembler(self.inputs, self.ledger, self.run_dir, self.inputs.source.file_digests({}))
+
     def assemble(self) -> dict[str, Any]:
-        files = self.inputs.source.file_digests({})
-        return Assembler(self.inputs, self.ledger, self.run_dir, files).run()
+        return self.assembler().run()
 
     def staged(self, layer: int) -> Path:
         entry = self.ledger.get(f"layer/{layer:05d}")
@@ -198,13 +200,18 @@ def test_the_index_is_the_last_thing_written(finished: Finished, monkeypatch: py
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink])
-def test_damaged_layers_are_not_shipped(finished: Finished, damage: Any) -> None:
-    damage(finished.staged(2))
-    with pytest.raises(CorruptError):
+def test_damaged_layers_are_taken_back(finished: Finished, damage: Any) -> None:
+    staged = finished.staged(2)
+    damage(staged)
+    found = finished.assembler().damaged_layers()
+    assert found.keys() == {"layer/00002"}
+    assert str(staged) in found["layer/00002"]
+    assert finished.ledger.get("layer/00002") is None, "it must be made again"
+    assert finished.ledger.get("layer/00000") is not None
+    assert finished.assembler().damaged_layers() == {}
+    with pytest.raises(CorruptError, match="no longer holds layer 2"):
         finished.assemble()
     assert not (finished.output / INDEX_FILE).exists()
-    assert finished.ledger.get("layer/00002") is None, "the next run must make it again"
-    assert finished.ledger.get("layer/00000") is not None
 
 
 def test_a_layer_that_was_never_entered(finished: Finished) -> None:
