@@ -97,8 +97,11 @@ def disturb(job: Job, coin: random.Random, kills: int, seconds: float, tally: Ta
     tally.same = False
 
 
-def disturb_ray(job: Job, coin: random.Random, kills: int, seconds: float) -> Tally:
-    """The same with Ray: SIGKILL to the driver, to a worker, to Ray's own processes, or to all, at random times."""
+def disturb_ray(job: Job, coin: random.Random, kills: int, seconds: float, wanted: dict[str, str]) -> Tally:
+    """The same with Ray: SIGKILL to the driver, to a worker, to Ray's own processes, or to all, at random times.
+
+    A job that came to its end before there were as many kills begins anew.
+    """
     tally = Tally()
     arguments = [sys.executable, "-m", "pipeline.run", str(job.manifest)]
     while True:
@@ -125,7 +128,10 @@ def disturb_ray(job: Job, coin: random.Random, kills: int, seconds: float) -> Ta
         end_group(process.pid)
         if code == 0 or last:
             tally.same, tally.said = code == 0, (job.root / "said").read_text()[-3000:]
-            return tally
+            if last or differing(job, wanted):
+                return tally
+            shutil.rmtree(job.run_dir)
+            shutil.rmtree(job.output)
 
 
 def strike(process: subprocess.Popen[bytes], victim: str) -> bool:
@@ -193,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 equal = tally.same and not differing(made, wanted)
             if given.ray:
                 other = Job(root / f"ray-{number}", model, text, {**changes, "workers.max": 2}).write()
-                with_ray = disturb_ray(other, coin, given.ray, 9.0)  # about what it takes
+                with_ray = disturb_ray(other, coin, given.ray, 9.0, wanted)  # about what it takes
                 equal = equal and with_ray.same and not differing(other, wanted)
                 tally.kills += with_ray.kills
                 restarts += with_ray.restarts
