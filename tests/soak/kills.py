@@ -118,8 +118,11 @@ def disturb_ray(job: Job, coin: random.Random, kills: int, seconds: float, wante
                 fresh = False
                 tally.restarts.append(time.time() - started)
             time.sleep(0.05)
-        if process.poll() is None and strike(process, victim):
-            tally.kills[f"Ray: {victim}"] += 1
+        while victim != "none" and process.poll() is None:
+            if strike(process, victim):
+                tally.kills[f"Ray: {victim}"] += 1
+                break
+            time.sleep(0.05)  # Ray needs seconds to start it
         try:
             code = process.wait(120)
         except subprocess.TimeoutExpired:
