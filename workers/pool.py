@@ -207,7 +207,6 @@ class RayPool:
                 raise Interrupted("stopped by a signal before any worker was ready")
             self._step(POLL_SECONDS)
             self._complain(count)
-        self.starved_since = None
 
     def _complain(self, count: int) -> None:
         """Says so, now and then, while there are fewer workers than the job needs to go on."""

@@ -33,9 +33,19 @@ def common_scales(weights: Sequence[Tensor]) -> list[float]:
     return [1.0 if exponent is None else 2.0 ** (exponent - middle) for exponent in exponents]
 
 
-def divided(weight: Tensor, scale: float) -> Tensor:
-    """weight / scale in float32, or in float64 for a float64 weight: exact, as a scale is a power of two."""
-    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32)) / scale
+def of_one_size(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
+    """The weights divided by their common scales, and these; the weights themselves where none needs it.
+
+    The quotients are float32, or float64 for a float64 weight: exact, as a scale is a power of two. Raises ValueError
+    on NaN or infinity.
+    """
+    scales = common_scales(weights)
+    if max(scales) == min(scales):
+        return list(weights), scales
+    pairs = zip(weights, scales, strict=True)
+    return [
+        weight.detach().to(torch.promote_types(weight.dtype, torch.float32)) / scale for weight, scale in pairs
+    ], scales
 
 
 def _mean_square(weight: Tensor, peak: float) -> float:

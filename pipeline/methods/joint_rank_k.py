@@ -14,7 +14,7 @@ from torch import Tensor
 from manifests.schema import JointRankK
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
-from pipeline.kernels.scales import common_scales, divided, scale_report
+from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution
 from pipeline.ranks.budget import Knob
 
@@ -171,7 +171,7 @@ def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None
 
 def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None, pair: str) -> Solution:
     """[W_1; W_2] ≈ U_k V_kᵀ, √Σ in each: one first factor, owned by the first role, and a second for each."""
-    stack, scales = _scaled(weights)
+    stack, scales = of_one_size(list(weights.values()))
     first_kD, seconds, values = joint_low_rank(stack, rank, roots)
     seconds = [_times(second, scale) for second, scale in zip(seconds, scales, strict=True)]
     owner = next(iter(weights))
@@ -182,14 +182,6 @@ def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None, p
     return Solution(tensors, dict.fromkeys(weights, form), report)
 
 
-def _scaled(weights: Mapping[str, Tensor]) -> tuple[list[Tensor], list[float]]:
-    """The weights of one size, and what they were divided by: 1 unless one would drown in the other's rounding."""
-    scales = common_scales(list(weights.values()))
-    if max(scales) == min(scales):
-        return list(weights.values()), scales
-    return [divided(weight, scale) for weight, scale in zip(weights.values(), scales, strict=True)], scales
-
-
 def _times(factor: Tensor, scale: float) -> Tensor:
     """float64 only where it is needed: the factors of a wide MLP are the largest tensors of a solve."""
     return factor if scale == 1.0 else factor.double() * scale
@@ -197,7 +189,7 @@ def _times(factor: Tensor, scale: float) -> Tensor:
 
 def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: InputRoots | None, pair: str) -> Solution:
     """[W_q^h; W_k^h] (2d × D) for each head: first (H·k × D) shared, second (H × d × k) each."""
-    stack, scales = _scaled(weights)
+    stack, scales = of_one_size(list(weights.values()))
     by_head = [weight.unflatten(0, (heads, -1)) for weight in stack]
     firsts, seconds, dropped, total = [], [], 0.0, 0.0
     for parts in zip(*by_head, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from manifests.schema import LeSTD
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots
-from pipeline.kernels.scales import common_scales, divided, scale_report
+from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.kernels.tucker import Tucker, refine_sparse, shared_tucker, stack_attention, stack_mlp
 from pipeline.methods.lestd_sizes import (
     GRID_PER_OCTAVE,
@@ -229,10 +229,7 @@ class LeSTDMethod:
     def _problems(
         self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor]
     ) -> list[Problem]:
-        parts = [weights[f"{role}.weight"] for role in group.roles]
-        scales = common_scales(parts)
-        if max(scales) != min(scales):
-            parts = [divided(part, scale) for part, scale in zip(parts, scales, strict=True)]
+        parts, scales = of_one_size([weights[f"{role}.weight"] for role in group.roles])
         layouts = self._layouts(geometry, group.name)
         if group.name == "mlp":
             return [Problem(layouts[0], stack_mlp(parts[:-1], parts[-1]), parts=(tuple(scales),))]

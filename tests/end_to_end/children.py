@@ -20,6 +20,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import pipeline.run
@@ -146,6 +147,16 @@ class Child:
     @property
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
+
+
+def end_group(group: int) -> None:
+    """Whatever of a session is left."""
+    for found in psutil.process_iter():
+        try:
+            if os.getsid(found.pid) == group:
+                found.kill()
+        except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
+            continue
 
 
 def wait_for(path: Path, child: Child) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.end_to_end.children import end_group
 from tests.end_to_end.jobs import Job
-from tests.soak.kills import end_group
 
 MakeJob = Callable[..., Job]
 WAIT_S = 60.0

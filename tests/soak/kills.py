@@ -28,7 +28,7 @@ import psutil
 
 from tests import factories
 from tests.benchmarks.jobs import markdown_row
-from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.children import Child, Hook, end_group
 from tests.end_to_end.jobs import Job, file_digests
 
 FLAT, LESTD, JOINT = ({"method": name} for name in ("flat_llm", "lestd", "joint_rank_k"))
@@ -148,16 +148,6 @@ def strike(process: subprocess.Popen[bytes], victim: str) -> bool:
             child.kill()
             return True
     return False
-
-
-def end_group(group: int) -> None:
-    """Whatever of a session is left."""
-    for found in psutil.process_iter():
-        try:
-            if os.getsid(found.pid) == group:
-                found.kill()
-        except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
-            continue
 
 
 def differing(job: Job, wanted: dict[str, str]) -> list[str]:

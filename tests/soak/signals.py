@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests import factories
+from tests.end_to_end.children import end_group
 from tests.end_to_end.jobs import Job, file_digests
-from tests.soak.kills import end_group
 
 BOOT_S = 0.1  # before Python runs the first line
 EARLY_S = 8.0
