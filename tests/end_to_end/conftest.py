@@ -16,7 +16,7 @@ from tests import factories
 from tests.end_to_end.children import InlinePool, use_inline_pool
 from tests.end_to_end.jobs import Job
 from tests.end_to_end.shared_ray import KeptPool
-from workers.pool import connect
+from workers.cluster import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 
