@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.families.family import Geometry
-from pipeline.ranks.budget import Knob
+from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
 Curve = dict[str, Any]
@@ -149,12 +149,12 @@ class Method(Protocol):
         """The groups this method takes, over all layers. Raises ValueError when the geometry does not allow it."""
         ...
 
-    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """The integers to choose, with what each costs in stored numbers."""
         ...
 
-    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """The real-valued rank of every knob at a common `ratio` in (0, 1]."""
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """The real-valued rank of every variable at a common `ratio` in (0, 1]."""
         ...
 
     def compress(
@@ -178,7 +178,7 @@ class Measuring(Protocol):
         ...
 
     def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> Any:
-        """A few numbers, as JSON has them, for `wants` in `Scores.measured`. `weights` as in `compress`."""
+        """A few numbers, as JSON has them, for `target_ranks` in `Scores.measured`. `weights` as in `compress`."""
         ...
 
 

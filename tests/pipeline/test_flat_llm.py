@@ -242,17 +242,19 @@ GROUPS = {"attention": "value", "mlp": "mlp", "query_key": "query_key"}
 
 @pytest.mark.parametrize("name", list(GROUPS))
 def test_cost_is_what_is_stored(geometry: Geometry, name: str) -> None:
-    """The knob's cost, with which budgets are met, equals the numbers of the factors: at every rank."""
+    """The variable's cost, with which budgets are met, equals the numbers of the factors: at every rank."""
     method = method_of(query_key="head_pca", selection="leverage")
-    (knob,) = (knob for knob in method.knobs(geometry) if (knob.layer, knob.group) == (0, name))
-    ranks = range(1, knob.cap + 1) if knob.cap < 30 else (1, 2, 29, knob.cap - 1, knob.cap)
+    (variable,) = (
+        variable for variable in method.rank_variables(geometry) if (variable.layer, variable.group) == (0, name)
+    )
+    ranks = range(1, variable.cap + 1) if variable.cap < 30 else (1, 2, 29, variable.cap - 1, variable.cap)
     dense = geometry.layer_numbers(next(group for group in method.claims(geometry) if group.name == name).roles)
     for rank in ranks:
         *_, solution = compress(method, geometry, name, rank)
-        assert knob.cost(rank) == sum(tensor.numel() for tensor in solution.tensors.values())
-        assert knob.cost(rank) <= dense
-    assert knob.cost(knob.cap) == dense
-    assert knob.name == GROUPS[name]
+        assert variable.cost(rank) == sum(tensor.numel() for tensor in solution.tensors.values())
+        assert variable.cost(rank) <= dense
+    assert variable.cost(variable.cap) == dense
+    assert variable.name == GROUPS[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -34,10 +34,10 @@ def test_stored_tensors_make_the_reported_error(geometry: str, name: str, prune:
     group = group_of(method, where, name)
     weights = make_weights(where, group.roles)
     before = {key: weight.clone() for key, weight in weights.items()}
-    knob = next(knob for knob in method.knobs(where) if knob.key == (0, name, "size"))
+    variable = next(variable for variable in method.rank_variables(where) if variable.key == (0, name, "size"))
     dense = sum(weight.numel() for key, weight in weights.items() if key.endswith(".weight"))
     biases = sum(weight.numel() for key, weight in weights.items() if key.endswith(".bias"))
-    assert (knob.cap, knob.cost(knob.cap)) == (dense, where.layer_numbers(group.roles))
+    assert (variable.cap, variable.cost(variable.cap)) == (dense, where.layer_numbers(group.roles))
     size = int(keep * dense)
     solution = method.compress(group, where, weights, Statistics(), {"size": size})
     total = sum(float(weight.square().sum()) for key, weight in weights.items() if key.endswith(".weight"))
@@ -45,8 +45,8 @@ def test_stored_tensors_make_the_reported_error(geometry: str, name: str, prune:
     assert again.keys() == {key for key in weights if key.endswith(".weight")}
     assert squared_error(weights, again) / total == pytest.approx(solution.report["error"], rel=1e-9, abs=1e-13)
     numbers = stored_numbers(solution, where.bits)
-    assert numbers == solution.report["numbers"] <= max(size, knob.cost(1) - biases)
-    assert numbers <= knob.cost(size) - biases
+    assert numbers == solution.report["numbers"] <= max(size, variable.cost(1) - biases)
+    assert numbers <= variable.cost(size) - biases
     if solution.forms[group.roles[0]]["sparse"]:
         # Nothing is left lying about: only cores that are whole, or one entry kept back for an empty core.
         assert numbers >= size - 1
@@ -65,7 +65,7 @@ def test_full_size_stays_dense(geometry: str, entry: Json) -> None:
     where, method = GEOMETRIES[geometry], lestd(**entry)
     for group in method.claims(where)[:2]:
         weights = make_weights(where, group.roles)
-        cap = next(knob.cap for knob in method.knobs(where) if knob.group == group.name)
+        cap = next(variable.cap for variable in method.rank_variables(where) if variable.group == group.name)
         solution = method.compress(group, where, weights, Statistics(make_moments(where)), {"size": cap})
         assert solution.forms == {}
         assert solution.tensors.keys() == weights.keys()
@@ -92,7 +92,7 @@ def test_zero_weights_and_the_smallest_size() -> None:
             assert all(not weight.any() for weight in rebuild(solution, where, group).values())
         weights = make_weights(where, group.roles)
         solution = method.compress(group, where, weights, Statistics(), {"size": 1})
-        least = method.knobs(where)[0].cost(1)
+        least = method.rank_variables(where)[0].cost(1)
         assert stored_numbers(solution, where.bits) == solution.report["numbers"] <= least
         assert rebuild(solution, where, group)
 
@@ -110,7 +110,7 @@ def test_no_rank_given_does_better_than_those_searched(geometry: str, keep: floa
     errors = {}
     for rank in (D // 8, D // 4, 3 * D // 8, D // 2, 5 * D // 8, 3 * D // 4, 7 * D // 8, D):
         part_method = lestd(refine_sweeps=0, ranks=[rank, d, 4 if geometry == "mha" else 2])
-        if size >= part_method.knobs(where)[0].cost(1):
+        if size >= part_method.rank_variables(where)[0].cost(1):
             solution = part_method.compress(group, where, weights, Statistics(), {"size": size})
             assert solution.report["tucker_ranks"][:2] == [rank, d]
             errors[rank] = solution.report["error"]
@@ -128,14 +128,14 @@ def test_ranks_given_with_a_dense_core_are_the_size() -> None:
     D, d, H = where.hidden, where.head_dim, where.heads
     method = lestd(ranks=[20, 10, 3], prune=False)
     assert method.fixed_ranks
-    (knob, *_) = method.knobs(where)
-    assert knob.cap == 20 * D + 10 * d + 3 * 4 + 20 * 10 * 3 * H
-    assert set(method.wants(where, 0.3, Scores()).values()) == {float(knob.cap)}
+    (variable, *_) = method.rank_variables(where)
+    assert variable.cap == 20 * D + 10 * d + 3 * 4 + 20 * 10 * 3 * H
+    assert set(method.target_ranks(where, 0.3, Scores()).values()) == {float(variable.cap)}
     group = group_of(method, where, "attention")
-    solution = method.compress(group, where, make_weights(where, group.roles), Statistics(), {"size": knob.cap})
+    solution = method.compress(group, where, make_weights(where, group.roles), Statistics(), {"size": variable.cap})
     assert solution.forms["q"] == {"form": "tucker", "ranks": [20, 10, 3], "sparse": False}
     assert solution.tensors["attention.tucker.core"].shape == (20, 10, 3, H)
-    assert stored_numbers(solution, 16) == knob.cap
+    assert stored_numbers(solution, 16) == variable.cap
 
 
 # -- weighting: input -------------------------------------------------------------------------------------------------

@@ -60,7 +60,11 @@ def stored(solution: Solution) -> int:
 
 
 def cost(method: Method, where: Geometry, name: str, rank: int) -> float:
-    return next(knob.cost(rank) for knob in method.knobs(where) if knob.group == name and knob.layer == 0)
+    return next(
+        variable.cost(rank)
+        for variable in method.rank_variables(where)
+        if variable.group == name and variable.layer == 0
+    )
 
 
 @pytest.mark.parametrize("rank", [5, 7])
@@ -132,11 +136,11 @@ def test_the_mean_cache_share_is_what_is_asked_for(cache_keep: float, allocation
 def test_cost_is_what_is_stored(entry: dict[str, Any], bias: bool) -> None:
     where = geometry(attention_bias=bias)
     (method,) = build_methods(manifest(entry))
-    for knob in method.knobs(where):
-        if knob.layer == 0:
-            for rank in range(1, knob.cap + 1):
-                _, solution = solve(entry, where, knob.group, rank)
-                assert stored(solution) == knob.cost(rank), (knob.group, rank)
+    for variable in method.rank_variables(where):
+        if variable.layer == 0:
+            for rank in range(1, variable.cap + 1):
+                _, solution = solve(entry, where, variable.group, rank)
+                assert stored(solution) == variable.cost(rank), (variable.group, rank)
 
 
 def test_joint_factors_are_never_worse_than_the_best_of_the_stack() -> None:
