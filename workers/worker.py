@@ -5,6 +5,7 @@ Legend: M samples of a shard, S sequence, D hidden, B micro-batch, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
-from pipeline.methods.method import Group, Measuring, Moment
+from pipeline.methods.method import Group, Measuring, Moment, Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.ports import Forward, ForwardDone, Measure, Reduce, Score, Solve, SolveDone, Unit, Write
 from stores.activations import ActivationStore
@@ -191,7 +192,9 @@ class Worker:
         moments = {moment: self.statistics.read(record).to(self.device) for moment, record in unit.statistics.items()}
         method = self.methods[unit.task.method]
         with self._computing():
-            solution = method.compress(group, geometry, weights, moments, unit.ranks)
+            solution = method.compress(
+                group, geometry, weights, Statistics(moments, self._calibration_tokens), unit.ranks
+            )
         factors = {
             geometry.tensor_name(group.layer, key, group.roles): tensor.to(_stored_dtype(key, tensor, weights))
             for key, tensor in solution.tensors.items()
@@ -246,6 +249,10 @@ class Worker:
     def _sequence(self) -> int:
         assert self.setup.tokens is not None
         return int(self.setup.tokens["shape"][1])
+
+    @property
+    def _calibration_tokens(self) -> int:
+        return math.prod(self.setup.tokens["shape"]) if self.setup.tokens else 0
 
     def _range(self, shard: int) -> tuple[int, int]:
         assert self.setup.tokens is not None

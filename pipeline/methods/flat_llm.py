@@ -16,7 +16,7 @@ from manifests.schema import FlatLLM
 from pipeline.families.family import Geometry
 from pipeline.kernels.nystrom import nystrom_refit, output_error, select_eliminate, select_leverage
 from pipeline.kernels.spectra import head_pca, output_gram, weighted_head_pca
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
@@ -95,10 +95,11 @@ class FlatLLMMethod:
         group: Group,
         geometry: Geometry,
         weights: Mapping[str, Tensor],
-        moments: Mapping[Moment, Tensor],
+        statistics: Statistics,
         ranks: Ranks,
     ) -> Solution:
         """Dispatches on the group; see the three functions below."""
+        moments = statistics.moments
         if group.name == "attention":
             return self._compress_attention(geometry, weights, moments[self._value_moment(geometry)], ranks["value"])
         if group.name == "query_key":

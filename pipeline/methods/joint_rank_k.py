@@ -15,7 +15,7 @@ from manifests.schema import JointRankK
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.kernels.scales import of_one_size, scale_report
-from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution
+from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 
 INPUTS = {"query_key": Moment("attention.in"), "mlp": Moment("mlp.in")}
@@ -86,13 +86,14 @@ class JointRankKMethod:
         group: Group,
         geometry: Geometry,
         weights: Mapping[str, Tensor],
-        moments: Mapping[Moment, Tensor],
+        statistics: Statistics,
         ranks: Ranks,
     ) -> Solution:
         """Two factors for each weight; joint ones share the first. Dense where two factors would save nothing."""
         rank, name = ranks[group.name], group.name
         if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, name)):
             return Solution(dict(weights), {}, {"dense": True})
+        moments = statistics.moments
         roots = input_roots(moments[INPUTS[name]][0]) if moments else None
         stacked = {role: weights[f"{role}.weight"] for role in group.roles}
         biases = {key: bias for key, bias in weights.items() if key.endswith(".bias")}

@@ -30,7 +30,7 @@ from pipeline.methods.lestd_sizes import (
     size_curve,
     sizes_at_common_threshold,
 )
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 
 INPUT = Moment("attention.in")
@@ -149,7 +149,7 @@ class LeSTDMethod:
         group: Group,
         geometry: Geometry,
         weights: Mapping[str, Tensor],
-        moments: Mapping[Moment, Tensor],
+        statistics: Statistics,
         ranks: Ranks,
     ) -> Solution:
         """`GROUP.tucker.first`, `.second`, `.third`, `.core` (or `.core.values` and `.core.mask`); biases as they are.
@@ -160,7 +160,7 @@ class LeSTDMethod:
         if size >= self._dense(geometry, group.name):
             return Solution(dict(weights), {}, {"dense": True})
         tensors = {name: bias for name, bias in weights.items() if name.endswith(".bias")}
-        problems = self._problems(group, geometry, weights, moments)
+        problems = self._problems(group, geometry, weights, statistics.moments)
         form: dict[str, Any] = {"form": "tucker"} | ({"own_output": True} if self._own_output else {})
         report: dict[str, Any] = {}
         for problem, part_size in zip(problems, self._split(geometry, group.name, size), strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from manifests.schema import LoRC
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
@@ -89,14 +89,14 @@ class LoRCMethod:
         group: Group,
         geometry: Geometry,
         weights: Mapping[str, Tensor],
-        moments: Mapping[Moment, Tensor],
+        statistics: Statistics,
         ranks: Ranks,
     ) -> Solution:
         """first (r × D) gives the latents; second (C × r) rebuilds the heads, or is absorbed into W_o."""
         rank, role = ranks[group.name], group.roles[0]
         if self._stays_dense(geometry, group.name, rank):
             return Solution(dict(weights), {}, {"dense": True})
-        roots = input_roots(moments[INPUT][0]) if moments else None
+        roots = input_roots(statistics.moments[INPUT][0]) if statistics.moments else None
         first_rD, second_Cr, values = low_rank(weights[f"{role}.weight"], rank, roots)
         report = {"error": _dropped_share(values, rank)} | ({"clipped": roots.clipped} if roots else {})
         tensors = {f"{role}.first.weight": first_rD}

@@ -14,7 +14,7 @@ from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
-from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Scores
+from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Predicting, Scores
 from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.importance import angular_importance
 
@@ -71,6 +71,17 @@ def measure_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, 
     return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
 
 
+def predict_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
+    """What curves are to be taken of before ranks are chosen, by layer."""
+    tasks = [
+        Task(position, group)
+        for position, method in enumerate(methods)
+        if isinstance(method, Predicting)
+        for group in method.predicts(geometry)
+    ]
+    return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+
+
 def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
     """What the checkpoint's config.json says beside the forms. Raises InputError where two methods disagree."""
     fields: dict[str, Any] = {}
@@ -85,8 +96,17 @@ def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
 
 
 def layer_moments(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
-    """The statistics a layer needs, each once, in a fixed order."""
-    return tuple(sorted({moment for task in tasks if task.group.layer == layer for moment in task.group.moments}))
+    """The moments of activations that a layer needs, each once, in a fixed order."""
+    return tuple(moment for moment in _all_moments(tasks, layer) if moment.kind == "value")
+
+
+def layer_gradients(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
+    """The moments of gradients that a layer needs, each once, in a fixed order; none anywhere: no backward pass."""
+    return tuple(moment for moment in _all_moments(tasks, layer) if moment.kind == "gradient")
+
+
+def _all_moments(tasks: Sequence[Task], layer: int) -> list[Moment]:
+    return sorted({moment for task in tasks if task.group.layer == layer for moment in task.group.moments})
 
 
 def scope_numbers(geometry: Geometry, scope: str) -> int:

@@ -15,7 +15,7 @@ from manifests.loading import parse_manifest
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.method import Method, Moment, Scores, Solution
+from pipeline.methods.method import Method, Moment, Scores, Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 
 D, d, N = 24, 4, 40
@@ -50,7 +50,7 @@ def solve(
         0.1, 3, D, dtype=torch.float64
     )
     moments: dict[Moment, Tensor] = {moment: (inputs_TD.T @ inputs_TD)[None] for moment in group.moments}
-    solution = method.compress(group, where, weights, moments, {name: rank})
+    solution = method.compress(group, where, weights, Statistics(moments), {name: rank})
     assert all(torch.equal(weights[key], before[key]) for key in weights)
     return weights, solution
 
