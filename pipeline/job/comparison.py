@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lamina import MODELLING_FILES
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.assemble import CARD_FILE, TOKENIZER_FILE, without_code
 from pipeline.job.contents import Finding
-from pipeline.job.contract import MODELLING_FILE, describe_bytes
+from pipeline.job.contract import describe_bytes
 from stores.durable import sha256_file
 from stores.source import SourceCheckpoint
 from workers.ends import embedding, head
@@ -43,7 +44,7 @@ def check_source(original: SourceCheckpoint, config: Mapping[str, Any], contract
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
-    for name in sorted(contract["files"].keys() - recorded.keys() - {CARD_FILE, MODELLING_FILE}):
+    for name in sorted(contract["files"].keys() - recorded.keys() - {CARD_FILE, *MODELLING_FILES}):
         path = original.directory / name
         if path.is_file() and contract["files"][name]["sha256"] not in _copies(path):
             faults.append(f"{name}: differs from the source's")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.modeling_lamina import LaminaConfig, LaminaForCausalLM
+from lamina import LaminaConfig, LaminaForCausalLM
 from pipeline.families.registry import geometry_of
 from pipeline.job.assemble import stored_numbers
 from pipeline.job.contract import index_arguments

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lamina.modeling_lamina import LaminaConfig, LaminaForCausalLM
+from lamina import LaminaConfig, LaminaForCausalLM
 from manifests.errors import InputError
 from manifests.schema import Text, Workers
 from pipeline.families.registry import check_fields, geometry_of, standard_config
