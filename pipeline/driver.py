@@ -81,8 +81,8 @@ class Driver:
             try:
                 return self._run_phases()
             except (CorruptError, LostInputError) as error:
-                self.pool.drain()
-                self.repairs.mend(error)
+                self.pool.cancel_pending()
+                self.repairs.invalidate(error)
 
     def _run_phases(self) -> None:
         self._retain_statistics()
@@ -321,8 +321,8 @@ class Driver:
                 lost = [place for place, unit in enumerate(producers) if unit.key in error.producers]
                 if not lost:
                     raise
-                self.pool.drain()
-                self.repairs.mend(error)
+                self.pool.cancel_pending()
+                self.repairs.invalidate(error)
                 for place, result in zip(lost, self._do([producers[place] for place in lost]), strict=True):
                     made[place] = result
 

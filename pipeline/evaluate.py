@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.job.signals import deferred_signals, exit_on_signals, interrupt_on_signals
+from pipeline.console.signals import deferred_signals, exit_on_signals, interrupt_on_signals
 
 if __name__ == "__main__":
     exit_on_signals()  # what follows takes seconds
@@ -19,10 +19,10 @@ import torch
 from manifests.errors import InputError
 from manifests.loading import parse_block
 from manifests.schema import Text, Workers
-from pipeline.job.cli import parser, run_command
-from pipeline.job.perplexity import measure_perplexity
-from pipeline.job.progress import JobObserver
-from workers.pool import connect
+from pipeline.console.arguments import parser, run_command
+from pipeline.console.progress import JobObserver
+from pipeline.evaluation.perplexity import measure_perplexity
+from workers.cluster import connect
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "stored": None}
 

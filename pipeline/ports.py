@@ -174,7 +174,7 @@ class Pool(Protocol):
         """
         ...
 
-    def drain(self) -> None:
+    def cancel_pending(self) -> None:
         """Waits for everything submitted and forgets the results, so that other units can be submitted afresh."""
         ...
 

@@ -26,7 +26,7 @@ class Repairs:
         """Something was committed: what was lost before is made up for."""
         del self.counts[""]
 
-    def mend(self, error: CorruptError | LostInputError) -> None:
+    def invalidate(self, error: CorruptError | LostInputError) -> None:
         """Takes back every entry that names the corrupt data, so that it is computed again; of lost data none does.
 
         Raises the error itself when no entry names the data, or after `REPAIRS` times in the same place.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.job.signals import catch_signals, deferred_signals, exit_on_signals, interrupt_on_signals
+from pipeline.console.signals import catch_signals, deferred_signals, exit_on_signals, interrupt_on_signals
 
 if __name__ == "__main__":
     exit_on_signals()  # what follows takes seconds
@@ -20,20 +20,20 @@ from typing import Any
 
 import torch
 
-from manifests import VERSION
 from manifests.errors import CorruptError, InputError, StorageError
 from manifests.loading import dump_manifest, load_manifest
 from manifests.schema import RANKS_ONLY, Manifest
+from pipeline.checkpoint.assembling import Assembler, check_output, free_bytes
+from pipeline.checkpoint.compression_record import SEAL, quick_faults
+from pipeline.console.arguments import parser, run_command
+from pipeline.console.progress import JobObserver, open_log
+from pipeline.console.summary import print_summary
 from pipeline.driver import Driver, Job
-from pipeline.job.assemble import Assembler, check_output, free_bytes
-from pipeline.job.calibration import calibration_tokens, tokens_digest
-from pipeline.job.cli import parser, run_command
-from pipeline.job.contract import SEAL, quick_faults
-from pipeline.job.entries import check_entries
+from pipeline.evaluation.perplexity import measure_perplexity
+from pipeline.job.calibration import calibration_tokens
+from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
-from pipeline.job.perplexity import measure_perplexity
-from pipeline.job.progress import JobObserver, open_log
-from pipeline.job.summary import print_summary
+from pipeline.job.ledger_entries import check_entries
 from pipeline.methods.registry import allocate_ranks, measure_tasks
 from pipeline.plan import make_plan
 from pipeline.ports import Record
@@ -45,9 +45,10 @@ from stores.lock import RunLock
 from stores.run_directory import RunDirectory
 from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
+from workers.cluster import connect
+from workers.config import WorkerConfig
 from workers.memory import peak_bytes
-from workers.pool import RayPool, connect
-from workers.setup import Setup
+from workers.pool import RayPool
 
 
 class StoreCleaner:
@@ -92,7 +93,7 @@ def run_job(
         if (ledger.get("assembling") or {}).get("output") != str(output.resolve()):
             check_output(output, run_dir.path, fresh)
         adapt = partial(_solve_again, manifest, ledger)
-        run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh, adapt)
+        run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
         ledger.commit("source", source_files)
         check_entries(ledger, _job(inputs), inputs.config)
         done = ledger.get("complete")
@@ -151,7 +152,7 @@ def _compute(
         observer.repaired("; ".join(damaged.values()), list(damaged))
         catch_signals(stop)
     ledger.commit("assembling", {"output": str(Path(inputs.manifest.output).resolve())})
-    contract = assembler.run()
+    compression = assembler.run()
     seconds["assemble"] = time.monotonic() - started - seconds["driver"]
     evaluation = {}
     if inputs.manifest.evaluation.perplexity:
@@ -159,8 +160,8 @@ def _compute(
         evaluation = _evaluate(inputs.manifest, stop, observer)
     summary = {
         "output": inputs.manifest.output,
-        "counts": contract["counts"],
-        "layers": contract["layers"],
+        "counts": compression["counts"],
+        "layers": compression["layers"],
         "evaluation": evaluation,
         "seconds": {
             **seconds,
@@ -173,7 +174,7 @@ def _compute(
         "plan": dict(plan),
     }
     output = str(Path(inputs.manifest.output).resolve())
-    ledger.commit("complete", {"output": output, "contract_sha256": contract[SEAL], "summary": summary})
+    ledger.commit("complete", {"output": output, "contract_sha256": compression[SEAL], "summary": summary})
     return summary
 
 
@@ -201,9 +202,9 @@ def _job(inputs: Inputs) -> Job:
     )
 
 
-def _setup(inputs: Inputs, run_dir: RunDirectory, tokens: Record | None) -> Setup:
+def _setup(inputs: Inputs, run_dir: RunDirectory, tokens: Record | None) -> WorkerConfig:
     manifest, calibration = inputs.manifest, inputs.manifest.calibration
-    return Setup(
+    return WorkerConfig(
         source=inputs.source,
         config=inputs.config,
         geometry=inputs.geometry,
@@ -220,7 +221,7 @@ def _setup(inputs: Inputs, run_dir: RunDirectory, tokens: Record | None) -> Setu
 
 
 @contextmanager
-def _pool(setup: Setup, inputs: Inputs, stop: threading.Event, observer: JobObserver) -> Iterator[RayPool]:
+def _pool(setup: WorkerConfig, inputs: Inputs, stop: threading.Event, observer: JobObserver) -> Iterator[RayPool]:
     workers = inputs.manifest.workers
     if workers.max > setup.shards:
         observer.say(
@@ -280,19 +281,6 @@ def _stored_tokens(
 def _source_digests(inputs: Inputs, ledger: Ledger) -> dict[str, Any]:
     """File -> size, times and sha256; a file that looks as it did is not read again."""
     return inputs.source.file_digests(ledger.get("source") or {})
-
-
-def _fingerprint(inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that decides the output's bytes. DESIGN §3."""
-    return {
-        "source": {file: {"size": found["size"], "sha256": found["sha256"]} for file, found in source_files.items()},
-        "config": inputs.source.config,
-        "calibration_tokens": tokens_digest(tokens),
-        "manifest": inputs.manifest.semantic(),
-        "code": VERSION,
-        "dtype": inputs.dtype_name,
-        "device": "cuda" if inputs.manifest.workers.gpus else "cpu",
-    }
 
 
 def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bool:

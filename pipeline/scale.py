@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import InputError
-from pipeline.job.cli import parser, run_command
+from pipeline.console.arguments import parser, run_command
 from stores.lock import read_lock
 from stores.run_directory import RunDirectory
 

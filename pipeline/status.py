@@ -10,7 +10,7 @@ from typing import Any
 
 from manifests.errors import InputError
 from manifests.loading import load_manifest
-from pipeline.job.cli import parser, run_command
+from pipeline.console.arguments import parser, run_command
 from stores.lock import read_lock
 from stores.run_directory import RunDirectory
 

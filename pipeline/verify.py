@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline.job.cli import parser, run_command
-from pipeline.job.verification import Finding, verify
+from pipeline.console.arguments import parser, run_command
+from pipeline.verification.runner import Finding, verify
 
 FAULTS_SHOWN = 10
 

@@ -19,25 +19,25 @@ from torch import Tensor
 
 from manifests.errors import LaminaError, LostInputError, WorkerError
 from pipeline.ports import Unit
-from workers.exchange import Handle, Packed, handle_count, pack, unpack
+from workers.config import WorkerConfig
 from workers.memory import map_large_tensors, peak_bytes
-from workers.setup import Setup
+from workers.tensor_transfer import Handle, Packed, handle_count, pack, unpack
 from workers.worker import Worker
 
 
-class RayExchange:
+class RayTransfer:
     """What is put waits in `outbox` to be returned; its handle is the place there, which the pool makes a `Handle`."""
 
     def __init__(self) -> None:
         self.outbox: list[Packed | None] = []
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
-        """See `Exchange`."""
+        """See `TensorTransfer`."""
         self.outbox.append(pack(tensors))
         return len(self.outbox) - 1
 
     def get(self, handle: Handle) -> dict[str, Tensor]:
-        """See `Exchange`."""
+        """See `TensorTransfer`."""
         try:
             return unpack(ray.get(handle.reference))
         except RayError as error:
@@ -59,11 +59,11 @@ class Outcome:
 class WorkerActor:
     """One worker in a process of its own. Errors for users travel as values and arrive as they were raised."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: WorkerConfig) -> None:
         map_large_tensors()
         torch.set_num_threads(setup.threads)
-        self.exchange = RayExchange()
-        self.worker = Worker(setup, self.exchange)
+        self.transfer = RayTransfer()
+        self.worker = Worker(setup, self.transfer)
 
     def ready(self) -> dict[str, Any]:
         """Where this worker runs."""
@@ -82,6 +82,6 @@ class WorkerActor:
             error = WorkerError(f"{unit.key}: out of GPU memory; lower calibration.micro_batch ({raised})")
         seconds = time.perf_counter() - started
         outcome = Outcome(result, error, seconds, self.worker.compute_seconds - computed, peak_bytes())
-        left, self.exchange.outbox = self.exchange.outbox, []
+        left, self.transfer.outbox = self.transfer.outbox, []
         count = handle_count(unit)
         return [outcome, *left, *[None] * (count - len(left))] if count else outcome

@@ -22,7 +22,7 @@ SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}
 Tap = Callable[[Tensor], None]
 
 
-class _Enough(Exception):
+class StopForward(Exception):
     """Raised when every tap was reached and nobody needs the layer's output."""
 
 
@@ -52,7 +52,7 @@ class Block:
             try:
                 result_BSD = self._forward(hidden_BSD)
                 finite.append(torch.isfinite(result_BSD).all())
-            except _Enough:
+            except StopForward:
                 result_BSD = None
         if not all(finite):
             raise NumericsError(self._blame(hidden_BSD))
@@ -85,7 +85,7 @@ class Block:
         def reached(point: str) -> None:
             awaited.discard(point)
             if stop and not awaited:
-                raise _Enough
+                raise StopForward
 
         with ExitStack() as hooks:
             for point, tap_list in resolved.items():

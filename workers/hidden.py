@@ -13,10 +13,10 @@ from torch import Tensor
 
 from stores.activations import ActivationStore
 
-Place = tuple[str, int, int]  # lineage, layer, shard
+ShardKey = tuple[str, int, int]  # lineage, layer, shard
 
 
-class Slices(Protocol):
+class HiddenReader(Protocol):
     """Hidden states that can be read a micro-batch at a time."""
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -32,7 +32,7 @@ class _InMemory:
         return self.hidden_MSD[start:stop]
 
 
-class Collector:
+class HiddenWriter:
     """Takes a shard's outputs micro-batch by micro-batch, to memory, to the store, or to both."""
 
     def __init__(
@@ -64,51 +64,51 @@ class HiddenStates:
     def __init__(self, store: ActivationStore, limit_bytes: int) -> None:
         self.store = store
         self.limit_bytes = limit_bytes
-        self.held: dict[Place, Slices] = {}
-        self.spilled: dict[Place, Mapping[str, Any]] = {}
+        self.held: dict[ShardKey, HiddenReader] = {}
+        self.spilled: dict[ShardKey, Mapping[str, Any]] = {}
 
-    def get(self, place: Place) -> Slices | None:
+    def get(self, shard_key: ShardKey) -> HiddenReader | None:
         """What is held, if anything."""
-        return self.held.get(place)
+        return self.held.get(shard_key)
 
-    def load(self, place: Place, record: Mapping[str, Any]) -> Slices:
+    def load(self, shard_key: ShardKey, record: Mapping[str, Any]) -> HiddenReader:
         """Committed hidden states, read from the store when asked for."""
-        self.held[place] = self.store.open(record)
-        return self.held[place]
+        self.held[shard_key] = self.store.open(record)
+        return self.held[shard_key]
 
-    def collector(
-        self, place: Place, shape_MSD: tuple[int, int, int], dtype: torch.dtype, store: bool, batch: int
-    ) -> Collector:
+    def hidden_writer(
+        self, shard_key: ShardKey, shape_MSD: tuple[int, int, int], dtype: torch.dtype, store: bool, batch: int
+    ) -> HiddenWriter:
         """Where the outputs of a layer go. Beyond the memory limit they are written to the store in any case."""
         nbytes = shape_MSD[0] * shape_MSD[1] * shape_MSD[2] * dtype.itemsize
         fits = self._bytes_in_memory() + nbytes <= self.limit_bytes
-        lineage, layer, shard = place
+        lineage, layer, shard = shard_key
         writer = self.store.writer(lineage, layer, shard, shape_MSD, dtype, batch) if store or not fits else None
-        return Collector(shape_MSD, dtype, writer, in_memory=fits, spilled=not store and not fits)
+        return HiddenWriter(shape_MSD, dtype, writer, in_memory=fits, spilled=not store and not fits)
 
-    def keep(self, place: Place, collector: Collector) -> Mapping[str, Any] | None:
+    def keep(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> Mapping[str, Any] | None:
         """Holds what was collected instead of anything older of the shard. Returns the record if it was stored."""
-        record = collector.finish()
-        lineage, _, shard = place
+        record = hidden_writer.finish()
+        lineage, _, shard = shard_key
         self._release([other for other in self.held if other[2] == shard or other[0] != lineage])
-        if collector.hidden_MSD is not None:
-            self.held[place] = _InMemory(collector.hidden_MSD)
+        if hidden_writer.hidden_MSD is not None:
+            self.held[shard_key] = _InMemory(hidden_writer.hidden_MSD)
         else:
             assert record is not None
-            self.held[place] = self.store.open(record)
-            if collector.spilled:
-                self.spilled[place] = record
+            self.held[shard_key] = self.store.open(record)
+            if hidden_writer.spilled:
+                self.spilled[shard_key] = record
         return record
 
     def release_before(self, lineage: str, layer: int) -> None:
         """Lets go of what is older than a committed layer: shards that another worker has taken over."""
-        self._release([place for place in self.held if place[0] == lineage and place[1] < layer])
+        self._release([shard_key for shard_key in self.held if shard_key[0] == lineage and shard_key[1] < layer])
 
-    def _release(self, places: list[Place]) -> None:
-        for place in places:
-            del self.held[place]
-            if place in self.spilled:
-                self.store.drop(self.spilled.pop(place))
+    def _release(self, places: list[ShardKey]) -> None:
+        for shard_key in places:
+            del self.held[shard_key]
+            if shard_key in self.spilled:
+                self.store.drop(self.spilled.pop(shard_key))
 
     def forget(self, path: str) -> bool:
         """Lets go of everything, as some of it is corrupt. Returns whether `path` was known to nobody else."""

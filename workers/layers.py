@@ -14,13 +14,13 @@ from lamina import LaminaConfig
 from manifests.errors import NumericsError
 from stores.staging import read_staged
 from workers.block import Block
-from workers.setup import Setup
+from workers.config import WorkerConfig
 
 
 class LayerReader:
     """Builds the block of a layer. Holds one block on the device and at most one more layer's dense tensors."""
 
-    def __init__(self, setup: Setup, device: torch.device) -> None:
+    def __init__(self, setup: WorkerConfig, device: torch.device) -> None:
         self.setup = setup
         self.device = device
         self.config = LaminaConfig(**setup.config)

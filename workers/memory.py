@@ -17,7 +17,7 @@ def map_large_tensors() -> None:
     """From 1 MiB, a tensor gets pages of its own, which go back to the system with it. For this process, once, early.
 
     glibc otherwise raises that limit up to 32 MiB as tensors are freed: layers read ahead and temporaries then share
-    heaps, and the holes between them grow with every layer (`tests/benchmarks/memory_over_layers.py`: 8 MiB for each
+    heaps, and the holes between them grow with every layer (`tools/benchmarks/memory_over_layers.py`: 8 MiB for each
     layer of 38). Where the system grants huge pages on request, torch asks for them, or else fresh pages cost time.
     Does nothing to another C library.
     """

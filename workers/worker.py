@@ -5,6 +5,7 @@ Legend: M samples of a shard, S sequence, D hidden, B micro-batch, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,18 +17,18 @@ from torch.nn import functional
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
-from pipeline.methods.method import Group, Measuring, Moment
+from pipeline.methods.method import Group, Measuring, Moment, Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.ports import Forward, ForwardDone, Measure, Reduce, Score, Solve, SolveDone, Unit, Write
 from stores.activations import ActivationStore
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 from workers.block import Tap, overflow_advice
+from workers.config import WorkerConfig
 from workers.ends import embedding, head
-from workers.exchange import Exchange, get_all
-from workers.hidden import Collector, HiddenStates, Slices
+from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
 from workers.layers import LayerReader
-from workers.setup import Setup
+from workers.tensor_transfer import TensorTransfer, get_all
 
 ROWS_PER_LOGITS = 1024
 
@@ -35,9 +36,9 @@ ROWS_PER_LOGITS = 1024
 class Worker:
     """Holds the hidden states of the shards it was given, and one layer."""
 
-    def __init__(self, setup: Setup, exchange: Exchange) -> None:
+    def __init__(self, setup: WorkerConfig, transfer: TensorTransfer) -> None:
         self.setup = setup
-        self.exchange = exchange
+        self.transfer = transfer
         self.device = torch.device("cuda" if setup.use_gpu else "cpu")
         self.methods = build_methods(setup.manifest) if setup.manifest else ()
         self.activations = ActivationStore(setup.run_dir / "activations.zarr")
@@ -81,8 +82,8 @@ class Worker:
         self.layers.read_ahead(unit.ahead)
         totals: dict[Moment, Tensor] = {}
         taps = [(moment.point, self._tap(unit.layer, moment, totals)) for moment in unit.moments]
-        place = (unit.lineage, unit.layer + 1, unit.shard)
-        collector = self._collector(place, unit.store) if unit.emit else None
+        shard_key = (unit.lineage, unit.layer + 1, unit.shard)
+        hidden_writer = self._hidden_writer(shard_key, unit.store) if unit.emit else None
         cosine = (0.0, 0)
         for start, stop in self._micro_batches(unit.shard):
             hidden_BSD = inputs.read(start, stop).to(self.device)
@@ -91,17 +92,17 @@ class Worker:
             if output_BSD is not None and unit.cosine:
                 total, count = cosine_sums(hidden_BSD, output_BSD)
                 cosine = (cosine[0] + total, cosine[1] + count)
-            if output_BSD is not None and collector is not None:
-                collector.append(output_BSD)
-        record = self.hidden.keep(place, collector) if collector is not None else None
+            if output_BSD is not None and hidden_writer is not None:
+                hidden_writer.append(output_BSD)
+        record = self.hidden.keep(shard_key, hidden_writer) if hidden_writer is not None else None
         return ForwardDone(
-            partials={moment: self.exchange.put({"moment": total}) for moment, total in totals.items()},
+            partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
             cosine=cosine if unit.cosine else None,
             activation=dict(record) if record and unit.store else None,
             tokens=self._samples(unit.shard) * self._sequence,
         )
 
-    def _inputs(self, unit: Forward | Score, layer: int) -> Slices:
+    def _inputs(self, unit: Forward | Score, layer: int) -> HiddenReader:
         """The hidden states that go into a layer: held, committed, or made from the last that are.
 
         The way back ends at `unit.base`, whose inputs are in the store, or are the embeddings if it is 0.
@@ -116,34 +117,34 @@ class Worker:
             held = self._replay(unit, before, held)
         return held
 
-    def _base_inputs(self, unit: Forward | Score) -> Slices:
-        place = (unit.lineage, unit.base, unit.shard)
+    def _base_inputs(self, unit: Forward | Score) -> HiddenReader:
+        shard_key = (unit.lineage, unit.base, unit.shard)
         if unit.base_record is not None:
-            return self.hidden.load(place, unit.base_record)
+            return self.hidden.load(shard_key, unit.base_record)
         if unit.base != 0:
             raise AssertionError(f"{unit.key}: no committed hidden states for layer {unit.base}")
-        collector = self._collector(place, store=False)
+        hidden_writer = self._hidden_writer(shard_key, store=False)
         embed = embedding(self.layers)
         first, _ = self._range(unit.shard)
         for start, stop in self._micro_batches(unit.shard):
-            collector.append(embed(self._tokens(first + start, first + stop)))
-        self.hidden.keep(place, collector)
-        held = self.hidden.get(place)
+            hidden_writer.append(embed(self._tokens(first + start, first + stop)))
+        self.hidden.keep(shard_key, hidden_writer)
+        held = self.hidden.get(shard_key)
         assert held is not None
         return held
 
-    def _replay(self, unit: Forward | Score, layer: int, inputs: Slices) -> Slices:
+    def _replay(self, unit: Forward | Score, layer: int, inputs: HiddenReader) -> HiddenReader:
         """A layer once more, for its outputs alone."""
-        place = (unit.lineage, layer + 1, unit.shard)
+        shard_key = (unit.lineage, layer + 1, unit.shard)
         block = self.layers.block(layer, unit.replay[layer - unit.base])
-        collector = self._collector(place, store=False)
+        hidden_writer = self._hidden_writer(shard_key, store=False)
         for start, stop in self._micro_batches(unit.shard):
             with self._computing():
                 output_BSD = block.run(inputs.read(start, stop).to(self.device))
             assert output_BSD is not None
-            collector.append(output_BSD)
-        self.hidden.keep(place, collector)
-        held = self.hidden.get(place)
+            hidden_writer.append(output_BSD)
+        self.hidden.keep(shard_key, hidden_writer)
+        held = self.hidden.get(shard_key)
         assert held is not None
         return held
 
@@ -164,7 +165,7 @@ class Worker:
 
     def _reduce(self, unit: Reduce) -> Any:
         total: Tensor | None = None
-        for tensors in get_all(self.exchange, unit.partials):
+        for tensors in get_all(self.transfer, unit.partials):
             partial = tensors["moment"]
             total = partial.clone() if total is None else total.add_(partial)
         assert total is not None
@@ -191,17 +192,19 @@ class Worker:
         moments = {moment: self.statistics.read(record).to(self.device) for moment, record in unit.statistics.items()}
         method = self.methods[unit.task.method]
         with self._computing():
-            solution = method.compress(group, geometry, weights, moments, unit.ranks)
+            solution = method.compress(
+                group, geometry, weights, Statistics(moments, self._calibration_tokens), unit.ranks
+            )
         factors = {
             geometry.tensor_name(group.layer, key, group.roles): tensor.to(_stored_dtype(key, tensor, weights))
             for key, tensor in solution.tensors.items()
         }
-        return SolveDone(self.exchange.put(factors), solution.forms, solution.report)
+        return SolveDone(self.transfer.put(factors), solution.forms, solution.report)
 
     def _write(self, unit: Write) -> Any:
         geometry, source = self.setup.geometry, self.setup.source
         tensors: dict[str, Tensor] = {}
-        for factors in get_all(self.exchange, unit.factors):
+        for factors in get_all(self.transfer, unit.factors):
             tensors.update(factors)
         claimed = {geometry.path(unit.layer, role) + "." for role in unit.roles}
         prefix = f"{geometry.layers_path}.{unit.layer}."
@@ -247,6 +250,10 @@ class Worker:
         assert self.setup.tokens is not None
         return int(self.setup.tokens["shape"][1])
 
+    @property
+    def _calibration_tokens(self) -> int:
+        return math.prod(self.setup.tokens["shape"]) if self.setup.tokens else 0
+
     def _range(self, shard: int) -> tuple[int, int]:
         assert self.setup.tokens is not None
         return self.setup.shard_range(shard, self.setup.tokens["shape"][0])
@@ -265,9 +272,9 @@ class Worker:
         assert self.tokens is not None
         return self.tokens.read(start, stop).long().to(self.device)
 
-    def _collector(self, place: tuple[str, int, int], store: bool) -> Collector:
-        shape_MSD = (self._samples(place[2]), self._sequence, self.setup.geometry.hidden)
-        return self.hidden.collector(place, shape_MSD, self.setup.dtype, store, self.setup.micro_batch)
+    def _hidden_writer(self, shard_key: tuple[str, int, int], store: bool) -> HiddenWriter:
+        shape_MSD = (self._samples(shard_key[2]), self._sequence, self.setup.geometry.hidden)
+        return self.hidden.hidden_writer(shard_key, shape_MSD, self.setup.dtype, store, self.setup.micro_batch)
 
 
 def _stored_dtype(key: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> torch.dtype:

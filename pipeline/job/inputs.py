@@ -20,7 +20,7 @@ from pipeline.methods.method import Method, Scores
 from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks, config_fields
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint, open_source
-from workers.setup import FORWARD_DTYPES
+from workers.config import FORWARD_DTYPES
 
 STORED_NAMES = {
     torch.float32: "float32",

@@ -16,8 +16,8 @@ from manifests.schema import FlatLLM
 from pipeline.families.family import Geometry
 from pipeline.kernels.nystrom import nystrom_refit, output_error, select_eliminate, select_leverage
 from pipeline.kernels.spectra import head_pca, output_gram, weighted_head_pca
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
-from pipeline.ranks.budget import Knob
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
 MLP_ROLES = ("gate", "up", "down")
@@ -73,32 +73,33 @@ class FlatLLMMethod:
             if rank is not None and rank > full[name]:
                 raise ValueError(f"ranks.{name}: {rank} is beyond the full rank {full[name]}")
 
-    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
-        return tuple(_knob(group, geometry, self.entry.rank_multiple) for group in self.claims(geometry))
+        return tuple(_rank_variable(group, geometry, self.entry.rank_multiple) for group in self.claims(geometry))
 
-    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """w_l · cap for every knob, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the ranks given."""
-        knobs = self.knobs(geometry)
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """w_l · cap for every variable, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the ranks given."""
+        variables = self.rank_variables(geometry)
         if self.entry.ranks is not None:
             given = self.entry.ranks.model_dump()
-            return {knob.key: float(given[knob.name] or knob.cap) for knob in knobs}
+            return {variable.key: float(given[variable.name] or variable.cap) for variable in variables}
         layers = self.entry.chosen_layers(geometry.num_layers)
         shares = [ratio] * len(layers)
         if self.scores:
             shares = preserve_importance([scores.importance[layer] for layer in layers], ratio)
         share_of = dict(zip(layers, shares, strict=True))
-        return {knob.key: share_of[knob.layer] * knob.cap for knob in knobs}
+        return {variable.key: share_of[variable.layer] * variable.cap for variable in variables}
 
     def compress(
         self,
         group: Group,
         geometry: Geometry,
         weights: Mapping[str, Tensor],
-        moments: Mapping[Moment, Tensor],
+        statistics: Statistics,
         ranks: Ranks,
     ) -> Solution:
         """Dispatches on the group; see the three functions below."""
+        moments = statistics.moments
         if group.name == "attention":
             return self._compress_attention(geometry, weights, moments[self._value_moment(geometry)], ranks["value"])
         if group.name == "query_key":
@@ -212,18 +213,20 @@ def _dropped_share(eigenvalues_nd: Tensor, rank: int) -> float:
     return eigenvalues_nd[:, rank:].sum().item() / total if total > 0 else 0.0
 
 
-def _knob(group: Group, geometry: Geometry, multiple: int) -> Knob:
+def _rank_variable(group: Group, geometry: Geometry, multiple: int) -> RankVariable:
     D, d, N = geometry.hidden, geometry.head_dim, geometry.intermediate
     H, G = geometry.heads, geometry.kv_heads
     if group.name == "attention":
         per_rank = D * (H + G) + (G if "v" in geometry.biases else 0)
         bias = D if "o" in geometry.biases else 0
-        return Knob(group.layer, group.name, "value", d, multiple, lambda rank: per_rank * rank + bias)
+        return RankVariable(group.layer, group.name, "value", d, multiple, lambda rank: per_rank * rank + bias)
     if group.name == "query_key":
         bias = H * d * ("q" in geometry.biases) + G * d * ("k" in geometry.biases)
         factored, dense = (H + G) * (D + d), (H + G) * d * D
-        return Knob(group.layer, group.name, "query_key", d, multiple, lambda rank: bias + min(factored * rank, dense))
+        return RankVariable(
+            group.layer, group.name, "query_key", d, multiple, lambda rank: bias + min(factored * rank, dense)
+        )
     rows = [role for role in group.roles if role != "down"]
     per_channel = D * len(group.roles) + sum(role in geometry.biases for role in rows)
     bias = D if "down" in geometry.biases else 0
-    return Knob(group.layer, group.name, "mlp", N, multiple, lambda rank: per_channel * rank + bias)
+    return RankVariable(group.layer, group.name, "mlp", N, multiple, lambda rank: per_channel * rank + bias)

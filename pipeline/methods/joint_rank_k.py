@@ -15,8 +15,8 @@ from manifests.schema import JointRankK
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.kernels.scales import of_one_size, scale_report
-from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution
-from pipeline.ranks.budget import Knob
+from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.ranks.budget import RankVariable
 
 INPUTS = {"query_key": Moment("attention.in"), "mlp": Moment("mlp.in")}
 ROLES = {"query_key": ("q", "k"), "mlp": ("gate", "up")}
@@ -57,10 +57,10 @@ class JointRankKMethod:
             Group(layer, name, ROLES[name], (INPUTS[name],) if weighted else ()) for layer in layers for name in names
         )
 
-    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group, named like the group."""
         return tuple(
-            Knob(
+            RankVariable(
                 group.layer,
                 group.name,
                 group.name,
@@ -71,13 +71,14 @@ class JointRankKMethod:
             for group in self.claims(geometry)
         )
 
-    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The ranks given, or the rank that stores `ratio` of the dense numbers, in every layer."""
         if self.entry.ranks is not None:
             given = self.entry.ranks.model_dump()
-            return {knob.key: float(given[knob.name]) for knob in self.knobs(geometry)}
+            return {variable.key: float(given[variable.name]) for variable in self.rank_variables(geometry)}
         return {
-            knob.key: min(self._rank_at(geometry, knob.name, ratio), float(knob.cap)) for knob in self.knobs(geometry)
+            variable.key: min(self._rank_at(geometry, variable.name, ratio), float(variable.cap))
+            for variable in self.rank_variables(geometry)
         }
 
     def compress(
@@ -85,13 +86,14 @@ class JointRankKMethod:
         group: Group,
         geometry: Geometry,
         weights: Mapping[str, Tensor],
-        moments: Mapping[Moment, Tensor],
+        statistics: Statistics,
         ranks: Ranks,
     ) -> Solution:
         """Two factors for each weight; joint ones share the first. Dense where two factors would save nothing."""
         rank, name = ranks[group.name], group.name
         if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, name)):
             return Solution(dict(weights), {}, {"dense": True})
+        moments = statistics.moments
         roots = input_roots(moments[INPUTS[name]][0]) if moments else None
         stacked = {role: weights[f"{role}.weight"] for role in group.roles}
         biases = {key: bias for key, bias in weights.items() if key.endswith(".bias")}

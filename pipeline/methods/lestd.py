@@ -30,8 +30,8 @@ from pipeline.methods.lestd_sizes import (
     size_curve,
     sizes_at_common_threshold,
 )
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
-from pipeline.ranks.budget import Knob
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.ranks.budget import RankVariable
 
 INPUT = Moment("attention.in")
 ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
@@ -112,26 +112,26 @@ class LeSTDMethod:
         layers = self.entry.chosen_layers(geometry.num_layers)
         return tuple(Group(layer, name, roles[name], moments) for layer in layers for name in names)
 
-    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One per layer and group, `size`: the numbers stored, with the index, without biases; cap: all that help."""
-        knobs = []
+        variables = []
         for group in self.claims(geometry):
             least, cap = self._bounds(geometry, group.name)
             biases = geometry.layer_numbers(group.roles) - self._dense(geometry, group.name)
-            knobs.append(Knob(group.layer, group.name, SIZE, cap, 1, _cost(least, cap, biases)))
-        return tuple(knobs)
+            variables.append(RankVariable(group.layer, group.name, SIZE, cap, 1, _cost(least, cap, biases)))
+        return tuple(variables)
 
-    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The share `ratio` of the dense numbers in every layer, or sizes at one threshold that add up to it."""
-        knobs = self.knobs(geometry)
+        variables = self.rank_variables(geometry)
         if self.fixed_ranks:
-            return {knob.key: float(knob.cap) for knob in knobs}
-        even = [min(ratio * self._dense(geometry, knob.group), knob.cap) for knob in knobs]
+            return {variable.key: float(variable.cap) for variable in variables}
+        even = [min(ratio * self._dense(geometry, variable.group), variable.cap) for variable in variables]
         if self.entry.threshold == "layer" or scores.measured is None or ratio >= 1.0:
-            return {knob.key: want for knob, want in zip(knobs, even, strict=True)}
-        curves = [scores.measured[f"{knob.layer}/{knob.group}"] for knob in knobs]
-        sizes = sizes_at_common_threshold(curves, [knob.cap for knob in knobs], sum(even))
-        return {knob.key: size for knob, size in zip(knobs, sizes, strict=True)}
+            return {variable.key: want for variable, want in zip(variables, even, strict=True)}
+        curves = [scores.measured[f"{variable.layer}/{variable.group}"] for variable in variables]
+        sizes = sizes_at_common_threshold(curves, [variable.cap for variable in variables], sum(even))
+        return {variable.key: size for variable, size in zip(variables, sizes, strict=True)}
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
         """With `threshold: model`, what is claimed: how many numbers a layer is worth depends on its spectrum."""
@@ -149,7 +149,7 @@ class LeSTDMethod:
         group: Group,
         geometry: Geometry,
         weights: Mapping[str, Tensor],
-        moments: Mapping[Moment, Tensor],
+        statistics: Statistics,
         ranks: Ranks,
     ) -> Solution:
         """`GROUP.tucker.first`, `.second`, `.third`, `.core` (or `.core.values` and `.core.mask`); biases as they are.
@@ -160,7 +160,7 @@ class LeSTDMethod:
         if size >= self._dense(geometry, group.name):
             return Solution(dict(weights), {}, {"dense": True})
         tensors = {name: bias for name, bias in weights.items() if name.endswith(".bias")}
-        problems = self._problems(group, geometry, weights, moments)
+        problems = self._problems(group, geometry, weights, statistics.moments)
         form: dict[str, Any] = {"form": "tucker"} | ({"own_output": True} if self._own_output else {})
         report: dict[str, Any] = {}
         for problem, part_size in zip(problems, self._split(geometry, group.name, size), strict=True):

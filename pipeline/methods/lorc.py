@@ -16,8 +16,8 @@ from torch import Tensor
 from manifests.schema import LoRC
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution
-from pipeline.ranks.budget import Knob
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
 INPUT = Moment("attention.in")
@@ -55,15 +55,15 @@ class LoRCMethod:
         layers = self.entry.chosen_layers(geometry.num_layers)
         return tuple(Group(layer, name, ROLES[name], moments) for layer in layers for name in names)
 
-    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group: `key`, `value`, cap C = min(G·d, D)."""
         cap = min(geometry.weight_shape("k"))
         return tuple(
-            Knob(group.layer, group.name, group.name, cap, 1, partial(self._cost, geometry, group.name))
+            RankVariable(group.layer, group.name, group.name, cap, 1, partial(self._cost, geometry, group.name))
             for group in self.claims(geometry)
         )
 
-    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """Eq. 13 (progressive) or the same share everywhere; the mean is `cache_keep`, or else the ratio."""
         layers = self.entry.chosen_layers(geometry.num_layers)
         mean = self.entry.cache_keep or ratio
@@ -72,7 +72,7 @@ class LoRCMethod:
             cumulative = cumulative_log_conditions(_log_conditions(geometry, scores))
             shares = progressive_shares([cumulative[layer] for layer in layers], mean, self.entry.skip_above).shares
         share_of = dict(zip(layers, shares, strict=True))
-        return {knob.key: share_of[knob.layer] * knob.cap for knob in self.knobs(geometry)}
+        return {variable.key: share_of[variable.layer] * variable.cap for variable in self.rank_variables(geometry)}
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
         """W_k and W_v of all layers, also those not chosen: progressive ranks follow κ̃_l, a product over depth."""
@@ -89,14 +89,14 @@ class LoRCMethod:
         group: Group,
         geometry: Geometry,
         weights: Mapping[str, Tensor],
-        moments: Mapping[Moment, Tensor],
+        statistics: Statistics,
         ranks: Ranks,
     ) -> Solution:
         """first (r × D) gives the latents; second (C × r) rebuilds the heads, or is absorbed into W_o."""
         rank, role = ranks[group.name], group.roles[0]
         if self._stays_dense(geometry, group.name, rank):
             return Solution(dict(weights), {}, {"dense": True})
-        roots = input_roots(moments[INPUT][0]) if moments else None
+        roots = input_roots(statistics.moments[INPUT][0]) if statistics.moments else None
         first_rD, second_Cr, values = low_rank(weights[f"{role}.weight"], rank, roots)
         report = {"error": _dropped_share(values, rank)} | ({"clipped": roots.clipped} if roots else {})
         tensors = {f"{role}.first.weight": first_rD}

@@ -5,38 +5,69 @@ Legend: D hidden, F features of a tap, G groups, L layers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from pipeline.families.family import Geometry
-from pipeline.ranks.budget import Knob
+from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
+Curve = dict[str, Any]
 Form = dict[str, Any]
 Key = tuple[int, str, str]
 
 
 @dataclass(frozen=True, order=True)
 class Moment:
-    """A statistic: the uncentred second moment, summed over calibration tokens, of what passes a point of the layer.
+    """A statistic: the uncentred second moment, summed over tokens, of what passes a point of the layer.
 
     Attributes:
-        point: `role.in` or `role.out`; roles that share their input share the moment (`attention.in`, `mlp.in`).
+        point: `role.in` or `role.out`; roles that share their input share the moment (`attention.in`, `mlp.in`). Of
+            gradients besides: `mid` and `out`, the residual stream after attention and after the layer (one and the
+            same in a parallel block), and `pull:ROLE+ROLE`, the gradient Σ W_roleᵀ g_role at the roles' shared input.
         heads: the F features are cut in `heads` equal parts, each with a moment of its own.
         groups: the moments of consecutive heads are summed into `groups` of them: (groups, F/heads, F/heads).
+        kind: of the activations, over the calibration tokens; or of the gradients of the samples' log-likelihood,
+            labels drawn from the model, over the gradient tokens. METHODS §6.2.
+        diagonal: the sums of squares alone, (groups, F/heads).
     """
 
     point: str
     heads: int = 1
     groups: int = 1
+    kind: Literal["value", "gradient"] = "value"
+    diagonal: bool = False
 
     @property
     def key(self) -> str:
         """A name for files."""
-        return f"{self.point}-{self.heads}-{self.groups}"
+        point = re.sub(r"[:+]", "-", self.point)
+        kind = "gradient-" if self.kind == "gradient" else ""
+        return f"{kind}{point}-{self.heads}-{self.groups}{'-diagonal' if self.diagonal else ''}"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What calibration text tells of a layer, as methods receive it.
+
+    Attributes:
+        moments: those that the group asked for. Of values: sums over `tokens`. Of gradients: means per token, shrunk
+            towards their diagonal (`kernels.shrinkage`).
+        tokens: calibration tokens that the sums of values run over; 0 for a data-free group.
+    """
+
+    moments: Mapping[Moment, Tensor] = field(default_factory=dict)
+    tokens: int = 0
+
+    def mean(self, moment: Moment) -> Tensor:
+        """A moment per token, float64, whatever its kind."""
+        found = self.moments[moment].to(torch.float64)
+        return found if moment.kind == "gradient" else found / self.tokens
 
 
 @dataclass(frozen=True)
@@ -47,10 +78,12 @@ class Scores:
         importance: layer -> t_l, how far it turns its input on calibration text. METHODS §1.
         measured: what `Measuring.measure` gave, by `LAYER/GROUP` (with the method's position between the two until the
             registry hands a method its own). None before anything is measured: all layers then count as alike.
+        curves: what `Predicting.curve` gave, by `ranks_key`.
     """
 
     importance: Mapping[int, float] = field(default_factory=dict)
     measured: Mapping[str, Any] | None = None
+    curves: Mapping[str, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,12 +149,12 @@ class Method(Protocol):
         """The groups this method takes, over all layers. Raises ValueError when the geometry does not allow it."""
         ...
 
-    def knobs(self, geometry: Geometry) -> tuple[Knob, ...]:
+    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """The integers to choose, with what each costs in stored numbers."""
         ...
 
-    def wants(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """The real-valued rank of every knob at a common `ratio` in (0, 1]."""
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """The real-valued rank of every variable at a common `ratio` in (0, 1]."""
         ...
 
     def compress(
@@ -129,7 +162,7 @@ class Method(Protocol):
         group: Group,
         geometry: Geometry,
         weights: Mapping[str, Tensor],
-        moments: Mapping[Moment, Tensor],
+        statistics: Statistics,
         ranks: Ranks,
     ) -> Solution:
         """The factors of one group. `weights`: `role.weight` / `role.bias` of the claimed roles, dense; not changed."""
@@ -145,5 +178,19 @@ class Measuring(Protocol):
         ...
 
     def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> Any:
-        """A few numbers, as JSON has them, for `wants` in `Scores.measured`. `weights` as in `compress`."""
+        """A few numbers, as JSON has them, for `target_ranks` in `Scores.measured`. `weights` as in `compress`."""
+        ...
+
+
+@runtime_checkable
+class Predicting(Protocol):
+    """A method that can say, before it compresses a group, what each of its sizes costs the model's loss."""
+
+    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
+        """The groups whose curves are to be taken: those claimed, with `allocation: loss`; else none."""
+        ...
+
+    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+        """Points to choose from, as columns that JSON has: `ranks` (name -> list), `numbers` stored, `cache` numbers
+        per token, `loss` predicted in nats per token. The first is the smallest, the last the dense group, loss 0."""
         ...

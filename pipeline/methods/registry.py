@@ -14,8 +14,8 @@ from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
-from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Scores
-from pipeline.ranks.budget import Knob, fit_ranks, solve_ratio
+from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Predicting, Scores
+from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.importance import angular_importance
 
 METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
@@ -71,6 +71,17 @@ def measure_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, 
     return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
 
 
+def predict_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
+    """What curves are to be taken of before ranks are chosen, by layer."""
+    tasks = [
+        Task(position, group)
+        for position, method in enumerate(methods)
+        if isinstance(method, Predicting)
+        for group in method.predicts(geometry)
+    ]
+    return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+
+
 def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
     """What the checkpoint's config.json says beside the forms. Raises InputError where two methods disagree."""
     fields: dict[str, Any] = {}
@@ -85,8 +96,17 @@ def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
 
 
 def layer_moments(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
-    """The statistics a layer needs, each once, in a fixed order."""
-    return tuple(sorted({moment for task in tasks if task.group.layer == layer for moment in task.group.moments}))
+    """The moments of activations that a layer needs, each once, in a fixed order."""
+    return tuple(moment for moment in _all_moments(tasks, layer) if moment.kind == "value")
+
+
+def layer_gradients(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
+    """The moments of gradients that a layer needs, each once, in a fixed order; none anywhere: no backward pass."""
+    return tuple(moment for moment in _all_moments(tasks, layer) if moment.kind == "gradient")
+
+
+def _all_moments(tasks: Sequence[Task], layer: int) -> list[Moment]:
+    return sorted({moment for task in tasks if task.group.layer == layer for moment in task.group.moments})
 
 
 def scope_numbers(geometry: Geometry, scope: str) -> int:
@@ -106,17 +126,17 @@ def allocate_ranks(
     sharing = []
     fixed_numbers = 0.0
     for position, method in enumerate(methods):
-        knobs = _knobs(position, method, geometry)
+        variables = _rank_variables(position, method, geometry)
         if method.fixed_ranks:
-            wants = _wants([(position, method)], geometry, 1.0, scores)
-            ranks = {key: max(1, round(want)) for key, want in wants.items()}
+            targets = _target_ranks([(position, method)], geometry, 1.0, scores)
+            ranks = {key: max(1, round(want)) for key, want in targets.items()}
         elif method.keep is not None:
             budget = _Budget(f"methods.{position}.keep", method.keep, _dense_numbers(method, geometry), 0)
             ranks = _fit([(position, method)], geometry, scores, budget)
         else:
             sharing.append((position, method))
             continue
-        fixed_numbers += sum(knob.cost(ranks[knob.key]) for knob in knobs)
+        fixed_numbers += sum(variable.cost(ranks[variable.key]) for variable in variables)
         chosen |= ranks
     if sharing:
         chosen |= _fit(sharing, geometry, scores, _shared_budget(manifest, methods, geometry, fixed_numbers))
@@ -132,8 +152,10 @@ def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:
     for method in methods:
         dense = _dense_numbers(method, geometry)
         if method.fixed_ranks:
-            wants = method.wants(geometry, 1.0, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
-            saved += dense - sum(knob.cost(max(1, round(wants[knob.key]))) for knob in method.knobs(geometry))
+            targets = method.target_ranks(geometry, 1.0, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
+            saved += dense - sum(
+                variable.cost(max(1, round(targets[variable.key]))) for variable in method.rank_variables(geometry)
+            )
         elif method.keep is not None:
             saved += (1.0 - method.keep) * dense
     return round(saved)
@@ -149,16 +171,18 @@ def ranks_key(task: Task) -> str:
     return f"{task.group.layer}/{task.method}/{task.group.name}"
 
 
-def _knobs(position: int, method: Method, geometry: Geometry) -> list[Knob]:
-    """The knobs of a method, told apart from another method's by its position in their group's name."""
-    return [replace(knob, group=f"{position}/{knob.group}") for knob in method.knobs(geometry)]
+def _rank_variables(position: int, method: Method, geometry: Geometry) -> list[RankVariable]:
+    """The variables of a method, told apart from another method's by its position in their group's name."""
+    return [replace(variable, group=f"{position}/{variable.group}") for variable in method.rank_variables(geometry)]
 
 
-def _wants(sharing: Sequence[tuple[int, Method]], geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+def _target_ranks(
+    sharing: Sequence[tuple[int, Method]], geometry: Geometry, ratio: float, scores: Scores
+) -> dict[Key, float]:
     return {
         (layer, f"{position}/{group}", name): want
         for position, method in sharing
-        for (layer, group, name), want in method.wants(geometry, ratio, _own(scores, position)).items()
+        for (layer, group, name), want in method.target_ranks(geometry, ratio, _own(scores, position)).items()
     }
 
 
@@ -206,9 +230,9 @@ def _shared_budget(manifest: Manifest, methods: Sequence[Method], geometry: Geom
 
 def _fit(sharing: Sequence[tuple[int, Method]], geometry: Geometry, scores: Scores, budget: _Budget) -> dict[Key, int]:
     """Ranks of several methods at the largest common ratio whose stored numbers stay within the budget."""
-    knobs = [knob for position, method in sharing for knob in _knobs(position, method, geometry)]
-    least = sum(knob.cost(min(knob.multiple, knob.cap)) for knob in knobs)
-    most = sum(knob.cost(knob.cap) for knob in knobs)
+    variables = [variable for position, method in sharing for variable in _rank_variables(position, method, geometry)]
+    least = sum(variable.cost(min(variable.multiple, variable.cap)) for variable in variables)
+    most = sum(variable.cost(variable.cap) for variable in variables)
     target = budget.target
     if target < least:
         dense = sum(_dense_numbers(method, geometry) for _, method in sharing)
@@ -219,8 +243,8 @@ def _fit(sharing: Sequence[tuple[int, Method]], geometry: Geometry, scores: Scor
         )
 
     def cost_at(ratio: float) -> float:
-        wants = _wants(sharing, geometry, ratio, scores)
-        return sum(knob.cost(wants[knob.key]) for knob in knobs)
+        targets = _target_ranks(sharing, geometry, ratio, scores)
+        return sum(variable.cost(targets[variable.key]) for variable in variables)
 
     ratio = 1.0 if target >= most else solve_ratio(cost_at, target)
-    return fit_ranks(knobs, _wants(sharing, geometry, ratio, scores), target)
+    return fit_ranks(variables, _target_ranks(sharing, geometry, ratio, scores), target)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from manifests.loading import load_manifest
-from pipeline.job.cli import parser, run_command
+from pipeline.console.arguments import parser, run_command
 from pipeline.job.inputs import read_inputs
 from pipeline.plan import make_plan
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Key = tuple[int, str, str]
-# Knobs whose steps cost at most this many times the finest knob's step share its level.
+# Knobs whose steps cost at most this many times the finest variable's step share its level.
 _LEVEL_SPREAD = 2.0
 _BISECTIONS = 200
 _NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
-class Knob:
+class RankVariable:
     """One integer to choose: the rank or width of one part of one layer.
 
     Allowed are the multiples of `multiple` up to `cap`, and `cap` itself (the full rank). `cost` gives the numbers
@@ -77,25 +77,25 @@ def solve_ratio(cost_at: Callable[[float], float], target: float) -> float:
     return low
 
 
-def fit_ranks(knobs: Sequence[Knob], wants: Mapping[Key, float], target: float) -> dict[Key, int]:
-    """Allowed ranks near `wants` (by key) whose total cost is never above `target`, and as near to it as steps allow.
+def fit_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], target: float) -> dict[Key, int]:
+    """Allowed ranks near `targets` (by key) whose total cost is never above `target`, and as near to it as steps allow.
 
-    The wants are first scaled by one factor to cost the target, and rounded to the nearest allowed ranks. What rounding
-    leaves over or short is taken up by the knobs with the finest steps (MLP widths, as a rule): by the one furthest
-    above (or below) its want relative to its cap, step by step; coarser knobs move only when finer ones are at their
-    ends. No single step up fits below the target any more. Deterministic. Raises ValueError if the target is below the
-    least possible total, naming the least and most, on missing wants, and on two knobs of one key.
+    The targets are first scaled by one factor to cost the target, and rounded to the nearest allowed ranks. What
+    rounding leaves over or short is taken up by the variables with the finest steps (MLP widths, as a rule): by the one
+    furthest above (or below) its target relative to its cap, step by step; coarser variables move only when finer ones
+    are at their ends. No single step up fits below the target any more. Deterministic. Raises ValueError if the target
+    is below the least possible total, naming the least and most, on missing targets, and on two variables of one key.
     """
-    _check(knobs, wants)
-    least, most = (math.fsum(knob.cost(end(knob)) for knob in knobs) for end in (_least, _cap))
+    _check(variables, targets)
+    least, most = (math.fsum(variable.cost(end(variable)) for variable in variables) for end in (_least, _cap))
     if target >= most:
-        return {knob.key: knob.cap for knob in knobs}
+        return {variable.key: variable.cap for variable in variables}
     if not target >= least:
         raise ValueError(f"target {target:,.0f} is out of reach: least {least:,.0f}, most {most:,.0f} stored numbers")
-    scaled = _scaled(knobs, wants, target)
-    ranks = {knob.key: knob.nearest(scaled[knob.key]) for knob in knobs}
-    slack = target - math.fsum(knob.cost(ranks[knob.key]) for knob in knobs)
-    levels = _levels(knobs)
+    scaled = _scaled(variables, targets, target)
+    ranks = {variable.key: variable.nearest(scaled[variable.key]) for variable in variables}
+    slack = target - math.fsum(variable.cost(ranks[variable.key]) for variable in variables)
+    levels = _levels(variables)
     for level in levels:
         slack = _lower_(level, scaled, ranks, slack)
     for level in levels:
@@ -103,82 +103,89 @@ def fit_ranks(knobs: Sequence[Knob], wants: Mapping[Key, float], target: float) 
     return ranks
 
 
-def _least(knob: Knob) -> int:
-    return knob.least
+def _least(variable: RankVariable) -> int:
+    return variable.least
 
 
-def _cap(knob: Knob) -> int:
-    return knob.cap
+def _cap(variable: RankVariable) -> int:
+    return variable.cap
 
 
-def _check(knobs: Sequence[Knob], wants: Mapping[Key, float]) -> None:
+def _check(variables: Sequence[RankVariable], targets: Mapping[Key, float]) -> None:
     seen: set[Key] = set()
-    for knob in knobs:
-        if knob.key in seen:
-            raise ValueError(f"two knobs are called {knob.key}")
-        seen.add(knob.key)
-        want = wants.get(knob.key, math.nan)
+    for variable in variables:
+        if variable.key in seen:
+            raise ValueError(f"two variables are called {variable.key}")
+        seen.add(variable.key)
+        want = targets.get(variable.key, math.nan)
         if not 0.0 <= want < math.inf:
-            raise ValueError(f"{knob.key}: a rank that is finite and not negative must be wanted, not {want}")
+            raise ValueError(f"{variable.key}: a rank that is finite and not negative must be wanted, not {want}")
 
 
-def _scaled(knobs: Sequence[Knob], wants: Mapping[Key, float], target: float) -> dict[Key, float]:
-    """The wants times one factor, within [least, cap], so that their real-valued cost is the target."""
+def _scaled(variables: Sequence[RankVariable], targets: Mapping[Key, float], target: float) -> dict[Key, float]:
+    """The targets times one factor, within [least, cap], so that their real-valued cost is the target."""
 
     def at(factor: float) -> dict[Key, float]:
-        return {knob.key: min(max(wants[knob.key] * factor, knob.least), knob.cap) for knob in knobs}
+        return {
+            variable.key: min(max(targets[variable.key] * factor, variable.least), variable.cap)
+            for variable in variables
+        }
 
     def cost(factor: float) -> float:
         ranks = at(factor)
-        return math.fsum(knob.cost(ranks[knob.key]) for knob in knobs)
+        return math.fsum(variable.cost(ranks[variable.key]) for variable in variables)
 
-    # Beyond this factor every knob is at its cap, but for wants of next to nothing.
-    limit = max(knob.cap / max(wants[knob.key], _NOTHING * knob.cap) for knob in knobs)
+    # Beyond this factor every variable is at its cap, but for targets of next to nothing.
+    limit = max(variable.cap / max(targets[variable.key], _NOTHING * variable.cap) for variable in variables)
     return at(limit * solve_ratio(lambda share: cost(share * limit), target))
 
 
-def _levels(knobs: Sequence[Knob]) -> list[list[Knob]]:
-    """The knobs by the mean cost of a step, finest first, alike ones together."""
-    movable = [knob for knob in knobs if knob.cap > knob.least]
-    ordered = sorted(movable, key=lambda knob: (_step_cost(knob), knob.key))
-    levels: list[list[Knob]] = []
-    for knob in ordered:
-        if levels and _step_cost(knob) <= _LEVEL_SPREAD * _step_cost(levels[-1][0]):
-            levels[-1].append(knob)
+def _levels(variables: Sequence[RankVariable]) -> list[list[RankVariable]]:
+    """The variables by the mean cost of a step, finest first, alike ones together."""
+    movable = [variable for variable in variables if variable.cap > variable.least]
+    ordered = sorted(movable, key=lambda variable: (_step_cost(variable), variable.key))
+    levels: list[list[RankVariable]] = []
+    for variable in ordered:
+        if levels and _step_cost(variable) <= _LEVEL_SPREAD * _step_cost(levels[-1][0]):
+            levels[-1].append(variable)
         else:
-            levels.append([knob])
+            levels.append([variable])
     return levels
 
 
-def _step_cost(knob: Knob) -> float:
-    steps = math.ceil((knob.cap - knob.least) / knob.multiple)
-    return (knob.cost(knob.cap) - knob.cost(knob.least)) / steps
+def _step_cost(variable: RankVariable) -> float:
+    steps = math.ceil((variable.cap - variable.least) / variable.multiple)
+    return (variable.cost(variable.cap) - variable.cost(variable.least)) / steps
 
 
-def _lower_(level: Sequence[Knob], wants: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
+def _lower_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
     """Lowers ranks of one level until the slack is not negative; returns the slack."""
-    heap = [((wants[knob.key] - ranks[knob.key]) / knob.cap, knob.key, knob) for knob in level]
+    heap = [
+        ((targets[variable.key] - ranks[variable.key]) / variable.cap, variable.key, variable) for variable in level
+    ]
     heapq.heapify(heap)
     while slack < 0.0 and heap:
-        _, key, knob = heapq.heappop(heap)
-        rank = knob.below(ranks[key])
+        _, key, variable = heapq.heappop(heap)
+        rank = variable.below(ranks[key])
         if rank is not None:
-            slack += knob.cost(ranks[key]) - knob.cost(rank)
+            slack += variable.cost(ranks[key]) - variable.cost(rank)
             ranks[key] = rank
-            heapq.heappush(heap, ((wants[key] - rank) / knob.cap, key, knob))
+            heapq.heappush(heap, ((targets[key] - rank) / variable.cap, key, variable))
     return slack
 
 
-def _raise_(level: Sequence[Knob], wants: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
+def _raise_(level: Sequence[RankVariable], targets: Mapping[Key, float], ranks: dict[Key, int], slack: float) -> float:
     """Raises ranks of one level as long as a step fits into the slack; returns the slack."""
-    heap = [((ranks[knob.key] - wants[knob.key]) / knob.cap, knob.key, knob) for knob in level]
+    heap = [
+        ((ranks[variable.key] - targets[variable.key]) / variable.cap, variable.key, variable) for variable in level
+    ]
     heapq.heapify(heap)
     while heap:
-        _, key, knob = heapq.heappop(heap)
-        rank = knob.above(ranks[key])
-        # A knob whose step no longer fits is done: slack only shrinks.
-        if rank is not None and knob.cost(rank) - knob.cost(ranks[key]) <= slack:
-            slack -= knob.cost(rank) - knob.cost(ranks[key])
+        _, key, variable = heapq.heappop(heap)
+        rank = variable.above(ranks[key])
+        # A variable whose step no longer fits is done: slack only shrinks.
+        if rank is not None and variable.cost(rank) - variable.cost(ranks[key]) <= slack:
+            slack -= variable.cost(rank) - variable.cost(ranks[key])
             ranks[key] = rank
-            heapq.heappush(heap, ((rank - wants[key]) / knob.cap, key, knob))
+            heapq.heappush(heap, ((rank - targets[key]) / variable.cap, key, variable))
     return slack

@@ -32,8 +32,8 @@ from pipeline.ports import Unit
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS
-from workers.exchange import LocalExchange
-from workers.setup import Setup
+from workers.config import WorkerConfig
+from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -44,9 +44,11 @@ WAIT_S = 120.0
 class InlinePool:
     """See `pipeline.ports.Pool`; what `RayPool` offers, in this process."""
 
-    def __init__(self, setup: Setup, workers: Workers, stop: threading.Event, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, setup: WorkerConfig, workers: Workers, stop: threading.Event, note: Callable[[str], None]
+    ) -> None:
         torch.set_num_threads(setup.threads)
-        self.worker = Worker(setup, LocalExchange())
+        self.worker = Worker(setup, LocalTransfer())
         self.stop = stop
         self.size = self.wanted = 1
         self.waiting: deque[Unit] = deque()
@@ -62,7 +64,7 @@ class InlinePool:
         unit = self.waiting.popleft()
         return unit, self.worker.execute(unit)
 
-    def drain(self) -> None:
+    def cancel_pending(self) -> None:
         self.waiting.clear()
 
     def busy(self) -> dict[str, str]:

@@ -9,14 +9,14 @@ import pytest
 import ray
 
 import pipeline.evaluate
-import pipeline.job.perplexity
+import pipeline.evaluation.perplexity
 import pipeline.run
 from manifests.schema import Workers
 from tests import factories
 from tests.end_to_end.children import InlinePool, use_inline_pool
 from tests.end_to_end.jobs import Job
 from tests.end_to_end.shared_ray import KeptPool
-from workers.pool import connect
+from workers.cluster import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +44,7 @@ def shared_ray(_cluster: tuple[str, list[Any]]) -> Iterator[None]:
         patch.setattr(KeptPool, "idle", idle, raising=False)
         for module in (pipeline.run, pipeline.evaluate):
             patch.setattr(module, "connect", lambda *_: address)
-        for module in (pipeline.run, pipeline.job.perplexity):
+        for module in (pipeline.run, pipeline.evaluation.perplexity):
             patch.setattr(module, "RayPool", KeptPool)
         yield
 
@@ -59,7 +59,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 def inline_everywhere(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`evaluate`, too, needs no Ray."""
     monkeypatch.setattr(pipeline.evaluate, "connect", lambda *_: "none: in this process")
-    monkeypatch.setattr(pipeline.job.perplexity, "RayPool", InlinePool)
+    monkeypatch.setattr(pipeline.evaluation.perplexity, "RayPool", InlinePool)
 
 
 @pytest.fixture

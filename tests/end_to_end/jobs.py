@@ -105,7 +105,7 @@ class Job:
         """`python -m pipeline.run MANIFEST --json`, in this process."""
         return command("run", str(self.write().manifest), "--json", *options)
 
-    def contract(self) -> dict[str, Any]:
+    def compression(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.output / "compression.json").read_text())
         return content
 

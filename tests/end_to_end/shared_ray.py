@@ -11,8 +11,8 @@ from typing import Any
 import ray
 
 from workers.actor import WorkerActor
+from workers.config import WorkerConfig
 from workers.pool import RayPool, _Member
-from workers.setup import Setup
 
 SECONDS = 20.0
 
@@ -23,7 +23,7 @@ class KeptActor(WorkerActor):
     def __init__(self) -> None:
         """Nothing yet: `begin` makes the worker."""
 
-    def begin(self, setup: Setup) -> dict[str, Any]:
+    def begin(self, setup: WorkerConfig) -> dict[str, Any]:
         """What `WorkerActor.__init__` does."""
         super().__init__(setup)
         return self.ready()

@@ -1,4 +1,4 @@
-"""Each kind of file of a job damaged once; all kinds, damages and methods are in `python -m tests.soak.corruption`."""
+"""Each kind of file of a job damaged once; all kinds, damages and methods are in `python -m tools.soak.corruption`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests import factories
 from tests.end_to_end.children import use_inline_pool
 from tests.end_to_end.jobs import Job, command, file_digests
-from tests.soak.corruption import (
+from tools.soak.corruption import (
     METHODS,
     Results,
     check_edits,
@@ -21,8 +21,8 @@ from tests.soak.corruption import (
     output_kind,
     stopped_job,
 )
-from tests.soak.damage import DAMAGES, copy_job, damage
-from tests.soak.edits import EDITS
+from tools.soak.damage import DAMAGES, copy_job, damage
+from tools.soak.edits import EDITS
 
 pytestmark = pytest.mark.usefixtures("inline")
 

@@ -1,6 +1,6 @@
 """Disks that fail while a job writes: a message that names path and cause, and the same bytes once they work again.
 
-All places one after another: `python -m tests.soak.disks`.
+All places one after another: `python -m tools.soak.disks`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.job import progress
+from pipeline.console import progress
 from tests.end_to_end.jobs import Ended, Job, file_digests
-from tests.soak.faults import Fault, failing
+from tools.soak.faults import Fault, failing
 
 MakeJob = Callable[..., Job]
 INDEX = "model.safetensors.index.json"

@@ -209,6 +209,6 @@ def test_status_before_while_and_after(tmp_path: Path, job: MakeJob) -> None:
     before = {path: path.stat().st_mtime_ns for path in made.run_dir.rglob("*")}
     state = command("status", str(made.run_dir), "--json").json
     assert (state["state"], state["layers"]["compressed"]) == ("finished", 3)
-    assert state["summary"]["counts"]["parameters"] == made.contract()["counts"]["parameters"]
+    assert state["summary"]["counts"]["parameters"] == made.compression()["counts"]["parameters"]
     assert "finished" in command("status", str(made.run_dir)).out
     assert {path: path.stat().st_mtime_ns for path in made.run_dir.rglob("*")} == before

@@ -1,4 +1,4 @@
-"""What the fuzzer (`tests/soak/fuzz.py`) found: input that lies, entries that make no sense, files without end."""
+"""What the fuzzer (`tools/soak/fuzz.py`) found: input that lies, entries that make no sense, files without end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline.job.contract import encode_json, sealed
+from pipeline.checkpoint.compression_record import encode_json, sealed
 from stores.source import INDEX_FILE
 from tests.end_to_end.jobs import Job, command, file_digests
-from tests.soak.stored_cases import sign
+from tools.soak.stored_cases import sign
 
 MakeJob = Callable[..., Job]
 

@@ -185,7 +185,7 @@ def test_value_cache_and_generation(kept: Job) -> None:
     assert shapes == [(16, 2, forms["v"]["rank"]) for forms in forms_of(kept)]
     assert len({width for *_, width in shapes}) > 1
     numbers = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in cache.layers)
-    assert kept.contract()["counts"]["cache_bytes_per_token"]["compressed"] == 4 * numbers
+    assert kept.compression()["counts"]["cache_bytes_per_token"]["compressed"] == 4 * numbers
     options: dict[str, Any] = {
         "max_new_tokens": 12,
         "do_sample": False,
@@ -209,7 +209,9 @@ def test_budget_is_met(kept: Job) -> None:
     written = sum(t.numel() for name, t in read_tensors(kept.output).items() if name.startswith("model.layers."))
     target = 0.7 * 10 * DENSE_NUMBERS_PER_LAYER
     assert target * 0.999 <= written <= target
-    ranks = {group["ranks"]["value"] for layer in kept.contract()["layers"] for group in [layer["groups"]["attention"]]}
+    ranks = {
+        group["ranks"]["value"] for layer in kept.compression()["layers"] for group in [layer["groups"]["attention"]]
+    }
     assert len(ranks) > 1
 
 
@@ -219,45 +221,45 @@ def test_budget_of_the_whole_model(job: MakeJob) -> None:
     written = sum(tensor.numel() for tensor in read_tensors(made.output).values())
     assert dense == 3 * DENSE_NUMBERS_PER_LAYER + 2 * 320 * 48 + 48
     assert 0 <= 0.75 * dense - written < CHANNEL_NUMBERS
-    assert len({json.dumps(layer) for layer in made.contract()["layers"][0]["forms"].values()}) == 2
+    assert len({json.dumps(layer) for layer in made.compression()["layers"][0]["forms"].values()}) == 2
 
 
 def test_contract_agrees_with_the_files(kept: Job) -> None:
     """Names, shapes, dtypes, shards, digests and counts of compression.json; the index; the config."""
-    contract, tensors = kept.contract(), read_tensors(kept.output)
+    compression, tensors = kept.compression(), read_tensors(kept.output)
     index = json.loads((kept.output / "model.safetensors.index.json").read_text())
-    assert set(contract["tensors"]) == set(tensors) == set(index["weight_map"])
+    assert set(compression["tensors"]) == set(tensors) == set(index["weight_map"])
     for name, tensor in tensors.items():
-        entry = contract["tensors"][name]
+        entry = compression["tensors"][name]
         assert entry["shard"] == index["weight_map"][name]
         assert (entry["shape"], entry["dtype"]) == (list(tensor.shape), "F32")
         assert entry["sha256"] == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
     digests = file_digests(kept.output)
-    assert contract["shards"] == {
+    assert compression["shards"] == {
         name: {"size": (kept.output / name).stat().st_size, "sha256": digest}
         for name, digest in digests.items()
         if name.endswith(".safetensors")
     }
     sources = file_digests(kept.source)
-    assert all(sources[name] == found["sha256"] for name, found in contract["source"]["files"].items())
+    assert all(sources[name] == found["sha256"] for name, found in compression["source"]["files"].items())
     numbers = sum(tensor.numel() for tensor in tensors.values())
-    assert contract["counts"]["parameters"]["compressed"] == numbers == index["metadata"]["total_parameters"]
-    assert contract["counts"]["bytes"]["compressed"] == 4 * numbers == index["metadata"]["total_size"]
+    assert compression["counts"]["parameters"]["compressed"] == numbers == index["metadata"]["total_parameters"]
+    assert compression["counts"]["bytes"]["compressed"] == 4 * numbers == index["metadata"]["total_size"]
     dense = sum(tensor.numel() for tensor in read_tensors(kept.source).values())
-    assert contract["counts"]["parameters"]["dense"] == dense
-    assert [layer["forms"] for layer in contract["layers"]] == forms_of(kept)
-    assert contract["manifest"]["budget"] == {"keep": 0.7, "scope": "decoder"}
+    assert compression["counts"]["parameters"]["dense"] == dense
+    assert [layer["forms"] for layer in compression["layers"]] == forms_of(kept)
+    assert compression["manifest"]["budget"] == {"keep": 0.7, "scope": "decoder"}
 
 
 def test_each_tensor_says_what_became_of_it(kept: Job) -> None:
     before, after = read_tensors(kept.source), read_tensors(kept.output)
-    copied = {name for name, entry in kept.contract()["tensors"].items() if entry["origin"] == "copied"}
+    copied = {name for name, entry in kept.compression()["tensors"].items() if entry["origin"] == "copied"}
     assert copied == {name for name in before if "norm" in name or "embed" in name or "lm_head" in name}
     assert all(torch.equal(before[name], after[name]) for name in copied)
     expected = {"q": "head_low_rank", "k": "head_low_rank", "v": "head_pca", "o": "head_pca"}
     for name in set(after) - copied:
         layer, role = int(name.split(".")[2]), name.partition("_proj")[0].rpartition(".")[2]
-        entry, form = kept.contract()["tensors"][name], forms_of(kept)[layer].get(role, {"form": "dense"})
+        entry, form = kept.compression()["tensors"][name], forms_of(kept)[layer].get(role, {"form": "dense"})
         assert entry["origin"] == "flat_llm"
         assert {key: entry[key] for key in form} == form
         assert form["form"] == expected.get(role, "pruned") or (role in "qk" and torch.equal(before[name], after[name]))
@@ -300,7 +302,7 @@ def test_importance_and_errors_are_those_of_the_whole_model(llama: Path, job: Ma
         cosine = torch.cosine_similarity(seen["in"], seen["out"], dim=-1).mean().item()
         assert made.ledger("ranks")["importance"][str(layer)] == pytest.approx(math.acos(cosine) / math.pi, rel=1e-5)
         seen = watch(densified(llama, made.output, layers=layer), layer, ids_BT)
-        groups = made.contract()["layers"][layer]["groups"]
+        groups = made.compression()["layers"][layer]["groups"]
         assert groups["attention"]["error"] == pytest.approx(
             value_error(seen["v"], groups["attention"]["ranks"]["value"]), rel=1e-4
         )

@@ -61,7 +61,7 @@ def test_dense_and_compressed_propagation_differ(deeper: Path, job: MakeJob) -> 
         assert made.run().code == 0
         shards.append(
             [
-                made.contract()["shards"][f"model-{n:05d}-of-{len(made.contract()['shards']):05d}.safetensors"][
+                made.compression()["shards"][f"model-{n:05d}-of-{len(made.compression()['shards']):05d}.safetensors"][
                     "sha256"
                 ]
                 for n in range(1, 6)

@@ -122,7 +122,7 @@ def finite(job: Job) -> Ended:
 
 def reports(job: Job, layer: int | None = None) -> Iterator[dict[str, Any]]:
     """What the groups of a layer, or of all, say of themselves."""
-    layers = job.contract()["layers"]
+    layers = job.compression()["layers"]
     for entry in layers if layer is None else [layers[layer]]:
         yield from entry["groups"].values()
 

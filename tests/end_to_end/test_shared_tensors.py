@@ -28,11 +28,11 @@ def test_named_and_owned(family: str, job: MakeJob, tmp_path: Path) -> None:
     source = make_source(tmp_path / "source", family)
     made = job(source, **DATA_FREE, methods=[{**BOTH, "layers": [1], "core": "csr"}])
     assert made.run().code == 0
-    contract, config = made.contract(), json.loads((made.output / "config.json").read_text())
+    compression, config = made.compression(), json.loads((made.output / "config.json").read_text())
     assert config["core_format"] == "csr"
     block = config["block"]
     prefix = f"{block['layers']}.1."
-    shared = {name: entry for name, entry in contract["tensors"].items() if ".tucker." in name}
+    shared = {name: entry for name, entry in compression["tensors"].items() if ".tucker." in name}
     assert {name.removeprefix(prefix).split(".tucker.")[0] for name in shared} == set(PARENTS[family])
     for name, entry in shared.items():
         role = "q" if "self_attn" in name else "up"
@@ -43,8 +43,8 @@ def test_named_and_owned(family: str, job: MakeJob, tmp_path: Path) -> None:
     assert set(config["forms"][1]) == set(roles)
     weights = {f"{prefix}{block['modules'][role]}.weight" for role in roles}
     assert not weights & set(read_tensors(made.output))
-    assert {name for name, method in contract["claimed"].items() if method == "lestd"} >= weights
-    untouched = [entry for name, entry in contract["tensors"].items() if not name.startswith(prefix)]
+    assert {name for name, method in compression["claimed"].items() if method == "lestd"} >= weights
+    untouched = [entry for name, entry in compression["tensors"].items() if not name.startswith(prefix)]
     assert {entry["origin"] for entry in untouched} == {"copied"}
     assert command("verify", str(made.output), "--source", str(source), "--bound", "10").code == 0
 
@@ -54,20 +54,20 @@ def test_an_index_counts_by_its_bits(dtype: torch.dtype, job: MakeJob, tmp_path:
     source = factories.make_model(tmp_path / "source", dtype=dtype)
     made = job(source, **DATA_FREE, methods=[{"method": "lestd", "keep": 0.5, "refine_sweeps": 0}])
     assert made.run().code == 0
-    contract, tensors = made.contract(), read_tensors(made.output)
+    compression, tensors = made.compression(), read_tensors(made.output)
     numbers = {
         name: tensor.numel() if tensor.is_floating_point() else math.ceil(tensor.nbytes / dtype.itemsize)
         for name, tensor in tensors.items()
     }
-    assert contract["counts"]["parameters"]["compressed"] == sum(numbers.values())
-    assert contract["counts"]["bytes"]["compressed"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert compression["counts"]["parameters"]["compressed"] == sum(numbers.values())
+    assert compression["counts"]["bytes"]["compressed"] == sum(tensor.nbytes for tensor in tensors.values())
     dense = sum(t.numel() for n, t in read_tensors(source).items() if any(f".{r}_proj." in n for r in "qkvo"))
     kept = sum(number for name, number in numbers.items() if ".tucker." in name)
     assert 0.97 * dense < 2 * kept <= dense
     plain = sum(t.numel() for n, t in tensors.items() if ".tucker." in n and t.is_floating_point())
     index = sum(t.nbytes for n, t in tensors.items() if n.endswith(".mask"))
-    assert 0 <= kept - plain - index / dtype.itemsize < contract["counts"]["parameters"]["dense"] * 1e-3
-    groups = [entry["groups"]["attention"] for entry in contract["layers"]]
+    assert 0 <= kept - plain - index / dtype.itemsize < compression["counts"]["parameters"]["dense"] * 1e-3
+    groups = [entry["groups"]["attention"] for entry in compression["layers"]]
     assert sum(group["numbers"] for group in groups) == kept
     assert sum(group["numbers_without_index"] for group in groups) == plain
     model = load(made.output, dtype=torch.float32)

@@ -185,7 +185,7 @@ class SimulatedPool:
         self.world.events.append(("unit", unit.key))
         return unit, self._execute(unit)
 
-    def drain(self) -> None:
+    def cancel_pending(self) -> None:
         self.drained += 1
         self.pending.clear()
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from lamina import MODELLING_FILES
 from manifests.errors import CorruptError, InputError, InUseError
 from manifests.schema import Manifest
-from pipeline.job import assemble
-from pipeline.job.assemble import Assembler, check_output, free_bytes, plan_shards
+from pipeline.checkpoint import assembling
+from pipeline.checkpoint.assembling import Assembler, check_output, free_bytes, plan_shards
 from pipeline.job.inputs import Inputs, read_inputs
 from stores.durable import partial_path
 from stores.ledger import Ledger
@@ -95,11 +95,11 @@ def test_shards_are_the_claimed_layers_and_what_is_left_of_the_source(finished: 
 
 
 def test_what_is_copied_is_bit_for_bit_and_what_is_claimed_is_there(finished: Finished) -> None:
-    contract = finished.assemble()
+    compression = finished.assemble()
     written, source = finished.tensors(), finished.inputs.source
-    assert set(written) == set(contract["tensors"]) == set(source.tensors)
+    assert set(written) == set(compression["tensors"]) == set(source.tensors)
     for name, tensor in source.read(source.tensors).items():
-        entry = contract["tensors"][name]
+        entry = compression["tensors"][name]
         changed = entry["origin"] == "flat_llm"
         assert changed == (name.startswith(("model.layers.0.", "model.layers.2.")) and any(
             part in name for part in ("v_proj", "o_proj", "mlp.")
@@ -139,21 +139,21 @@ def test_counts_are_those_of_the_files(finished: Finished) -> None:
 
 
 def test_config_and_companions(finished: Finished) -> None:
-    contract = finished.assemble()
+    compression = finished.assemble()
     config = json.loads((finished.output / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == "lamina"
     assert config["dtype"] == "float32"
     assert config["forms"][1] == {}
     assert config["forms"][0]["v"] == {"form": "head_pca", "rank": LOW["value"]}
-    assert contract["layers"][1] == {"groups": {}, "forms": {}}
-    assert contract["layers"][2]["groups"]["mlp"]["ranks"] == LOW
+    assert compression["layers"][1] == {"groups": {}, "forms": {}}
+    assert compression["layers"][2]["groups"]["mlp"]["ranks"] == LOW
     names = {path.name for path in finished.output.iterdir()}
     assert {"tokenizer.json", "LICENSE", *MODELLING_FILES, "README.md", "compression.json", INDEX_FILE} <= names
     assert "notes.txt" not in names
     stored = json.loads((finished.output / "compression.json").read_text(encoding="utf-8"))
-    assert stored == json.loads(json.dumps(contract))
+    assert stored == json.loads(json.dumps(compression))
     card = (finished.output / "README.md").read_text(encoding="utf-8")
-    assert f"{contract['counts']['parameters']['compressed']:,}" in card
+    assert f"{compression['counts']['parameters']['compressed']:,}" in card
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -190,12 +190,12 @@ def test_the_index_is_the_last_thing_written(finished: Finished, monkeypatch: py
         seen.append({path.name for path in finished.output.iterdir()})
         raise KeyboardInterrupt
 
-    real = assemble.write_index
-    monkeypatch.setattr(assemble, "write_index", refuse)
+    real = assembling.write_index
+    monkeypatch.setattr(assembling, "write_index", refuse)
     with pytest.raises(KeyboardInterrupt):
         finished.assemble()
     assert not (finished.output / INDEX_FILE).exists()
-    monkeypatch.setattr(assemble, "write_index", real)
+    monkeypatch.setattr(assembling, "write_index", real)
     finished.assemble()
     assert {path.name for path in finished.output.iterdir()} == seen[0] | {INDEX_FILE}
 
@@ -224,13 +224,13 @@ def test_a_layer_that_was_never_entered(finished: Finished) -> None:
 
 def test_a_ledger_that_vanishes_in_between(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with its mount, after the shards were placed: a config without the forms would be wrong."""
-    real = Assembler._contract
+    real = Assembler._record
 
     def vanish(self: Assembler, *arguments: Any) -> dict[str, Any]:
         finished.ledger.clear()
         return real(self, *arguments)
 
-    monkeypatch.setattr(Assembler, "_contract", vanish)
+    monkeypatch.setattr(Assembler, "_record", vanish)
     with pytest.raises(CorruptError, match="was a mount lost"):
         finished.assemble()
     assert not (finished.output / INDEX_FILE).exists()

@@ -23,8 +23,8 @@ from manifests.errors import (
     StorageError,
     WorkerError,
 )
-from pipeline.job.cli import parser, run_command
-from pipeline.job.signals import catch_signals, deferred_signals, interrupt_on_signals
+from pipeline.console.arguments import parser, run_command
+from pipeline.console.signals import catch_signals, deferred_signals, interrupt_on_signals
 
 
 def run(error: BaseException | None, debug: bool = False, result: int = 0) -> int:

@@ -297,9 +297,9 @@ def test_a_pool_is_drained_before_anything_new_is_given_to_it() -> None:
             calls.append("submit")
             super().submit(unit)
 
-        def drain(self) -> None:
+        def cancel_pending(self) -> None:
             calls.append("drain")
-            super().drain()
+            super().cancel_pending()
 
     world = World()
     pool = Watched(world, order="last")

@@ -87,7 +87,7 @@ def test_counted_numbers_are_the_model_s_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_the_config_of_a_checkpoint_builds_a_model_of_the_same_tensors(name: str) -> None:
-    """The other side of the contract: what the compress side writes, the serving side takes."""
+    """The other side of the compression: what the compress side writes, the serving side takes."""
     from lamina import LaminaForCausalLM
 
     standard = standard_config(CONFIGS[name])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
-from pipeline.methods.method import Group, Moment, Solution
+from pipeline.methods.method import Group, Moment, Solution, Statistics
 from pipeline.methods.registry import build_methods
 from tests.pipeline import naive_flat_llm as naive
 from tests.pipeline.geometries import SIZES, llama, manifest, other
@@ -65,7 +65,7 @@ def compress(
     weights, moments = weights_of(geometry, group.roles, dtype), moments_of(geometry, group)
     before = [tensor.clone() for tensor in (*weights.values(), *moments.values())]
     ranks = {"attention": "value", "mlp": "mlp", "query_key": "query_key"}[name]
-    solution = method.compress(group, geometry, weights, moments, {ranks: rank})
+    solution = method.compress(group, geometry, weights, Statistics(moments), {ranks: rank})
     for tensor, copy in zip((*weights.values(), *moments.values()), before, strict=True):
         assert torch.equal(tensor, copy), "an input was changed"
     assert all(tensor.dtype == torch.float64 for tensor in solution.tensors.values())
@@ -137,7 +137,7 @@ def test_the_paper_s_theorem(geometry: Geometry) -> None:
     x_TD = torch.randn(300, geometry.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     y_TGd = (x_TD @ weights["v.weight"].T).reshape(300, geometry.kv_heads, d)
     moment_Gdd = torch.einsum("tgd,tge->gde", y_TGd, y_TGd)
-    solution = method.compress(group, geometry, weights, {group.moments[0]: moment_Gdd}, {"value": rank})
+    solution = method.compress(group, geometry, weights, Statistics({group.moments[0]: moment_Gdd}), {"value": rank})
     # The rows of W̃_v are Q̃ᵀ W_v: kept energy is that of the latents, as Q̃ is orthonormal.
     latent = x_TD @ solution.tensors["v.weight"].T
     lost = y_TGd.square().sum() - latent.square().sum()
@@ -191,7 +191,11 @@ def test_mlp_of_fewer_tokens_than_channels_says_so() -> None:
     (group,) = (group for group in method.claims(geometry) if group.name == "mlp")
     rows = torch.randn(4, geometry.intermediate, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     solution = method.compress(
-        group, geometry, weights_of(geometry, group.roles), {Moment("down.in"): (rows.T @ rows)[None]}, {"mlp": 9}
+        group,
+        geometry,
+        weights_of(geometry, group.roles),
+        Statistics({Moment("down.in"): (rows.T @ rows)[None]}),
+        {"mlp": 9},
     )
     assert solution.report["fallback"] is True
     assert solution.report["dropped"] == 9 - 4
@@ -238,17 +242,19 @@ GROUPS = {"attention": "value", "mlp": "mlp", "query_key": "query_key"}
 
 @pytest.mark.parametrize("name", list(GROUPS))
 def test_cost_is_what_is_stored(geometry: Geometry, name: str) -> None:
-    """The knob's cost, with which budgets are met, equals the numbers of the factors: at every rank."""
+    """The variable's cost, with which budgets are met, equals the numbers of the factors: at every rank."""
     method = method_of(query_key="head_pca", selection="leverage")
-    (knob,) = (knob for knob in method.knobs(geometry) if (knob.layer, knob.group) == (0, name))
-    ranks = range(1, knob.cap + 1) if knob.cap < 30 else (1, 2, 29, knob.cap - 1, knob.cap)
+    (variable,) = (
+        variable for variable in method.rank_variables(geometry) if (variable.layer, variable.group) == (0, name)
+    )
+    ranks = range(1, variable.cap + 1) if variable.cap < 30 else (1, 2, 29, variable.cap - 1, variable.cap)
     dense = geometry.layer_numbers(next(group for group in method.claims(geometry) if group.name == name).roles)
     for rank in ranks:
         *_, solution = compress(method, geometry, name, rank)
-        assert knob.cost(rank) == sum(tensor.numel() for tensor in solution.tensors.values())
-        assert knob.cost(rank) <= dense
-    assert knob.cost(knob.cap) == dense
-    assert knob.name == GROUPS[name]
+        assert variable.cost(rank) == sum(tensor.numel() for tensor in solution.tensors.values())
+        assert variable.cost(rank) <= dense
+    assert variable.cost(variable.cap) == dense
+    assert variable.name == GROUPS[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -258,7 +264,7 @@ def test_weights_of_any_dtype_are_taken_in_float64(name: str, dtype: torch.dtype
     method = method_of(query_key="head_pca")
     group, weights, moments, solution = compress(method, geometry, name, 3, dtype)
     exact = {key: weight.double() for key, weight in weights.items()}
-    expected = method.compress(group, geometry, exact, moments, {GROUPS[name]: 3})
+    expected = method.compress(group, geometry, exact, Statistics(moments), {GROUPS[name]: 3})
     for key, tensor in expected.tensors.items():
         equal(solution.tensors[key], tensor)
 
@@ -309,7 +315,7 @@ def test_dead_values_are_no_error() -> None:
         (group, *_) = method.claims(geometry)
         zero = torch.zeros(geometry.kv_heads, geometry.head_dim, geometry.head_dim, dtype=torch.float64)
         solution = method.compress(
-            group, geometry, weights_of(geometry, group.roles), {group.moments[0]: zero}, {"value": 2}
+            group, geometry, weights_of(geometry, group.roles), Statistics({group.moments[0]: zero}), {"value": 2}
         )
         assert solution.report == {"error": 0.0}
         assert all(torch.isfinite(tensor).all() for tensor in solution.tensors.values())

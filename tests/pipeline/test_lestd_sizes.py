@@ -12,7 +12,7 @@ import torch
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
 from pipeline.methods.lestd_sizes import Part, Rule, choices, pack_bits, size_curve, sizes_at_common_threshold
-from pipeline.methods.method import Scores
+from pipeline.methods.method import Scores, Statistics
 from pipeline.methods.registry import (
     allocate_ranks,
     build_methods,
@@ -112,7 +112,7 @@ def test_one_threshold_for_all_layers_errs_less_at_equal_size(geometry: str, kee
         errors[threshold] = numbers[threshold] = 0.0
         for task in claim_tasks(methods, where):
             weights = weights_of[task.group.layer, task.group.name]
-            solution = method.compress(task.group, where, weights, {}, ranks[ranks_key(task)])
+            solution = method.compress(task.group, where, weights, Statistics(), ranks[ranks_key(task)])
             errors[threshold] += squared_error(weights, rebuild(solution, where, task.group)) if solution.forms else 0.0
             numbers[threshold] += sum(t.numel() for n, t in solution.tensors.items() if n.endswith(".bias"))
             numbers[threshold] += (

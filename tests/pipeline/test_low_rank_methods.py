@@ -15,7 +15,7 @@ from manifests.loading import parse_manifest
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.method import Method, Moment, Scores, Solution
+from pipeline.methods.method import Method, Moment, Scores, Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 
 D, d, N = 24, 4, 40
@@ -50,7 +50,7 @@ def solve(
         0.1, 3, D, dtype=torch.float64
     )
     moments: dict[Moment, Tensor] = {moment: (inputs_TD.T @ inputs_TD)[None] for moment in group.moments}
-    solution = method.compress(group, where, weights, moments, {name: rank})
+    solution = method.compress(group, where, weights, Statistics(moments), {name: rank})
     assert all(torch.equal(weights[key], before[key]) for key in weights)
     return weights, solution
 
@@ -60,7 +60,11 @@ def stored(solution: Solution) -> int:
 
 
 def cost(method: Method, where: Geometry, name: str, rank: int) -> float:
-    return next(knob.cost(rank) for knob in method.knobs(where) if knob.group == name and knob.layer == 0)
+    return next(
+        variable.cost(rank)
+        for variable in method.rank_variables(where)
+        if variable.group == name and variable.layer == 0
+    )
 
 
 @pytest.mark.parametrize("rank", [5, 7])
@@ -132,11 +136,11 @@ def test_the_mean_cache_share_is_what_is_asked_for(cache_keep: float, allocation
 def test_cost_is_what_is_stored(entry: dict[str, Any], bias: bool) -> None:
     where = geometry(attention_bias=bias)
     (method,) = build_methods(manifest(entry))
-    for knob in method.knobs(where):
-        if knob.layer == 0:
-            for rank in range(1, knob.cap + 1):
-                _, solution = solve(entry, where, knob.group, rank)
-                assert stored(solution) == knob.cost(rank), (knob.group, rank)
+    for variable in method.rank_variables(where):
+        if variable.layer == 0:
+            for rank in range(1, variable.cap + 1):
+                _, solution = solve(entry, where, variable.group, rank)
+                assert stored(solution) == variable.cost(rank), (variable.group, rank)
 
 
 def test_joint_factors_are_never_worse_than_the_best_of_the_stack() -> None:

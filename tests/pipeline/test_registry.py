@@ -42,8 +42,8 @@ def stored(job: Manifest, geometry: Geometry, ranks: dict[str, dict[str, int]]) 
     total = float(scope_numbers(geometry, job.budget.scope if job.budget else "decoder"))
     for position, method in enumerate(methods):
         total -= sum(geometry.layer_numbers(group.roles) for group in method.claims(geometry))
-        for knob in method.knobs(geometry):
-            total += knob.cost(ranks[f"{knob.layer}/{position}/{knob.group}"][knob.name])
+        for variable in method.rank_variables(geometry):
+            total += variable.cost(ranks[f"{variable.layer}/{position}/{variable.group}"][variable.name])
     return total
 
 
@@ -56,7 +56,7 @@ def allocate(
 def assert_fits(
     job: Manifest, geometry: Geometry, ranks: dict[str, dict[str, int]], share: float | None = None
 ) -> None:
-    """Never above the target, and no step of any knob that shares the budget would fit."""
+    """Never above the target, and no step of any variable that shares the budget would fit."""
     assert job.budget is not None
     target = job.budget.keep * scope_numbers(geometry, job.budget.scope)
     found = stored(job, geometry, ranks)
@@ -65,13 +65,13 @@ def assert_fits(
     for position, method in enumerate(build_methods(job)):
         if method.keep is not None or method.fixed_ranks:
             continue
-        for knob in method.knobs(geometry):
-            rank = ranks[f"{knob.layer}/{position}/{knob.group}"][knob.name]
-            assert 1 <= rank <= knob.cap
-            assert rank == knob.cap or rank % knob.multiple == 0
-            above = knob.above(rank)
+        for variable in method.rank_variables(geometry):
+            rank = ranks[f"{variable.layer}/{position}/{variable.group}"][variable.name]
+            assert 1 <= rank <= variable.cap
+            assert rank == variable.cap or rank % variable.multiple == 0
+            above = variable.above(rank)
             if above is not None:
-                steps.append(knob.cost(above) - knob.cost(rank))
+                steps.append(variable.cost(above) - variable.cost(rank))
     if steps:
         assert target - found < min(steps) + 1, "another step would have fitted"
     if share is not None:
@@ -245,10 +245,12 @@ def test_an_entry_s_own_keep_is_of_what_it_claims() -> None:
     job = manifest({"layers": [0], "keep": 0.5}, {"layers": [1, 2, 3, 4, 5], "ranks": {"mlp": 40, "value": 8}})
     ranks = allocate(job, geometry)
     (first, second) = build_methods(job)
-    numbers = sum(knob.cost(ranks[f"0/0/{knob.group}"][knob.name]) for knob in first.knobs(geometry))
+    numbers = sum(
+        variable.cost(ranks[f"0/0/{variable.group}"][variable.name]) for variable in first.rank_variables(geometry)
+    )
     dense = sum(geometry.layer_numbers(group.roles) for group in first.claims(geometry))
     assert 0.5 * dense - 144 < numbers <= 0.5 * dense
-    assert {knob.name for knob in second.knobs(geometry)} == {"value", "mlp"}
+    assert {variable.name for variable in second.rank_variables(geometry)} == {"value", "mlp"}
     assert {ranks[f"{layer}/1/mlp"]["mlp"] for layer in range(1, 6)} == {40}
 
 

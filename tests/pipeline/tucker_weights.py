@@ -1,4 +1,4 @@
-"""LeSTD for tests: entries, weights, and weights made again from stored tensors by config.json's contract alone.
+"""LeSTD for tests: entries, weights, and weights made again from stored tensors by config.json's compression alone.
 
 Legend: D hidden, H query heads, G key/value heads, R1 R2 R3 ranks.
 """

@@ -1,4 +1,4 @@
-"""Exact budgets: on Llama-2's geometry, and on random sets of knobs."""
+"""Exact budgets: on Llama-2's geometry, and on random sets of variables."""
 
 import math
 import random
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.ranks.budget import Key, Knob, fit_ranks, solve_ratio
+from pipeline.ranks.budget import Key, RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.importance import preserve_importance
 
 D, H, HEAD, N, L = 4096, 32, 128, 11008, 32
@@ -24,20 +24,20 @@ def saturating(slope: float, dense: float) -> Callable[[float], float]:
     return lambda rank: min(slope * rank, dense)
 
 
-def llama(multiple: int = 1) -> list[Knob]:
-    value = [Knob(layer, "attention", "value", HEAD, multiple, linear(2 * H * D)) for layer in range(L)]
-    return value + [Knob(layer, "mlp", "mlp", N, multiple, linear(3 * D)) for layer in range(L)]
+def llama(multiple: int = 1) -> list[RankVariable]:
+    value = [RankVariable(layer, "attention", "value", HEAD, multiple, linear(2 * H * D)) for layer in range(L)]
+    return value + [RankVariable(layer, "mlp", "mlp", N, multiple, linear(3 * D)) for layer in range(L)]
 
 
-def total_cost(knobs: list[Knob], ranks: dict[Key, int]) -> float:
-    return sum(knob.cost(ranks[knob.key]) for knob in knobs)
+def total_cost(variables: list[RankVariable], ranks: dict[Key, int]) -> float:
+    return sum(variable.cost(ranks[variable.key]) for variable in variables)
 
 
 @pytest.mark.parametrize(("keep", "ratio"), [(0.9, 0.88), (0.8, 0.76), (0.7, 0.64), (0.6, 0.52), (0.5, 0.40)])
 def test_llama_2_7b_mean_ratios(keep: float, ratio: float) -> None:
-    knobs = llama()
+    variables = llama()
     target = keep * TOTAL - UNTOUCHED
-    solved = solve_ratio(lambda share: sum(knob.cost(share * knob.cap) for knob in knobs), target)
+    solved = solve_ratio(lambda share: sum(variable.cost(share * variable.cap) for variable in variables), target)
     assert solved == pytest.approx(target / (TOTAL - UNTOUCHED), rel=1e-12)
     assert solved == pytest.approx(ratio, abs=0.005)
 
@@ -45,88 +45,95 @@ def test_llama_2_7b_mean_ratios(keep: float, ratio: float) -> None:
 @pytest.mark.parametrize("keep", [0.9, 0.8, 0.7, 0.6, 0.5])
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_llama_2_7b_by_importance_meets_the_budget(keep: float, multiple: int) -> None:
-    knobs, dice = llama(multiple), random.Random(1)
+    variables, dice = llama(multiple), random.Random(1)
     target = int(keep * TOTAL) - UNTOUCHED
     ratios = preserve_importance([dice.uniform(0.05, 0.3) for _ in range(L)], target / (TOTAL - UNTOUCHED))
-    wants = {knob.key: ratios[knob.layer] * knob.cap for knob in knobs}
-    ranks = fit_ranks(knobs, wants, target)
-    spent = total_cost(knobs, ranks) + UNTOUCHED
+    targets = {variable.key: ratios[variable.layer] * variable.cap for variable in variables}
+    ranks = fit_ranks(variables, targets, target)
+    spent = total_cost(variables, ranks) + UNTOUCHED
     assert keep * TOTAL * 0.999 <= spent <= keep * TOTAL
     # Better than asked: within one step of one MLP width.
     assert keep * TOTAL - spent < 3 * D * multiple + 1
-    for knob in knobs:
-        rank = ranks[knob.key]
-        assert rank % multiple == 0 or rank == knob.cap
-        slip = abs(rank - wants[knob.key]) / knob.cap
-        assert slip <= (0.5 * multiple / HEAD if knob.name == "value" else 0.05) + 1e-9
+    for variable in variables:
+        rank = ranks[variable.key]
+        assert rank % multiple == 0 or rank == variable.cap
+        slip = abs(rank - targets[variable.key]) / variable.cap
+        assert slip <= (0.5 * multiple / HEAD if variable.name == "value" else 0.05) + 1e-9
 
 
 def test_the_whole_budget_gives_the_caps() -> None:
-    knobs = llama(16)
-    wants = {knob.key: 1.0 for knob in knobs}
+    variables = llama(16)
+    targets = {variable.key: 1.0 for variable in variables}
     for target in (TOTAL - UNTOUCHED, TOTAL, math.inf):
-        assert fit_ranks(knobs, wants, target) == {knob.key: knob.cap for knob in knobs}
+        assert fit_ranks(variables, targets, target) == {variable.key: variable.cap for variable in variables}
 
 
 def test_too_small_a_budget_names_what_can_be_reached() -> None:
-    knobs = [Knob(0, "mlp", "mlp", 100, 8, linear(10)), Knob(0, "attention", "value", 4, 8, linear(100))]
-    wants = {knob.key: 4.0 for knob in knobs}
-    assert total_cost(knobs, fit_ranks(knobs, wants, 480)) == 480
+    variables = [
+        RankVariable(0, "mlp", "mlp", 100, 8, linear(10)),
+        RankVariable(0, "attention", "value", 4, 8, linear(100)),
+    ]
+    targets = {variable.key: 4.0 for variable in variables}
+    assert total_cost(variables, fit_ranks(variables, targets, 480)) == 480
     with pytest.raises(ValueError, match="target 479 is out of reach: least 480, most 1,400"):
-        fit_ranks(knobs, wants, 479)
+        fit_ranks(variables, targets, 479)
     with pytest.raises(ValueError, match="target nan"):
-        fit_ranks(knobs, wants, math.nan)
+        fit_ranks(variables, targets, math.nan)
 
 
-def random_knobs(dice: random.Random) -> list[Knob]:
-    knobs = []
+def random_knobs(dice: random.Random) -> list[RankVariable]:
+    variables = []
     for layer in range(dice.randint(1, 6)):
         for name in dice.sample(["value", "mlp", "query", "key"], dice.randint(1, 3)):
             cap, slope = dice.randint(1, 200), dice.choice([1, 3, 40, 700])
             dense = slope * cap * dice.choice([1.0, 0.6])
-            knobs.append(Knob(layer, "any", name, cap, dice.choice([1, 1, 4, 16]), saturating(slope, dense)))
-    return knobs
+            variables.append(
+                RankVariable(layer, "any", name, cap, dice.choice([1, 1, 4, 16]), saturating(slope, dense))
+            )
+    return variables
 
 
 def test_random_knobs() -> None:
     dice = random.Random(2)
     for _ in range(400):
-        knobs = random_knobs(dice)
-        least = sum(knob.cost(knob.least) for knob in knobs)
-        most = sum(knob.cost(knob.cap) for knob in knobs)
+        variables = random_knobs(dice)
+        least = sum(variable.cost(variable.least) for variable in variables)
+        most = sum(variable.cost(variable.cap) for variable in variables)
         target = dice.uniform(least, most)
-        wants = {knob.key: dice.choice([0.0, dice.random(), dice.random(), 2.0]) * knob.cap for knob in knobs}
-        ranks = fit_ranks(knobs, wants, target)
-        assert ranks == fit_ranks(list(reversed(knobs)), wants, target)
-        spent = total_cost(knobs, ranks)
+        targets = {
+            variable.key: dice.choice([0.0, dice.random(), dice.random(), 2.0]) * variable.cap for variable in variables
+        }
+        ranks = fit_ranks(variables, targets, target)
+        assert ranks == fit_ranks(list(reversed(variables)), targets, target)
+        spent = total_cost(variables, ranks)
         assert spent <= target * (1 + 1e-12)
-        for knob in knobs:
-            rank = ranks[knob.key]
-            assert knob.least <= rank <= knob.cap
-            assert rank % knob.multiple == 0 or rank == knob.cap
-            above = knob.above(rank)
-            assert above is None or spent + knob.cost(above) - knob.cost(rank) > target * (1 - 1e-12)
+        for variable in variables:
+            rank = ranks[variable.key]
+            assert variable.least <= rank <= variable.cap
+            assert rank % variable.multiple == 0 or rank == variable.cap
+            above = variable.above(rank)
+            assert above is None or spent + variable.cost(above) - variable.cost(rank) > target * (1 - 1e-12)
 
 
 def test_consistent_wants_are_only_rounded() -> None:
-    knobs = [Knob(layer, "mlp", "mlp", 1000, 1, linear(3)) for layer in range(9)]
+    variables = [RankVariable(layer, "mlp", "mlp", 1000, 1, linear(3)) for layer in range(9)]
     dice = random.Random(3)
-    wants = {knob.key: dice.uniform(100, 900) for knob in knobs}
-    target = total_cost(knobs, {key: math.floor(want) for key, want in wants.items()}) + 3 * 5
-    ranks = fit_ranks(knobs, wants, target)
-    assert total_cost(knobs, ranks) == target
-    assert max(abs(ranks[key] - wants[key]) for key in wants) < 2
-    whole = {knob.key: 100.0 + knob.layer for knob in knobs}
-    assert fit_ranks(knobs, whole, total_cost(knobs, {k: int(v) for k, v in whole.items()})) == whole
+    targets = {variable.key: dice.uniform(100, 900) for variable in variables}
+    target = total_cost(variables, {key: math.floor(want) for key, want in targets.items()}) + 3 * 5
+    ranks = fit_ranks(variables, targets, target)
+    assert total_cost(variables, ranks) == target
+    assert max(abs(ranks[key] - targets[key]) for key in targets) < 2
+    whole = {variable.key: 100.0 + variable.layer for variable in variables}
+    assert fit_ranks(variables, whole, total_cost(variables, {k: int(v) for k, v in whole.items()})) == whole
 
 
 def test_coarse_knobs_move_only_when_fine_ones_are_at_their_ends() -> None:
-    coarse = Knob(0, "attention", "value", 10, 1, linear(1000))
-    fine = Knob(0, "mlp", "mlp", 20, 1, linear(1))
-    wants = {coarse.key: 5.0, fine.key: 10.0}
-    assert fit_ranks([coarse, fine], wants, 5012) == {coarse.key: 5, fine.key: 12}
-    assert fit_ranks([coarse, fine], wants, 5900) == {coarse.key: 5, fine.key: 20}
-    assert fit_ranks([coarse, fine], wants, 4999) == {coarse.key: 4, fine.key: 20}
+    coarse = RankVariable(0, "attention", "value", 10, 1, linear(1000))
+    fine = RankVariable(0, "mlp", "mlp", 20, 1, linear(1))
+    targets = {coarse.key: 5.0, fine.key: 10.0}
+    assert fit_ranks([coarse, fine], targets, 5012) == {coarse.key: 5, fine.key: 12}
+    assert fit_ranks([coarse, fine], targets, 5900) == {coarse.key: 5, fine.key: 20}
+    assert fit_ranks([coarse, fine], targets, 4999) == {coarse.key: 4, fine.key: 20}
 
 
 def test_solve_ratio() -> None:
@@ -141,12 +148,12 @@ def test_solve_ratio() -> None:
 
 
 def test_bad_knobs_and_wants() -> None:
-    knob = Knob(1, "mlp", "mlp", 5, 1, linear(1))
-    with pytest.raises(ValueError, match=r"two knobs are called \(1, 'mlp', 'mlp'\)"):
-        fit_ranks([knob, knob], {knob.key: 1.0}, 3)
-    for wants in ({}, {knob.key: math.nan}, {knob.key: -1.0}):
+    variable = RankVariable(1, "mlp", "mlp", 5, 1, linear(1))
+    with pytest.raises(ValueError, match=r"two variables are called \(1, 'mlp', 'mlp'\)"):
+        fit_ranks([variable, variable], {variable.key: 1.0}, 3)
+    for targets in ({}, {variable.key: math.nan}, {variable.key: -1.0}):
         with pytest.raises(ValueError, match=r"\(1, 'mlp', 'mlp'\): a rank that is finite"):
-            fit_ranks([knob], wants, 3)
+            fit_ranks([variable], targets, 3)
     for cap, multiple in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="must be at least 1"):
-            Knob(1, "mlp", "mlp", cap, multiple, linear(1))
+            RankVariable(1, "mlp", "mlp", cap, multiple, linear(1))

@@ -1,7 +1,7 @@
 """Tiny source models of the six families, and how each is described to lamina.
 
 The block dictionaries are written out here on purpose: the compress side has its own family data, and the tests of the
-contract between both must not share it.
+compression between both must not share it.
 """
 
 from typing import Any

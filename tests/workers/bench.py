@@ -22,8 +22,8 @@ from stores.activations import ActivationStore
 from stores.source import open_source
 from tests.pipeline.geometries import manifest
 from tests.serving.serving_sources import make_source
-from workers.exchange import LocalExchange
-from workers.setup import Setup
+from workers.config import WorkerConfig
+from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
 
 SAMPLES, SEQUENCE = 5, 9
@@ -40,7 +40,7 @@ def save_source(
     return directory
 
 
-def make_setup(model: Path, run_dir: Path, *methods: dict[str, Any], **changes: Any) -> Setup:
+def make_setup(model: Path, run_dir: Path, *methods: dict[str, Any], **changes: Any) -> WorkerConfig:
     """Tokens in the store, and all that a worker is told; `methods` as entries of a manifest."""
     source = open_source(str(model))
     config = standard_config(source.config)
@@ -58,19 +58,19 @@ def make_setup(model: Path, run_dir: Path, *methods: dict[str, Any], **changes: 
         "tokens": ActivationStore(run_dir / "activations.zarr").write_tokens(ids.to(torch.int32)),
         **changes,
     }
-    return Setup(source=source, config=config, geometry=geometry, run_dir=run_dir, **given)
+    return WorkerConfig(source=source, config=config, geometry=geometry, run_dir=run_dir, **given)
 
 
-def make_worker(setup: Setup) -> Worker:
-    return Worker(setup, LocalExchange())
+def make_worker(setup: WorkerConfig) -> Worker:
+    return Worker(setup, LocalTransfer())
 
 
-def layer_names(setup: Setup, layer: int) -> list[str]:
+def layer_names(setup: WorkerConfig, layer: int) -> list[str]:
     """The dense layer's tensors."""
     return [name for name, _ in setup.geometry.layer_tensors(layer).values()]
 
 
-def tasks_of(setup: Setup, layer: int) -> list[Task]:
+def tasks_of(setup: WorkerConfig, layer: int) -> list[Task]:
     assert setup.manifest is not None
     tasks = claim_tasks(build_methods(setup.manifest), setup.geometry)
     return [task for task in tasks if task.group.layer == layer]
@@ -79,7 +79,7 @@ def tasks_of(setup: Setup, layer: int) -> list[Task]:
 class Reference:
     """transformers' model, run once on all the samples."""
 
-    def __init__(self, model: Path, setup: Setup) -> None:
+    def __init__(self, model: Path, setup: WorkerConfig) -> None:
         self.setup = setup
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=setup.dtype).eval()
         store = ActivationStore(setup.run_dir / "activations.zarr")
@@ -179,7 +179,7 @@ def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Any,
     return {**worker.execute(unit), "forms": dict(unit.forms)}, reports
 
 
-def write_unit(setup: Setup, layer: int, solved: list[SolveDone]) -> Write:
+def write_unit(setup: WorkerConfig, layer: int, solved: list[SolveDone]) -> Write:
     forms = {role: form for found in solved for role, form in found.forms.items()}
     roles = tuple(role for task in tasks_of(setup, layer) for role in task.group.roles)
     return Write(layer, tuple(found.factors for found in solved), roles, forms)

@@ -11,21 +11,23 @@ from lamina import LaminaConfig
 from manifests.errors import NumericsError
 from tests.workers.bench import FAMILIES, Reference, layer_names, make_setup, save_source
 from workers.block import Block, final_norm
-from workers.setup import Setup
+from workers.config import WorkerConfig
 
 LAYER = 1
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Setup, Reference]:
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[WorkerConfig, Reference]:
     directory = tmp_path_factory.mktemp("block")
     model = save_source(directory / "model", request.param)
     setup = make_setup(model, directory / "run")
     return setup, Reference(model, setup)
 
 
-def make_block(setup: Setup, change: dict[str, float] | None = None, dtype: torch.dtype = torch.float32) -> Block:
+def make_block(
+    setup: WorkerConfig, change: dict[str, float] | None = None, dtype: torch.dtype = torch.float32
+) -> Block:
     config = LaminaConfig(**setup.config)
     config._attn_implementation = "sdpa"
     prefix = f"{setup.geometry.layers_path}.{LAYER}."
@@ -38,7 +40,7 @@ def make_block(setup: Setup, change: dict[str, float] | None = None, dtype: torc
     return Block(config, LAYER, tensors, CPU)
 
 
-def points_of(setup: Setup) -> list[str]:
+def points_of(setup: WorkerConfig) -> list[str]:
     return [f"{role}.{side}" for role in setup.geometry.roles for side in ("in", "out")]
 
 
@@ -49,14 +51,14 @@ def seen_by(block: Block, points: list[str], reference: Reference, output: bool)
     return seen
 
 
-def test_output_is_that_of_the_source(family: tuple[Setup, Reference]) -> None:
+def test_output_is_that_of_the_source(family: tuple[WorkerConfig, Reference]) -> None:
     setup, reference = family
     found = make_block(setup).run(reference.hidden_LMSD[LAYER])
     torch.testing.assert_close(found, reference.hidden_LMSD[LAYER + 1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("output", [True, False])
-def test_every_tap_sees_what_the_source_s_module_sees(family: tuple[Setup, Reference], output: bool) -> None:
+def test_every_tap_sees_what_the_source_s_module_sees(family: tuple[WorkerConfig, Reference], output: bool) -> None:
     setup, reference = family
     seen = seen_by(make_block(setup), points_of(setup), reference, output)
     for point, values in seen.items():
@@ -65,7 +67,7 @@ def test_every_tap_sees_what_the_source_s_module_sees(family: tuple[Setup, Refer
         torch.testing.assert_close(values[0].reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_tap_alone_or_with_any_other(family: tuple[Setup, Reference]) -> None:
+def test_a_tap_alone_or_with_any_other(family: tuple[WorkerConfig, Reference]) -> None:
     """Without an output the pass ends early, never before a tap was reached, whatever the order of modules is."""
     setup, reference = family
     block, points = make_block(setup), points_of(setup)
@@ -75,7 +77,7 @@ def test_a_tap_alone_or_with_any_other(family: tuple[Setup, Reference]) -> None:
             assert all(len(values) == 1 for values in seen.values()), (first, second)
 
 
-def test_shared_inputs_have_names(family: tuple[Setup, Reference]) -> None:
+def test_shared_inputs_have_names(family: tuple[WorkerConfig, Reference]) -> None:
     setup, reference = family
     names = ["attention.in", "q.in", "mlp.in", "up.in"]
     seen = seen_by(make_block(setup), names, reference, output=True)
@@ -83,7 +85,7 @@ def test_shared_inputs_have_names(family: tuple[Setup, Reference]) -> None:
     assert torch.equal(seen["mlp.in"][0], seen["up.in"][0])
 
 
-def test_without_output_what_follows_the_last_tap_is_not_run(family: tuple[Setup, Reference]) -> None:
+def test_without_output_what_follows_the_last_tap_is_not_run(family: tuple[WorkerConfig, Reference]) -> None:
     setup, reference = family
     block = make_block(setup)
     ran: list[str] = []
@@ -102,7 +104,7 @@ def test_without_output_what_follows_the_last_tap_is_not_run(family: tuple[Setup
     assert block.run(hidden, output=False) is None
 
 
-def test_taps_are_gone_after_a_pass(family: tuple[Setup, Reference]) -> None:
+def test_taps_are_gone_after_a_pass(family: tuple[WorkerConfig, Reference]) -> None:
     setup, reference = family
     block = make_block(setup)
     seen: list[torch.Tensor] = []
@@ -113,7 +115,7 @@ def test_taps_are_gone_after_a_pass(family: tuple[Setup, Reference]) -> None:
     assert len(seen) == 2
 
 
-def test_the_first_module_that_overflows_is_blamed(family: tuple[Setup, Reference]) -> None:
+def test_the_first_module_that_overflows_is_blamed(family: tuple[WorkerConfig, Reference]) -> None:
     setup, reference = family
     modules = dict(setup.geometry.modules)
     for role, path in modules.items():
@@ -126,7 +128,7 @@ def test_the_first_module_that_overflows_is_blamed(family: tuple[Setup, Referenc
         assert "the model's own activations overflow" in str(raised.value)
 
 
-def test_a_bad_input_is_not_blamed_on_the_layer(family: tuple[Setup, Reference]) -> None:
+def test_a_bad_input_is_not_blamed_on_the_layer(family: tuple[WorkerConfig, Reference]) -> None:
     setup, reference = family
     hidden = reference.hidden_LMSD[LAYER].clone()
     hidden[0, 0, 0] = float("nan")
@@ -134,13 +136,13 @@ def test_a_bad_input_is_not_blamed_on_the_layer(family: tuple[Setup, Reference])
         make_block(setup).run(hidden)
 
 
-def test_missing_tensors_are_no_layer(family: tuple[Setup, Reference]) -> None:
+def test_missing_tensors_are_no_layer(family: tuple[WorkerConfig, Reference]) -> None:
     setup, _ = family
     with pytest.raises(RuntimeError, match="Missing key"):
         Block(LaminaConfig(**setup.config), LAYER, {}, CPU)
 
 
-def test_final_norm(family: tuple[Setup, Reference], tmp_path: Path) -> None:
+def test_final_norm(family: tuple[WorkerConfig, Reference], tmp_path: Path) -> None:
     setup, reference = family
     path = str(setup.config["block"]["final_norm"])
     theirs = reference.model.get_submodule(path)

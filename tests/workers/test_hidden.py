@@ -8,7 +8,7 @@ import torch
 from manifests.errors import CorruptError
 from stores.activations import ActivationStore
 from tests.workers.bench import flip
-from workers.hidden import HiddenStates, Place
+from workers.hidden import HiddenStates, ShardKey
 
 SHAPE = (3, 4, 8)
 BYTES = 3 * 4 * 8 * 4
@@ -23,11 +23,11 @@ def states(number: int) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(number))
 
 
-def put(hidden: HiddenStates, place: Place, values: torch.Tensor, store: bool = False) -> object:
-    collector = hidden.collector(place, SHAPE, values.dtype, store, 2)
-    collector.append(values[:2])
-    collector.append(values[2:])
-    return hidden.keep(place, collector)
+def put(hidden: HiddenStates, place: ShardKey, values: torch.Tensor, store: bool = False) -> object:
+    hidden_writer = hidden.hidden_writer(place, SHAPE, values.dtype, store, 2)
+    hidden_writer.append(values[:2])
+    hidden_writer.append(values[2:])
+    return hidden.keep(place, hidden_writer)
 
 
 def generations(store: ActivationStore, tmp_path: Path) -> list[str]:
@@ -35,7 +35,7 @@ def generations(store: ActivationStore, tmp_path: Path) -> list[str]:
     return sorted(str(path.parent.parent.relative_to(tmp_path / "activations.zarr")) for path in found)
 
 
-def held(hidden: HiddenStates, place: Place) -> torch.Tensor:
+def held(hidden: HiddenStates, place: ShardKey) -> torch.Tensor:
     slices = hidden.get(place)
     assert slices is not None
     return torch.cat((slices.read(0, 1), slices.read(1, 3)))

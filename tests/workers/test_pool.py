@@ -17,8 +17,8 @@ from pipeline.ports import Forward, ForwardDone, Reduce, Score, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers.actor import Outcome
-from workers.exchange import Handle
 from workers.pool import RayPool
+from workers.tensor_transfer import Handle
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_a_signal_ends_waiting(make: Any) -> None:
     with pytest.raises(Interrupted, match="run the same command again"):
         pool.wait()
     with pytest.raises(Interrupted):
-        pool.drain()
+        pool.cancel_pending()
 
 
 def test_a_signal_ends_starting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_draining_waits_for_what_runs_and_forgets_the_rest(make: Any) -> None:
     for unit in forward(0):
         pool.submit(unit)
     pool.wait()
-    pool.drain()
+    pool.cancel_pending()
     before = [len(actor.done) for actor in fake.actors]
     assert sum(before) < 8
     assert not any(actor.calls for actor in fake.actors)
@@ -355,7 +355,7 @@ def test_draining_survives_a_death(make: Any) -> None:
     for unit in forward(0):
         pool.submit(unit)
     pool.wait()
-    pool.drain()
+    pool.cancel_pending()
     assert do(pool, forward(1))
 
 

@@ -30,7 +30,7 @@ from tests.workers.bench import (
     tasks_of,
     write_unit,
 )
-from workers.setup import Setup
+from workers.config import WorkerConfig
 from workers.worker import Worker
 
 
@@ -86,7 +86,7 @@ def test_moments_and_cosines_are_those_of_hooks_on_the_source(model: Path, tmp_p
         for moment in moments:
             point = {"attention.in": "q.in", "mlp.in": "up.in"}.get(moment.point, moment.point)
             expected = moment_of(reference.shard(reference.at(1, point), shard), moment)
-            found = worker.exchange.get(done.partials[moment])["moment"]
+            found = worker.transfer.get(done.partials[moment])["moment"]
             assert found.dtype == torch.float64
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
         before, after = (reference.shard(reference.hidden_LMSD[layer], shard).double() for layer in (1, 2))
@@ -102,7 +102,7 @@ def test_micro_batches_change_nothing_but_rounding(llama: Path, tmp_path: Path) 
         worker = make_worker(setup)
         moment = Moment("down.in")
         done = worker.execute(Forward("dense", 0, 0, moments=(moment,), cosine=True))
-        found.append((held_all(worker), worker.exchange.get(done.partials[moment])["moment"], done.cosine))
+        found.append((held_all(worker), worker.transfer.get(done.partials[moment])["moment"], done.cosine))
     for hidden, moment_1NN, cosine in found[1:]:
         close(hidden, found[0][0])
         torch.testing.assert_close(moment_1NN, found[0][1], rtol=1e-5, atol=1e-5)
@@ -207,7 +207,7 @@ def test_bfloat16_forward(tmp_path: Path) -> None:
 def test_reduce_adds_in_the_order_given(llama: Path, tmp_path: Path) -> None:
     worker, moment = make_worker(make_setup(llama, tmp_path / "run")), Moment("down.in")
     parts = [torch.full((1, 2, 2), value, dtype=torch.float64) for value in (1.0, 1e16, -1e16)]
-    handles = [worker.exchange.put({"moment": part}) for part in parts]
+    handles = [worker.transfer.put({"moment": part}) for part in parts]
 
     def total(*order: int) -> float:
         record = worker.execute(Reduce("dense", 0, moment, tuple(handles[index] for index in order)))
@@ -358,6 +358,6 @@ def test_logits_are_made_a_few_rows_at_a_time(llama: Path, tmp_path: Path, monke
 
 
 def test_setup_cuts_samples_in_fixed_parts(llama: Path, tmp_path: Path) -> None:
-    setup: Setup = make_setup(llama, tmp_path / "run", shards=3)
+    setup: WorkerConfig = make_setup(llama, tmp_path / "run", shards=3)
     ranges = [setup.shard_range(shard, 11) for shard in range(3)]
     assert ranges == [(0, 3), (3, 7), (7, 11)]

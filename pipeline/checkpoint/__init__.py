@@ -1,0 +1,1 @@
+"""OUTPUT: put together from the committed layers, described, and read back."""

@@ -1,0 +1,315 @@
+"""Puts the committed layers together as a checkpoint: shards, config, record, model card, and last of all the index.
+
+Order of durability: the index is renamed into OUTPUT after everything else; a directory without it is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lamina import MODELLING_FILES, modelling_source
+from manifests import VERSION
+from manifests.errors import CorruptError, InputError
+from pipeline.checkpoint.compression_record import (
+    RECORD_FILE,
+    RECORD_VERSION,
+    describe_bytes,
+    describe_file,
+    encode_json,
+    index_arguments,
+    read_record,
+    sealed,
+)
+from pipeline.checkpoint.counting import count
+from pipeline.checkpoint.model_card import model_card
+from pipeline.families.registry import checkpoint_config
+from pipeline.job.inputs import Inputs
+from pipeline.methods.registry import config_fields
+from pipeline.ports import Journal, Record
+from stores.checkpoint import (
+    copy_file,
+    copy_shard,
+    describe_shard,
+    index_content,
+    link_or_copy,
+    verify_shard,
+    write_index,
+)
+from stores.durable import fsync_directory, sweep_partials, write_durably
+from stores.source import CONFIG_FILE, INDEX_FILE
+
+SHARD_SUFFIX = ".safetensors"
+CARD_FILE = "README.md"
+TOKENIZER_FILE = "tokenizer_config.json"
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What goes into one output file: a staged layer, a whole source file, or some tensors of one."""
+
+    name: str
+    layer: int | None = None
+    source_file: str | None = None
+    tensors: tuple[str, ...] = ()
+    whole: bool = False
+
+
+def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
+    """One shard for every claimed layer, then what nobody claims, file by file of the source."""
+    layers = sorted({task.group.layer for task in inputs.tasks})
+    taken = {
+        name
+        for layer in layers
+        for name in inputs.source.tensors
+        if name.startswith(f"{inputs.geometry.layers_path}.{layer}.")
+    }
+    rest: dict[str, list[str]] = {}
+    for name, record in inputs.source.tensors.items():
+        if name not in taken:
+            rest.setdefault(Path(record.file).name, []).append(name)
+    held = {file: 0 for file in rest}
+    for record in inputs.source.tensors.values():
+        if Path(record.file).name in held:
+            held[Path(record.file).name] += 1
+    count = len(layers) + len(rest)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    plans = [ShardPlan(name, layer=layer) for name, layer in zip(names, layers, strict=False)]
+    for name, (file, tensors) in zip(names[len(layers) :], sorted(rest.items()), strict=True):
+        plans.append(
+            ShardPlan(name, source_file=file, tensors=tuple(sorted(tensors)), whole=held[file] == len(tensors))
+        )
+    return tuple(plans)
+
+
+class Assembler:
+    """Writes OUTPUT from a finished journal. Doing it again, after an interruption, gives the same bytes."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        journal: Journal,
+        run_dir: Path,
+        source_files: Mapping[str, Any],
+        guard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`source_files`: file -> size and sha256, for the record. `guard`: raises if RUN_DIR is no longer ours."""
+        self.guard = guard
+        self.inputs = inputs
+        self.journal = journal
+        self.run_dir = run_dir
+        self.source_files = source_files
+        self.output = Path(inputs.manifest.output)
+
+    def run(self) -> dict[str, Any]:
+        """Writes everything, the index last; returns the compression record.
+
+        Ask for `damaged_layers` first. Raises CorruptError when the ledger has lost an entry.
+        """
+        self.output.mkdir(parents=True, exist_ok=True)
+        plans = plan_shards(self.inputs)
+        self._remove_strays(plans)
+        records = {plan.name: self._place(plan) for plan in plans}
+        fsync_directory(self.output)
+        compression = self._record(plans, records)
+        names = self._write_companions()
+        write_durably(self.output / CONFIG_FILE, encode_json(self._config()))
+        write_durably(self.output / CARD_FILE, model_card(compression).encode())
+        described = {name: describe_file(self.output / name) for name in (*names, CONFIG_FILE, CARD_FILE)}
+        index = index_arguments(compression)
+        described[INDEX_FILE] = describe_bytes(index_content(*index))
+        compression = sealed({**compression, "files": described})
+        self._remove_unnamed(described.keys() | records.keys())
+        write_durably(self.output / RECORD_FILE, encode_json(compression))
+        self.guard()
+        write_index(self.output, *index)
+        return compression
+
+    def damaged_layers(self) -> dict[str, str]:
+        """Ledger key -> fault of every staged layer that is not what was committed. Their entries are taken back."""
+        damaged = {}
+        for layer in range(self.inputs.geometry.num_layers):
+            entry = self.journal.get(key := f"layer/{layer:05d}")
+            try:
+                if entry is not None:
+                    verify_shard(self.run_dir / entry["staged"]["path"], entry["staged"])
+            except CorruptError as error:
+                self.journal.retract(key)
+                damaged[key] = str(error)
+        return damaged
+
+    def _remove_strays(self, plans: Sequence[ShardPlan]) -> None:
+        """Shards of an earlier, other job, its index first; and what a killed run left half written."""
+        (self.output / INDEX_FILE).unlink(missing_ok=True)
+        sweep_partials(self.output)
+        fsync_directory(self.output)
+        expected = {plan.name for plan in plans}
+        for path in self.output.glob("model-*.safetensors"):
+            if path.name not in expected:
+                path.unlink()
+
+    def _place(self, plan: ShardPlan) -> Record:
+        target = self.output / plan.name
+        if plan.layer is not None:
+            entry = self._entry(plan.layer)
+            assert entry is not None
+            link_or_copy(self.run_dir / entry["staged"]["path"], target)
+            staged: Record = entry["staged"]
+            return staged
+        entered = self.journal.get(f"rest/{plan.name.removesuffix(SHARD_SUFFIX)}")
+        if entered is not None and _is_whole(target, entered):
+            return entered
+        assert plan.source_file is not None
+        if plan.whole:
+            link_or_copy(self.inputs.source.directory.resolve() / plan.source_file, target)
+            record = describe_shard(target)
+        else:
+            record = copy_shard(target, self.inputs.source, plan.tensors)
+        self.journal.commit(f"rest/{plan.name.removesuffix(SHARD_SUFFIX)}", record)
+        return record
+
+    def _forms(self) -> list[dict[str, Any]]:
+        entries = [self._entry(layer) for layer in range(self.inputs.geometry.num_layers)]
+        return [entry["forms"] if entry else {} for entry in entries]
+
+    def _entry(self, layer: int) -> Record | None:
+        """What was committed of a layer; None when nobody claims it. Raises CorruptError: an entry has vanished."""
+        entry = self.journal.get(f"layer/{layer:05d}")
+        if entry is None and any(task.group.layer == layer for task in self.inputs.tasks):
+            raise CorruptError(
+                f"{self.run_dir}: the ledger no longer holds layer {layer}; was a mount lost? Mount it again, then run "
+                "the same command again",
+                f"layer/{layer:05d}",
+            )
+        return entry
+
+    def _config(self) -> dict[str, Any]:
+        config = checkpoint_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
+        return config | config_fields(self.inputs.methods)
+
+    def _record(self, plans: Sequence[ShardPlan], records: Mapping[str, Record]) -> dict[str, Any]:
+        geometry, forms = self.inputs.geometry, self._forms()
+        owners = {(task.group.layer, role): task for task in self.inputs.tasks for role in task.group.roles}
+        tensors: dict[str, Any] = {}
+        for plan in plans:
+            places = {} if plan.layer is None else self._places(plan.layer, forms[plan.layer])
+            for name, described in records[plan.name]["tensors"].items():
+                role = next((role for path, role in places.items() if name.startswith(path)), None)
+                task = None if plan.layer is None or role is None else owners.get((plan.layer, role))
+                form = None if plan.layer is None or role is None else forms[plan.layer].get(role)
+                origin = self.inputs.methods[task.method].name if task else "copied"
+                tensors[name] = {**described, **(form or {"form": "dense"}), "origin": origin, "shard": plan.name}
+        return {
+            "version": RECORD_VERSION,
+            "code_version": VERSION,
+            "source": {
+                "path": self.inputs.manifest.model.source,
+                "revision": self.inputs.manifest.model.revision,
+                "model_type": geometry.model_type,
+                "files": {
+                    file: {key: found[key] for key in ("size", "sha256")} for file, found in self.source_files.items()
+                },
+            },
+            "manifest": self.inputs.manifest.semantic(),
+            "counts": count(self.inputs, tensors, forms),
+            "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
+            "shards": {name: {key: record[key] for key in ("size", "sha256")} for name, record in records.items()},
+            "claimed": self._claimed(),
+            "tensors": tensors,
+        }
+
+    def _places(self, layer: int, forms: Mapping[str, Any]) -> dict[str, str]:
+        """Path of a module, with a trailing dot -> role; what a group shares counts as its first role's."""
+        geometry = self.inputs.geometry
+        places = {f"{geometry.path(layer, role)}.": role for role in geometry.roles}
+        for group in (task.group for task in self.inputs.tasks if task.group.layer == layer):
+            first = group.roles[0]
+            if first in forms:
+                shared = geometry.group_path(layer, group.roles, group.name)
+                places.setdefault(f"{shared}.{forms[first]['form']}.", first)
+        return places
+
+    def _claimed(self) -> dict[str, str]:
+        """Source tensor -> the method that stores it in another form, or looked and left it."""
+        geometry = self.inputs.geometry
+        return {
+            name: self.inputs.methods[task.method].name
+            for task in self.inputs.tasks
+            for key, (name, _) in geometry.layer_tensors(task.group.layer).items()
+            if key.partition(".")[0] in task.group.roles
+        }
+
+    def _layer_report(self, layer: int) -> dict[str, Any]:
+        entry = self._entry(layer)
+        return {"groups": entry["groups"] if entry else {}, "forms": entry["forms"] if entry else {}}
+
+    def _write_companions(self) -> list[str]:
+        """Writes what travels with the weights. Returns the names."""
+        source, trusted = self.inputs.source.directory, self.inputs.manifest.model.trust_remote_code
+        patterns = (*COMPANIONS, "*.py") if trusted else COMPANIONS
+        paths = sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+        for path in paths:
+            if path.name == TOKENIZER_FILE and not trusted:
+                write_durably(self.output / path.name, without_code(path.read_bytes()))
+            else:
+                copy_file(path, self.output / path.name)
+        for name in MODELLING_FILES:
+            write_durably(self.output / name, modelling_source(name))
+        return [*(path.name for path in paths if path.name not in MODELLING_FILES), *MODELLING_FILES]
+
+    def _remove_unnamed(self, named: Set[str]) -> None:
+        """Files that the compression of an earlier, other job names and this one does not; nobody else's."""
+        try:
+            earlier = read_record(self.output)["files"]
+        except (InputError, CorruptError):
+            return
+        for name in earlier.keys() - named:
+            (self.output / name).unlink(missing_ok=True)
+
+
+def without_code(tokenizer_config: bytes) -> bytes:
+    """Without an `auto_map`, which names code: OUTPUT is loaded with `trust_remote_code`, meant for our own file."""
+    try:
+        fields = json.loads(tokenizer_config)
+    except (ValueError, RecursionError):  # of no use to anybody; a job that needs the tokenizer has refused it
+        return tokenizer_config
+    if not isinstance(fields, dict) or "auto_map" not in fields:
+        return tokenizer_config
+    del fields["auto_map"]
+    return json.dumps(fields, indent=2).encode()
+
+
+def _is_whole(path: Path, record: Record) -> bool:
+    try:
+        verify_shard(path, record)
+    except (CorruptError, InputError):
+        return False
+    return True
+
+
+def check_output(output: Path, run_dir: Path, fresh: bool) -> None:
+    """Refuses an OUTPUT that holds a checkpoint of another job. Raises InputError."""
+    if (output / INDEX_FILE).exists() and not fresh:
+        raise InputError(
+            f"output: {output} holds a checkpoint that {run_dir} did not write; "
+            "give another directory, or --fresh to replace it"
+        )
+    if output.exists() and any(
+        path.suffix == ".safetensors" and not path.name.startswith("model-") for path in output.iterdir()
+    ):
+        raise InputError(f"output: {output} holds other safetensors files; give an empty directory")
+
+
+def free_bytes(path: Path) -> int:
+    """Free space on the filesystem that a path is, or will be, on."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free

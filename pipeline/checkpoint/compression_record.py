@@ -1,0 +1,192 @@
+"""compression.json: what it must hold, how it is sealed, and whether the files beside it look as it says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from manifests.errors import CorruptError, InputError
+from stores.durable import read_whole, sha256_file, storage_errors
+from stores.source import MAX_JSON_BYTES, parse_json
+
+RECORD_VERSION = 1
+RECORD_FILE = "compression.json"
+MODELLING_FILE = "modeling_lamina.py"
+SEAL = "sha256"
+SHOWN_FAULTS = 5
+
+
+def _plain_name(name: str) -> str:
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise ValueError("no plain file name")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_plain_name)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Size = Annotated[int, Field(ge=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _File(_Part):
+    size: Size
+    sha256: Digest
+
+
+class _Tensor(_Part):
+    dtype: str
+    shape: list[Size]
+    sha256: Digest
+    form: str
+    origin: str
+    shard: FileName
+
+
+class _Pair(_Part):
+    dense: Size
+    compressed: Size
+
+
+class _Counts(_Part):
+    parameters: _Pair
+    decoder_parameters: _Pair
+    bytes: _Pair
+    cache_bytes_per_token: _Pair
+
+
+class _Layer(_Part):
+    groups: dict[str, dict[str, Any]]
+    forms: dict[str, dict[str, Any]]
+
+
+class _Source(_Part):
+    files: dict[str, _File]
+
+
+class _Entry(_Part):
+    method: str
+
+
+class _Manifest(_Part):
+    methods: list[_Entry]
+
+
+class _CompressionRecord(_Part):
+    version: Literal[1]
+    sha256: Digest
+    source: _Source
+    manifest: _Manifest
+    counts: _Counts
+    layers: list[_Layer]
+    shards: dict[FileName, _File]
+    files: dict[FileName, _File]
+    claimed: dict[str, str]
+    tensors: dict[str, _Tensor]
+
+
+def encode_json(value: Mapping[str, Any]) -> bytes:
+    """As every JSON file of a checkpoint is written; equal values give equal bytes."""
+    return f"{json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)}\n".encode()
+
+
+def sealed(compression: Mapping[str, Any]) -> dict[str, Any]:
+    """The compression with the sha256 of all else that it says, so that damage to itself shows."""
+    return {**compression, SEAL: _seal(compression)}
+
+
+def index_arguments(compression: Mapping[str, Any]) -> tuple[dict[str, str], int, int]:
+    """Tensor -> shard, bytes and numbers: all that the index says, as `index_content` takes it."""
+    weight_map = {name: entry["shard"] for name, entry in compression["tensors"].items()}
+    return weight_map, compression["counts"]["bytes"]["compressed"], compression["counts"]["parameters"]["compressed"]
+
+
+def describe_bytes(content: bytes) -> dict[str, Any]:
+    """size and sha256, as `files` holds them."""
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """The same of a file. Raises StorageError."""
+    with storage_errors("reading", path):
+        size = path.stat().st_size
+    return {"size": size, "sha256": sha256_file(path)}
+
+
+def read_record(output: Path) -> dict[str, Any]:
+    """compression.json, held against its own digest.
+
+    Raises:
+        InputError: there is none, or it is of another version.
+        CorruptError: it is not as it was written, or does not say what a compression says.
+    """
+    path = output / RECORD_FILE
+    try:
+        path.exists()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; is it a Lamina checkpoint?") from None
+    try:
+        content = read_whole(path, MAX_JSON_BYTES)
+        compression = parse_json(content)
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; is it a Lamina checkpoint?") from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path}: damaged: not JSON: {error or type(error).__name__}") from error
+    if not isinstance(compression, dict):
+        raise CorruptError(f"{path}: damaged: a JSON {type(compression).__name__}, expected an object")
+    if compression.get(SEAL) != _seal(compression) or content != encode_json(compression):
+        if compression.get("version") not in (RECORD_VERSION, None) and compression.get(SEAL) in (
+            _seal(compression),
+            None,
+        ):
+            raise InputError(f"{path}: version {compression['version']!r}, this Lamina knows {RECORD_VERSION}")
+        raise CorruptError(f"{path}: damaged or edited: it differs from its own sha256")
+    if compression.get("version") != RECORD_VERSION:
+        raise InputError(f"{path}: version {compression.get('version')!r}, this Lamina knows {RECORD_VERSION}")
+    try:
+        _CompressionRecord.model_validate(compression)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:SHOWN_FAULTS]]
+        raise CorruptError(f"{path}: damaged or edited: {'; '.join(faults)}") from None
+    return compression
+
+
+def file_fault(path: Path, record: Mapping[str, Any], digest: bool = True) -> str | None:
+    """What is wrong with a file of the checkpoint; its size alone is looked at with `digest` off."""
+    if not path.is_file():
+        return f"{path}: missing"
+    with storage_errors("reading", path):
+        size = path.stat().st_size
+    if size != record["size"]:
+        return f"{path}: {size} bytes, {RECORD_FILE} says {record['size']}"
+    if digest and sha256_file(path) != record["sha256"]:
+        return f"{path}: sha256 differs from what {RECORD_FILE} says"
+    return None
+
+
+def quick_faults(output: Path, seal: str) -> list[str]:
+    """What is seen to be wrong without reading weights: the compression, digests of small files, sizes of shards.
+
+    `seal` is the compression's digest when the job wrote it.
+    """
+    try:
+        compression = read_record(output)
+    except (InputError, CorruptError) as error:
+        return [str(error)]
+    if compression[SEAL] != seal:
+        return [f"{output / RECORD_FILE}: not the one that this job wrote"]
+    found = [file_fault(output / name, record) for name, record in compression["files"].items()]
+    found += [file_fault(output / name, record, digest=False) for name, record in compression["shards"].items()]
+    return [fault for fault in found if fault]
+
+
+def _seal(compression: Mapping[str, Any]) -> str:
+    content = {name: value for name, value in compression.items() if name != SEAL}
+    return hashlib.sha256(encode_json(content)).hexdigest()

@@ -1,0 +1,42 @@
+"""What a checkpoint stores, counted from what was written, and what its cache holds per token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lamina import LaminaConfig
+from pipeline.job.inputs import Inputs
+from stores.headers import DTYPES
+
+
+def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Stored numbers and bytes, dense and compressed, from what was written; and the cache per token."""
+    geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
+    described = LaminaConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})
+    written = {name: stored_numbers(entry["dtype"], entry["shape"], itemsize) for name, entry in tensors.items()}
+    prefix = f"{geometry.layers_path}."
+    dense_bytes = sum(record.end - record.begin for record in inputs.source.tensors.values())
+    sources = {name: math.prod(record.shape) for name, record in inputs.source.tensors.items()}
+    return {
+        "parameters": {"dense": sum(sources.values()), "compressed": sum(written.values())},
+        "decoder_parameters": {
+            "dense": sum(number for name, number in sources.items() if name.startswith(prefix)),
+            "compressed": sum(number for name, number in written.items() if name.startswith(prefix)),
+        },
+        "bytes": {
+            "dense": dense_bytes,
+            "compressed": sum(math.prod(e["shape"]) * DTYPES[e["dtype"]].itemsize for e in tensors.values()),
+        },
+        "cache_bytes_per_token": {
+            "dense": itemsize * geometry.num_layers * 2 * geometry.kv_heads * geometry.head_dim,
+            "compressed": itemsize * sum(described.cache_numbers(layer) for layer in range(geometry.num_layers)),
+        },
+    }
+
+
+def stored_numbers(dtype: str, shape: Sequence[int], itemsize: int) -> int:
+    """What a tensor counts for: its numbers, or for an index its bytes in numbers of the checkpoint's dtype."""
+    size = int(math.prod(shape))
+    return size if DTYPES[dtype].is_floating_point else math.ceil(size * DTYPES[dtype].itemsize / itemsize)

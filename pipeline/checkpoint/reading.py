@@ -1,0 +1,49 @@
+"""A dense or compressed checkpoint, read back under standard names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lamina import LaminaConfig, LaminaForCausalLM
+from manifests.errors import InputError
+from pipeline.families.registry import check_fields, geometry_of, standard_config
+from pipeline.job.inputs import STORED_NAMES, check_buildable
+from stores.source import SourceCheckpoint, open_source
+
+
+def read_checkpoint(model: str) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
+    """A dense or compressed checkpoint and its config under standard names. Raises InputError."""
+    source = open_source(model)
+    if source.config.get("model_type") != "lamina":
+        config = standard_config(source.config)
+        check_buildable(config, f"{model}/config.json")
+        source.require(geometry_of(config).expected_tensors())
+        return source, config
+    config = source.config
+    missing = [name for name in ("block", "forms", "num_hidden_layers", "dtype") if name not in config]
+    if missing:
+        raise InputError(f"{model}/config.json: lacks {', '.join(missing)}; it is no Lamina checkpoint")
+    check_fields(config)
+    if config["dtype"] not in STORED_NAMES.values():
+        known = ", ".join(STORED_NAMES.values())
+        raise InputError(f"{model}/config.json: dtype: {config['dtype']!r:.80}; known are {known}")
+    check_buildable(config, f"{model}/config.json")
+    try:
+        geometry_of(config)
+        expected_tensors(config)
+    except Exception as error:  # as `check_buildable`
+        raise InputError(f"{model}/config.json: damaged: {type(error).__name__}: {error}") from error
+    return source, config
+
+
+def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor -> shape of the model that the config of a Lamina checkpoint describes."""
+    with torch.device("meta"):
+        model = LaminaForCausalLM(LaminaConfig(**config))
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config["tie_word_embeddings"]:
+        expected.pop(f"{config['block']['head']}.weight", None)
+    return expected

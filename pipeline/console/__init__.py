@@ -1,0 +1,1 @@
+"""What a person sees and sends: arguments, signals, progress, the summary."""

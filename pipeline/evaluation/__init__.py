@@ -1,0 +1,1 @@
+"""Scores of a checkpoint, dense or compressed."""

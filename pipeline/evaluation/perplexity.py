@@ -1,0 +1,115 @@
+"""Perplexity of a checkpoint, dense or compressed, streamed layer by layer through the same workers as a job."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import InputError
+from manifests.schema import Text, Workers
+from pipeline.checkpoint.reading import expected_tensors, read_checkpoint
+from pipeline.console.progress import JobObserver
+from pipeline.families.registry import geometry_of
+from pipeline.job.calibration import window_tokens
+from pipeline.job.inputs import layer_dtype
+from pipeline.ports import Forward, Pool, Score, Unit
+from stores.activations import ActivationStore
+from workers.config import WorkerConfig
+from workers.pool import RayPool
+
+SHARDS = 16  # fixed, so that the sum does not depend on the number of workers
+NUMBERS_PER_BATCH = 4096  # tokens in a micro-batch, about
+
+
+def measure_perplexity(
+    model: str,
+    text: Text,
+    window: int,
+    workers: Workers,
+    dtype: torch.dtype | None,
+    stop: threading.Event,
+    observer: JobObserver,
+    scratch: Path | None = None,
+    start: Callable[[], None] = lambda: None,
+    limit: int | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Token-level perplexity over non-overlapping windows; every token but a window's first is scored.
+
+    Args:
+        limit: score only the first so many windows.
+        dtype: of the forward pass; None: as stored. The log-softmax is float32 in any case.
+        scratch: a directory that all nodes see; default: a temporary one of this machine.
+        trust_remote_code: whether the tokenizer may be code of the checkpoint.
+        start: called when model and text proved right, before any worker is started.
+
+    Raises:
+        InputError: model or text is wrong.
+        Interrupted: `stop` was set.
+    """
+    source, config = read_checkpoint(model)
+    geometry = geometry_of(config)
+    if config.get("model_type") == "lamina":
+        source.require(expected_tensors(config))
+    if window > config["max_position_embeddings"]:
+        raise InputError(
+            f"window: {window} is longer than the model's max_position_embeddings {config['max_position_embeddings']}"
+        )
+    tokens = window_tokens(source.directory, text, window, geometry.vocab, trust_remote_code)[:limit]
+    start()
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as directory:
+        record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))
+        setup = WorkerConfig(
+            source=source,
+            config=config,
+            geometry=geometry,
+            run_dir=Path(directory),
+            tokens=record,
+            shards=min(SHARDS, len(tokens)),
+            micro_batch=max(1, NUMBERS_PER_BATCH // window),
+            dtype=dtype or layer_dtype(source, geometry),
+            threads=workers.cpus,
+            use_gpu=workers.gpus > 0,
+            hidden_bytes=int(workers.activation_memory_gb * 2**30),
+        )
+        pool = RayPool(setup, workers, stop, observer.say)
+        try:
+            loss, count = score_windows(pool, geometry.num_layers, setup.shards, observer)
+        finally:
+            pool.close()
+    return {
+        "perplexity": math.exp(loss / count),
+        "loss": loss / count,
+        "tokens": count,
+        "windows": len(tokens),
+        "window": window,
+    }
+
+
+def score_windows(pool: Pool, num_layers: int, shards: int, observer: JobObserver) -> tuple[float, int]:
+    """All shards through all layers and the head: (summed loss, scored tokens), added in shard order."""
+    observer.phase("evaluate", num_layers, shards)
+    for layer in range(num_layers):
+        ahead = layer + 1 if layer + 1 < num_layers else None
+        replay = (None,) * layer
+        _do(pool, [Forward("dense", layer, shard, replay=replay, ahead=ahead) for shard in range(shards)], observer)
+    scored = _do(pool, [Score(num_layers, shard, replay=(None,) * num_layers) for shard in range(shards)], observer)
+    parts = [scored[f"score/{shard}"] for shard in range(shards)]
+    return sum(loss for loss, _ in parts), sum(count for _, count in parts)
+
+
+def _do(pool: Pool, units: Sequence[Unit], observer: JobObserver) -> dict[str, Any]:
+    for unit in units:
+        pool.submit(unit)
+    results: dict[str, Any] = {}
+    while len(results) < len(units):
+        done, result = pool.wait()
+        results[done.key] = result
+        observer.unit_done(done, result)
+    return results

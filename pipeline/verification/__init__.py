@@ -1,0 +1,1 @@
+"""Whether an OUTPUT is what its compression record and its source say."""

@@ -1,0 +1,108 @@
+"""`verify`: what is checked of a compressed checkpoint, in which order, and how damage becomes findings.
+
+Every check reads the files themselves, a tensor or a layer at a time. What damage makes impossible to check is a
+finding, too: never a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from manifests.errors import CorruptError, InputError, LaminaError
+from pipeline.checkpoint.compression_record import MODELLING_FILE, RECORD_FILE, file_fault, read_record
+from pipeline.checkpoint.reading import read_checkpoint
+from pipeline.verification import output_checks, source_checks
+from pipeline.verification.output_checks import Finding
+from stores.checkpoint import verify_shard
+from stores.source import CONFIG_FILE, INDEX_FILE, open_source
+
+__all__ = ["Finding", "verify"]
+
+
+def verify(output: Path, source: Path | None, bound: float | None = None) -> Iterator[Finding]:
+    """The findings, one check after another.
+
+    Raises InputError when `output` is no Lamina checkpoint at all or of another version, and when `source` is no model.
+    """
+    original = open_source(str(source)) if source is not None else None
+    try:
+        compression = read_record(output)
+    except CorruptError as error:
+        yield Finding("contract", "the other files cannot be held against it", (str(error),))
+        return
+    except InputError as error:
+        if not (output / MODELLING_FILE).exists():
+            raise
+        yield Finding("contract", "the other files cannot be held against it", (str(error),))
+        return
+    yield Finding("contract", f"{RECORD_FILE}, version {compression['version']}, is as it was written")
+    files = _files(output, compression)
+    yield files
+    yield _guarded("digests", _digests, output, compression)
+    if any(name in fault for fault in files.faults for name in (CONFIG_FILE, INDEX_FILE)):
+        yield Finding("contents", "not checked", (f"{output}: {CONFIG_FILE} or {INDEX_FILE} is damaged",))
+        return
+    try:
+        checkpoint, config = read_checkpoint(str(output))
+    except LaminaError as error:
+        yield Finding("contents", "cannot be opened", (str(error),))
+        return
+    yield _guarded("contents", output_checks.check_output_files, output, compression)
+    yield _guarded("forms", output_checks.check_forms, checkpoint, config, compression)
+    yield _guarded("values", output_checks.check_values, checkpoint, compression)
+    yield _guarded("counts", output_checks.check_counts, checkpoint, config, compression, original)
+    if original is not None:
+        yield _guarded("source", source_checks.check_source, original, config, compression)
+        yield _guarded("coverage", source_checks.check_coverage, original, checkpoint, compression)
+        yield _guarded("logits", source_checks.check_logits, original, checkpoint, config, compression, bound)
+
+
+def _guarded(check: str, function: Callable[..., Finding], *arguments: Any) -> Finding:
+    """The finding of a check; whatever damage makes it stumble over is a fault."""
+    try:
+        return function(*arguments)
+    except LaminaError as error:
+        return Finding(check, "could not be finished", (str(error),))
+    except Exception as error:  # a compression edited to fit may say anything that its schema allows
+        return Finding(check, "could not be finished", (f"{type(error).__name__}: {error}",))
+
+
+def _files(output: Path, compression: Mapping[str, Any]) -> Finding:
+    """Every file but the shards; and that there are no others, which a loader might take up."""
+    faults = [file_fault(output / name, record) for name, record in sorted(compression["files"].items())]
+    named = {RECORD_FILE, *compression["files"], *compression["shards"]}
+    strangers = sorted(path for path in output.iterdir() if path.name not in named and not path.name.startswith("."))
+    faults += [f"{path}: not part of the checkpoint; remove it" for path in strangers]
+    needed = [CONFIG_FILE, INDEX_FILE, *_modelling_files(output)]
+    faults += [f"{output / name}: {RECORD_FILE} has no digest of it" for name in needed if name not in named]
+    return Finding(
+        "files", f"{len(compression['files'])} files against sha256", tuple(fault for fault in faults if fault)
+    )
+
+
+def _modelling_files(output: Path) -> list[str]:
+    """The modelling file and all that it imports relatively, which a loader takes from beside it."""
+    modelling = output / MODELLING_FILE
+    imported = get_relative_import_files(modelling) if modelling.is_file() else []
+    return [MODELLING_FILE, *sorted({Path(path).name for path in imported})]
+
+
+def _digests(output: Path, compression: Mapping[str, Any]) -> Finding:
+    finding = Finding("digests", f"{len(compression['shards'])} shards against sha256")
+    faults = []
+    for shard, record in sorted(compression["shards"].items()):
+        tensors = {name: entry for name, entry in compression["tensors"].items() if entry["shard"] == shard}
+        try:
+            verify_shard(output / shard, {**record, "tensors": tensors})
+        except (CorruptError, InputError) as error:
+            faults.append(f"{error}{_lost(tensors) if not (output / shard).is_file() else ''}")
+    return replace(finding, faults=tuple(faults))
+
+
+def _lost(tensors: Mapping[str, Any]) -> str:
+    return f"; with it {', '.join(sorted(tensors))}" if tensors else ""

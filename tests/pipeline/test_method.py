@@ -1,0 +1,46 @@
+"""What methods declare: names of moments, statistics as they receive them."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.methods.method import Group, Moment, Statistics
+from pipeline.methods.registry import Task, layer_gradients, layer_moments
+
+
+def test_value_moments_keep_their_keys() -> None:
+    assert Moment("attention.in").key == "attention.in-1-1"
+    assert Moment("o.in", heads=8, groups=2).key == "o.in-8-2"
+
+
+def test_gradient_moments_have_keys_of_their_own() -> None:
+    moments = [
+        Moment("mid", kind="gradient"),
+        Moment("out", kind="gradient"),
+        Moment("q.out", heads=4, groups=2, kind="gradient"),
+        Moment("up.out", kind="gradient", diagonal=True),
+        Moment("up.out", kind="gradient"),
+        Moment("up.out"),
+        Moment("pull:q+k", kind="gradient"),
+    ]
+    keys = [moment.key for moment in moments]
+    assert keys[0] == "gradient-mid-1-1"
+    assert keys[3] == "gradient-up.out-1-1-diagonal"
+    assert keys[6] == "gradient-pull-q-k-1-1"
+    assert len(set(keys)) == len(keys)
+    assert not any(character in key for key in keys for character in ":/+")
+
+
+def test_a_layer_names_values_and_gradients_apart() -> None:
+    value, gradient = Moment("attention.in"), Moment("pull:q+k", kind="gradient")
+    tasks = [Task(0, Group(1, "query_key", ("q", "k"), (gradient, value))), Task(0, Group(1, "x", ("v",), (value,)))]
+    assert layer_moments(tasks, 1) == (value,)
+    assert layer_gradients(tasks, 1) == (gradient,)
+    assert layer_gradients(tasks, 0) == ()
+
+
+def test_means_of_both_kinds() -> None:
+    value, gradient = Moment("attention.in"), Moment("mid", kind="gradient")
+    statistics = Statistics({value: torch.full((1, 2, 2), 6.0), gradient: torch.full((1, 2, 2), 0.5)}, tokens=3)
+    assert torch.equal(statistics.mean(value), torch.full((1, 2, 2), 2.0, dtype=torch.float64))
+    assert torch.equal(statistics.mean(gradient), torch.full((1, 2, 2), 0.5, dtype=torch.float64))

@@ -1,0 +1,77 @@
+"""What the benchmarks share: the real command in a process of its own, and Markdown tables.
+
+No test: `make test` does not collect this folder. Run a benchmark as `python -m tools.benchmarks.NAME`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared"  # trained models and texts, where they lie beside the checkout
+QUIET = {"RAY_AUTH_MODE": "disabled", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class JobFailed(RuntimeError):
+    """The command ended with another code than 0; the message holds its last lines."""
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends a benchmark as an exit does: with its job stopped and its temporary directories removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def environment() -> dict[str, str]:
+    """For a command of this checkout: its own packages first, nothing fetched, no token written."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "deploy/serving"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, **QUIET, "PYTHONPATH": path.rstrip(os.pathsep)}
+
+
+def run_manifest(
+    manifest: Mapping[str, Any], directory: Path, watch: Callable[[int], None] | None = None, fresh: bool = True
+) -> dict[str, Any]:
+    """`python -m pipeline.run` on a manifest (written to `directory`); its summary.
+
+    Args:
+        watch: called with the command's pid as soon as it runs; returns when the command has ended.
+
+    Raises JobFailed.
+    """
+    path = directory / "manifest.json"  # JSON is YAML
+    path.write_text(json.dumps(manifest))
+    command = [sys.executable, "-m", "pipeline.run", str(path), "--json", *(["--fresh"] if fresh else [])]
+    log = directory / "log.txt"
+    with log.open("w") as errors:
+        job = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            if watch is not None:
+                watch(job.pid)
+            printed, _ = job.communicate()
+        finally:
+            if job.poll() is None:
+                job.terminate()
+                job.wait()
+    if job.returncode:
+        raise JobFailed(f"{' '.join(command)} ended with {job.returncode}:\n{log.read_text()[-2000:]}")
+    summary: dict[str, Any] = json.loads(printed)
+    return summary
+
+
+def markdown_row(cells: Iterable[object]) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A Markdown table to stdout."""
+    print(markdown_row(titles))
+    print(markdown_row(["---"] * len(titles)))
+    for row in rows:
+        print(markdown_row(row))

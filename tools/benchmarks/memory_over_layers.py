@@ -1,0 +1,306 @@
+"""Does anybody's memory grow with the number of layers? The real command on models that differ in nothing else.
+
+    python -m tools.benchmarks.memory_over_layers [--layers 6 12 24] [--propagate compressed dense] [--json]
+
+Equal random layers of 19.9 M parameters (bfloat16: 38 MiB each) go through `python -m pipeline.run` with FLAT-LLM's
+defaults and one worker. All its processes are watched from outside. Exit code 1 if a peak grows by more than
+`--tolerance` from the smallest model to the largest. RSS is the kernel's own high-water mark; it counts library files,
+and pages of Ray's object store in everyone who has touched them. Heap is what a process allocated for itself (RssAnon,
+sampled every 0.2 s); USS and PSS would depend on who else on the machine has the same libraries open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from deploy.quickstart.text import story_text
+from tests.factories import make_tokenizer
+from tools.benchmarks.jobs import end_on_sigterm, print_table, run_manifest
+
+# More attention than MLP: a wide MLP would spend the time of this benchmark in decompositions (N³), not on layers.
+CONFIG: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 2048,
+    "intermediate_size": 1536,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+SAMPLES, SEQUENCE, SHARDS = 16, 128, 2
+SAMPLING_SECONDS = 0.2
+MIB = 2**20
+KINDS = (  # what a command line holds -> what we call the process; the raylet's holds those of its children
+    ("gcs/gcs_server", "gcs"),
+    ("raylet/raylet", "raylet"),
+    ("ray::WorkerActor", "worker"),
+    ("ray::DashboardAgent", "dashboard agent"),
+    ("ray::RuntimeEnvAgent", "runtime env agent"),
+    ("ray::", "idle worker"),
+    ("default_worker.py", "idle worker"),
+    ("log_monitor", "log monitor"),
+    ("monitor.py", "autoscaler"),
+    ("dashboard/dashboard.py", "dashboard"),
+    ("dashboard/agent.py", "dashboard agent"),
+    ("runtime_env/agent", "runtime env agent"),
+)
+
+
+@dataclass
+class Peaks:
+    """Of one process."""
+
+    kind: str
+    rss_bytes: int = 0
+    heap_bytes: int = 0
+    cpu_seconds: float = 0.0
+
+
+@dataclass
+class Watch:
+    """All processes of a job, from outside: those that descend from the command."""
+
+    processes: dict[int, Peaks] = field(default_factory=dict)
+    together_bytes: int = 0
+
+    def __call__(self, pid: int) -> None:
+        """Returns when the command has ended."""
+        command = psutil.Process(pid)
+        while command.is_running() and command.status() != psutil.STATUS_ZOMBIE:
+            self._sample(command)
+            time.sleep(SAMPLING_SECONDS)
+
+    def _sample(self, command: psutil.Process) -> None:
+        together_bytes = 0
+        for process in _family(command):
+            try:
+                seen = self.processes.setdefault(process.pid, Peaks(""))
+                if seen.kind in ("", "idle worker", "other"):  # an idle one may become a worker
+                    seen.kind = "driver" if process.pid == command.pid else _kind(process)
+                memory_bytes, cpu = _memory_bytes(process.pid), process.cpu_times()
+            except (psutil.Error, OSError):
+                continue  # it has ended
+            seen.rss_bytes = max(seen.rss_bytes, memory_bytes.get("VmHWM", 0))
+            seen.heap_bytes = max(seen.heap_bytes, memory_bytes.get("RssAnon", 0))
+            seen.cpu_seconds = cpu.user + cpu.system
+            together_bytes += memory_bytes.get("RssAnon", 0)
+        self.together_bytes = max(self.together_bytes, together_bytes)
+
+    def by_kind(self) -> dict[str, dict[str, float]]:
+        """The largest process of every kind, and all together."""
+        found: dict[str, dict[str, float]] = {}
+        for peaks in self.processes.values():
+            entry = found.setdefault(peaks.kind, {"rss_bytes": 0, "heap_bytes": 0, "cpu_seconds": 0.0})
+            entry["rss_bytes"] = max(entry["rss_bytes"], peaks.rss_bytes)
+            entry["heap_bytes"] = max(entry["heap_bytes"], peaks.heap_bytes)
+            entry["cpu_seconds"] += peaks.cpu_seconds
+        found["all together"] = {"heap_bytes": self.together_bytes}
+        return found
+
+
+def _family(command: psutil.Process) -> Iterator[psutil.Process]:
+    yield command
+    try:
+        yield from command.children(recursive=True)
+    except psutil.Error:
+        return  # ended
+
+
+def _kind(process: psutil.Process) -> str:
+    line = " ".join(process.cmdline())
+    return next((kind for part, kind in KINDS if part in line), "other")
+
+
+def _memory_bytes(pid: int) -> dict[str, int]:
+    """VmHWM, RssAnon, ...; none for one that has ended and waits to be reaped."""
+    fields = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {words[0].removesuffix(":"): int(words[1]) * 1024 for words in fields if words[-1] == "kB"}
+
+
+def write_model(directory: Path, num_layers: int) -> int:
+    """A random Llama, a shard for every layer, no two layers in memory; returns the parameters of a layer."""
+    directory.mkdir(parents=True)
+    config = LlamaConfig(**CONFIG, num_hidden_layers=num_layers, dtype="bfloat16")
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
+    make_tokenizer(CONFIG["vocab_size"]).save_pretrained(directory)
+    hidden, vocabulary = CONFIG["hidden_size"], CONFIG["vocab_size"]
+    outer = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    weight_map: dict[str, str] = {}
+    layer_numbers = 0
+    for number in range(num_layers + 1):
+        shapes = outer if number == num_layers else _layer_shapes(number)
+        file = f"model-{number + 1:05d}-of-{num_layers + 1:05d}.safetensors"
+        generator = torch.Generator().manual_seed(number)
+        tensors = {name: _random(shape, generator) for name, shape in shapes.items()}
+        save_file(tensors, directory / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        if number < num_layers:
+            layer_numbers = sum(tensor.numel() for tensor in tensors.values())
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return layer_numbers
+
+
+def _layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, wide = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    queries, keys = (CONFIG[f"num_{name}_heads"] * CONFIG["head_dim"] for name in ("attention", "key_value"))
+    shapes = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (wide, hidden),
+        "mlp.up_proj.weight": (wide, hidden),
+        "mlp.down_proj.weight": (hidden, wide),
+    }
+    return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    noise = torch.randn(shape, generator=generator)
+    return noise.mul_(shape[1] ** -0.5).to(torch.bfloat16)
+
+
+def measure(num_layers: int, propagate: str, directory: Path) -> dict[str, Any]:
+    """Peaks by kind of process, and seconds by phase, of one job."""
+    layer_numbers = write_model(directory / "model", num_layers)
+    text = directory / "text.txt"
+    text.write_text(story_text(200_000, seed=1), encoding="utf-8")
+    manifest = {
+        "version": 1,
+        "model": {"source": str(directory / "model")},
+        "output": str(directory / "output"),
+        "run_dir": str(directory / "run"),
+        "budget": {"keep": 0.8},
+        "calibration": {
+            "text": {"files": [str(text)]},
+            "samples": SAMPLES,
+            "sequence_length": SEQUENCE,
+            "shards": SHARDS,
+            "micro_batch": 4,
+            "propagate": propagate,
+        },
+        "methods": [{"method": "flat_llm"}],
+        "workers": {"max": 1},
+    }
+    watch = Watch()
+    summary = run_manifest(manifest, directory, watch)
+    return {
+        "layers": num_layers,
+        "propagate": propagate,
+        "layer_bytes": 2 * layer_numbers,
+        "processes": watch.by_kind(),
+        "seconds": summary["seconds"],
+        "planned_worker_bytes": summary["plan"]["worker_peak_bytes"],
+    }
+
+
+def growth(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Kind of process -> quantity -> values by layers, ratios to the smallest model, bytes per layer."""
+    least, most = runs[0], runs[-1]
+    table: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for kind in most["processes"]:
+        for quantity in most["processes"][kind]:
+            if not quantity.endswith("_bytes") or any(kind not in run["processes"] for run in runs):
+                continue
+            values = [run["processes"][kind][quantity] for run in runs]
+            table[kind][quantity] = {
+                "values": values,
+                "ratios": [value / values[0] for value in values],
+                "bytes_per_layer": (values[-1] - values[0]) / max(1, most["layers"] - least["layers"]),
+            }
+    return dict(table)
+
+
+def print_growth(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Two tables: memory, and time per layer."""
+    layers = [run["layers"] for run in runs]
+    print(f"\npropagate: {runs[0]['propagate']}; one layer {runs[0]['layer_bytes'] / MIB:.0f} MiB; peaks in MiB\n")
+    rows = []
+    for kind, quantities in growth(runs).items():
+        for quantity, found in quantities.items():
+            values = [f"{value / MIB:,.0f}" for value in found["values"]]
+            ratios = [f"{ratio:.3f}" for ratio in found["ratios"][1:]]
+            row = [kind, quantity.removesuffix("_bytes"), *values, *ratios]
+            rows.append([*row, f"{found['bytes_per_layer'] / MIB:+.2f}"])
+    titles = [*(f"{count} layers" for count in layers), *(f"{count}/{layers[0]}" for count in layers[1:])]
+    print_table(["process", "", *titles, "a layer"], rows)
+    print("\nseconds per layer (all phases by the clock; worker and driver by their processor time)\n")
+    print_table(["", *(f"{count} layers" for count in layers), *titles[len(layers) :]], _time_rows(runs))
+
+
+def _time_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    names = list(runs[0]["seconds"]["phases"])
+    series = {name: [run["seconds"]["phases"][name] / run["layers"] for run in runs] for name in names}
+    series["total"] = [run["seconds"]["total"] / run["layers"] for run in runs]
+    for kind in ("worker", "driver"):
+        series[f"{kind}, processor"] = [run["processes"][kind]["cpu_seconds"] / run["layers"] for run in runs]
+    return [
+        [name, *(f"{value:.3f}" for value in values), *(f"{value / values[0]:.3f}" for value in values[1:])]
+        for name, values in series.items()
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    options.add_argument("--layers", type=int, nargs="+", default=[6, 12, 24], help="ascending")
+    options.add_argument("--propagate", nargs="+", choices=("compressed", "dense"), default=["compressed"])
+    options.add_argument("--tolerance", type=float, default=0.05, help="growth of a peak that is no failure")
+    options.add_argument("--json", action="store_true", help="print the figures as JSON")
+    arguments = options.parse_args(argv)
+    end_on_sigterm()
+    results: list[list[dict[str, Any]]] = []
+    for propagate in arguments.propagate:
+        runs = []
+        for num_layers in arguments.layers:
+            with tempfile.TemporaryDirectory(prefix="lamina-benchmark-") as directory:
+                runs.append(measure(num_layers, propagate, Path(directory)))
+            spent = runs[-1]["seconds"]["total"]
+            print(f"{propagate}, {num_layers} layers: {spent:.0f} s", file=sys.stderr, flush=True)
+        results.append(runs)
+    grown = [
+        f"{runs[0]['propagate']}: {kind} {quantity} grows {found['ratios'][-1]:.3f} times"
+        for runs in results
+        for kind, quantities in growth(runs).items()
+        for quantity, found in quantities.items()
+        if found["ratios"][-1] > 1 + arguments.tolerance
+    ]
+    if arguments.json:
+        print(json.dumps({"runs": results, "growth": [growth(runs) for runs in results], "grown": grown}))
+    else:
+        for runs in results:
+            print_growth(runs)
+        print("\n" + ("\n".join(grown) or f"no peak grows by more than {arguments.tolerance:.0%}"))
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""Where the time of a job goes: once by the real command, once in this process with a clock on every kind of work.
+
+    python -m tools.benchmarks.where_time_goes [MODEL --calibration FILE…] [--propagate dense] [--workers 2] [--json]
+
+The command's summary tells start, units, the share of products and decompositions in them, and what Ray and the driver
+add. The second run does the same units in this process, one after another, without Ray: every second is counted once,
+for the innermost kind of work it is in; what other threads do beside is listed apart. FLAT-LLM's defaults; without a
+model, a random one of four layers of 19.9 M parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import pipeline.run
+import stores.checkpoint
+import workers.layers
+import workers.worker
+from deploy.quickstart.text import story_text
+from manifests.loading import parse_manifest
+from pipeline.checkpoint.assembling import Assembler
+from pipeline.console.summary import compute_share
+from pipeline.ports import Unit
+from stores.activations import ActivationReader, ActivationStore, ActivationWriter
+from stores.arrays import ArrayStore
+from stores.ledger import Ledger
+from stores.lock import RunLock
+from stores.source import SourceCheckpoint
+from stores.statistics import StatisticsStore
+from tools.benchmarks.jobs import end_on_sigterm, print_table, run_manifest
+from tools.benchmarks.memory_over_layers import write_model
+from workers.block import Block
+from workers.config import WorkerConfig
+from workers.memory import map_large_tensors
+from workers.tensor_transfer import LocalTransfer
+from workers.worker import Worker
+
+PARTS: tuple[tuple[object, str, str], ...] = (  # owner, attribute, kind of work
+    (pipeline.run, "read_inputs", "opening model and manifest"),
+    (pipeline.run, "calibration_tokens", "tokenising"),
+    (SourceCheckpoint, "read", "reading weights"),
+    (workers.layers, "read_staged", "reading staged layers"),
+    (workers.layers, "_require_finite", "looking for NaN"),
+    (stores.checkpoint, "_check_finite", "looking for NaN"),
+    (Block, "__init__", "building layers"),
+    (workers.worker, "add_head_moment_", "moments"),
+    (workers.worker, "cosine_sums", "cosines"),
+    (StatisticsStore, "write", "storing statistics"),
+    (StatisticsStore, "read", "reading statistics"),
+    (ActivationWriter, "append", "storing hidden states"),
+    (ActivationWriter, "commit", "storing hidden states"),
+    (ActivationStore, "writer", "storing hidden states"),
+    (ActivationReader, "read", "reading hidden states, tokens"),
+    (workers.worker, "write_staged", "writing layers"),
+    (Worker, "_reduce", "reducing"),
+    (LocalTransfer, "put", "exchanging"),
+    (Ledger, "commit", "ledger"),
+    (Ledger, "get", "ledger"),
+    (Ledger, "keys", "ledger"),
+    (Ledger, "sweep", "ledger"),
+    (ArrayStore, "sweep", "dropping old data"),
+    (RunLock, "beat", "heartbeat"),
+    (Assembler, "run", "assembling"),
+    (os, "fsync", "fsync"),
+)
+RANDOM_LAYERS = 4
+PRODUCTS = ("forward products", "moments", "cosines", "decompositions")
+
+
+class Clock:
+    """Seconds by thread and kind of work, each second for the innermost kind."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[str, str], float] = defaultdict(float)
+        self.local = threading.local()
+
+    @contextlib.contextmanager
+    def at(self, kind: str) -> Iterator[None]:
+        """The block is work of this kind."""
+        outer, self.local.kind = self._switch(), kind
+        try:
+            yield
+        finally:
+            self._switch()
+            self.local.kind = outer
+
+    def _switch(self) -> str:
+        """Counts what has passed for the kind that is on; returns it."""
+        now, kind = time.perf_counter(), getattr(self.local, "kind", "everything else")
+        thread = "main" if threading.current_thread() is threading.main_thread() else "beside"
+        self.seconds[thread, kind] += now - getattr(self.local, "since", now)
+        self.local.since = now
+        return kind
+
+    def timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        """The function with its time counted."""
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **named: Any) -> Any:
+            with self.at(kind):
+                return function(*arguments, **named)
+
+        return run
+
+    def of(self, thread: str) -> dict[str, float]:
+        """Kind -> seconds of one thread, most first."""
+        idle = "everything else" if thread == "beside" else None
+        found = {kind: spent for (name, kind), spent in self.seconds.items() if name == thread and kind != idle}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+class TimedHash:
+    """`hashlib.sha256` with a clock."""
+
+    def __init__(self, clock: Clock, make: Callable[..., Any], data: Any = b"") -> None:
+        self.clock = clock
+        with clock.at("hashing"):
+            self.digester = make(data)
+
+    def update(self, data: Any) -> None:
+        with self.clock.at("hashing"):
+            self.digester.update(data)
+
+    def hexdigest(self) -> str:
+        return str(self.digester.hexdigest())
+
+
+class LocalPool:
+    """One worker in this process, in place of `RayPool`."""
+
+    size = 1
+
+    def __init__(self, setup: WorkerConfig, *_: Any) -> None:
+        torch.set_num_threads(setup.threads)
+        self.worker = Worker(setup, LocalTransfer())
+        self.waiting: deque[Unit] = deque()
+        self.seconds: dict[str, list[float]] = {}
+        self.peak_bytes: dict[str, int] = {}
+
+    def submit(self, unit: Unit) -> None:
+        self.waiting.append(unit)
+
+    def wait(self) -> tuple[Unit, Any]:
+        unit = self.waiting.popleft()
+        return unit, self.worker.execute(unit)
+
+    def cancel_pending(self) -> None:
+        self.waiting.clear()
+
+    def busy(self) -> dict[str, str]:
+        return {}
+
+    def close(self) -> None:
+        self.worker.layers.thread.shutdown()
+
+
+def clocked_run(manifest: Mapping[str, Any]) -> tuple[Clock, float]:
+    """The job in this process: its clock, and its seconds."""
+    clock = Clock()
+
+    @contextlib.contextmanager
+    def computing(worker: Worker) -> Iterator[None]:
+        with clock.at("forward products"):
+            yield
+
+    with contextlib.ExitStack() as patches:
+        for owner, name, kind in PARTS:
+            timed = clock.timed(getattr(owner, name), kind)
+            patches.enter_context(mock.patch.object(owner, name, timed))
+        sha256 = functools.partial(TimedHash, clock, hashlib.sha256)
+        patches.enter_context(mock.patch.object(hashlib, "sha256", sha256))
+        patches.enter_context(mock.patch.object(Worker, "_computing", computing))
+        patches.enter_context(mock.patch.object(pipeline.run, "RayPool", _pool_with(clock)))
+        patches.enter_context(mock.patch.object(pipeline.run, "connect", return_value="nowhere"))
+        patches.enter_context(mock.patch.object(pipeline.run, "catch_signals"))
+        patches.enter_context(mock.patch.object(pipeline.run, "interrupt_on_signals"))
+        started = time.perf_counter()
+        with clock.at("everything else"):
+            pipeline.run.run_job(parse_manifest(manifest), fresh=True, address=None, stop=threading.Event(), quiet=True)
+        return clock, time.perf_counter() - started
+
+
+def _pool_with(clock: Clock) -> Callable[..., LocalPool]:
+    def make(*arguments: Any) -> LocalPool:
+        pool = LocalPool(*arguments)
+        for method in pool.worker.methods:
+            object.__setattr__(method, "compress", clock.timed(method.compress, "decompositions"))
+        return pool
+
+    return make
+
+
+def command_shares(seconds: Mapping[str, Any], wall: float, workers: int) -> dict[str, float]:
+    """Wall seconds of the real command, cut in parts that add up to `wall`."""
+    phases = {name: spent for name, spent in seconds["phases"].items() if name != "assemble"}
+    busy = sum(spent for _, spent, _ in seconds["units"].values())
+    computing = sum(spent for _, _, spent in seconds["units"].values())
+    return {
+        "start of Python, checks, hashing the source; exit": wall - seconds["total"],
+        "start of Ray and of the workers": seconds["driver"] - sum(phases.values()),
+        "products and decompositions": computing / workers,
+        "the rest of the units": (busy - computing) / workers,
+        "Ray, driver, ledger; workers idle": sum(phases.values()) - busy / workers,
+        "assembling": seconds["total"] - seconds["driver"],
+    }
+
+
+def main() -> int:
+    """The benchmark."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("model", nargs="?")
+    options.add_argument("--calibration", nargs="+", default=[])
+    options.add_argument("--propagate", choices=("compressed", "dense"), default="compressed")
+    options.add_argument("--samples", type=int, default=128)
+    options.add_argument("--sequence", type=int, default=256)
+    options.add_argument("--micro-batch", type=int, default=8)
+    options.add_argument("--shards", type=int, default=4)
+    options.add_argument("--workers", type=int, default=1, help="of the real command")
+    options.add_argument("--json", action="store_true", help="print the figures as JSON")
+    arguments = options.parse_args()
+    if bool(arguments.model) != bool(arguments.calibration):
+        options.error("MODEL and --calibration go together")
+    end_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="lamina-benchmark-") as scratch:
+        if not arguments.model:
+            arguments.model, text = Path(scratch, "model"), Path(scratch, "text.txt")
+            write_model(arguments.model, RANDOM_LAYERS)
+            text.write_text(story_text(2_000_000, seed=1), encoding="utf-8")
+            arguments.calibration = [text]
+        manifest = _manifest(arguments, scratch)
+        started = time.perf_counter()
+        summary = run_manifest(manifest, Path(scratch))
+        wall = time.perf_counter() - started
+        map_large_tensors()
+        clock, clocked_seconds = clocked_run(manifest)
+    command = command_shares(summary["seconds"], wall, arguments.workers)
+    parts = {"main": clock.of("main"), "beside": clock.of("beside")}
+    if arguments.json:
+        print(json.dumps({"wall": wall, "command": command, "clocked": clocked_seconds, **parts}))
+        return 0
+    share = compute_share(summary["seconds"])
+    print(f"\nthe command, {arguments.workers} worker(s): {wall:.1f} s; {share:.0%} of the units in products\n")
+    print_table(["", "s", "share"], _rows(command, wall))
+    products = sum(parts["main"].get(kind, 0.0) for kind in PRODUCTS)
+    print(f"\nin this process: {clocked_seconds:.1f} s, {products / clocked_seconds:.0%} in {', '.join(PRODUCTS)}\n")
+    print_table(["", "s", "share"], _rows(parts["main"], clocked_seconds))
+    print("\nbeside it, in other threads\n")
+    print_table(["", "s", "of the time"], _rows(parts["beside"], clocked_seconds))
+    return 0
+
+
+def _manifest(arguments: argparse.Namespace, scratch: str) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "model": {"source": str(Path(arguments.model).resolve())},
+        "output": f"{scratch}/output",
+        "run_dir": f"{scratch}/run",
+        "budget": {"keep": 0.8},
+        "calibration": {
+            "text": {"files": [str(Path(file).resolve()) for file in arguments.calibration]},
+            "samples": arguments.samples,
+            "sequence_length": arguments.sequence,
+            "shards": arguments.shards,
+            "micro_batch": arguments.micro_batch,
+            "propagate": arguments.propagate,
+        },
+        "methods": [{"method": "flat_llm"}],
+        "workers": {"max": arguments.workers},
+    }
+
+
+def _rows(parts: Mapping[str, float], whole: float) -> list[list[str]]:
+    return [[name, f"{spent:.2f}", f"{spent / whole:.1%}"] for name, spent in parts.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""What a worker is told when it starts: where everything is, and how the samples are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from stores.source import SourceCheckpoint
+
+FORWARD_DTYPES = ("F64", "F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One value for every worker of a job; picklable.
+
+    Attributes:
+        config: the standard config (families/registry.py) of the source: all forms dense, or a Lamina checkpoint's.
+        tokens: record of the token ids (samples, sequence) in the activation store; None for data-free jobs.
+        shards: how many parts the samples are cut in.
+        dtype: of the forward pass.
+        manifest: None when nothing is compressed (evaluation).
+        run_dir: holds activations.zarr, statistics.zarr and staged/.
+    """
+
+    source: SourceCheckpoint
+    config: Mapping[str, Any]
+    geometry: Geometry
+    run_dir: Path
+    tokens: Mapping[str, Any] | None
+    shards: int
+    micro_batch: int
+    dtype: torch.dtype
+    threads: int
+    use_gpu: bool
+    hidden_bytes: int
+    manifest: Manifest | None = None
+
+    def shard_range(self, shard: int, samples: int) -> tuple[int, int]:
+        """First and one past the last sample of a shard; sizes differ by at most one."""
+        return shard * samples // self.shards, (shard + 1) * samples // self.shards

@@ -1,0 +1,85 @@
+"""How tensors pass from worker to worker: put for a handle, got again by whoever has the handle."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from manifests.errors import LostInputError
+from pipeline.ports import Forward, Solve, Unit
+
+Packed = dict[str, tuple[str, Any]]
+
+
+class TensorTransfer(Protocol):
+    """A place for named tensors that other workers can read."""
+
+    def put(self, tensors: Mapping[str, Tensor]) -> Any:
+        """Stores a copy; returns a small picklable handle."""
+        ...
+
+    def get(self, handle: Any) -> dict[str, Tensor]:
+        """The tensors of a handle, on the CPU; not to be written to. Raises LostInputError: their holder is gone."""
+        ...
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Tensors that a unit left behind in Ray's object store, and the key of that unit."""
+
+    producer: str
+    reference: Any
+
+
+def handle_count(unit: Unit) -> int:
+    """How many handles the result of a unit holds."""
+    if isinstance(unit, Forward):
+        return len(unit.moments)
+    return int(isinstance(unit, Solve))
+
+
+def get_all(transfer: TensorTransfer, handles: Sequence[Any]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each handle, one at a time. Raises LostInputError at the end, naming all that are lost."""
+    lost: list[LostInputError] = []
+    for handle in handles:
+        try:
+            yield transfer.get(handle)
+        except LostInputError as error:
+            lost.append(error)
+    if lost:
+        raise LostInputError(str(lost[0]), tuple(key for error in lost for key in error.producers))
+
+
+class LocalTransfer:
+    """Within one process: handles are the tensors themselves."""
+
+    def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `TensorTransfer`."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def get(self, handle: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `TensorTransfer`."""
+        return handle
+
+
+def pack(tensors: Mapping[str, Tensor]) -> Packed:
+    """As numpy arrays, which Ray shares without copying; bfloat16 travels as int16."""
+    packed: Packed = {}
+    for name, tensor in tensors.items():
+        host = tensor.detach().cpu().contiguous()
+        array = host.view(torch.int16).numpy() if host.dtype == torch.bfloat16 else host.numpy()
+        packed[name] = (str(host.dtype).removeprefix("torch."), array)
+    return packed
+
+
+def unpack(packed: Packed) -> dict[str, Tensor]:
+    """The tensors of `pack`. They may share read-only memory: not to be written to."""
+    with warnings.catch_warnings():
+        # What Ray gives is read-only, which torch cannot express.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+        return {name: torch.from_numpy(array).view(getattr(torch, dtype)) for name, (dtype, array) in packed.items()}
