@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lamina.modeling_lamina import LaminaConfig, LaminaDecoderLayer, LaminaRotaryEmbedding
+from lamina import LaminaConfig
+from lamina.layers_lamina import LaminaDecoderLayer, LaminaRotaryEmbedding
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
