@@ -104,8 +104,8 @@ def check_copied(inputs: Inputs) -> None:
 
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
     """The dtype of the forward pass: the one that most layer tensors are stored in."""
-    prefix = f"{geometry.layers_path}."
-    counts = Counter(record.dtype for name, record in source.tensors.items() if name.startswith(prefix))
+    names = [name for layer in range(geometry.num_layers) for name, _ in geometry.layer_tensors(layer).values()]
+    counts = Counter(source.tensors[name].dtype for name in names)  # buffers of old checkpoints may be bytes
     unsupported = sorted(set(counts) - set(FORWARD_DTYPES))
     if unsupported:
         raise InputError(

@@ -41,8 +41,8 @@ def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
     """Raises InputError for what has a config that fits, but is no dense model with a language-modelling head."""
     if config.get("model_type") == "lamina":
         raise InputError(
-            f"{where}: a checkpoint that Lamina wrote, from a {config.get('source_model_type')} model; a job compresses "
-            "dense models: give the one it was made from (compression.json beside it names it under `source`), and all "
+            f"{where}: a checkpoint that Lamina wrote, from a {config.get('source_model_type')} model; "
+            "a job compresses dense models: give the one it was made from (compression.json beside it names it under `source`), and all "
             "methods in one manifest; or `python -m pipeline.export OUTPUT --to dense DIR` multiplies it back"
         )
     quantization = config.get("quantization_config")
