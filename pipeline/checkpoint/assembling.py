@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lamina.modeling_lamina
+from lamina import MODELLING_FILES, modelling_source
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError
 from pipeline.checkpoint.compression_record import (
-    MODELLING_FILE,
     RECORD_FILE,
     RECORD_VERSION,
     describe_bytes,
@@ -260,8 +259,9 @@ class Assembler:
                 write_durably(self.output / path.name, without_code(path.read_bytes()))
             else:
                 copy_file(path, self.output / path.name)
-        write_durably(self.output / MODELLING_FILE, Path(lamina.modeling_lamina.__file__).read_bytes())
-        return [*(path.name for path in paths if path.name != MODELLING_FILE), MODELLING_FILE]
+        for name in MODELLING_FILES:
+            write_durably(self.output / name, modelling_source(name))
+        return [*(path.name for path in paths if path.name not in MODELLING_FILES), *MODELLING_FILES]
 
     def _remove_unnamed(self, named: Set[str]) -> None:
         """Files that the compression of an earlier, other job names and this one does not; nobody else's."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lamina.modeling_lamina import LaminaConfig
+from lamina import LaminaConfig
 from pipeline.job.inputs import Inputs
 from stores.headers import DTYPES
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lamina.modeling_lamina import LaminaConfig, LaminaForCausalLM
+from lamina import LaminaConfig, LaminaForCausalLM
 from manifests.errors import InputError
 from pipeline.families.registry import check_fields, geometry_of
 from pipeline.job.inputs import STORED_NAMES

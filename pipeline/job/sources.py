@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lamina.modeling_lamina import LaminaConfig, LaminaDecoderLayer, LaminaRotaryEmbedding
+from lamina import LaminaConfig
+from lamina.layers_lamina import LaminaDecoderLayer, LaminaRotaryEmbedding
 from manifests.errors import InputError
 from pipeline.families.registry import geometry_of, standard_config
 from stores.source import SourceCheckpoint, open_source
@@ -42,8 +43,9 @@ def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
     if config.get("model_type") == "lamina":
         raise InputError(
             f"{where}: a checkpoint that Lamina wrote, from a {config.get('source_model_type')} model; "
-            "a job compresses dense models: give the one it was made from (compression.json beside it names it under `source`), and all "
-            "methods in one manifest; or `python -m pipeline.export OUTPUT --to dense DIR` multiplies it back"
+            "a job compresses dense models: give the one it was made from (compression.json beside it names it under "
+            "`source`), with all methods in one manifest; or multiply it back first: "
+            "`python -m pipeline.export OUTPUT --to dense DIR`"
         )
     quantization = config.get("quantization_config")
     if quantization:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.modeling_lamina import LaminaConfig, LaminaForCausalLM
+from lamina import LaminaConfig, LaminaForCausalLM
 from pipeline.checkpoint.compression_record import index_arguments
 from pipeline.checkpoint.counting import stored_numbers
 from pipeline.families.registry import geometry_of

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers.dynamic_module_utils import get_relative_import_files
+
 from manifests.errors import CorruptError, InputError, LaminaError
 from pipeline.checkpoint.compression_record import MODELLING_FILE, RECORD_FILE, file_fault, read_record
 from pipeline.checkpoint.reading import read_checkpoint
@@ -77,11 +79,18 @@ def _files(output: Path, compression: Mapping[str, Any]) -> Finding:
     named = {RECORD_FILE, *compression["files"], *compression["shards"]}
     strangers = sorted(path for path in output.iterdir() if path.name not in named and not path.name.startswith("."))
     faults += [f"{path}: not part of the checkpoint; remove it" for path in strangers]
-    needed = [CONFIG_FILE, INDEX_FILE, MODELLING_FILE]
+    needed = [CONFIG_FILE, INDEX_FILE, *_modelling_files(output)]
     faults += [f"{output / name}: {RECORD_FILE} has no digest of it" for name in needed if name not in named]
     return Finding(
         "files", f"{len(compression['files'])} files against sha256", tuple(fault for fault in faults if fault)
     )
+
+
+def _modelling_files(output: Path) -> list[str]:
+    """The modelling file and all that it imports relatively, which a loader takes from beside it."""
+    modelling = output / MODELLING_FILE
+    imported = get_relative_import_files(modelling) if modelling.is_file() else []
+    return [MODELLING_FILE, *sorted({Path(path).name for path in imported})]
 
 
 def _digests(output: Path, compression: Mapping[str, Any]) -> Finding:

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lamina import MODELLING_FILES
 from pipeline.checkpoint.assembling import CARD_FILE, TOKENIZER_FILE, without_code
-from pipeline.checkpoint.compression_record import MODELLING_FILE, describe_bytes
+from pipeline.checkpoint.compression_record import describe_bytes
 from pipeline.families.registry import geometry_of
 from pipeline.verification.output_checks import Finding
 from stores.durable import sha256_file
@@ -48,7 +49,7 @@ def check_source(
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
-    for name in sorted(compression["files"].keys() - recorded.keys() - {CARD_FILE, MODELLING_FILE}):
+    for name in sorted(compression["files"].keys() - recorded.keys() - {CARD_FILE, *MODELLING_FILES}):
         path = original.directory / name
         if path.is_file() and compression["files"][name]["sha256"] not in _copies(path):
             faults.append(f"{name}: differs from the source's")
