@@ -55,7 +55,8 @@ def measure_perplexity(
     """
     source, config = read_checkpoint(model)
     geometry = geometry_of(config)
-    if config.get("model_type") == "lamina":
+    is_compressed = config.get("model_type") == "lamina"
+    if is_compressed:
         source.require(expected_tensors(config))
     if window > config["max_position_embeddings"]:
         raise InputError(
@@ -73,7 +74,7 @@ def measure_perplexity(
             tokens=record,
             shards=min(SHARDS, len(tokens)),
             micro_batch=max(1, NUMBERS_PER_BATCH // window),
-            dtype=dtype or layer_dtype(source, geometry),
+            dtype=dtype or (getattr(torch, config["dtype"]) if is_compressed else layer_dtype(source, geometry)),
             threads=workers.cpus,
             use_gpu=workers.gpus > 0,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
