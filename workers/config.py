@@ -27,6 +27,8 @@ class WorkerConfig:
         dtype: of the forward pass.
         manifest: None when nothing is compressed (evaluation).
         run_dir: holds activations.zarr, statistics.zarr and staged/.
+        token_ids: the token ids themselves (samples, sequence), instead of `tokens`: they travel with this value.
+        hardware: what the job's workers compute on (workers/hardware.py); None: the first worker says.
     """
 
     source: SourceCheckpoint
@@ -41,6 +43,16 @@ class WorkerConfig:
     use_gpu: bool
     hidden_bytes: int
     manifest: Manifest | None = None
+    token_ids: torch.Tensor | None = None
+    hardware: Mapping[str, str] | None = None
+
+    @property
+    def tokens_shape(self) -> tuple[int, int]:
+        """(samples, sequence); (0, 0) for data-free jobs."""
+        if self.token_ids is not None:
+            samples, sequence = self.token_ids.shape
+            return samples, sequence
+        return tuple(self.tokens["shape"]) if self.tokens else (0, 0)
 
     def shard_range(self, shard: int, samples: int) -> tuple[int, int]:
         """First and one past the last sample of a shard; sizes differ by at most one."""

@@ -20,10 +20,10 @@ from pipeline.job.calibration import window_tokens
 from pipeline.job.inputs import layer_dtype
 from pipeline.job.pool import worker_pool
 from pipeline.ports import Forward, Pool, Score, Unit
-from stores.activations import ActivationStore
 from workers.config import WorkerConfig
 
 SHARDS = 16  # fixed, so that the sum does not depend on the number of workers
+SCRATCH_PREFIX = "evaluation-"
 NUMBERS_PER_BATCH = 4096  # tokens in a micro-batch, about
 
 
@@ -45,7 +45,7 @@ def measure_perplexity(
     Args:
         limit: score only the first so many windows.
         dtype: of the forward pass; None: as stored. The log-softmax is float32 in any case.
-        scratch: a directory that all nodes see; default: a temporary one of this machine.
+        scratch: where a worker puts hidden states that exceed its memory; default: the temporary folder of its node.
         trust_remote_code: whether the tokenizer may be code of the checkpoint.
         start: called when model and text proved right, before any worker is started.
 
@@ -64,20 +64,20 @@ def measure_perplexity(
         )
     tokens = window_tokens(source.directory, text, window, geometry.vocab, trust_remote_code)[:limit]
     start()
-    with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as directory:
-        record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=SCRATCH_PREFIX) as directory:
         setup = WorkerConfig(
             source=source,
             config=config,
             geometry=geometry,
             run_dir=Path(directory),
-            tokens=record,
+            tokens=None,
             shards=min(SHARDS, len(tokens)),
             micro_batch=max(1, NUMBERS_PER_BATCH // window),
-            dtype=dtype or (getattr(torch, config["dtype"]) if is_compressed else layer_dtype(source, geometry)),
+            dtype=dtype or layer_dtype(source, geometry),
             threads=workers.cpus,
             use_gpu=workers.gpus > 0,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
+            token_ids=tokens.to(torch.int32),  # through Ray: another node sees no folder of this one
         )
         with worker_pool(setup, workers, stop, observer) as pool:
             loss, count = score_windows(pool, geometry.num_layers, setup.shards, observer)

@@ -57,6 +57,7 @@ def evaluate_output(job: JobContext) -> dict[str, Any]:
         torch.float32,
         job.stop,
         job.observer,
+        scratch=job.run_dir.path,
         trust_remote_code=job.manifest.model.trust_remote_code,
     )
     job.observer.say(f"perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens")
