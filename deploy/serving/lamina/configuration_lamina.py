@@ -6,8 +6,11 @@ import copy
 from dataclasses import field
 from typing import Any, ClassVar
 
+import transformers
+from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_utils import PreTrainedModel
 
 from .block_lamina import (
     BLOCK_DEFAULTS,
@@ -110,6 +113,23 @@ class LaminaConfig(PreTrainedConfig):
         """Layer type → the first layer of that type with latent keys; types without such a layer are left out."""
         layers = (i for i in range(self.num_hidden_layers) if self.form_of(i, "k")[0].latent)
         return {self.layer_types[i]: i for i in reversed([*layers])}
+
+
+class ArchitectureByAutoMap(PreTrainedModel):
+    """`transformers.LaminaForCausalLM`: loads the class that the checkpoint, or the installed package, names.
+
+    For programs that look `architectures` up in transformers and know no `auto_map`, as `transformers serve` does.
+    """
+
+    _supports_attention_backend = True  # what vLLM asks of the class that it finds under this name
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As `AutoModelForCausalLM.from_pretrained`."""
+        return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+
+
+transformers.LaminaForCausalLM = ArchitectureByAutoMap  # type: ignore[attr-defined]
 
 
 def _check_block(config: LaminaConfig) -> None:
