@@ -110,6 +110,8 @@ def run_job(
         observer = JobObserver((lock.beat, claim.beat, lambda _: _rescale(observer, run_dir, lock)), quiet=quiet)
         stack.enter_context(observer)
         observer.say(f"log: {log}")
+        for remark in inputs.remarks:
+            observer.say(remark, logging.WARNING)
         for fault in faults:
             observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)
         if reused := ledger.get("reused"):
