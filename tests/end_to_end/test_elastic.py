@@ -13,7 +13,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-import pipeline.run
+import pipeline.job.pool
 import pipeline.scale
 from pipeline.ports import Forward, Unit
 from tests.end_to_end.children import Child
@@ -96,7 +96,7 @@ def direct() -> None:
     Directed.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": OBJECTS})
     Directed.nodes = [Directed.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS)]
     Directed.scenes = SCENES
-    pipeline.run.RayPool = Directed  # type: ignore[misc]
+    pipeline.job.pool.RayPool = Directed  # type: ignore[misc]
     os.environ["RAY_ADDRESS"] = Directed.cluster.address
 
 
@@ -104,7 +104,7 @@ def direct_autoscaler() -> None:
     """In the child: it will have been joined by as many workers as may be, and send two away."""
     cluster_module._listen_on_loopback()
     Directed.scenes = {("dense", 0): lambda pool: pool.await_size(3), ("compressed", 0): two_leave}
-    pipeline.run.RayPool = Directed  # type: ignore[misc]
+    pipeline.job.pool.RayPool = Directed  # type: ignore[misc]
 
 
 def test_the_autoscaler_adds_nodes(job: MakeJob, inline: None) -> None:
