@@ -27,7 +27,7 @@ check: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/python -m pytest -q -m "not ray and not slow"
+	$(BIN)/python -m pytest -q -m "not ray and not slow" --ignore=tests/end_to_end
 
 test: setup check
 	$(BIN)/python -m pytest -q
