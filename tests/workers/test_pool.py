@@ -397,10 +397,8 @@ def test_other_versions_are_named(make: Any) -> None:
 
 def test_a_node_without_the_project_is_said_in_one_line(make: Any) -> None:
     fake = FakeRay((50, 1, None))
-    pool_error = RuntimeError(
-        "Traceback (most recent call last):\n ...\nModuleNotFoundError: No module named 'workers'"
-    )
-    fake.start_error = ActorDiedError(RayTaskError("ready", "...", pool_error))
+    trace = "Traceback (most recent call last):\n ...\nModuleNotFoundError: No module named 'workers'"
+    fake.start_error = ActorDiedError(RayTaskError("ready", trace, RuntimeError()))
     with pytest.raises(InputError, match="cannot import workers: install the project there"):
         make(fake)
 
