@@ -25,10 +25,11 @@ from manifests.loading import dump_manifest, load_manifest
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.assembling import Assembler, check_output, free_bytes
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
+from pipeline.computation import Job
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.progress import JobObserver, open_log
 from pipeline.console.summary import print_summary
-from pipeline.driver import Driver, Job
+from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import measure_perplexity
 from pipeline.job.calibration import calibration_tokens
 from pipeline.job.fingerprint import job_fingerprint

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.errors import InUseError, LaminaError
-from pipeline.ports import Forward, ForwardDone, Unit
+from pipeline.ports import Backward, BackwardDone, Forward, ForwardDone, Unit
 from stores.durable import storage_errors
 
 LOG = logging.getLogger("lamina")
@@ -77,7 +77,7 @@ class JobObserver:
         if self.lost is not None:
             raise self.lost
         self.state |= {"unit": unit.key, "done": self.done_units, "of": self.total_units}
-        if isinstance(unit, Forward) and isinstance(result, ForwardDone):
+        if isinstance(unit, Forward | Backward) and isinstance(result, ForwardDone | BackwardDone):
             self.tokens += result.tokens
             self.done_units += 1
             self.state |= {"layer": unit.layer, "shard": unit.shard}

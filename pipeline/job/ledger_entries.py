@@ -25,8 +25,8 @@ from pydantic import (
 from rich.console import Console
 
 from lamina.modeling_lamina import LaminaConfig, LaminaDecoderLayer
+from pipeline.computation import Job
 from pipeline.console.summary import print_summary
-from pipeline.driver import Job
 from pipeline.methods.method import Scores
 from stores.arrays import DTYPES as ARRAY_DTYPES
 from stores.headers import DTYPES

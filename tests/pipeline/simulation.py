@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manifests.errors import CorruptError, Interrupted
-from pipeline.driver import Driver, Job
+from pipeline.computation import Job
+from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores
 from pipeline.methods.registry import Task, ranks_key
 from pipeline.ports import Forward, ForwardDone, Measure, Record, Reduce, Solve, SolveDone, Unit, Write

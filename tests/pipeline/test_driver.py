@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.driver import Driver, Job
+from pipeline.computation import Job
+from pipeline.driver import Driver
 from pipeline.ports import Forward, Reduce, Solve, Write
 from tests.pipeline.simulation import (
     ALL,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError, WorkerError
-from pipeline.driver import Job
+from pipeline.computation import Job
 from pipeline.ports import Forward, Reduce, Solve
 from tests.pipeline.simulation import (
     ALL,
