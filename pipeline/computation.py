@@ -51,7 +51,7 @@ class Job:
         return list(range(asking[0], self.num_layers)) if asking else []
 
 
-def entered_scores(job: Job, entry: Callable[[str], Mapping[str, Any]]) -> Scores:
+def entered_scores(job: Job, entry: Callable[[str], Mapping[str, Any]], importance: Mapping[int, float]) -> Scores:
     """What ranks may follow, from the ledger's entries. `entry` gives the entry of a key or raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
@@ -59,12 +59,13 @@ def entered_scores(job: Job, entry: Callable[[str], Mapping[str, Any]]) -> Score
         measured |= entry(measured_key(layer))["measured"]
     for layer in sorted({task.group.layer for task in job.predicts}):
         curves |= entry(curves_key(layer))["curves"]
-    importance = _importance(job, entry) if "importance" in job.scores else {}
     return Scores(importance, measured, curves)
 
 
-def _importance(job: Job, entry: Callable[[str], Mapping[str, Any]]) -> dict[int, float]:
-    """Of every layer, from the cosines of all shards, summed in shard order."""
+def entered_importance(job: Job, entry: Callable[[str], Mapping[str, Any]]) -> dict[int, float]:
+    """Of every layer, from the cosines of all shards, summed in shard order; empty when no ranks follow it."""
+    if "importance" not in job.scores:
+        return {}
     means = []
     for layer in range(job.num_layers):
         cosines = entry(dense_key(layer))["cosine"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
-from pipeline.computation import Job, RanksOf, entered_scores
+from pipeline.computation import Job, RanksOf, entered_importance, entered_scores
 from pipeline.gradient_pass import GradientPass
 from pipeline.keys import (
     RANKS,
@@ -142,7 +142,7 @@ class Driver:
     def _ranks(self) -> RanksOf:
         entered = self.journal.get(RANKS)
         if entered is None:
-            scores = entered_scores(self.job, self.steps.entry)
+            scores = entered_scores(self.job, self.steps.entry, entered_importance(self.job, self.steps.entry))
             entered = {"ranks": self.job.allocate(scores), "importance": scores.importance}
             self.steps.enter(RANKS, _with_text_keys(entered))
         chosen: RanksOf = entered["ranks"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lamina.modeling_lamina import prepare_layer_inputs
+from lamina.inputs_lamina import prepare_layer_inputs
 from manifests.errors import NumericsError
 from pipeline.families.family import LINEAR_ROLES
 from workers.block import Block, overflow_advice
