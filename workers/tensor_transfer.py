@@ -43,7 +43,7 @@ def handle_count(unit: Unit) -> int:
 
 def attach_handles(unit: Unit, result: Any, references: Sequence[Any]) -> Any:
     """A unit's result with a `Handle` for each place in `references`, what the unit left in the object store."""
-    if not isinstance(unit, TensorUnit) or result is None:
+    if not references or result is None:
         return result
     return result.with_handles(lambda place: Handle(unit.key, references[place]))
 

@@ -50,6 +50,7 @@ def test_killed_anywhere_it_goes_on(job: Job) -> None:
         assert world.journal() == expected.journal(), f"killed after {fuel}"
         assert not world.repairs
         assert world.passes <= expected.passes + passes_of_a_layer(job), f"killed after {fuel}"
+        assert world.backward_passes <= expected.backward_passes + passes_of_a_layer(job), f"killed after {fuel}"
         assert {kind: sorted(live.values()) for kind, live in world.stores.items() if kind != "staged"} == {
             kind: sorted(live.values()) for kind, live in expected.stores.items() if kind != "staged"
         }, f"killed after {fuel}"
