@@ -45,7 +45,9 @@ def test_all_that_is_copied_is_there(path: Path) -> None:
 
 
 def test_versions_are_the_pinned_ones() -> None:
-    pinned = dict(line.split("==") for line in (ROOT / "deploy" / "constraints.txt").read_text().split() if "==" in line)
+    pinned = dict(
+        line.split("==") for line in (ROOT / "deploy" / "constraints.txt").read_text().split() if "==" in line
+    )
     compress, serve = (read_dockerfile(path) for path in FILES)
     assert compress[0].value == f"RAY_VERSION={pinned['ray']}"
     assert serve[0].value.startswith("VLLM_VERSION=")
@@ -93,7 +95,14 @@ def test_install_steps(path: Path, environment: Path, tmp_path: Path) -> None:
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     for step in [step.value for step in instructions if step.name == "RUN" and "python" in step.value]:
         done = subprocess.run(
-            step, shell=True, cwd=image, env=inherited | settings, capture_output=True, text=True, timeout=240, check=False
+            step,
+            shell=True,
+            cwd=image,
+            env=inherited | settings,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
     imported = "import lamina"
@@ -102,7 +111,13 @@ def test_install_steps(path: Path, environment: Path, tmp_path: Path) -> None:
         imported += "; from workers.pool import RayPool; import manifests, stores.ledger"
     imported += "; print(lamina.__file__)"
     done = subprocess.run(
-        [environment, "-c", imported], cwd=tmp_path, env=inherited, capture_output=True, text=True, timeout=240, check=False
+        [environment, "-c", imported],
+        cwd=tmp_path,
+        env=inherited,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(tmp_path / "venv")

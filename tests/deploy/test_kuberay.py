@@ -99,7 +99,9 @@ def test_planted_errors_are_told(
 
 @pytest.mark.parametrize("spec", CLUSTERS.values(), ids=CLUSTERS)
 def test_versions_and_images_are_one(spec: dict[str, Any]) -> None:
-    pinned = dict(line.split("==") for line in (ROOT / "deploy" / "constraints.txt").read_text().split() if "==" in line)
+    pinned = dict(
+        line.split("==") for line in (ROOT / "deploy" / "constraints.txt").read_text().split() if "==" in line
+    )
     assert spec["rayVersion"] == pinned["ray"]
     assert {container["image"] for container in _containers(spec)} == {"lamina-compress:0.1.0"}
     assert "-t lamina-compress:0.1.0 ." in (ROOT / "deploy" / "docker" / "compress.Dockerfile").read_text()
