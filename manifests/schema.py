@@ -89,7 +89,10 @@ class Calibration(Block):
 
 
 class MethodEntry(Block):
-    """What every method's entry may say: which layers, and a `keep` of its own instead of the common budget's."""
+    """What every method's entry may say: which layers, and a `keep` of its own instead of the common budget's.
+
+    `layers`: `all`, `last:N`, `last:SHARE` (`last:0.5`: the deeper half) or a list of numbers from 0.
+    """
 
     layers: str | tuple[int, ...] = "all"
     keep: Share | None = None

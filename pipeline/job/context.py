@@ -135,6 +135,8 @@ def begin(job: JobContext, faults: Sequence[str]) -> None:
 
     Raises InputError when OUTPUT has too little room.
     """
+    for remark in job.inputs.remarks:
+        job.observer.say(remark, logging.WARNING)
     for fault in faults:
         job.observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)
     output = Path(job.manifest.output)

@@ -15,7 +15,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.sources import open_dense
-from pipeline.methods.method import Method, Scores
+from pipeline.methods.method import Method, Remarking, Scores
 from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks, config_fields
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint
@@ -55,6 +55,16 @@ class Inputs:
     def scores(self) -> frozenset[str]:
         """The scores that any method's ranks follow."""
         return frozenset(score for method in self.methods for score in method.scores)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the methods have to say before anything is computed."""
+        return tuple(
+            f"methods.{position} ({method.name}): {remark}"
+            for position, method in enumerate(self.methods)
+            if isinstance(method, Remarking)
+            for remark in method.remarks(self.geometry)
+        )
 
     @property
     def needs_calibration(self) -> bool:
