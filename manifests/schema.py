@@ -299,10 +299,11 @@ class Statistics(Block):
 
 
 class Perplexity(Block):
-    """Perplexity of the committed output on `text`, windows of `window` tokens."""
+    """Perplexity of the committed output on `text`, windows of `window` tokens; `dense`: of the source besides."""
 
     text: Text
     window: Annotated[int, Field(ge=2)] = 2048
+    dense: bool = False
 
 
 class Evaluation(Block):
