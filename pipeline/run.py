@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from manifests.errors import CorruptError, InputError, StorageError
+from manifests.errors import CorruptError, InputError
 from manifests.loading import dump_manifest, load_manifest
 from manifests.schema import RANKS_ONLY, Manifest
-from pipeline.checkpoint.assembling import Assembler, check_output, free_bytes
+from pipeline.checkpoint.assembling import Assembler, free_bytes
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
+from pipeline.checkpoint.output_directory import claim_files, claim_output, survey_output
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.progress import JobObserver, open_log
 from pipeline.console.summary import print_summary
@@ -39,7 +40,7 @@ from pipeline.plan import make_plan
 from pipeline.ports import Record
 from pipeline.repair import REPAIRS
 from stores.activations import ActivationStore
-from stores.durable import partial_path, sweep_partials, write_durably
+from stores.durable import write_durably
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import RunDirectory
@@ -90,9 +91,11 @@ def run_job(
         source_files = _source_digests(inputs, ledger)
         if source_files != ledger.get("source"):
             check_copied(inputs)
-        if (ledger.get("assembling") or {}).get("output") != str(output.resolve()):
-            check_output(output, run_dir.path, fresh)
-        adapt = partial(_solve_again, manifest, ledger)
+        found = survey_output(output, ledger)
+        replaceable = partial(found.replaceable, fresh)
+        if fresh or ledger.get("complete") is None:
+            replaceable()  # a finished job may find that nothing is to be written
+        adapt = partial(_solve_again, manifest, ledger, replaceable)
         run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
         ledger.commit("source", source_files)
         check_entries(ledger, _job(inputs), inputs.config)
@@ -101,6 +104,8 @@ def run_job(
         faults = quick_faults(output, done.get("contract_sha256", "")) if done and finished_here else []
         if done and finished_here and not faults:
             return {**done["summary"], "already_finished": True}
+        if replaceable():
+            claim_files(ledger, output, replaceable(), ())
         if free_bytes(output) < plan.output_bytes:
             raise InputError(
                 f"output: {plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
@@ -151,8 +156,7 @@ def _compute(
             raise CorruptError("; ".join(damaged.values()))
         observer.repaired("; ".join(damaged.values()), list(damaged))
         catch_signals(stop)
-    ledger.commit("assembling", {"output": str(Path(inputs.manifest.output).resolve())})
-    compression = assembler.run()
+    compression = _assemble(assembler, ledger)
     seconds["assemble"] = time.monotonic() - started - seconds["driver"]
     evaluation = {}
     if inputs.manifest.evaluation.perplexity:
@@ -176,6 +180,14 @@ def _compute(
     output = str(Path(inputs.manifest.output).resolve())
     ledger.commit("complete", {"output": output, "contract_sha256": compression[SEAL], "summary": summary})
     return summary
+
+
+def _assemble(assembler: Assembler, ledger: Ledger) -> dict[str, Any]:
+    """Looks once more whose files are in OUTPUT: it may be hours since the job began."""
+    replaceable = survey_output(assembler.output, ledger).replaceable(fresh=False)
+    layers = [entry["staged"] for key in ledger.keys("layer/") if (entry := ledger.get(key))]
+    claim_files(ledger, assembler.output, assembler.names() | replaceable, layers)
+    return assembler.run(replaceable)
 
 
 def _rescale(observer: JobObserver, run_dir: RunDirectory, lock: RunLock) -> None:
@@ -283,12 +295,16 @@ def _source_digests(inputs: Inputs, ledger: Ledger) -> dict[str, Any]:
     return inputs.source.file_digests(ledger.get("source") or {})
 
 
-def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bool:
-    """Whether ranks are all that differs, and the statistics do not depend on them: then all later work is undone."""
+def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object], differing: list[str]) -> bool:
+    """Whether ranks are all that differs, and the statistics do not depend on them: then all later work is undone.
+
+    `check` is called before anything is.
+    """
     names = [name.removeprefix("manifest.") for name in differing if name.startswith("manifest.")]
     ranks_only = len(names) == len(differing) and all(map(RANKS_ONLY.fullmatch, names))
     if not ranks_only or manifest.calibration is None or manifest.calibration.propagate != "dense":
         return False
+    check()
     summary = (ledger.get("complete") or {}).get("summary", {})
     seconds = summary.get("seconds_saved", 0.0) + summary.get("seconds", {}).get("phases", {}).get("statistics", 0.0)
     if summary:
@@ -296,31 +312,6 @@ def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bo
     for key in ("complete", *ledger.keys("layer/"), "ranks", *ledger.keys("measured/")):
         ledger.retract(key)
     return True
-
-
-@contextmanager
-def claim_output(output: Path) -> Iterator[RunLock]:
-    """The lock of OUTPUT, held. Raises InUseError, and InputError when nothing can be written there."""
-    lock = RunLock(output_lock(output))
-    try:
-        lock.acquire()
-        if output.is_dir():
-            sweep_partials(output)  # the probe, too, may come back after a power cut
-            probe = partial_path(output / "probe")
-            write_durably(probe, b"")
-            probe.unlink()
-    except StorageError as error:
-        lock.release()
-        raise InputError(f"output {output} cannot be used: {error}") from error
-    try:
-        yield lock
-    finally:
-        lock.release()
-
-
-def output_lock(output: Path) -> Path:
-    """Beside OUTPUT, not in it: OUTPUT holds nothing until there is something to publish."""
-    return output.resolve().parent / f".{output.name}.lock"
 
 
 def main(argv: list[str] | None = None) -> int:
