@@ -52,6 +52,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.report = self.path / "report.html"
         self.scale = self.path / "scale.json"
+        self.ended = self.path / "ended.json"
         self.ledger = Ledger(self.path / "ledger")
         self.statistics = StatisticsStore(self.path / STATISTICS)
         self.activations = ActivationStore(self.path / ACTIVATIONS)
@@ -89,7 +90,7 @@ class RunDirectory:
             if self.fingerprint.is_file() and (has_note or _is_fingerprint(self.fingerprint)):
                 return []
             # Nothing is written before the fingerprint but the locks, what `scale` asks of their owner, and folders.
-            files = [self.manifest, self.fingerprint, self.report, *([] if has_note else [self.scale])]
+            files = [self.manifest, self.fingerprint, self.report, self.ended, *([] if has_note else [self.scale])]
             foreign = [path.name for path in files if os.path.lexists(path)]
             for folder in (self.staged, self.ledger.directory, self.path / STATISTICS, self.path / ACTIVATIONS):
                 foreign += [f"{folder.name}/{name}" for name in sorted(_names(folder)) if not is_hidden(name)]

@@ -29,15 +29,17 @@ class OutputFiles:
         ours: those of this job, also of a run that was interrupted: they may be replaced and removed.
         of_lamina: those of the checkpoint of another of Lamina's jobs.
         foreign: all others but hidden ones, ascending; folders among them.
+        fresh: whether the checkpoint of another job of Lamina's may be replaced, too.
     """
 
     output: Path
     ours: frozenset[str]
     of_lamina: frozenset[str]
     foreign: tuple[str, ...]
+    fresh: bool
 
-    def replaceable(self, fresh: bool) -> frozenset[str]:
-        """What this job may replace and remove. `fresh`: the checkpoint of another job of Lamina's, too.
+    def replaceable(self) -> frozenset[str]:
+        """What this job may replace and remove.
 
         Raises:
             InputError: OUTPUT holds anything else; naming it.
@@ -48,7 +50,7 @@ class OutputFiles:
                 f"output: {self.output} holds files that Lamina did not write: "
                 f"{', '.join(self.foreign[:SHOWN_FILES])}{more}; move them away, or give another directory"
             )
-        if self.of_lamina and not fresh:
+        if self.of_lamina and not self.fresh:
             raise InputError(
                 f"output: {self.output} holds a checkpoint of another job; "
                 "give another directory, or --fresh to replace it"
@@ -56,7 +58,7 @@ class OutputFiles:
         return self.ours | self.of_lamina
 
 
-def survey_output(output: Path, ledger: Ledger) -> OutputFiles:
+def survey_output(output: Path, ledger: Ledger, fresh: bool = False) -> OutputFiles:
     """Tells the files of OUTPUT apart: by the ledger, and by the compression record that lies there.
 
     Raises StorageError.
@@ -73,7 +75,7 @@ def survey_output(output: Path, ledger: Ledger) -> OutputFiles:
         ours |= recorded & files
     of_lamina = (recorded & files) - ours
     foreign = sorted({entry.name for entry in found} - ours - of_lamina)
-    return OutputFiles(output, frozenset(ours), frozenset(of_lamina), tuple(foreign))
+    return OutputFiles(output, frozenset(ours), frozenset(of_lamina), tuple(foreign), fresh)
 
 
 def claim_files(ledger: Ledger, output: Path, names: Iterable[str], shards: Iterable[Mapping[str, Any]]) -> None:
