@@ -10,6 +10,7 @@ import torch
 
 from manifests.errors import CorruptError
 from pipeline.checkpoint.assembling import Assembler
+from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.console.signals import catch_signals, interrupt_on_signals
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import SCRATCH_PREFIX
@@ -73,9 +74,13 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:
-    """OUTPUT, the index last; returns the compression record."""
-    job.ledger.commit("assembling", {"output": job.output})
-    return _assembler(job).run()
+    """OUTPUT, the index last; returns the compression record. Raises InputError when files of others came in there."""
+    assembler = _assembler(job)
+    # Once more: it may be hours since the job began.
+    replaceable = survey_output(assembler.output, job.ledger).replaceable()
+    layers = [entry["staged"] for key in job.ledger.keys("layer/") if (entry := job.ledger.get(key))]
+    claim_files(job.ledger, assembler.output, assembler.names() | replaceable, layers)
+    return assembler.run(replaceable)
 
 
 def _assembler(job: JobContext) -> Assembler:
