@@ -261,6 +261,35 @@ class LeSTD(MethodEntry):
         return self
 
 
+class LossAware(MethodEntry):
+    """Ranks, metrics and forms by what the loss feels, METHODS §6. Ranks follow predicted loss, always.
+
+    `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
+    compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.
+    """
+
+    method: Literal["loss_aware"]
+    query_key: bool = True
+    attention: bool = True
+    mlp: bool = True
+    factors: Literal["pivoted", "plain"] = "pivoted"
+    correct: Literal["none"] = "none"
+    weighting: Literal["loss", "input"] = "loss"
+    widths: PositiveInt = 8
+    rank_multiple: PositiveInt = 1
+
+    @property
+    def allocation(self) -> Literal["loss"]:
+        """As an entry of another method would say it."""
+        return "loss"
+
+    @model_validator(mode="after")
+    def _claims_something(self) -> Self:
+        if not (self.query_key or self.attention or self.mlp):
+            raise ValueError("query_key, attention and mlp are all off: the method would claim nothing")
+        return self
+
+
 class Workers(Block):
     """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker).
 
@@ -309,7 +338,7 @@ class Evaluation(Block):
     tasks: Annotated[tuple[str, ...], Listed] = ()
 
 
-AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD, Field(discriminator="method")]
+AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD | LossAware, Field(discriminator="method")]
 
 
 class Manifest(Block):
