@@ -46,6 +46,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.report = self.path / "report.html"
         self.scale = self.path / "scale.json"
+        self.ended = self.path / "ended.json"
         self.ledger = Ledger(self.path / "ledger")
         self.statistics = StatisticsStore(self.path / "statistics.zarr")
         self.activations = ActivationStore(self.path / "activations.zarr")

@@ -92,6 +92,13 @@ class SourceCheckpoint:
                 left_bytes -= len(piece)
                 yield piece
 
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same dtype, shape and bytes; reads both in pieces. Raises as `read` does."""
+        left, right = self._record(one), self._record(other)
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            return False
+        return all(a == b for a, b in zip(self.copy_bytes(one), self.copy_bytes(other), strict=True))
+
     def file_stat(self, file: str) -> FileStat:
         """size, mtime_ns, ctime_ns and inode of a file of the checkpoint. Raises StorageError."""
         path = self.directory / file

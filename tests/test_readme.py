@@ -41,5 +41,5 @@ def test_make_knows_the_target(target: str) -> None:
 
 def test_benchmarks_are_there() -> None:
     assert all(
-        list((ROOT / "tests" / "benchmarks").glob(f"{name}.py")) for name in ("memory_over_layers", "perplexity_sweep")
+        list((ROOT / "tools" / "benchmarks").glob(f"{name}.py")) for name in ("memory_over_layers", "perplexity_sweep")
     )

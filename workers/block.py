@@ -13,13 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lamina.modeling_lamina import (
-    LaminaConfig,
-    LaminaDecoderLayer,
-    LaminaRotaryEmbedding,
-    make_norm,
-    prepare_layer_inputs,
-)
+from lamina import LaminaConfig
+from lamina.inputs_lamina import prepare_layer_inputs
+from lamina.layers_lamina import LaminaDecoderLayer, LaminaRotaryEmbedding, make_norm
 from manifests.errors import NumericsError
 
 SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}

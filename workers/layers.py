@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lamina.modeling_lamina import LaminaConfig
+from lamina import LaminaConfig
 from manifests.errors import NumericsError
 from stores.staging import read_staged
 from workers.block import Block

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lamina.modeling_lamina
+from lamina import MODELLING_FILES, modelling_source
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError
 from pipeline.checkpoint.compression_record import (
-    MODELLING_FILE,
     RECORD_FILE,
     RECORD_VERSION,
     describe_bytes,
@@ -42,6 +41,7 @@ from stores.checkpoint import (
     write_index,
 )
 from stores.durable import fsync_directory, sweep_partials, write_durably
+from stores.headers import read_header
 from stores.source import CONFIG_FILE, INDEX_FILE
 
 SHARD_SUFFIX = ".safetensors"
@@ -77,16 +77,13 @@ def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
     for name, record in inputs.source.tensors.items():
         if name not in taken:
             rest.setdefault(Path(record.file).name, []).append(name)
-    held = {file: 0 for file in rest}
-    for record in inputs.source.tensors.values():
-        if Path(record.file).name in held:
-            held[Path(record.file).name] += 1
+    held = {file: read_header(inputs.source.directory / file).keys() for file in rest}
     count = len(layers) + len(rest)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     plans = [ShardPlan(name, layer=layer) for name, layer in zip(names, layers, strict=False)]
     for name, (file, tensors) in zip(names[len(layers) :], sorted(rest.items()), strict=True):
         plans.append(
-            ShardPlan(name, source_file=file, tensors=tuple(sorted(tensors)), whole=held[file] == len(tensors))
+            ShardPlan(name, source_file=file, tensors=tuple(sorted(tensors)), whole=held[file] == set(tensors))
         )
     return tuple(plans)
 
@@ -262,8 +259,9 @@ class Assembler:
                 write_durably(self.output / path.name, without_code(path.read_bytes()))
             else:
                 copy_file(path, self.output / path.name)
-        write_durably(self.output / MODELLING_FILE, Path(lamina.modeling_lamina.__file__).read_bytes())
-        return [*(path.name for path in paths if path.name != MODELLING_FILE), MODELLING_FILE]
+        for name in MODELLING_FILES:
+            write_durably(self.output / name, modelling_source(name))
+        return [*(path.name for path in paths if path.name not in MODELLING_FILES), *MODELLING_FILES]
 
     def _remove_unnamed(self, named: Set[str]) -> None:
         """Files that the compression of an earlier, other job names and this one does not; nobody else's."""

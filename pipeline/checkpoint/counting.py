@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lamina.modeling_lamina import LaminaConfig
+from lamina import LaminaConfig
 from pipeline.job.inputs import Inputs
 from stores.headers import DTYPES
 
@@ -18,7 +18,9 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
     written = {name: stored_numbers(entry["dtype"], entry["shape"], itemsize) for name, entry in tensors.items()}
     prefix = f"{geometry.layers_path}."
     dense_bytes = sum(record.end - record.begin for record in inputs.source.tensors.values())
-    sources = {name: math.prod(record.shape) for name, record in inputs.source.tensors.items()}
+    sources = {
+        name: stored_numbers(record.dtype, record.shape, itemsize) for name, record in inputs.source.tensors.items()
+    }
     return {
         "parameters": {"dense": sum(sources.values()), "compressed": sum(written.values())},
         "decoder_parameters": {

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from lamina.modeling_lamina import LaminaConfig, LaminaForCausalLM
+from lamina import LaminaConfig, LaminaForCausalLM
 from manifests.errors import InputError
-from pipeline.families.registry import check_fields, geometry_of, standard_config
-from pipeline.job.inputs import STORED_NAMES, check_buildable
+from pipeline.families.registry import check_fields, geometry_of
+from pipeline.job.inputs import STORED_NAMES
+from pipeline.job.sources import as_loaded, check_buildable, describe_dense
 from stores.source import SourceCheckpoint, open_source
 
 
@@ -18,10 +19,7 @@ def read_checkpoint(model: str) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
     """A dense or compressed checkpoint and its config under standard names. Raises InputError."""
     source = open_source(model)
     if source.config.get("model_type") != "lamina":
-        config = standard_config(source.config)
-        check_buildable(config, f"{model}/config.json")
-        source.require(geometry_of(config).expected_tensors())
-        return source, config
+        return describe_dense(source)
     config = source.config
     missing = [name for name in ("block", "forms", "num_hidden_layers", "dtype") if name not in config]
     if missing:
@@ -36,7 +34,7 @@ def read_checkpoint(model: str) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
         expected_tensors(config)
     except Exception as error:  # as `check_buildable`
         raise InputError(f"{model}/config.json: damaged: {type(error).__name__}: {error}") from error
-    return source, config
+    return as_loaded(source, config)
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

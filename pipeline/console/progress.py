@@ -1,12 +1,11 @@
-"""What one sees while a job runs: a live display in a terminal, plain lines elsewhere, a log file, a heartbeat."""
+"""What one sees while a job runs: a live display in a terminal, plain lines elsewhere, a log file."""
 
 from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,31 +13,24 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from manifests.errors import InUseError, LaminaError
 from pipeline.ports import Forward, ForwardDone, Unit
 from stores.durable import storage_errors
 
 LOG = logging.getLogger("lamina")
 STORES = logging.getLogger("stores")
-BEAT_SECONDS = 3.0
 
 
 class JobObserver:
     """See `pipeline.ports.Observer`. Use as a context manager, which starts and ends the display."""
 
-    def __init__(
-        self, beats: Sequence[Callable[[dict[str, Any]], None]] = (), stream: TextIO | None = None, quiet: bool = False
-    ) -> None:
-        """`beats` take the state for `status`, every few seconds, from a thread; `quiet` shows nothing."""
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
+        """`quiet` shows nothing."""
         self.stream = stream or sys.stderr
-        self.beats = beats
-        self.ended = threading.Event()
-        self.lost: LaminaError | None = None
-        self.pool: Any = None
         self.quiet = quiet
         self.console = Console(file=self.stream)
         self.live = self.console.is_terminal and not quiet
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}  # for `status`
+        self.peak_bytes: Mapping[str, int] = {}
         self.seconds: dict[str, float] = {}
         self.tokens = 0
         self.total_units = self.done_units = 0
@@ -51,31 +43,34 @@ class JobObserver:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[detail]}"))
             self.progress = Progress(*columns, console=self.console)
             self.progress.start()
-        if self.beats:
-            threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self._close_phase()
+        self.stage(None)
         if self.progress is not None:
             self.progress.stop()
-        close_log()
+
+    def stage(self, name: str | None) -> None:
+        """Something without layers begins (None: nothing more), and what was before ends."""
+        self._close_phase()
+        self.started, self.tokens, self.done_units, self.total_units = time.monotonic(), 0, 0, 0
+        self.state = {"phase": name} if name else {}
+
+    def show_memory_of(self, peak_bytes: Mapping[str, int]) -> None:
+        """Worker -> peak bytes, which may change meanwhile: the largest is shown."""
+        self.peak_bytes = peak_bytes
 
     def phase(self, name: str, layers: int, units_per_layer: int) -> None:
         """A phase begins: `layers` layers of `units_per_layer` forward units."""
-        self._close_phase()
-        self.started, self.tokens, self.done_units = time.monotonic(), 0, 0
+        self.stage(name)
         self.total_units = max(1, layers * units_per_layer)
-        self.state = {"phase": name, "layers": layers, "layer": None}
+        self.state |= {"layers": layers, "layer": None}
         self.say(f"phase {name}: {layers} layers")
         if self.progress is not None:
             self.bar = self.progress.add_task(name, total=self.total_units, detail="")
 
     def unit_done(self, unit: Unit, result: Any) -> None:
-        """A unit is finished. Raises InUseError when the lock has gone to another meanwhile."""
-        if self.lost is not None:
-            raise self.lost
+        """A unit is finished."""
         self.state |= {"unit": unit.key, "done": self.done_units, "of": self.total_units}
         if isinstance(unit, Forward) and isinstance(result, ForwardDone):
             self.tokens += result.tokens
@@ -114,9 +109,8 @@ class JobObserver:
         parts = [f", {self.tokens / spent:,.0f} tokens/s"] if self.tokens and spent > 0 else []
         if 0 < self.done_units < self.total_units:
             parts.append(f", {spent / self.done_units * (self.total_units - self.done_units):,.0f} s left")
-        peaks = self.pool.peak_bytes.values() if self.pool is not None else ()
-        if peaks:
-            parts.append(f", worker {max(peaks) / 2**30:.2f} GiB")
+        if self.peak_bytes:
+            parts.append(f", worker {max(self.peak_bytes.values()) / 2**30:.2f} GiB")
         return "".join(parts)
 
     def _close_phase(self) -> None:
@@ -126,20 +120,6 @@ class JobObserver:
         if self.progress is not None and self.bar is not None:
             self.progress.remove_task(self.bar)
             self.bar = None
-
-    def _keep_beating(self) -> None:
-        while not self.ended.wait(BEAT_SECONDS):
-            state = dict(self.state)
-            if self.pool is not None:
-                state |= {"workers": self.pool.busy(), "pool": {"ready": self.pool.size, "wanted": self.pool.wanted}}
-            try:
-                for beat in self.beats:
-                    beat(state)
-            except InUseError as error:
-                self.lost = error
-                return
-            except LaminaError as error:
-                LOG.warning("heartbeat: %s", error)
 
 
 class _LogFile(logging.FileHandler):

@@ -18,10 +18,10 @@ from pipeline.console.progress import JobObserver
 from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import window_tokens
 from pipeline.job.inputs import layer_dtype
+from pipeline.job.pool import worker_pool
 from pipeline.ports import Forward, Pool, Score, Unit
 from stores.activations import ActivationStore
 from workers.config import WorkerConfig
-from workers.pool import RayPool
 
 SHARDS = 16  # fixed, so that the sum does not depend on the number of workers
 NUMBERS_PER_BATCH = 4096  # tokens in a micro-batch, about
@@ -55,7 +55,8 @@ def measure_perplexity(
     """
     source, config = read_checkpoint(model)
     geometry = geometry_of(config)
-    if config.get("model_type") == "lamina":
+    is_compressed = config.get("model_type") == "lamina"
+    if is_compressed:
         source.require(expected_tensors(config))
     if window > config["max_position_embeddings"]:
         raise InputError(
@@ -73,16 +74,13 @@ def measure_perplexity(
             tokens=record,
             shards=min(SHARDS, len(tokens)),
             micro_batch=max(1, NUMBERS_PER_BATCH // window),
-            dtype=dtype or layer_dtype(source, geometry),
+            dtype=dtype or (getattr(torch, config["dtype"]) if is_compressed else layer_dtype(source, geometry)),
             threads=workers.cpus,
             use_gpu=workers.gpus > 0,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
         )
-        pool = RayPool(setup, workers, stop, observer.say)
-        try:
+        with worker_pool(setup, workers, stop, observer) as pool:
             loss, count = score_windows(pool, geometry.num_layers, setup.shards, observer)
-        finally:
-            pool.close()
     return {
         "perplexity": math.exp(loss / count),
         "loss": loss / count,

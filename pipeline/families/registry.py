@@ -110,7 +110,7 @@ def checkpoint_config(standard: Mapping[str, Any], forms: Sequence[Mapping[str, 
         "model_type": "lamina",
         "architectures": ["LaminaForCausalLM"],
         "auto_map": {
-            "AutoConfig": "modeling_lamina.LaminaConfig",
+            "AutoConfig": "configuration_lamina.LaminaConfig",
             "AutoModel": "modeling_lamina.LaminaModel",
             "AutoModelForCausalLM": "modeling_lamina.LaminaForCausalLM",
         },

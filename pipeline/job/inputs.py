@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from lamina.modeling_lamina import LaminaConfig, LaminaDecoderLayer, LaminaRotaryEmbedding
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.method import Method, Scores
+from pipeline.families.registry import geometry_of
+from pipeline.job.sources import open_dense
+from pipeline.methods.method import Method, Remarking, Scores
 from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks, config_fields
 from stores.headers import DTYPES
-from stores.source import SourceCheckpoint, open_source
+from stores.source import SourceCheckpoint
 from workers.config import FORWARD_DTYPES
 
 STORED_NAMES = {
@@ -57,6 +57,16 @@ class Inputs:
         return frozenset(score for method in self.methods for score in method.scores)
 
     @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the methods have to say before anything is computed."""
+        return tuple(
+            f"methods.{position} ({method.name}): {remark}"
+            for position, method in enumerate(self.methods)
+            if isinstance(method, Remarking)
+            for remark in method.remarks(self.geometry)
+        )
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether any method asks for statistics or importance."""
         return any(task.group.moments for task in self.tasks) or "importance" in self.scores
@@ -68,11 +78,8 @@ def read_inputs(manifest: Manifest) -> Inputs:
     Raises:
         InputError: see the message; nothing was written.
     """
-    source = open_source(manifest.model.source, manifest.model.revision)
-    config = standard_config(source.config)
-    check_buildable(config, f"{source.directory}/config.json")
+    source, config = open_dense(manifest.model.source, manifest.model.revision)
     geometry = geometry_of(config)
-    source.require(geometry.expected_tensors())
     dtype = layer_dtype(source, geometry)
     geometry = replace(geometry, bits=8 * dtype.itemsize)
     methods = build_methods(manifest)
@@ -87,18 +94,6 @@ def read_inputs(manifest: Manifest) -> Inputs:
     _check_sequence(manifest, config)
     _check_places(manifest, source.directory)
     return inputs
-
-
-def check_buildable(config: Mapping[str, Any], where: str) -> None:
-    """Builds a layer of a standard config, without its numbers. Raises InputError when that cannot be done."""
-    try:
-        described = LaminaConfig(**config)
-        with torch.device("meta"):
-            LaminaDecoderLayer(described, 0)
-        if described.block["rotary"]:
-            LaminaRotaryEmbedding(described, torch.device("cpu"))
-    except Exception as error:  # transformers checks little of rope_parameters, and only warns
-        raise InputError(f"{where}: no layer can be built by it: {type(error).__name__}: {error}") from error
 
 
 def check_copied(inputs: Inputs) -> None:
@@ -119,8 +114,8 @@ def check_copied(inputs: Inputs) -> None:
 
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
     """The dtype of the forward pass: the one that most layer tensors are stored in."""
-    prefix = f"{geometry.layers_path}."
-    counts = Counter(record.dtype for name, record in source.tensors.items() if name.startswith(prefix))
+    names = [name for layer in range(geometry.num_layers) for name, _ in geometry.layer_tensors(layer).values()]
+    counts = Counter(source.tensors[name].dtype for name in names)  # buffers of old checkpoints may be bytes
     unsupported = sorted(set(counts) - set(FORWARD_DTYPES))
     if unsupported:
         raise InputError(

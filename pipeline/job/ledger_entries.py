@@ -24,7 +24,8 @@ from pydantic import (
 )
 from rich.console import Console
 
-from lamina.modeling_lamina import LaminaConfig, LaminaDecoderLayer
+from lamina import LaminaConfig
+from lamina.layers_lamina import LaminaDecoderLayer
 from pipeline.console.summary import print_summary
 from pipeline.driver import Job
 from pipeline.methods.method import Scores

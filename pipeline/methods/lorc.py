@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from manifests.schema import LoRC
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics
-from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.budget import RankVariable, solve_ratio
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
 INPUT = Moment("attention.in")
 CONDITION = "condition"
+_ROUNDING = 1e-9  # of a mean of shares
 ROLES = {"key": ("k",), "value": ("v", "o")}  # o takes in the second factor of v where that is smaller
 
 
@@ -56,7 +58,7 @@ class LoRCMethod:
         return tuple(Group(layer, name, ROLES[name], moments) for layer in layers for name in names)
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """One rank per layer and group: `key`, `value`, cap C = min(G·d, D)."""
+        """One rank per layer and group: `key`, `value`, cap min(C, D); from C on the group stays as it is."""
         cap = min(geometry.weight_shape("k"))
         return tuple(
             RankVariable(group.layer, group.name, group.name, cap, 1, partial(self._cost, geometry, group.name))
@@ -64,15 +66,45 @@ class LoRCMethod:
         )
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """Eq. 13 (progressive) or the same share everywhere; the mean is `cache_keep`, or else the ratio."""
+        """Eq. 13 (progressive) or the same share everywhere; the mean is `cache_keep` of the dense cache, or else the
+        ratio of the cap. No latent is wider than D: a layer that asks for more leaves the rest to the others."""
+        keep, most, variables = self.entry.cache_keep, _exact_share(geometry), self.rank_variables(geometry)
+        if keep is None:
+            shares, whole = self._shares(geometry, ratio, 1.0, scores), min(geometry.weight_shape("k"))
+        else:
+            shares, whole = self._shares(geometry, keep, most, scores), _cached(geometry)
+            if keep < 1.0 and most < 1.0:  # what the layers at `most` leave is the others'
+                part = solve_ratio(
+                    lambda part: fmean(self._shares(geometry, keep + part * (1.0 - keep), most, scores).values()),
+                    keep + _ROUNDING,
+                )
+                shares = self._shares(geometry, keep + part * (1.0 - keep), most, scores)
+        return {variable.key: shares[variable.layer] * whole for variable in variables}
+
+    def _shares(self, geometry: Geometry, mean: float, most: float, scores: Scores) -> dict[int, float]:
+        """Layer -> its share, with this mean before none but the dense ones is above `most`."""
         layers = self.entry.chosen_layers(geometry.num_layers)
-        mean = self.entry.cache_keep or ratio
-        shares: tuple[float, ...] = (mean,) * len(layers)
-        if self.entry.allocation == "progressive":
-            cumulative = cumulative_log_conditions(_log_conditions(geometry, scores))
-            shares = progressive_shares([cumulative[layer] for layer in layers], mean, self.entry.skip_above).shares
-        share_of = dict(zip(layers, shares, strict=True))
-        return {variable.key: share_of[variable.layer] * variable.cap for variable in self.rank_variables(geometry)}
+        if mean == 1.0 == self.entry.cache_keep:
+            return dict.fromkeys(layers, 1.0)
+        if self.entry.allocation == "uniform":
+            return dict.fromkeys(layers, min(mean, most))
+        cumulative = cumulative_log_conditions(_log_conditions(geometry, scores))
+        found = progressive_shares([cumulative[layer] for layer in layers], mean, self.entry.skip_above)
+        skipped = {layers[position] for position in found.skipped}
+        return {
+            layer: share if layer in skipped else min(share, most)
+            for layer, share in zip(layers, found.shares, strict=True)
+        }
+
+    def remarks(self, geometry: Geometry) -> tuple[str, ...]:
+        """That a share of the cache is out of reach, because smaller latents lose nothing."""
+        asked, most = self.entry.cache_keep, _exact_share(geometry)
+        if asked is None or asked == 1.0 or asked <= most:
+            return ()
+        return (
+            f"cache_keep: {asked:g} is not reached: latents of {geometry.hidden} numbers, as wide as the hidden state, "
+            f"already give all {_cached(geometry)} cached ones exactly; it becomes {most:.4g}, without loss",
+        )
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
         """W_k and W_v of all layers, also those not chosen: progressive ranks follow κ̃_l, a product over depth."""
@@ -111,15 +143,29 @@ class LoRCMethod:
 
     def _stays_dense(self, geometry: Geometry, name: str, rank: int) -> bool:
         """At full rank; and, when stored numbers are what is saved, where the factors would save none."""
-        full = rank >= min(geometry.weight_shape("k"))
+        full = rank >= self._full(geometry)
         return full or (not self.fixed_ranks and _factored(geometry, name, rank) >= _dense(geometry, name))
+
+    def _full(self, geometry: Geometry) -> int:
+        """The rank from which a group stays dense. A latent of D < C numbers is exact, and smaller in the cache."""
+        return _cached(geometry) if self.fixed_ranks else min(geometry.weight_shape("k"))
 
     def _cost(self, geometry: Geometry, name: str, rank: float) -> float:
         dense = _dense(geometry, name)
-        if rank >= min(geometry.weight_shape("k")):
+        if rank >= self._full(geometry):
             return dense
         factored = _factored(geometry, name, rank)
         return factored if self.fixed_ranks else min(factored, dense)
+
+
+def _cached(geometry: Geometry) -> int:
+    """C: numbers that the dense cache holds per token, of keys or of values."""
+    return geometry.kv_heads * geometry.head_dim
+
+
+def _exact_share(geometry: Geometry) -> float:
+    """The widest latent, of the cache: min(C, D) / C."""
+    return min(geometry.weight_shape("k")) / _cached(geometry)
 
 
 def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:

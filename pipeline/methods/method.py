@@ -183,6 +183,15 @@ class Measuring(Protocol):
 
 
 @runtime_checkable
+class Remarking(Protocol):
+    """A method that may have to say, before anything is computed, that its entry asks for what cannot be."""
+
+    def remarks(self, geometry: Geometry) -> tuple[str, ...]:
+        """What is not as the entry asks, why, and what will be instead; nothing when all is."""
+        ...
+
+
+@runtime_checkable
 class Predicting(Protocol):
     """A method that can say, before it compresses a group, what each of its sizes costs the model's loss."""
 

@@ -37,6 +37,7 @@ def _body(arguments: Any) -> int:
     rate = arguments.tflops or measured_tflops(inputs.dtype, manifest.workers.cpus)
     flops = plan["forward_flops"] + plan["moment_flops"] + plan["solve_flops"]
     plan |= {"tflops_per_worker": rate, "estimated_seconds": flops / (rate * 1e12 * plan["workers"])}
+    plan["remarks"] = list(inputs.remarks)
     if arguments.json:
         print(json.dumps(plan))
     else:
@@ -59,6 +60,8 @@ def measured_tflops(dtype: torch.dtype, threads: int, size: int = 512) -> float:
 def _print(plan: Mapping[str, Any]) -> None:
     table = Table(title="plan", show_header=False)
     for name, value in plan.items():
+        if name == "remarks":
+            continue
         if name.endswith("_bytes") or name.endswith("bytes_per_layer"):
             shown = f"{value:,} ({value / 2**30:.3f} GiB)"
         elif name.endswith("_flops"):
@@ -67,6 +70,8 @@ def _print(plan: Mapping[str, Any]) -> None:
             shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
         table.add_row(name.replace("_", " "), shown)
     Console().print(table)
+    for remark in plan["remarks"]:
+        print(remark)
 
 
 if __name__ == "__main__":

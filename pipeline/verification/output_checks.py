@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.modeling_lamina import LaminaConfig, LaminaForCausalLM
+from lamina import LaminaConfig, LaminaForCausalLM
 from pipeline.checkpoint.compression_record import index_arguments
 from pipeline.checkpoint.counting import stored_numbers
 from pipeline.families.registry import geometry_of
@@ -117,7 +117,9 @@ def check_counts(
         ("cache_bytes_per_token", "dense"): itemsize * geometry.num_layers * 2 * geometry.kv_heads * geometry.head_dim,
     }
     if original is not None:
-        dense = {name: math.prod(record.shape) for name, record in original.tensors.items()}
+        dense = {
+            name: stored_numbers(record.dtype, record.shape, itemsize) for name, record in original.tensors.items()
+        }
         counted |= {
             ("parameters", "dense"): sum(dense.values()),
             ("decoder_parameters", "dense"): sum(n for name, n in dense.items() if name.startswith(prefix)),

@@ -11,13 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers.dynamic_module_utils import get_relative_import_files
+
 from manifests.errors import CorruptError, InputError, LaminaError
 from pipeline.checkpoint.compression_record import MODELLING_FILE, RECORD_FILE, file_fault, read_record
 from pipeline.checkpoint.reading import read_checkpoint
+from pipeline.job.sources import open_dense
 from pipeline.verification import output_checks, source_checks
 from pipeline.verification.output_checks import Finding
 from stores.checkpoint import verify_shard
-from stores.source import CONFIG_FILE, INDEX_FILE, open_source
+from stores.source import CONFIG_FILE, INDEX_FILE
 
 __all__ = ["Finding", "verify"]
 
@@ -27,7 +30,7 @@ def verify(output: Path, source: Path | None, bound: float | None = None) -> Ite
 
     Raises InputError when `output` is no Lamina checkpoint at all or of another version, and when `source` is no model.
     """
-    original = open_source(str(source)) if source is not None else None
+    original, standard = open_dense(str(source)) if source is not None else (None, {})
     try:
         compression = read_record(output)
     except CorruptError as error:
@@ -55,9 +58,9 @@ def verify(output: Path, source: Path | None, bound: float | None = None) -> Ite
     yield _guarded("values", output_checks.check_values, checkpoint, compression)
     yield _guarded("counts", output_checks.check_counts, checkpoint, config, compression, original)
     if original is not None:
-        yield _guarded("source", source_checks.check_source, original, config, compression)
-        yield _guarded("coverage", source_checks.check_coverage, original, checkpoint, compression)
-        yield _guarded("logits", source_checks.check_logits, original, checkpoint, config, compression, bound)
+        yield _guarded("source", source_checks.check_source, original, standard, config, compression)
+        yield _guarded("coverage", source_checks.check_coverage, original, standard, checkpoint, compression)
+        yield _guarded("logits", source_checks.check_logits, original, standard, checkpoint, config, compression, bound)
 
 
 def _guarded(check: str, function: Callable[..., Finding], *arguments: Any) -> Finding:
@@ -76,11 +79,18 @@ def _files(output: Path, compression: Mapping[str, Any]) -> Finding:
     named = {RECORD_FILE, *compression["files"], *compression["shards"]}
     strangers = sorted(path for path in output.iterdir() if path.name not in named and not path.name.startswith("."))
     faults += [f"{path}: not part of the checkpoint; remove it" for path in strangers]
-    needed = [CONFIG_FILE, INDEX_FILE, MODELLING_FILE]
+    needed = [CONFIG_FILE, INDEX_FILE, *_modelling_files(output)]
     faults += [f"{output / name}: {RECORD_FILE} has no digest of it" for name in needed if name not in named]
     return Finding(
         "files", f"{len(compression['files'])} files against sha256", tuple(fault for fault in faults if fault)
     )
+
+
+def _modelling_files(output: Path) -> list[str]:
+    """The modelling file and all that it imports relatively, which a loader takes from beside it."""
+    modelling = output / MODELLING_FILE
+    imported = get_relative_import_files(modelling) if modelling.is_file() else []
+    return [MODELLING_FILE, *sorted({Path(path).name for path in imported})]
 
 
 def _digests(output: Path, compression: Mapping[str, Any]) -> Finding:

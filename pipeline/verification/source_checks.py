@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lamina import MODELLING_FILES
 from pipeline.checkpoint.assembling import CARD_FILE, TOKENIZER_FILE, without_code
-from pipeline.checkpoint.compression_record import MODELLING_FILE, describe_bytes
-from pipeline.families.registry import geometry_of, standard_config
+from pipeline.checkpoint.compression_record import describe_bytes
+from pipeline.families.registry import geometry_of
 from pipeline.verification.output_checks import Finding
 from stores.durable import sha256_file
 from stores.source import SourceCheckpoint
@@ -31,7 +32,12 @@ LOSSY_BOUND = 1.0  # the error of a layer that is left out, and of answering wit
 WRITTEN_FIELDS = ("forms", "dtype", "architectures", "auto_map", "model_type")  # of config.json, by Lamina itself
 
 
-def check_source(original: SourceCheckpoint, config: Mapping[str, Any], compression: Mapping[str, Any]) -> Finding:
+def check_source(
+    original: SourceCheckpoint,
+    standard: Mapping[str, Any],
+    config: Mapping[str, Any],
+    compression: Mapping[str, Any],
+) -> Finding:
     """The source is the one the checkpoint was made from, and config.json still describes its layers."""
     recorded = compression["source"]["files"]
     faults = []
@@ -39,11 +45,11 @@ def check_source(original: SourceCheckpoint, config: Mapping[str, Any], compress
         path = original.directory / name
         if not path.is_file() or path.stat().st_size != record["size"] or sha256_file(path) != record["sha256"]:
             faults.append(f"{path}: not the file that the checkpoint was made from")
-    standard = json.loads(json.dumps(standard_config(original.config)))
+    standard = json.loads(json.dumps(standard))
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
-    for name in sorted(compression["files"].keys() - recorded.keys() - {CARD_FILE, MODELLING_FILE}):
+    for name in sorted(compression["files"].keys() - recorded.keys() - {CARD_FILE, *MODELLING_FILES}):
         path = original.directory / name
         if path.is_file() and compression["files"][name]["sha256"] not in _copies(path):
             faults.append(f"{name}: differs from the source's")
@@ -58,12 +64,17 @@ def _copies(path: Path) -> list[str]:
     return [describe_bytes(copied)["sha256"] for copied in (content, without_code(content))]
 
 
-def check_coverage(original: SourceCheckpoint, checkpoint: SourceCheckpoint, compression: Mapping[str, Any]) -> Finding:
+def check_coverage(
+    original: SourceCheckpoint,
+    standard: Mapping[str, Any],
+    checkpoint: SourceCheckpoint,
+    compression: Mapping[str, Any],
+) -> Finding:
     """Each source tensor is copied bit for bit, or one of a role that a method of the manifest stores.
 
     That the tensors of a factored role are all there, with the shapes of its form and ranks, is `check_forms`.
     """
-    geometry = geometry_of(standard_config(original.config))
+    geometry = geometry_of(standard)
     roles = {
         name: (layer, key.partition(".")[0])
         for layer in range(geometry.num_layers)
@@ -135,6 +146,7 @@ def _stray_faults(original: SourceCheckpoint, compression: Mapping[str, Any], me
 
 def check_logits(
     original: SourceCheckpoint,
+    standard: Mapping[str, Any],
     checkpoint: SourceCheckpoint,
     config: Mapping[str, Any],
     compression: Mapping[str, Any],
@@ -150,7 +162,7 @@ def check_logits(
     batch, length = SAMPLE_SHAPE
     length = min(length, config["max_position_embeddings"])
     ids_BS = torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
-    streamed = stream_both(original, checkpoint, config, ids_BS)
+    streamed = stream_both(original, standard, checkpoint, config, ids_BS)
     stated, why = (bound, "as given") if bound is not None else default_bound(config, compression)
     faults = [
         f"layer {layer}: relative error {error:.4g} of its update on the source's hidden states is above {stated:g}"
@@ -195,10 +207,14 @@ class Streamed:
 
 @torch.inference_mode()
 def stream_both(
-    original: SourceCheckpoint, checkpoint: SourceCheckpoint, config: Mapping[str, Any], ids_BS: Tensor
+    original: SourceCheckpoint,
+    standard: Mapping[str, Any],
+    checkpoint: SourceCheckpoint,
+    config: Mapping[str, Any],
+    ids_BS: Tensor,
 ) -> Streamed:
     """Both models side by side, a layer of each in memory (two while the next is read)."""
-    dense, packed = _reader(original, standard_config(original.config)), _reader(checkpoint, config)
+    dense, packed = _reader(original, standard), _reader(checkpoint, config)
     dense_BSD, packed_BSD = embedding(dense)(ids_BS), embedding(packed)(ids_BS)
     errors = []
     for layer in range(dense.setup.geometry.num_layers):

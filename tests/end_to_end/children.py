@@ -23,7 +23,8 @@ from typing import Any
 import psutil
 import torch
 
-import pipeline.run
+import pipeline.job.pool
+import pipeline.job.stages
 import workers.actor
 import workers.worker
 from manifests.errors import Interrupted
@@ -79,8 +80,8 @@ class InlinePool:
 
 def use_inline_pool(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """No Ray for `run` in this process."""
-    patch(pipeline.run, "connect", lambda *_: "none: in this process")
-    patch(pipeline.run, "RayPool", InlinePool)
+    patch(pipeline.job.stages, "connect", lambda *_: "none: in this process")
+    patch(pipeline.job.pool, "RayPool", InlinePool)
 
 
 @dataclass(frozen=True)

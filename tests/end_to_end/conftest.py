@@ -9,14 +9,14 @@ import pytest
 import ray
 
 import pipeline.evaluate
-import pipeline.evaluation.perplexity
-import pipeline.run
+import pipeline.job.pool
+import pipeline.job.stages
 from manifests.schema import Workers
 from tests import factories
-from tests.end_to_end.children import InlinePool, use_inline_pool
+from tests.end_to_end.children import use_inline_pool
 from tests.end_to_end.jobs import Job
 from tests.end_to_end.shared_ray import KeptPool
-from workers.pool import connect
+from workers.cluster import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,10 +42,9 @@ def shared_ray(_cluster: tuple[str, list[Any]]) -> Iterator[None]:
     address, idle = _cluster
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KeptPool, "idle", idle, raising=False)
-        for module in (pipeline.run, pipeline.evaluate):
+        for module in (pipeline.job.stages, pipeline.evaluate):
             patch.setattr(module, "connect", lambda *_: address)
-        for module in (pipeline.run, pipeline.evaluation.perplexity):
-            patch.setattr(module, "RayPool", KeptPool)
+        patch.setattr(pipeline.job.pool, "RayPool", KeptPool)
         yield
 
 
@@ -59,7 +58,6 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 def inline_everywhere(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`evaluate`, too, needs no Ray."""
     monkeypatch.setattr(pipeline.evaluate, "connect", lambda *_: "none: in this process")
-    monkeypatch.setattr(pipeline.evaluation.perplexity, "RayPool", InlinePool)
 
 
 @pytest.fixture
@@ -69,7 +67,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> str:
         raise AssertionError("Ray is started")
 
-    for module in (pipeline.run, pipeline.evaluate):
+    for module in (pipeline.job.stages, pipeline.evaluate):
         monkeypatch.setattr(module, "connect", refuse)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.console import progress
+from pipeline.job import heartbeat
 from tests.end_to_end.jobs import Ended, Job, file_digests
 from tools.soak.faults import Fault, failing
 
@@ -83,7 +83,7 @@ def test_log_and_heartbeat_are_not_worth_a_job(
     job: MakeJob, reference: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They say how a job fares; when they cannot be written, it fares no worse, and no traceback says so."""
-    monkeypatch.setattr(progress, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
     for match in ("/logs/", "lock.json"):
         made = job()
         fault = Fault((made.run_dir,), errno.ENOSPC, nth=6, match=match)

@@ -13,13 +13,13 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-import pipeline.run
+import pipeline.job.pool
 import pipeline.scale
 from pipeline.ports import Forward, Unit
 from tests.end_to_end.children import Child
 from tests.end_to_end.clusters import OBJECTS, head_node
 from tests.end_to_end.jobs import Job, command, file_digests
-from workers import pool as pool_module
+from workers import cluster as cluster_module
 from workers.pool import RayPool
 
 pytestmark = pytest.mark.ray
@@ -92,19 +92,19 @@ SCENES: dict[Any, Callable[[Directed], None]] = {
 
 def direct() -> None:
     """In the child: a cluster whose head does no work, with one node beside it."""
-    pool_module._listen_on_loopback()
+    cluster_module._listen_on_loopback()
     Directed.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": OBJECTS})
     Directed.nodes = [Directed.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS)]
     Directed.scenes = SCENES
-    pipeline.run.RayPool = Directed  # type: ignore[misc]
+    pipeline.job.pool.RayPool = Directed  # type: ignore[misc]
     os.environ["RAY_ADDRESS"] = Directed.cluster.address
 
 
 def direct_autoscaler() -> None:
     """In the child: it will have been joined by as many workers as may be, and send two away."""
-    pool_module._listen_on_loopback()
+    cluster_module._listen_on_loopback()
     Directed.scenes = {("dense", 0): lambda pool: pool.await_size(3), ("compressed", 0): two_leave}
-    pipeline.run.RayPool = Directed  # type: ignore[misc]
+    pipeline.job.pool.RayPool = Directed  # type: ignore[misc]
 
 
 def test_the_autoscaler_adds_nodes(job: MakeJob, inline: None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-import pipeline.run
+import pipeline.job.pool
 from pipeline.ports import Forward, Unit
 from tests import factories
 from tests.end_to_end.children import Child, Hook, wait_for
@@ -277,7 +277,7 @@ def test_worker_dies(
             victims.append(member.where["pid"])
             os.kill(victims[0], signal.SIGKILL)
 
-    monkeypatch.setattr(pipeline.run, "RayPool", Deadly)
+    monkeypatch.setattr(pipeline.job.pool, "RayPool", Deadly)
     made = job(**{"workers.max": 2, "workers.min": 2})
     ended = made.run()
     assert ended.code == 0, ended.err

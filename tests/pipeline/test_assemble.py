@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lamina import MODELLING_FILES
 from manifests.errors import CorruptError, InputError, InUseError
 from manifests.schema import Manifest
 from pipeline.checkpoint import assembling
@@ -147,7 +148,7 @@ def test_config_and_companions(finished: Finished) -> None:
     assert compression["layers"][1] == {"groups": {}, "forms": {}}
     assert compression["layers"][2]["groups"]["mlp"]["ranks"] == LOW
     names = {path.name for path in finished.output.iterdir()}
-    assert {"tokenizer.json", "LICENSE", "modeling_lamina.py", "README.md", "compression.json", INDEX_FILE} <= names
+    assert {"tokenizer.json", "LICENSE", *MODELLING_FILES, "README.md", "compression.json", INDEX_FILE} <= names
     assert "notes.txt" not in names
     stored = json.loads((finished.output / "compression.json").read_text(encoding="utf-8"))
     assert stored == json.loads(json.dumps(compression))

@@ -15,7 +15,7 @@ from manifests.loading import parse_manifest
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.method import Method, Moment, Scores, Solution, Statistics
+from pipeline.methods.method import Method, Moment, Remarking, Scores, Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 
 D, d, N = 24, 4, 40
@@ -121,6 +121,36 @@ def test_the_mean_cache_share_is_what_is_asked_for(cache_keep: float, allocation
     assert sum(shares) / len(shares) == pytest.approx(cache_keep, abs=0.5 / (where.kv_heads * d))
     if allocation == "progressive" and cache_keep == 0.6:
         assert ranks["0/0/key"]["key"] > ranks["5/0/key"]["key"]
+
+
+@pytest.mark.parametrize("cache_keep", [0.05, 0.15, 0.28, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("allocation", ["progressive", "uniform"])
+def test_a_cache_wider_than_the_hidden_state(cache_keep: float, allocation: str) -> None:
+    """C = 80 > D = 24: the share is of C, too; latents of D numbers lose nothing, and wider ones there are not."""
+    where = geometry(heads=8, kv_heads=8, head_dim=10, num_hidden_layers=6)
+    job = manifest({"method": "lorc", "cache_keep": cache_keep, "allocation": allocation})
+    (method,) = build_methods(job)
+    scores = Scores(measured={f"{layer}/0/condition": {"log_condition": [1.0 + layer, 2.0]} for layer in range(6)})
+    chosen = allocate_ranks(job, (method,), where, scores)
+    ranks = {
+        key: rank for name, found in chosen.items() if name.endswith("key") for key, rank in [(name, found["key"])]
+    }
+    if cache_keep == 1.0:
+        assert set(ranks.values()) == {80}
+        assert solve(job.methods[0].model_dump(), where, "key", 80)[1].report == {"dense": True}
+        return
+    assert sum(ranks.values()) / 6 == pytest.approx(min(cache_keep, D / 80) * 80, abs=0.5)
+    assert max(ranks.values()) <= D
+    assert isinstance(method, Remarking)
+    remarks = method.remarks(where)
+    assert len(remarks) == (cache_keep > 0.3)
+    if remarks:
+        assert set(ranks.values()) == {D}
+        assert f"cache_keep: {cache_keep:g} is not reached" in remarks[0]
+        assert "it becomes 0.3, without loss" in remarks[0]
+        weights, solution = solve(job.methods[0].model_dump(), where, "key", D)
+        rebuilt = solution.tensors["k.second.weight"] @ solution.tensors["k.first.weight"]
+        torch.testing.assert_close(rebuilt, weights["k.weight"])
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def describe(source: PreTrainedConfig, forms: list[dict[str, Any]] | None = None
         "model_type": "lamina",
         "architectures": ["LaminaForCausalLM"],
         "auto_map": {
-            "AutoConfig": "modeling_lamina.LaminaConfig",
+            "AutoConfig": "configuration_lamina.LaminaConfig",
             "AutoModel": "modeling_lamina.LaminaModel",
             "AutoModelForCausalLM": "modeling_lamina.LaminaForCausalLM",
         },

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lamina.modeling_lamina import LaminaConfig, LaminaDecoderLayer, LaminaForCausalLM, LaminaModel
+from lamina import LaminaConfig, LaminaForCausalLM, LaminaModel
+from lamina.layers_lamina import LaminaDecoderLayer
 from tests.serving.serving_sources import SOURCES, build, describe, layer_prefix, make_source, padded_batch
 
 SHARED_MODELS = Path(__file__).resolve().parents[2].parent / "shared" / "models"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factorise, forms_of
 from tests.serving.serving_sources import build, describe, make_source, padded_batch
-from tests.serving.test_serving_loading import MODELING_FILE, REMOTE, load
+from tests.serving.test_serving_loading import REMOTE, copy_modelling_files, load
 
 # Every form once: low_rank; joint and latent; tucker. head_pca, pruned and head_low_rank are in test_serving_loading.
 ROTARY = [kinds.low_rank, kinds.latent_keys_absorbed_values, kinds.tucker_sparse]
@@ -42,7 +41,7 @@ def write_checkpoint(folder: Path, name: str, dtype: torch.dtype = torch.float32
     tensors |= {f"{prefix}{attention}.{key}": tensor for key, tensor in old.items()}
     save_file({k: t.contiguous() for k, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(describe(source.config, forms)))
-    shutil.copy(MODELING_FILE, folder)
+    copy_modelling_files(folder)
     save_file({"ids": ids_BT, "mask": mask_BT, "logits": logits}, folder / "expected.safetensors")
 
 

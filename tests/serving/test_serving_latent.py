@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from lamina.modeling_lamina import LaminaRotaryEmbedding
+from lamina.layers_lamina import LaminaRotaryEmbedding
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import compiled_is_eager, factored, factorise, forms_of, same_as_prefill, same_logits
 from tests.serving.serving_sources import SMALL, build, make_source, padded_batch

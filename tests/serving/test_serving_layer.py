@@ -6,14 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import embedding
 
-from lamina.modeling_lamina import (
-    LaminaConfig,
-    LaminaDecoderLayer,
-    LaminaRotaryEmbedding,
-    default_position_ids,
-    make_norm,
-    prepare_layer_inputs,
-)
+from lamina import LaminaConfig
+from lamina.inputs_lamina import default_position_ids, prepare_layer_inputs
+from lamina.layers_lamina import LaminaDecoderLayer, LaminaRotaryEmbedding, make_norm
 from tests.serving.serving_compressed import MIXED, compress, forms_for
 from tests.serving.serving_sources import SOURCES, build, describe, layer_prefix, make_source, padded_batch
 

@@ -12,13 +12,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
+from transformers.dynamic_module_utils import get_relative_import_files
 
-import lamina.modeling_lamina
+import lamina
+from lamina import MODELLING_FILES, modelling_source
 from tests.serving.serving_compressed import MIXED, compress, forms_for
 from tests.serving.serving_sources import build, describe, make_source, padded_batch
 
-MODELING_FILE = Path(lamina.modeling_lamina.__file__)
 SAVED = ("llama-gqa", "qwen2-tied", "opt-tied", "gptj")
+
+
+def copy_modelling_files(folder: Path) -> None:
+    for name in MODELLING_FILES:
+        (folder / name).write_bytes(modelling_source(name))
+
+
+def test_the_modelling_files_are_what_transformers_copies() -> None:
+    """From either file that `auto_map` names, by the function with which transformers finds what to copy."""
+    package = Path(lamina.__file__).parent
+    modelling = package / "modeling_lamina.py"
+    needed = {Path(path) for path in get_relative_import_files(modelling)}
+    assert {path.name for path in (modelling, *needed)} == {*MODELLING_FILES}
+    assert needed >= {Path(path) for path in get_relative_import_files(package / "configuration_lamina.py")}
 
 
 def write_checkpoint(folder: Path, name: str) -> None:
@@ -34,7 +49,7 @@ def write_checkpoint(folder: Path, name: str) -> None:
         del tensors["lm_head.weight"]
     save_file({k: t.contiguous() for k, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(describe(source.config, forms)))
-    shutil.copy(MODELING_FILE, folder)
+    copy_modelling_files(folder)
     save_file({"ids": ids_BT, "mask": mask_BT, "logits": logits}, folder / "expected.safetensors")
 
 
@@ -115,7 +130,8 @@ def test_saved_again_it_is_the_same_checkpoint(checkpoints: Path, tmp_path: Path
         before, after = (load_file(root / name / "model.safetensors") for root in (checkpoints, tmp_path))
         assert before.keys() == after.keys()  # tied embeddings once
         assert all(torch.equal(before[key], after[key]) for key in before)
-        assert (tmp_path / name / MODELING_FILE.name).read_bytes() == MODELING_FILE.read_bytes()
+        for modelling_file in MODELLING_FILES:
+            assert (tmp_path / name / modelling_file).read_bytes() == modelling_source(modelling_file)
         mine, again = (json.loads((root / name / "config.json").read_text()) for root in (checkpoints, tmp_path))
         assert {key: again.get(key) for key in ("forms", "block", "auto_map", "architectures")} == {
             key: mine[key] for key in ("forms", "block", "auto_map", "architectures")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamina import LaminaConfig, LaminaForCausalLM
-from lamina.modeling_lamina import SparseCore, Tucker, first_bits
+from lamina.tucker_lamina import SparseCore, TuckerLinears, first_bits
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factored, factorise, forms_of, same_as_prefill, same_logits, sparse_core
 from tests.serving.serving_sources import build, describe, make_source, padded_batch
@@ -55,11 +55,11 @@ def test_csr_is_used_where_it_can_be() -> None:
     same_as_prefill(factored("llama-gqa", kinds.tucker_sparse, 0.5, core_format="csr")[0].eval(), num_new=8)
 
 
-def tuckers(model: Any) -> list[Tucker]:
-    return [module for module in model.modules() if isinstance(module, Tucker)]
+def tuckers(model: Any) -> list[TuckerLinears]:
+    return [module for module in model.modules() if isinstance(module, TuckerLinears)]
 
 
-def layouts(tucker: Tucker) -> set[torch.layout]:
+def layouts(tucker: TuckerLinears) -> set[torch.layout]:
     assert tucker._made is not None
     return {matrix.layout for matrix in tucker._made[1].values()}
 

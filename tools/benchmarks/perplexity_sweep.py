@@ -28,7 +28,7 @@ from pipeline.console.progress import JobObserver
 from pipeline.evaluation.perplexity import measure_perplexity
 from pipeline.run import run_job
 from tools.benchmarks.jobs import end_on_sigterm, markdown_row
-from workers.pool import connect
+from workers.cluster import connect
 
 KEEPS = (0.9, 0.8, 0.7, 0.6, 0.5)
 PAPER = {"basis": "value", "weighting": "none", "selection": "leverage"}

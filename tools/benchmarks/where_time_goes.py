@@ -28,6 +28,10 @@ from unittest import mock
 
 import torch
 
+import pipeline.job.compressing
+import pipeline.job.context
+import pipeline.job.pool
+import pipeline.job.stages
 import pipeline.run
 import stores.checkpoint
 import workers.layers
@@ -52,8 +56,8 @@ from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
 
 PARTS: tuple[tuple[object, str, str], ...] = (  # owner, attribute, kind of work
-    (pipeline.run, "read_inputs", "opening model and manifest"),
-    (pipeline.run, "calibration_tokens", "tokenising"),
+    (pipeline.job.context, "read_inputs", "opening model and manifest"),
+    (pipeline.job.context, "calibration_tokens", "tokenising"),
     (SourceCheckpoint, "read", "reading weights"),
     (workers.layers, "read_staged", "reading staged layers"),
     (workers.layers, "_require_finite", "looking for NaN"),
@@ -186,10 +190,10 @@ def clocked_run(manifest: Mapping[str, Any]) -> tuple[Clock, float]:
         sha256 = functools.partial(TimedHash, clock, hashlib.sha256)
         patches.enter_context(mock.patch.object(hashlib, "sha256", sha256))
         patches.enter_context(mock.patch.object(Worker, "_computing", computing))
-        patches.enter_context(mock.patch.object(pipeline.run, "RayPool", _pool_with(clock)))
-        patches.enter_context(mock.patch.object(pipeline.run, "connect", return_value="nowhere"))
-        patches.enter_context(mock.patch.object(pipeline.run, "catch_signals"))
-        patches.enter_context(mock.patch.object(pipeline.run, "interrupt_on_signals"))
+        patches.enter_context(mock.patch.object(pipeline.job.pool, "RayPool", _pool_with(clock)))
+        patches.enter_context(mock.patch.object(pipeline.job.stages, "connect", return_value="nowhere"))
+        patches.enter_context(mock.patch.object(pipeline.job.compressing, "catch_signals"))
+        patches.enter_context(mock.patch.object(pipeline.job.compressing, "interrupt_on_signals"))
         started = time.perf_counter()
         with clock.at("everything else"):
             pipeline.run.run_job(parse_manifest(manifest), fresh=True, address=None, stop=threading.Event(), quiet=True)
@@ -208,16 +212,17 @@ def _pool_with(clock: Clock) -> Callable[..., LocalPool]:
 
 def command_shares(seconds: Mapping[str, Any], wall: float, workers: int) -> dict[str, float]:
     """Wall seconds of the real command, cut in parts that add up to `wall`."""
-    phases = {name: spent for name, spent in seconds["phases"].items() if name != "assemble"}
+    stages = ("checks", "start", "assemble", "evaluate")
+    phases = {name: spent for name, spent in seconds["phases"].items() if name not in stages}
     busy = sum(spent for _, spent, _ in seconds["units"].values())
     computing = sum(spent for _, _, spent in seconds["units"].values())
     return {
-        "start of Python, checks, hashing the source; exit": wall - seconds["total"],
-        "start of Ray and of the workers": seconds["driver"] - sum(phases.values()),
+        "start of Python, checks, hashing the source; exit": wall - seconds["total"] + seconds["phases"]["checks"],
+        "start of Ray and of the workers": seconds["phases"]["start"],
         "products and decompositions": computing / workers,
         "the rest of the units": (busy - computing) / workers,
         "Ray, driver, ledger; workers idle": sum(phases.values()) - busy / workers,
-        "assembling": seconds["total"] - seconds["driver"],
+        "assembling": seconds["phases"]["assemble"],
     }
 
 

@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pipeline.console.progress
+import pipeline.job.heartbeat
 from tests.end_to_end.jobs import file_digests
 from tools.soak.case import INDEX, RUN, VERIFY
 from tools.soak.faults import Fault, failing
@@ -155,7 +155,7 @@ def _run(world: World, fault: Fault | None, strike: Callable[[], object] | None 
     """The job on a bad disk, with a heartbeat that is fast enough to be hit."""
 
     def prepare() -> None:
-        pipeline.console.progress.BEAT_SECONDS = HEARTBEAT_S
+        pipeline.job.heartbeat.BEAT_SECONDS = HEARTBEAT_S
         if fault is None:
             return
         if strike is not None:

@@ -213,7 +213,7 @@ def _epsilon(made: Edited) -> None:
 
 
 def _no_digest(made: Edited) -> None:
-    del made.compression["files"]["modeling_lamina.py"]
+    del made.compression["files"]["layers_lamina.py"]
 
 
 def _extra_file(made: Edited) -> None:
@@ -261,7 +261,7 @@ EDITS: dict[str, Callable[[Edited], None]] = {
     "dense parameters off by one": _dense_count,
     "a rank changed in the config": _rank,
     "norm_eps changed in the config": _epsilon,
-    "no digest of the modelling file": _no_digest,
+    "no digest of a modelling file": _no_digest,
     "model.safetensors beside the index": _extra_file,
     "adapter_config.json added": _extra_adapter,
     "a shape that is a text": _broken_type,

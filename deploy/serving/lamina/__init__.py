@@ -3,11 +3,31 @@
 transformers looks for no plugins by itself, so the import is needed once per process, before `from_pretrained`.
 """
 
+from pathlib import Path
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from lamina.modeling_lamina import LaminaConfig, LaminaForCausalLM, LaminaModel
+from lamina.configuration_lamina import LaminaConfig
+from lamina.modeling_lamina import LaminaForCausalLM, LaminaModel
 
-__all__ = ["LaminaConfig", "LaminaForCausalLM", "LaminaModel", "register"]
+__all__ = ["MODELLING_FILES", "LaminaConfig", "LaminaForCausalLM", "LaminaModel", "modelling_source", "register"]
+
+# What travels with a checkpoint: the modules of this package that transformers loads with `trust_remote_code`.
+MODELLING_FILES = (
+    "block_lamina.py",
+    "configuration_lamina.py",
+    "factored_lamina.py",
+    "forms_lamina.py",
+    "inputs_lamina.py",
+    "layers_lamina.py",
+    "modeling_lamina.py",
+    "tucker_lamina.py",
+)
+
+
+def modelling_source(name: str) -> bytes:
+    """The content of one of MODELLING_FILES."""
+    return Path(__file__).with_name(name).read_bytes()
 
 
 def register() -> None:

@@ -1,0 +1,177 @@
+# mypy: allow-untyped-calls
+# (transformers ships types, but its base classes' hooks carry no annotations)
+"""The configuration of a model whose decoder layers are described by data: `block` and `forms`."""
+
+import copy
+from dataclasses import field
+from typing import Any, ClassVar
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from .block_lamina import (
+    BLOCK_DEFAULTS,
+    DEFAULT_BLOCK,
+    LINEAR_ROLES,
+    OPTIONAL_ROLES,
+    REQUIRED_ROLES,
+    ROWWISE_ROLES,
+    LayerShape,
+    attention_path,
+    in_base,
+)
+from .forms_lamina import FORMS, Form, Spec
+
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+# What config.json calls `auto_map`: the classes that transformers loads from the files beside the weights.
+AUTO_MAP = {
+    "AutoConfig": "configuration_lamina.LaminaConfig",
+    "AutoModel": "modeling_lamina.LaminaModel",
+    "AutoModelForCausalLM": "modeling_lamina.LaminaForCausalLM",
+}
+
+
+class LaminaConfig(PreTrainedConfig):
+    """config.json of a checkpoint: the usual fields under their usual names, plus `block` and `forms`.
+
+    `layer_types` null means sliding everywhere when `sliding_window` is set, full otherwise. `core_format` is how the
+    cores of Tucker forms that are stored sparse lie in memory: "dense" or "csr"; it may be chosen anew at each loading.
+    Raises ValueError for a block that cannot be built and for forms that do not fit it, naming layer and role.
+    """
+
+    model_type = "lamina"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    ignore_keys_at_rope_validation = {"partial_rotary_factor"}  # noqa: RUF012 - the base class declares the type
+    _auto_class: ClassVar[str | None] = "AutoConfig"  # so that save_pretrained copies this file
+
+    source_model_type: str | None = None
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: int = 128
+    max_position_embeddings: int = 2048
+    rope_parameters: dict[str, Any] | None = None
+    norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    sliding_window: int | None = None
+    layer_types: list[str] = field(default_factory=list)
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    core_format: str = "dense"
+    block: dict[str, Any] = field(default_factory=dict)
+    forms: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.block = {**BLOCK_DEFAULTS, **copy.deepcopy(self.block or DEFAULT_BLOCK)}
+        self.forms = self.forms or [{} for _ in range(self.num_hidden_layers)]
+        # Spelled out: transformers' mask and cache helpers read the list as soon as the attribute exists.
+        layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
+        self.layer_types = self.layer_types or [layer_type] * self.num_hidden_layers
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
+        super().__post_init__(**kwargs)
+        _check_block(self)
+        _check_forms(self)
+        if self.block["rotary"] is None:
+            self.rope_parameters = None  # the base class filled in a default
+        self.base_model_tp_plan = _tensor_parallel_plan(self)  # type: ignore[misc]
+
+    def layer_shape(self, layer: int) -> LayerShape:
+        """The sizes and modules of a layer; the same for every layer so far."""
+        return LayerShape(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            modules=self.block["modules"],
+            biases=frozenset(self.block["biases"]),
+            core_format=self.core_format,
+        )
+
+    def form_of(self, layer: int, role: str) -> tuple[Form, Spec]:
+        """The form of a role in a layer, and what `forms` says of it (dense where it says nothing)."""
+        spec = self.forms[layer].get(role, {"form": "dense"})
+        return FORMS[spec["form"]], spec
+
+    def cache_numbers(self, layer: int) -> int:
+        """How many numbers a layer caches per token, keys and values together."""
+        forms = ((role, *self.form_of(layer, role)) for role in ("k", "v"))
+        return sum(form.cache_numbers(self.layer_shape(layer), role, spec) for role, form, spec in forms)
+
+    def latent_key_layers(self) -> dict[str, int]:
+        """Layer type → the first layer of that type with latent keys; types without such a layer are left out."""
+        layers = (i for i in range(self.num_hidden_layers) if self.form_of(i, "k")[0].latent)
+        return {self.layer_types[i]: i for i in reversed([*layers])}
+
+
+def _check_block(config: LaminaConfig) -> None:
+    block, modules = config.block, config.block.get("modules", {})
+    required = {*DEFAULT_BLOCK}
+    if missing := sorted(required - {*block}) + [f"modules.{r}" for r in REQUIRED_ROLES if r not in modules]:
+        raise ValueError(f"block lacks {', '.join(missing)}")
+    roles = {*REQUIRED_ROLES, *OPTIONAL_ROLES}
+    if unknown := sorted({*block} - required - {*BLOCK_DEFAULTS}) + sorted({*modules} - roles):
+        raise ValueError(f"block has unknown {', '.join(unknown)}; a newer lamina may know it")
+    for key, allowed in (("norm", ("rms", "layer")), ("rotary", ("half", "interleaved", None))):
+        if block[key] not in allowed:
+            raise ValueError(f"block.{key} is {block[key]!r}, allowed are {allowed}")
+    if "mlp_norm" not in modules and not block["parallel"]:
+        raise ValueError("block.modules lacks mlp_norm, which only a parallel block can do without")
+    if stray := [role for role in block["biases"] if role not in LINEAR_ROLES or role not in modules]:
+        raise ValueError(f"block.biases names {', '.join(stray)}, not a projection of block.modules")
+    paths = [block["embed"], block["layers"], block["final_norm"]]
+    paths += [block["positions"]["module"]] if block["positions"] else []
+    if len({path.split(".")[0] for path in paths}) > 1 or not all("." in path for path in paths):
+        raise ValueError(f"block: {', '.join(paths)} must lie below one base module (as in model.layers)")
+    if config.core_format not in ("dense", "csr"):
+        raise ValueError(f"core_format is {config.core_format!r}, allowed are 'dense' and 'csr'")
+    if not attention_path(modules):
+        raise ValueError("block.modules: q, k, v and o must lie below one attention module")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(f"{config.num_attention_heads} query heads over {config.num_key_value_heads} KV heads")
+    layer_types = config.layer_types
+    if len(layer_types) != config.num_hidden_layers or not {*layer_types} <= {*MASKS}:
+        raise ValueError(f"layer_types must be {config.num_hidden_layers} of {', '.join(MASKS)}, not {layer_types}")
+    if "sliding_attention" in layer_types and config.sliding_window is None:
+        raise ValueError("layer_types has sliding_attention, but sliding_window is null")
+
+
+def _check_forms(config: LaminaConfig) -> None:
+    modules = config.block["modules"]
+    if len(config.forms) != config.num_hidden_layers:
+        raise ValueError(f"forms has {len(config.forms)} entries for {config.num_hidden_layers} layers")
+    for layer_idx, forms in enumerate(config.forms):
+        for role, spec in forms.items():
+            where, form = f"layer {layer_idx}, {role}", FORMS.get(spec.get("form", ""))
+            shape = config.layer_shape(layer_idx)
+            if role not in modules:
+                raise ValueError(f"{where}: block.modules has no such role")
+            if form is None:
+                raise ValueError(f"{where}: unknown form {spec.get('form')!r}, this version knows {', '.join(FORMS)}")
+            if role not in form.roles:
+                raise ValueError(f"{where}: {spec['form']} is for {', '.join(form.roles)}")
+            if extra := {*spec} - {"form", *form.fields}:
+                raise ValueError(f"{where}: {spec['form']} has no {', '.join(sorted(extra))}")
+            if problem := form.problem(shape, role, spec):
+                raise ValueError(f"{where}: {spec['form']} {problem}")
+            for other, needed in form.partners(shape, role, spec).items():
+                if forms.get(other) != needed:
+                    text = "the same" if needed == spec else needed
+                    raise ValueError(f"{where}: {spec} needs {text} on {other}, which has {forms.get(other, 'none')}")
+
+
+def _tensor_parallel_plan(config: LaminaConfig) -> dict[str, str] | None:
+    """Columns for what makes heads or MLP channels, rows for what reads them; None where factors would be cut."""
+    if any(not FORMS[spec["form"]].plain for layer in config.forms for spec in layer.values()):
+        return None
+    prefix, modules = in_base(config.block["layers"]), config.block["modules"]
+    styles = {role: "rowwise" if role in ROWWISE_ROLES else "colwise" for role in LINEAR_ROLES if role in modules}
+    return {f"{prefix}.*.{modules[role]}": style for role, style in styles.items()}

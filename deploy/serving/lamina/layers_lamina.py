@@ -1,0 +1,358 @@
+# mypy: allow-untyped-calls
+# (transformers ships types, but its base classes' hooks carry no annotations)
+"""One decoder layer: norm, rotary embedding, attention, MLP.
+
+B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/value heads, d head_dim, r a rank or the
+width of a value head, c rotary width (c <= d), N MLP width, n heads of a projection (H or G).
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .block_lamina import ATTENTION_ROLES, LINEAR_ROLES, attention_path
+from .configuration_lamina import LaminaConfig
+
+
+class LaminaRMSNorm(nn.Module):
+    """x / rms(x) · weight, the root mean square in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype, x = x.dtype, x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(dtype)
+
+
+def make_norm(config: LaminaConfig) -> nn.Module:
+    """The norm that the layers and the end of the stack use: weight (D), and bias (D) for `layer`."""
+    kind = LaminaRMSNorm if config.block["norm"] == "rms" else nn.LayerNorm
+    return kind(config.hidden_size, eps=config.norm_eps)
+
+
+Angles = tuple[Tensor, Tensor]  # cos and sin
+
+
+class LaminaRotaryEmbedding(nn.Module):
+    """cos and sin of the position angles, each (B, T, c), for every rope type of transformers.
+
+    Build it off the meta device: `inv_freq` is computed, not loaded.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, config: LaminaConfig, device: torch.device | None = None) -> None:
+        super().__init__()
+        assert config.rope_parameters is not None
+        self.config, self.rope_type = config, config.rope_parameters["rope_type"]
+        self.interleaved = config.block["rotary"] == "interleaved"
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        default = self.compute_default_rope_parameters
+        init = default if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = init(config, device)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(
+        config: LaminaConfig, device: torch.device | None = None, **kwargs: Any
+    ) -> tuple[Tensor, float]:
+        """theta^(-2i/c) for i < c/2; the name is what transformers looks for when it fills in buffers."""
+        rope = config.rope_parameters or {}
+        width = round(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, width, 2, dtype=torch.float, device=device) / width
+        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update  # type: ignore[untyped-decorator]
+    def forward(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
+        return self.angles(x_BTD, position_ids_BT)
+
+    @torch.no_grad()
+    def angles(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
+        """As `forward`, with the frequencies that its last call chose (some rope types go by the longest position)."""
+        freqs = position_ids_BT[..., None].float() * self.inv_freq.to(device=x_BTD.device, dtype=torch.float)
+        angles_BTc = freqs.repeat_interleave(2, -1) if self.interleaved else torch.cat((freqs, freqs), dim=-1)
+        cos_BTc, sin_BTc = angles_BTc.cos() * self.attention_scaling, angles_BTc.sin() * self.attention_scaling
+        return cos_BTc.to(x_BTD.dtype), sin_BTc.to(x_BTD.dtype)
+
+
+def rotate(x_BHTd: Tensor, cos_BTc: Tensor, sin_BTc: Tensor, interleaved: bool) -> Tensor:
+    """RoPE on the first c of d numbers; pairs are (i, i + c/2), or (2i, 2i + 1) when interleaved."""
+    width = cos_BTc.shape[-1]
+    turned, rest = x_BHTd[..., :width], x_BHTd[..., width:]
+    if interleaved:
+        other = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    else:
+        other = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
+    turned = turned * cos_BTc.unsqueeze(1) + other * sin_BTc.unsqueeze(1)
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+
+
+def eager_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Softmax attention written out; key (B, G, S, d), value (B, G, S, r) → ((B, T, H, r), weights (B, H, T, S))."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    weights = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def attach(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Put `module` at a dotted path below `root`, making plain containers on the way."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in root._modules:
+            root.add_module(parent, nn.Module())
+        root = root.get_submodule(parent)
+    root.add_module(name, module)
+
+
+def find(root: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    """Looked up at each call, not remembered: quantizers, adapters and engines replace modules in place."""
+    for name in names:
+        root = getattr(root, name)
+    return root
+
+
+Names = tuple[str, ...]  # a module path, split
+Memo = dict[tuple[Names, tuple[str, ...]], Any]  # what sources gave in this call, by path and further arguments
+
+
+class _Roles:
+    """Calls the modules of roles at their paths below this module, each once per forward."""
+
+    _names: dict[str, Names]
+    _sources: dict[str, tuple[Names, tuple[str, ...]]]
+
+    def _given(self, role: str, x: Tensor, memo: Memo) -> Any:
+        """The output of the role's source on x; None if it has none."""
+        if role not in self._sources:
+            return None
+        names, args = self._sources[role]
+        if (names, args) not in memo:
+            memo[names, args] = find(cast(nn.Module, self), names)(x, *args)
+        return memo[names, args]
+
+    def _apply_role(self, role: str, x: Tensor, given: Any = None) -> Tensor:
+        module = find(cast(nn.Module, self), self._names[role])
+        out: Tensor = module(x) if given is None else module(x, given)
+        return out
+
+
+class LaminaAttention(_Roles, nn.Module):
+    """Self-attention with r numbers per value head; its projections are children at the block's paths.
+
+    A layer with latent keys or values caches one head for each of both: latents, or all dense heads side by side.
+    """
+
+    def __init__(
+        self,
+        config: LaminaConfig,
+        layer_idx: int,
+        names: dict[str, Names],
+        sources: dict[str, tuple[Names, tuple[str, ...]]],
+    ) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self._names, self._sources = names, sources
+        form, spec = config.form_of(layer_idx, "v")
+        shape = config.layer_shape(layer_idx)
+        self.head_dim, self.value_dim = shape.head_dim, form.head_width(shape, spec)
+        self._latent = {role for role in ("k", "v") if config.form_of(layer_idx, role)[0].latent}
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = True
+        self.interleaved = config.block["rotary"] == "interleaved"
+        sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if sliding else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Angles | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        slot_embeddings: Angles | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        memo: Memo = {}
+        query = self._heads("q", hidden_states, self._given("q", hidden_states, memo))
+        key, value = (self._stored(role, hidden_states, memo) for role in ("k", "v"))
+        if position_embeddings is not None:
+            query = rotate(query, *position_embeddings, self.interleaved)
+            if "k" not in self._latent:
+                key = rotate(key, *position_embeddings, self.interleaved)
+        if self.value_dim < self.head_dim:
+            value = value.contiguous()  # engines that widen values by .view refuse a slice of a fused projection
+        if past_key_values is not None:
+            key, value = self._update(past_key_values, key, value)
+        if "k" in self._latent:
+            key = self._heads("k", hidden_states, key.squeeze(1))
+            if position_embeddings is not None:
+                key = rotate(key, *(slot_embeddings or position_embeddings), self.interleaved)
+        if "v" in self._latent:
+            value = self._heads("v", hidden_states, value.squeeze(1)).expand(-1, key.shape[1], -1, -1)
+        padding = self._padding(query.shape[2])
+        if padding > 0:
+            value = nn.functional.pad(value, (0, padding))
+        elif padding < 0:
+            query, key = (nn.functional.pad(x, (0, -padding)) for x in (query, key))
+
+        # This assignment and the one call below are what vLLM looks for in the source.
+        attention_interface: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        if padding > 0:
+            attn_output = attn_output[..., : self.value_dim]
+        attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return self._apply_role("o", attn_output, self._given("o", attn_output, {})), attn_weights
+
+    def _heads(self, role: str, x_BTD: Tensor, given: Any) -> Tensor:
+        """The output of q, k or v, normed: (B, heads, T, width); of all cached slots if latents of them are given."""
+        width = self.value_dim if role == "v" else self.head_dim
+        out_BTGw: Tensor = self._apply_role(role, x_BTD, given).unflatten(-1, (-1, width))
+        if f"{role}_norm" in self._names:
+            out_BTGw = self._apply_role(f"{role}_norm", out_BTGw)
+        return out_BTGw.transpose(1, 2)
+
+    def _stored(self, role: str, x_BTD: Tensor, memo: Memo) -> Tensor:
+        """What the cache gets of k or v, but for the rotation: (B, heads, T, width), or latents (B, 1, T, r)."""
+        given = self._given(role, x_BTD, memo)
+        return cast(Tensor, given).unsqueeze(1) if role in self._latent else self._heads(role, x_BTD, given)
+
+    def _update(self, cache: Cache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All cached keys and values. Static caches take the number of heads from the keys, so it must be common."""
+        if not self._latent:
+            return cache.update(key, value, self.layer_idx)
+        widths = {"k": self.head_dim, "v": self.value_dim}
+        key, value = (x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (key, value))
+        key, value = (
+            x if role in self._latent else x.squeeze(1).unflatten(-1, (-1, widths[role])).transpose(1, 2)
+            for role, x in zip(widths, cache.update(key, value, self.layer_idx), strict=True)
+        )
+        return key, value
+
+    def _padding(self, num_queries: int) -> int:
+        """Zeros to add to each value head (or, negative, to query and key heads) for the kernel, never for the cache.
+
+        Fused kernels want r = d; without them a prefill builds the T × S scores (4 times slower, and the memory).
+        One query has no such scores, and there reading r instead of d numbers per token wins.
+        """
+        kernel = self.config._attn_implementation or ""
+        fused = "flash" in kernel or ("sdpa" in kernel and num_queries > 1)
+        return self.head_dim - self.value_dim if fused else 0
+
+
+class LaminaDecoderLayer(_Roles, GradientCheckpointingLayer):
+    """One decoder layer; state dict keys are those of the source's layer.
+
+    Each role's module is called once per forward: q, k and v on one input, o on (B, T, H·r) with the heads in order,
+    down on the MLP's hidden values, so that forward hooks on `role(...)` see what statistics are taken of. Some forms'
+    modules get a second argument, and latent keys and values are those of all cached tokens.
+    """
+
+    def __init__(self, config: LaminaConfig, layer_idx: int) -> None:
+        super().__init__()
+        modules: dict[str, str] = config.block["modules"]
+        shape = config.layer_shape(layer_idx)
+        self.layer_type = config.layer_types[layer_idx]
+        self.latent_keys = config.form_of(layer_idx, "k")[0].latent
+        self.parallel = config.block["parallel"]
+        self._names = {role: tuple(path.split(".")) for role, path in modules.items()}
+        self._sources = {}
+        made: dict[str, nn.Module] = {path: _make_role(config, layer_idx, role) for role, path in modules.items()}
+        for role in LINEAR_ROLES:
+            form, spec = config.form_of(layer_idx, role)
+            if role in modules and (source := form.source(shape, role, spec)):
+                self._sources[role] = (tuple(source.path.split(".")), source.args)
+                if source.path not in made and (shared := form.shared_module(shape, role, spec)) is not None:
+                    made[source.path] = shared
+        attention = attention_path(modules)
+        self._attention = tuple(attention.split("."))
+        depth = len(self._attention)
+        inside = {r: names[depth:] for r, names in self._names.items() if r in ATTENTION_ROLES}
+        sources = {r: (names[depth:], args) for r, (names, args) in self._sources.items() if r in ATTENTION_ROLES}
+        attach(self, attention, LaminaAttention(config, layer_idx, inside, sources))
+        for path, module in made.items():
+            attach(self, path, module)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def role(self, role: str) -> nn.Module:
+        """The module of a role ("q", "down", "input_norm", …); raises KeyError for one that the block lacks."""
+        return find(self, self._names[role])
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: Angles | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
+        slot_embeddings: Angles | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        normed = self._apply_role("input_norm", hidden_states)
+        attention, _ = find(self, self._attention)(
+            hidden_states=normed,
+            attention_mask=attention_mask,
+            position_embeddings=position_embeddings,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            slot_embeddings=slot_embeddings,
+            **kwargs,
+        )
+        if self.parallel:
+            normed = self._apply_role("mlp_norm", hidden_states) if "mlp_norm" in self._names else normed
+            return attention + self._mlp(normed) + hidden_states  # type: ignore[no-any-return]
+        hidden_states = hidden_states + attention
+        return hidden_states + self._mlp(self._apply_role("mlp_norm", hidden_states))
+
+    def _mlp(self, x_BTD: Tensor) -> Tensor:
+        memo: Memo = {}
+        inner_BTN = self._apply_role("up", x_BTD, self._given("up", x_BTD, memo))
+        if "gate" in self._names:
+            gate_BTN = self._apply_role("gate", x_BTD, self._given("gate", x_BTD, memo))
+            inner_BTN = self.act_fn(gate_BTN) * inner_BTN
+        else:
+            inner_BTN = self.act_fn(inner_BTN)
+        return self._apply_role("down", inner_BTN, self._given("down", inner_BTN, {}))
+
+
+def _make_role(config: LaminaConfig, layer_idx: int, role: str) -> nn.Module:
+    if role in ("q_norm", "k_norm"):
+        return LaminaRMSNorm(config.head_dim, config.norm_eps)
+    if role not in LINEAR_ROLES:
+        return make_norm(config)
+    form, spec = config.form_of(layer_idx, role)
+    return form.module(config.layer_shape(layer_idx), role, spec)

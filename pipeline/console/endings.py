@@ -1,0 +1,53 @@
+"""How a command ends by an error: its exit code, and the line that a person reads."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from dataclasses import dataclass
+from typing import Literal
+
+from manifests.errors import Interrupted, LaminaError
+from pipeline.console.signals import GO_ON
+from stores.durable import storage_error
+
+Outcome = Literal["done", "interrupted", "failed"]
+NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # what was given can be no path
+HEADLINES = {2: "wrong input", Interrupted.exit_code: "interrupted"}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """An exit code, the message without its headline, and the file and line of an error that nobody foresaw."""
+
+    exit_code: int
+    message: str
+    where: str | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """As the record of a run says it."""
+        return {0: "done", Interrupted.exit_code: "interrupted"}.get(self.exit_code, "failed")  # type: ignore[return-value]
+
+    @property
+    def line(self) -> str:
+        """For the terminal."""
+        if self.where:
+            return f"internal error: {self.message} ({self.where}); --debug shows more"
+        return f"{HEADLINES.get(self.exit_code, 'failed')}: {self.message}"
+
+
+def ending_of(error: BaseException) -> Ending:
+    """What an error says to a user, and the exit code it stands for."""
+    if isinstance(error, LaminaError):
+        return Ending(error.exit_code, str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Ending(Interrupted.exit_code, f"{error or 'stopped'}; {GO_ON}")
+    if isinstance(error, MemoryError):
+        return Ending(1, "out of memory; stop other programs, or run it where there is more")
+    if isinstance(error, OSError):  # of no file that a store or a reader answers for
+        said = str(storage_error("using", error.filename or "a file", error))
+        return Ending(2 if error.errno in NO_PATHS else 1, said)
+    trace = traceback.extract_tb(error.__traceback__)
+    where = f"{trace[-1].filename}:{trace[-1].lineno}" if trace else "nowhere"
+    return Ending(1, f"{type(error).__name__}: {error}", where)

@@ -1,0 +1,122 @@
+"""The stages that compute: the layers are compressed by the workers, and put together as OUTPUT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manifests.errors import CorruptError
+from pipeline.checkpoint.assembling import Assembler
+from pipeline.console.signals import catch_signals, interrupt_on_signals
+from pipeline.driver import Driver
+from pipeline.job.context import JobContext, driver_job
+from pipeline.job.heartbeat import Heartbeat
+from pipeline.job.pool import worker_pool
+from pipeline.ports import Record
+from pipeline.repair import REPAIRS
+from stores.activations import ActivationStore
+from stores.staging import sweep_staged
+from stores.statistics import StatisticsStore
+from workers.config import WorkerConfig
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What the workers took: kind of unit -> [units, seconds, of these inside products], worker -> peak bytes."""
+
+    units: dict[str, list[float]]
+    peak_bytes: dict[str, int]
+
+
+class StoreCleaner:
+    """See `pipeline.ports.Cleaner`; the calibration tokens always stay."""
+
+    def __init__(self, activations: ActivationStore, statistics: StatisticsStore, tokens: Record | None) -> None:
+        self.activations = activations
+        self.statistics = statistics
+        self.always = (tokens,) if tokens else ()
+
+    def retain_activations(self, records: tuple[Record, ...]) -> None:
+        """Drops all stored hidden states but these."""
+        self.activations.sweep((*records, *self.always))
+
+    def retain_statistics(self, records: tuple[Record, ...]) -> None:
+        """Drops all stored moments but these."""
+        self.statistics.sweep(records)
+
+
+def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
+    """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again."""
+    tokens = _stored_tokens(job)
+    _sweep(job)
+    setup = _worker_config(job, tokens)
+    cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, tokens)
+    for attempt in range(REPAIRS + 1):
+        catch_signals(job.stop)
+        with worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool, heartbeat.attending(pool):
+            job.observer.show_memory_of(pool.peak_bytes)
+            Driver(driver_job(job.inputs), pool, job.ledger, cleaner, job.observer).run()
+            effort = Effort(pool.seconds, dict(pool.peak_bytes))
+        interrupt_on_signals(job.stop)
+        job.observer.stage("assemble")
+        damaged = _assembler(job).damaged_layers()
+        if not damaged:
+            return effort
+        if attempt < REPAIRS:
+            job.observer.repaired("; ".join(damaged.values()), list(damaged))
+    raise CorruptError("; ".join(damaged.values()))
+
+
+def assemble_output(job: JobContext) -> dict[str, Any]:
+    """OUTPUT, the index last; returns the compression record."""
+    job.ledger.commit("assembling", {"output": job.output})
+    return _assembler(job).run()
+
+
+def _assembler(job: JobContext) -> Assembler:
+    return Assembler(job.inputs, job.ledger, job.run_dir.path, job.source_files, job.run_dir.lock.check)
+
+
+def _worker_config(job: JobContext, tokens: Record | None) -> WorkerConfig:
+    manifest, calibration = job.manifest, job.manifest.calibration
+    return WorkerConfig(
+        source=job.inputs.source,
+        config=job.inputs.config,
+        geometry=job.inputs.geometry,
+        run_dir=job.run_dir.path.resolve(),
+        tokens=tokens,
+        shards=calibration.shards if calibration else manifest.workers.max,
+        micro_batch=calibration.micro_batch if calibration else 1,
+        dtype=job.inputs.dtype,
+        threads=manifest.workers.cpus,
+        use_gpu=manifest.workers.gpus > 0,
+        hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
+        manifest=manifest,
+    )
+
+
+def _stored_tokens(job: JobContext) -> Record | None:
+    """The record of the calibration tokens, where every worker reads them."""
+    if job.tokens is None:
+        return None
+    store, entered = job.run_dir.activations, job.ledger.get("tokens")
+    try:
+        if entered is not None:
+            store.open(entered["tokens"]).read(0, len(job.tokens))
+    except CorruptError as error:
+        entered = None  # the fingerprint says that these are the same: written again
+        job.observer.repaired(str(error), ["tokens"])
+    if entered is None:
+        entered = {"tokens": store.write_tokens(job.tokens.to(torch.int32))}
+        job.ledger.commit("tokens", entered)
+    record: Record = entered["tokens"]
+    return record
+
+
+def _sweep(job: JobContext) -> None:
+    """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
+    job.ledger.sweep()
+    entered = [job.ledger.get(key) for key in job.ledger.keys("layer/")]
+    sweep_staged(job.run_dir.path, [entry["staged"] for entry in entered if entry])

@@ -1,0 +1,189 @@
+"""A job that may work: checked inputs, both locks held, a run directory that is this job's."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import InputError, StorageError
+from manifests.loading import dump_manifest
+from manifests.schema import RANKS_ONLY, Manifest
+from pipeline.checkpoint.assembling import check_output, free_bytes
+from pipeline.checkpoint.compression_record import quick_faults
+from pipeline.console.progress import JobObserver
+from pipeline.driver import Job
+from pipeline.job.calibration import calibration_tokens
+from pipeline.job.fingerprint import job_fingerprint
+from pipeline.job.inputs import Inputs, check_copied, read_inputs
+from pipeline.job.ledger_entries import check_entries
+from pipeline.methods.registry import allocate_ranks, measure_tasks
+from pipeline.plan import Plan, make_plan
+from stores.durable import partial_path, sweep_partials, write_durably
+from stores.ledger import Ledger
+from stores.lock import RunLock
+from stores.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """What every stage of a job is given.
+
+    Attributes:
+        tokens: calibration token ids (samples, sequence); None for a data-free job.
+        source_files: file of the source -> size, times and sha256.
+        locks: of the run directory and of OUTPUT, held.
+        stop: set by a signal, or when a lock is lost.
+        started: time.monotonic().
+    """
+
+    inputs: Inputs
+    tokens: torch.Tensor | None
+    source_files: Mapping[str, Any]
+    run_dir: RunDirectory
+    locks: tuple[RunLock, ...]
+    plan: Plan
+    observer: JobObserver
+    stop: threading.Event
+    started: float
+
+    @property
+    def manifest(self) -> Manifest:
+        """The job as it was asked for."""
+        return self.inputs.manifest
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is committed."""
+        return self.run_dir.ledger
+
+    @property
+    def output(self) -> str:
+        """OUTPUT as an absolute path."""
+        return str(Path(self.manifest.output).resolve())
+
+    def seconds(self) -> float:
+        """Since this run of the job began."""
+        return time.monotonic() - self.started
+
+
+@contextmanager
+def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: bool) -> Iterator[JobContext]:
+    """Checks everything that can be known before computing, and holds the job's two places.
+
+    Raises:
+        InputError: something given is wrong; nothing was computed.
+    """
+    started, observer = time.monotonic(), JobObserver(quiet=quiet)
+    observer.stage("checks")
+    inputs = read_inputs(manifest)
+    tokens = calibration_tokens(inputs)
+    run_dir, output = RunDirectory(manifest.run_dir), Path(manifest.output)
+    plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
+    with ExitStack() as stack:
+        run_dir.prepare(plan.run_dir_bytes)
+        locks = (stack.enter_context(run_dir.lock), stack.enter_context(claim_output(output)))
+        source_files = inputs.source.file_digests(run_dir.ledger.get("source") or {})
+        if source_files != run_dir.ledger.get("source"):
+            check_copied(inputs)
+        if (run_dir.ledger.get("assembling") or {}).get("output") != str(output.resolve()):
+            check_output(output, run_dir.path, fresh)
+        adapt = partial(_solve_again, manifest, run_dir.ledger)
+        run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
+        run_dir.ledger.commit("source", source_files)
+        check_entries(run_dir.ledger, driver_job(inputs), inputs.config)
+        yield JobContext(inputs, tokens, source_files, run_dir, locks, plan, observer, stop, started)
+
+
+def driver_job(inputs: Inputs) -> Job:
+    """The job as the driver sees it."""
+    manifest, calibration = inputs.manifest, inputs.manifest.calibration
+    propagate = calibration.propagate if calibration else "dense"
+    keep = manifest.statistics.keep
+    return Job(
+        num_layers=inputs.geometry.num_layers,
+        shards=calibration.shards if calibration else 1,
+        tasks=inputs.tasks,
+        allocate=lambda scores: allocate_ranks(manifest, inputs.methods, inputs.geometry, scores),
+        scores=inputs.scores,
+        propagate=propagate,
+        every=manifest.resume.every,
+        keep_statistics=propagate == "dense" if keep is None else keep,
+        measures=measure_tasks(inputs.methods, inputs.geometry),
+    )
+
+
+def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
+    """The summary of a job that is done in this OUTPUT, and what is wrong with the files there."""
+    done = job.ledger.get("complete")
+    if done is None or done["output"] != job.output:
+        return None, []
+    faults = quick_faults(Path(job.manifest.output), done.get("contract_sha256", ""))
+    return {**done["summary"], "already_finished": True}, faults
+
+
+def begin(job: JobContext, faults: Sequence[str]) -> None:
+    """Says what the run builds on, and what was wrong with an OUTPUT that was done.
+
+    Raises InputError when OUTPUT has too little room.
+    """
+    for remark in job.inputs.remarks:
+        job.observer.say(remark, logging.WARNING)
+    for fault in faults:
+        job.observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)
+    output = Path(job.manifest.output)
+    if free_bytes(output) < job.plan.output_bytes:
+        raise InputError(
+            f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
+        )
+    write_durably(job.run_dir.manifest, dump_manifest(job.manifest).encode())
+    if reused := job.ledger.get("reused"):
+        job.observer.say(f"statistics of an earlier run serve again: {reused['seconds']:.1f} s of forward passes saved")
+
+
+def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bool:
+    """Whether ranks are all that differs, and the statistics do not depend on them: then all later work is undone."""
+    names = [name.removeprefix("manifest.") for name in differing if name.startswith("manifest.")]
+    ranks_only = len(names) == len(differing) and all(map(RANKS_ONLY.fullmatch, names))
+    if not ranks_only or manifest.calibration is None or manifest.calibration.propagate != "dense":
+        return False
+    summary = (ledger.get("complete") or {}).get("summary", {})
+    seconds = summary.get("seconds_saved", 0.0) + summary.get("seconds", {}).get("phases", {}).get("statistics", 0.0)
+    if summary:
+        ledger.commit("reused", {"seconds": seconds})
+    for key in ("complete", *ledger.keys("layer/"), "ranks", *ledger.keys("measured/")):
+        ledger.retract(key)
+    return True
+
+
+@contextmanager
+def claim_output(output: Path) -> Iterator[RunLock]:
+    """The lock of OUTPUT, held. Raises InUseError, and InputError when nothing can be written there."""
+    lock = RunLock(output_lock(output))
+    try:
+        lock.acquire()
+        if output.is_dir():
+            sweep_partials(output)  # the probe, too, may come back after a power cut
+            probe = partial_path(output / "probe")
+            write_durably(probe, b"")
+            probe.unlink()
+    except StorageError as error:
+        lock.release()
+        raise InputError(f"output {output} cannot be used: {error}") from error
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def output_lock(output: Path) -> Path:
+    """Beside OUTPUT, not in it: OUTPUT holds nothing until there is something to publish."""
+    return output.resolve().parent / f".{output.name}.lock"

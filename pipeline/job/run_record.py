@@ -1,0 +1,62 @@
+"""How the last run of a job ended, in RUN_DIR and in its log: SIGKILL alone leaves no record."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InUseError, LaminaError
+from pipeline.console.endings import Ending, ending_of
+from pipeline.console.progress import close_log, open_log
+from pipeline.job.context import JobContext
+from stores.durable import write_durably
+
+RECORD_VERSION = 1
+LOG = logging.getLogger("lamina")
+
+
+@contextmanager
+def recorded(job: JobContext) -> Iterator[None]:
+    """Opens the log of this run; enters how the block ended, unless RUN_DIR has become another's meanwhile."""
+    log = open_log(job.run_dir.logs)
+    job.observer.say(f"log: {log}")
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, InUseError):
+            _enter(job, log, ending_of(error))
+        raise
+    else:
+        _enter(job, log, Ending(0, "done"))
+    finally:
+        close_log()
+
+
+def _enter(job: JobContext, log: Path, ending: Ending) -> None:
+    LOG.log(logging.ERROR if ending.exit_code else logging.INFO, ending.line if ending.exit_code else "done")
+    record = {
+        "version": RECORD_VERSION,
+        "run": job.run_dir.lock.token,
+        "outcome": ending.outcome,
+        "exit_code": ending.exit_code,
+        "error": ending.message if ending.exit_code else None,
+        "where": ending.where or _place(job.observer.state),
+        "ended": time.time(),
+        "seconds": job.seconds(),
+        "log": str(log),
+    }
+    try:
+        write_durably(job.run_dir.ended, json.dumps(record).encode())
+    except LaminaError as error:
+        LOG.warning("how this run ended could not be entered: %s", error)
+
+
+def _place(state: Mapping[str, Any]) -> str | None:
+    """The phase, and the unit that was done last."""
+    phase, unit = state.get("phase"), state.get("unit")
+    return f"phase {phase}" + (f", after {unit}" if unit else "") if phase else None

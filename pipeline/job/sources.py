@@ -1,0 +1,94 @@
+"""The dense model of a job: opened, refused where it is none, and described as a user's loader would load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lamina import LaminaConfig
+from lamina.layers_lamina import LaminaDecoderLayer, LaminaRotaryEmbedding
+from manifests.errors import InputError
+from pipeline.families.registry import geometry_of, standard_config
+from stores.source import SourceCheckpoint, open_source
+
+CAUSAL_SUFFIX = "ForCausalLM"
+
+
+def open_dense(source: str, revision: str | None = None) -> tuple[SourceCheckpoint, dict[str, Any]]:
+    """A dense checkpoint and its config under standard names, every tensor there with its shape.
+
+    Raises:
+        InputError: no such model, one of another kind, or config and weights do not fit together.
+        StorageError: a file cannot be read.
+    """
+    return describe_dense(open_source(source, revision))
+
+
+def describe_dense(opened: SourceCheckpoint) -> tuple[SourceCheckpoint, dict[str, Any]]:
+    """The same of one that is open. Raises as `open_dense` does."""
+    where = f"{opened.directory}/config.json"
+    refuse_other_models(opened.config, where)
+    config = standard_config(opened.config)
+    check_buildable(config, where)
+    source, config = as_loaded(opened, config)
+    source.require(geometry_of(config).expected_tensors())
+    return source, config
+
+
+def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
+    """Raises InputError for what has a config that fits, but is no dense model with a language-modelling head."""
+    if config.get("model_type") == "lamina":
+        raise InputError(
+            f"{where}: a checkpoint that Lamina wrote, from a {config.get('source_model_type')} model; "
+            "a job compresses dense models: give the one it was made from (compression.json beside it names it under "
+            "`source`), with all methods in one manifest; or multiply it back first: "
+            "`python -m pipeline.export OUTPUT --to dense DIR`"
+        )
+    quantization = config.get("quantization_config")
+    if quantization:
+        kind = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
+        raise InputError(
+            f"{where}: quantization_config: the weights are quantised ({kind}); give the model as it was before, "
+            "in float32, bfloat16 or float16"
+        )
+    architectures = config.get("architectures") or []
+    if isinstance(architectures, list) and architectures and not any(map(_is_causal, architectures)):
+        raise InputError(
+            f"{where}: architectures: {', '.join(map(str, architectures))}: no causal language model; "
+            f"supported are those whose name ends in {CAUSAL_SUFFIX}"
+        )
+
+
+def as_loaded(source: SourceCheckpoint, config: Mapping[str, Any]) -> tuple[SourceCheckpoint, dict[str, Any]]:
+    """Source and config with embedding and head tied or not as transformers loads them.
+
+    Where the config ties them and the shards hold a head as well, transformers (from 5) keeps both apart if they
+    differ. If they are equal, the head is left out of the tensors: it is the embedding once more.
+    """
+    block = config["block"]
+    embed, head = f"{block['embed']}.weight", f"{block['head']}.weight"
+    if not (config["tie_word_embeddings"] and embed in source.tensors and head in source.tensors):
+        return source, dict(config)
+    if not source.equal(embed, head):
+        return source, {**config, "tie_word_embeddings": False}
+    tensors = {name: record for name, record in source.tensors.items() if name != head}
+    return replace(source, tensors=tensors), dict(config)
+
+
+def check_buildable(config: Mapping[str, Any], where: str) -> None:
+    """Builds a layer of a standard config, without its numbers. Raises InputError when that cannot be done."""
+    try:
+        described = LaminaConfig(**config)
+        with torch.device("meta"):
+            LaminaDecoderLayer(described, 0)
+        if described.block["rotary"]:
+            LaminaRotaryEmbedding(described, torch.device("cpu"))
+    except Exception as error:  # transformers checks little of rope_parameters, and only warns
+        raise InputError(f"{where}: no layer can be built by it: {type(error).__name__}: {error}") from error
+
+
+def _is_causal(architecture: Any) -> bool:
+    return isinstance(architecture, str) and architecture.endswith(CAUSAL_SUFFIX)
