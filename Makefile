@@ -1,4 +1,4 @@
-# make setup | check | test | quickstart | clean
+# make setup | check | unit | test | mutants | quickstart | clean
 # PYTHON chooses the interpreter of the environment, VENV its folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 INPUTS := pyproject.toml deploy/serving/pyproject.toml deploy/constraints.txt
 
-.PHONY: setup check test quickstart clean
+.PHONY: setup check unit test mutants quickstart clean
 
 setup: $(STAMP)
 
@@ -26,13 +26,19 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+unit: setup
+	$(BIN)/python -m pytest -q -m "not ray and not slow" --ignore=tests/end_to_end
+
 test: setup check
 	$(BIN)/python -m pytest -q
+
+mutants: setup
+	$(BIN)/python -m tools.mutants
 
 quickstart: setup
 	$(BIN)/python -m deploy.quickstart
 
 clean:
-	rm -rf $(VENV) build dist runs/quickstart .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist runs/quickstart .mypy_cache .ruff_cache .pytest_cache mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

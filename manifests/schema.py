@@ -89,7 +89,10 @@ class Calibration(Block):
 
 
 class MethodEntry(Block):
-    """What every method's entry may say: which layers, and a `keep` of its own instead of the common budget's."""
+    """What every method's entry may say: which layers, and a `keep` of its own instead of the common budget's.
+
+    `layers`: `all`, `last:N`, `last:SHARE` (`last:0.5`: the deeper half) or a list of numbers from 0.
+    """
 
     layers: str | tuple[int, ...] = "all"
     keep: Share | None = None
@@ -325,10 +328,11 @@ class Statistics(Block):
 
 
 class Perplexity(Block):
-    """Perplexity of the committed output on `text`, windows of `window` tokens."""
+    """Perplexity of the committed output on `text`, windows of `window` tokens; `dense`: of the source besides."""
 
     text: Text
     window: Annotated[int, Field(ge=2)] = 2048
+    dense: bool = False
 
 
 class Evaluation(Block):

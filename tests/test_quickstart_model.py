@@ -18,6 +18,7 @@ from deploy.quickstart.model import Recipe, make_model
 from deploy.quickstart.text import story_text
 from manifests.loading import load_manifest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 TINY = Recipe(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, window_tokens=32,

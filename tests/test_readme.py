@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,26 @@ def test_make_knows_the_target(target: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_benchmarks_are_there() -> None:
-    assert all(
-        list((ROOT / "tools" / "benchmarks").glob(f"{name}.py")) for name in ("memory_over_layers", "perplexity_sweep")
-    )
+def test_tools_that_the_pages_name_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    named = sorted(set(re.findall(r"`python -m (tools\.[\w.]+)", (ROOT / "tools" / "README.md").read_text())))
+    assert len(named) > 8
+    for module in named:
+        monkeypatch.setattr(sys, "argv", [module, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(module).main()
+        assert ended.value.code == 0
+        assert "usage" in capsys.readouterr().out
+
+
+def test_each_command_of_the_readme_is_run_by_a_test() -> None:
+    tables = "tests/end_to_end/test_readme_commands.py"
+    run_by = {
+        "make test": ".github/workflows/test.yml",
+        "make quickstart": "tests/test_quickstart_model.py",
+        "ray job submit": "tests/end_to_end/test_submitted.py",
+        "pip install": "Makefile",  # by `make setup`, which comes before every test
+        **{f"python -m {module}": tables for module in MODULES},
+    }
+    shown = set(re.findall(r"(?:^|`)((?:make|ray job|pip|python -m) [\w.]+)", README, flags=re.MULTILINE))
+    assert shown == set(run_by)
+    assert [where for where in run_by.values() if not (ROOT / where).is_file()] == []

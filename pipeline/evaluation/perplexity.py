@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from pipeline.job.inputs import layer_dtype
 from pipeline.job.pool import worker_pool
 from pipeline.ports import Forward, Pool, Score, Unit
 from stores.activations import ActivationStore
+from stores.source import SourceCheckpoint
 from workers.config import WorkerConfig
 
 SHARDS = 16  # fixed, so that the sum does not depend on the number of workers
+SCRATCH_PREFIX = "evaluation-"
 NUMBERS_PER_BATCH = 4096  # tokens in a micro-batch, about
 
 
@@ -44,7 +46,6 @@ def measure_perplexity(
 
     Args:
         limit: score only the first so many windows.
-        dtype: of the forward pass; None: as stored. The log-softmax is float32 in any case.
         scratch: a directory that all nodes see; default: a temporary one of this machine.
         trust_remote_code: whether the tokenizer may be code of the checkpoint.
         start: called when model and text proved right, before any worker is started.
@@ -53,18 +54,51 @@ def measure_perplexity(
         InputError: model or text is wrong.
         Interrupted: `stop` was set.
     """
+    opened = open_scored(model, window)
+    source, config = opened
+    tokens = window_tokens(source.directory, text, window, config["vocab_size"], trust_remote_code)[:limit]
+    start()
+    return _score(opened, tokens, workers, dtype, stop, observer, scratch)
+
+
+def score_tokens(
+    model: str,
+    tokens: torch.Tensor,
+    workers: Workers,
+    dtype: torch.dtype | None,
+    stop: threading.Event,
+    observer: JobObserver,
+    scratch: Path,
+) -> dict[str, Any]:
+    """The same of token ids (windows, window) that are known."""
+    return _score(open_scored(model, tokens.shape[1]), tokens, workers, dtype, stop, observer, scratch)
+
+
+def open_scored(model: str, window: int) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
+    """A checkpoint, dense or compressed, that takes windows of this length. Raises InputError."""
     source, config = read_checkpoint(model)
-    geometry = geometry_of(config)
-    is_compressed = config.get("model_type") == "lamina"
-    if is_compressed:
+    if config.get("model_type") == "lamina":
         source.require(expected_tensors(config))
     if window > config["max_position_embeddings"]:
         raise InputError(
             f"window: {window} is longer than the model's max_position_embeddings {config['max_position_embeddings']}"
         )
-    tokens = window_tokens(source.directory, text, window, geometry.vocab, trust_remote_code)[:limit]
-    start()
-    with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as directory:
+    return source, config
+
+
+def _score(
+    opened: tuple[SourceCheckpoint, Mapping[str, Any]],
+    tokens: torch.Tensor,
+    workers: Workers,
+    dtype: torch.dtype | None,
+    stop: threading.Event,
+    observer: JobObserver,
+    scratch: Path | None,
+) -> dict[str, Any]:
+    """`dtype`: of the forward pass; None: as stored. The log-softmax is float32 in any case."""
+    source, config = opened
+    geometry, window = geometry_of(config), tokens.shape[1]
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=SCRATCH_PREFIX) as directory:
         record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))
         setup = WorkerConfig(
             source=source,
@@ -74,7 +108,7 @@ def measure_perplexity(
             tokens=record,
             shards=min(SHARDS, len(tokens)),
             micro_batch=max(1, NUMBERS_PER_BATCH // window),
-            dtype=dtype or (getattr(torch, config["dtype"]) if is_compressed else layer_dtype(source, geometry)),
+            dtype=dtype or _stored_dtype(source, config),
             threads=workers.cpus,
             use_gpu=workers.gpus > 0,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
@@ -88,6 +122,11 @@ def measure_perplexity(
         "windows": len(tokens),
         "window": window,
     }
+
+
+def _stored_dtype(source: SourceCheckpoint, config: Mapping[str, Any]) -> torch.dtype:
+    named = config.get("dtype")  # of a compressed checkpoint; its bitmaps are bytes
+    return getattr(torch, named) if named else layer_dtype(source, geometry_of(config))
 
 
 def score_windows(pool: Pool, num_layers: int, shards: int, observer: JobObserver) -> tuple[float, int]:

@@ -131,6 +131,14 @@ class _Reused(_Entry):
     seconds: Share
 
 
+class _Score(_Entry):
+    model: str
+    seal: Sha256
+    perplexity: Share
+    tokens: PositiveInt
+    window: PositiveInt
+
+
 KINDS: dict[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(entry)
     for kind, entry in {
@@ -145,6 +153,7 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "assembling": _Assembling,
         "complete": _Complete,
         "reused": _Reused,
+        "score": _Score,
     }.items()
 }
 

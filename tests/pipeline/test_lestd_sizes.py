@@ -87,6 +87,7 @@ def test_bitmap() -> None:
 # -- threshold: model -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", ["gqa", "opt"])
 @pytest.mark.parametrize("keep", [0.3, 0.6])
 def test_one_threshold_for_all_layers_errs_less_at_equal_size(geometry: str, keep: float) -> None:

@@ -159,5 +159,6 @@ def test_hooks_see_what_statistics_are_taken_of() -> None:
         compressed("llama-gqa").model.layers[0].role("q_norm")
 
 
+@pytest.mark.slow
 def test_compiled_decoding_has_no_graph_breaks() -> None:
     assert compiled_is_eager(compressed("llama-gqa")) == 1

@@ -140,6 +140,7 @@ def test_cropped_caches_go_on(name: str) -> None:
     assert torch.equal(guessed, model.generate(ids_BT[:1], **options))
 
 
+@pytest.mark.slow
 def test_compiled_decoding_has_no_graph_breaks() -> None:
     def joint_keys(sizes: Any, share: float) -> Any:
         return kinds.joint_head(sizes, share) | kinds.latent_values(sizes, share)
@@ -152,6 +153,7 @@ def test_compiled_decoding_has_no_graph_breaks() -> None:
     assert compiled_is_eager(model) == 1
 
 
+@pytest.mark.slow
 def test_compiled_decoding_beyond_a_window() -> None:
     compiled_is_eager(factored("mistral-window", [kinds.latent_both, kinds.latent_keys, kinds.tucker], 0.5)[0])
 

@@ -141,6 +141,7 @@ class Conformance:
         assert store.sweep([]) <= 1
         assert torch.equal(self.read(store, self.write(store, self.value(0))), self.value(0))
 
+    @pytest.mark.slow
     def test_killed_anywhere_a_replacement_is_old_or_new(self, killed_anywhere: KilledAnywhere) -> None:
         values = {"old": self.value(0)[:1], "new": self.value(1)[:1]}
 
@@ -167,6 +168,7 @@ class Conformance:
         assert killed_anywhere(act, check) > 20
         assert list(dict.fromkeys(seen)) == ["", "old", "new"]
 
+    @pytest.mark.slow
     def test_sigkill_at_any_time(self, tmp_path: Path) -> None:
         values = [self.value(seed) for seed in range(3)]
         for trial in range(4):

@@ -141,6 +141,7 @@ def test_a_reader_survives_a_commit_in_between(tmp_path: Path, monkeypatch: pyte
     assert ledger.get("a") == {"n": 2}
 
 
+@pytest.mark.slow
 def test_killed_anywhere_a_commit_is_old_or_new(killed_anywhere: KilledAnywhere) -> None:
     def act(directory: Path) -> None:
         ledger = Ledger(directory / "ledger")

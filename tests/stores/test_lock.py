@@ -205,6 +205,7 @@ def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         RunLock(tmp_path / "lock").acquire()
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_can_be_taken_again(killed_anywhere: KilledAnywhere) -> None:
     def act(directory: Path) -> None:
         with RunLock(directory / "run" / "lock") as lock:

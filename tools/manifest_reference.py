@@ -1,0 +1,142 @@
+"""Writes docs/manifest.md from the pydantic schema: every block and field, its type, default and limits.
+
+python -m tools.manifest_reference [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from manifests import schema
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "manifest.md"
+INTRODUCTION = """\
+# The manifest
+
+<!-- Written by `python -m tools.manifest_reference`; change manifests/schema.py instead. -->
+
+A job is one YAML file, read strictly: no unknown field, no number in quotes, no key twice; every fault is reported at
+once. Relative paths are relative to the working directory. `${NAME}` is replaced only when NAME is listed under
+`environment`. `--set FIELD=VALUE` of a command overrides a field (`--set budget.keep=0.7`, `--set methods.0.keep=0.5`).
+"""
+NAMES = {str: "text", int: "integer", float: "number", bool: "`true`, `false`"}
+SIGNS: tuple[tuple[type, str, str], ...] = ((Gt, "gt", "> "), (Ge, "ge", "≥ "), (Lt, "lt", "< "), (Le, "le", "≤ "))
+
+
+def reference() -> str:
+    """The whole page, as Markdown."""
+    sections = [_section(model) for model in _reachable(schema.Manifest)]
+    return "\n".join([INTRODUCTION, *sections])
+
+
+def _reachable(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """A block and those that its fields are of, each once, in the order of the fields."""
+    pending, seen = [model], {model}
+    while pending:
+        current = pending.pop(0)
+        yield current
+        inner = [found for field in current.model_fields.values() for found in _blocks(field.annotation)]
+        inner = [schema.MethodEntry, *inner] if any(map(_is_method, inner)) else inner
+        new = [found for found in dict.fromkeys(inner) if found not in seen]
+        seen.update(new)
+        pending = [*new, *pending]
+
+
+def _blocks(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for argument in get_args(annotation) for found in _blocks(argument)]
+
+
+def _section(model: type[BaseModel]) -> str:
+    shared = schema.MethodEntry.model_fields if _is_method(model) else {}
+    rows = [_row(name, field) for name, field in model.model_fields.items() if name not in shared]
+    besides = [f"Besides, the fields of {_link(schema.MethodEntry)}.", ""] if shared else []
+    table = ["| field | value | default |", "|---|---|---|", *rows]
+    text = (model.__doc__ or "").strip().replace("\n    ", "\n")
+    return "\n".join([f"## {_title(model)}", "", text, "", *besides, *table, ""])
+
+
+def _is_method(model: type[BaseModel]) -> bool:
+    return issubclass(model, schema.MethodEntry) and model is not schema.MethodEntry
+
+
+def _title(model: type[BaseModel]) -> str:
+    """`method: NAME` for a method's entry, else the name of the block."""
+    return f"method: {get_args(model.model_fields['method'].annotation)[0]}" if _is_method(model) else model.__name__
+
+
+def _link(model: type[BaseModel]) -> str:
+    return f"[{_title(model)}](#{_title(model).lower().replace(': ', '-')})"
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    return f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} |"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    value = field.default
+    if isinstance(value, BaseModel):
+        return "its defaults"
+    if isinstance(value, bool) or value is None:
+        return f"`{str(value).lower().replace('none', 'null')}`"
+    return f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0], [*metadata, *_unfolded(arguments[1:])])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(argument, metadata) for argument in arguments)
+    if origin is tuple:
+        items = [argument for argument in arguments if argument is not Ellipsis]
+        listed = _type(items[0], []) if len(set(items)) == 1 else ", ".join(_type(item, []) for item in items)
+        count = "" if Ellipsis in arguments else f" of {len(items)}"
+        return f"list{count}: {listed}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return _link(annotation)
+    if annotation is type(None):
+        return "`null`"
+    found = [
+        (sign, getattr(limit, name)) for kind, name, sign in SIGNS for limit in metadata if isinstance(limit, kind)
+    ]
+    limits = ", ".join(f"{sign}{value:,}" for sign, value in found)
+    return f"{NAMES[annotation]} ({limits})" if limits else NAMES[annotation]
+
+
+def _unfolded(metadata: tuple[Any, ...]) -> list[Any]:
+    """Limits as pydantic's `Field` packs them."""
+    return [inner for found in metadata for inner in (found.metadata if isinstance(found, FieldInfo) else [found])]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes the page, or with --check says whether it is up to date."""
+    parser = argparse.ArgumentParser(prog="python -m tools.manifest_reference", description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when the page is not up to date")
+    wanted = reference()
+    if not parser.parse_args(argv).check:
+        PAGE.write_text(wanted, encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted:
+        return 0
+    print(f"{PAGE}: not what manifests/schema.py says; run python -m tools.manifest_reference", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
