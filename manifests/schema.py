@@ -97,6 +97,11 @@ class MethodEntry(Block):
     layers: str | tuple[int, ...] = "all"
     keep: Share | None = None
 
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether ranks or solutions follow what the model's loss feels."""
+        return "loss" in (getattr(self, "allocation", None), getattr(self, "weighting", None))
+
     @field_validator("layers", mode="before")
     @classmethod
     def _layers_are_known(cls, layers: Any) -> str | tuple[int, ...]:
@@ -282,9 +287,9 @@ class LossAware(MethodEntry):
     rank_multiple: PositiveInt = 1
 
     @property
-    def allocation(self) -> Literal["loss"]:
-        """As an entry of another method would say it."""
-        return "loss"
+    def needs_gradient(self) -> bool:
+        """Always."""
+        return True
 
     @model_validator(mode="after")
     def _claims_something(self) -> Self:
@@ -376,6 +381,19 @@ class Manifest(Block):
         if not methods:
             raise ValueError("should list at least one method")
         return methods
+
+    @model_validator(mode="after")
+    def _gradient_has_its_text(self) -> Self:
+        for position, entry in enumerate(self.methods):
+            where = f"methods.{position} ({entry.method})"
+            if entry.needs_gradient and self.calibration is None:
+                raise ValueError(f"{where} follows the model's loss on text, so that calibration is needed")
+            if entry.needs_gradient and self.calibration and self.calibration.propagate != "dense":
+                raise ValueError(
+                    f"{where} follows statistics of the dense model; set calibration.propagate: dense, "
+                    f"not {self.calibration.propagate}"
+                )
+        return self
 
     def semantic(self) -> dict[str, Any]:
         """The fields that change the output's bytes: what the fingerprint covers.

@@ -73,9 +73,11 @@ def _column_space(second_mr: Tensor) -> Tensor:
     if float(sizes_r.max()) == 0.0:
         return second_mr[:, :0]
     scaled_mr = second_mr / torch.where(sizes_r > _DEPENDENT * sizes_r.max(), sizes_r, torch.inf)
+    basis_mr: Tensor
     basis_mr, triangle_rr = torch.linalg.qr(scaled_mr)
     if float(triangle_rr.diagonal().abs().min()) > _DEPENDENT:
         return basis_mr
+    left_mr: Tensor
     left_mr, values_r, _ = torch.linalg.svd(scaled_mr, full_matrices=False)
     return left_mr[:, : int((values_r > _DEPENDENT * values_r[0]).sum())].contiguous()
 
@@ -86,7 +88,7 @@ def _large_volume(basis_mt: Tensor) -> tuple[Tensor, Tensor]:
     device = basis_mt.device
     if rank == 0:
         return torch.zeros(0, dtype=torch.int64, device=device), basis_mt
-    permutation, _, _ = torch.linalg.lu(basis_mt)
+    permutation: Tensor = torch.linalg.lu(basis_mt)[0]
     rows_t = permutation.argmax(dim=0)[:rank]
     coefficients_mt = torch.linalg.solve(basis_mt[rows_t], basis_mt, left=False)
     for _ in range(4 * outputs):  # each swap multiplies the volume by more than 1.1: far fewer are needed

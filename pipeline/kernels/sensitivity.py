@@ -87,7 +87,7 @@ def projection_losses(metric_FF: Tensor, moment_FF: Tensor, encode_Gdd: Tensor, 
 
     Q is block diagonal over the heads: I − decode_g[:, :r] encode_g[:r] for each head of group g (heads of a group are
     neighbours; decode_g encode_g = I). Correlations between heads count. M = W_oᵀ G W_o and C = E[c cᵀ] over all heads:
-    with H heads and G groups this is not the tail of the groups' own eigenvalues, which counts pairs of heads otherwise.
+    with H > G this is not the tail of the groups' own eigenvalues, which count every pair of heads of a group.
     Raises ValueError on shapes that do not fit, NaN or infinity.
     """
     features = _same_order("metric", metric_FF, "moment", moment_FF)
@@ -130,7 +130,7 @@ def _by_heads(matrix_FF: Tensor, basis_Hdd: Tensor) -> Tensor:
 
 
 def _unit(matrix: Tensor) -> tuple[Tensor, float]:
-    """A matrix brought to mean diagonal 1, so that factors keep the scale of the weights; and what it was divided by."""
+    """A matrix brought to mean diagonal 1, so that factors keep the scale of the weights, and its divisor."""
     matrix = matrix.detach().to(torch.float64)
     mean = float(matrix.diagonal().mean())
     return (matrix / mean, mean) if mean > 0.0 else (matrix, 1.0)

@@ -22,7 +22,7 @@ from pipeline.kernels.sensitivity import (
 )
 from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
-from pipeline.methods.method import Moment, Ranks, Solution, Statistics
+from pipeline.methods.method import Form, Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, steps
 
 ROLES = ("v", "o")
@@ -34,7 +34,7 @@ BASES = 16  # ranks of the value basis that are compared at most; each takes an 
 
 
 class Basis(NamedTuple):
-    """Of every KV head: the leading r rows of `encode` and columns of `decode` (G, d, d) are the best basis of rank r."""
+    """Of every KV head, (G, d, d): the leading r rows of `encode` and columns of `decode` are its basis of rank r."""
 
     encode: Tensor
     decode: Tensor
@@ -46,7 +46,6 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     context_FF, metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
     basis = _basis(entry, geometry, output_DF, context_FF, metric_DD)
     by_rank = projection_losses(pulled(output_DF, metric_DD), context_FF, *basis)
-    biases = geometry.layer_numbers(ROLES) - sum(weights[f"{role}.weight"].numel() for role in ROLES)
     options = []
     for rank in steps(geometry.head_dim, entry.rank_multiple, count=BASES):
         reduced_DF, moment_FF = _on_basis(geometry, output_DF, context_FF, basis, rank)
@@ -55,14 +54,18 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
         spread_DD = reduced_DF @ moment_FF @ reduced_DF.T
         losses = projection_losses(metric_DD, spread_DD, directions.encode[None], directions.decode[None])
         dropped = 0.0 if rank == geometry.head_dim else float(by_rank[rank])
-        numbers = geometry.kv_heads * rank * geometry.hidden + biases
-        if "v" in geometry.biases:
-            numbers -= geometry.kv_heads * (geometry.head_dim - rank)
+        numbers = _other_numbers(geometry, rank)
         options += [
             Point({VALUE: rank, **point.ranks}, numbers + point.numbers, dropped + point.loss, geometry.kv_heads * rank)
             for point in stack.points(losses, entry.rank_multiple)
         ]
     return options
+
+
+def least_numbers(entry: LossAware, geometry: Geometry) -> int:
+    """Stored at the smallest ranks."""
+    rank = min(entry.rank_multiple, geometry.head_dim)
+    return _stack(entry, geometry, rank).least(entry.rank_multiple) + _other_numbers(geometry, rank)
 
 
 def solve(
@@ -74,7 +77,8 @@ def solve(
     if whole_basis and whole_output:
         return Solution(dict(weights), {}, {"dense": True})
     context_FF, metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
-    output_DF, tensors, forms = weights["o.weight"].double(), dict(weights), {}
+    output_DF, tensors = weights["o.weight"].double(), dict(weights)
+    forms: dict[str, Form] = {}
     if not whole_basis:
         basis = _basis(entry, geometry, output_DF, context_FF, metric_DD)
         output_DF, context_FF = _on_basis(geometry, output_DF, context_FF, basis, rank)
@@ -82,7 +86,8 @@ def solve(
         if "v.bias" in weights:
             tensors["v.bias"] = _encoded(basis, rank, weights["v.bias"][:, None])[:, 0]
         tensors["o.weight"] = output_DF
-        forms = dict.fromkeys(ROLES, {"form": "head_pca", "rank": rank})
+        form: Form = {"form": "head_pca", "rank": rank}
+        forms = dict.fromkeys(ROLES, form)
     if not whole_output:
         directions = _directions(entry, output_DF, context_FF, metric_DD)
         first_rF, second_Dr = directions.encode[: ranks[OUTPUT]] @ output_DF, directions.decode[:, : ranks[OUTPUT]]
@@ -90,6 +95,12 @@ def solve(
         del tensors["o.weight"]
         tensors, forms = tensors | stored, forms | of_output
     return Solution(tensors | biases_of(weights, ("o",)), forms)
+
+
+def _other_numbers(geometry: Geometry, rank: int) -> int:
+    """Of v at a rank, and of the biases."""
+    rows = geometry.kv_heads * rank
+    return rows * (geometry.hidden + ("v" in geometry.biases)) + geometry.hidden * ("o" in geometry.biases)
 
 
 def _basis(entry: LossAware, geometry: Geometry, output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor) -> Basis:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -13,9 +13,29 @@ from pipeline.families.family import Geometry
 from pipeline.methods.loss_aware import attention, mlp, query_key
 from pipeline.methods.method import Curve, Group, Key, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
-from pipeline.ranks.curves import frontier, to_columns
+from pipeline.ranks.curves import Point, frontier, to_columns
 
-PARTS = {"query_key": query_key, "attention": attention, "mlp": mlp}
+
+class Part(Protocol):
+    """A module that knows one group."""
+
+    @property
+    def points(self) -> Callable[[LossAware, Geometry, Mapping[str, Tensor], Statistics], list[Point]]:
+        """What there is to choose from."""
+        ...
+
+    @property
+    def least_numbers(self) -> Callable[[LossAware, Geometry], int]:
+        """What the smallest of it stores."""
+        ...
+
+    @property
+    def solve(self) -> Callable[[LossAware, Geometry, Mapping[str, Tensor], Statistics, Ranks], Solution]:
+        """The factors at ranks chosen."""
+        ...
+
+
+PARTS: Mapping[str, Part] = {"query_key": query_key, "attention": attention, "mlp": mlp}
 
 
 @dataclass(frozen=True)
@@ -59,9 +79,17 @@ class LossAwareMethod:
         """All that is claimed."""
         return self.claims(geometry)
 
+    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+        """All ranks at one step."""
+        return PARTS[group.name].least_numbers(self.entry, geometry)
+
+    def cache_target(self, geometry: Geometry) -> float | None:
+        """Stored numbers are what is budgeted."""
+        return None
+
     def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
         """Every choice of ranks that no other undercuts in both size and loss."""
-        points = PARTS[group.name].points(self.entry, geometry, weights, statistics)  # type: ignore[attr-defined]
+        points = PARTS[group.name].points(self.entry, geometry, weights, statistics)
         return to_columns(frontier(points))
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
@@ -81,6 +109,4 @@ class LossAwareMethod:
         ranks: Ranks,
     ) -> Solution:
         """Dispatches on the group; see the modules beside."""
-        part = PARTS[group.name]
-        solution: Solution = part.solve(self.entry, geometry, weights, statistics, ranks)  # type: ignore[attr-defined]
-        return solution
+        return PARTS[group.name].solve(self.entry, geometry, weights, statistics, ranks)

@@ -25,7 +25,7 @@ from pipeline.kernels.sensitivity import (
 )
 from pipeline.kernels.spectra import symmetric_root
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
-from pipeline.methods.method import Moment, Ranks, Solution, Statistics
+from pipeline.methods.method import Form, Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, merged
 
 WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
@@ -51,15 +51,21 @@ def moments(geometry: Geometry) -> tuple[Moment, ...]:
 def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Ranks of gate/up and of down on each of a few widths."""
     solver = _Solver(entry, geometry, weights, found)
-    biases = solver.bias_numbers
     options = []
     for width in _widths(entry, geometry):
         kept = solver.kept(width)
-        pruned = Point({WIDTH: width}, biases(width), float(solver.width_losses[width]))
-        upper = solver.reader_stack(width).points(solver.reader_losses(kept), entry.rank_multiple)
-        lower = solver.down_stack(width).points(solver.down_losses(kept), entry.rank_multiple)
+        pruned = Point({WIDTH: width}, _bias_numbers(geometry, width), float(solver.width_losses[width]))
+        upper = _reader_stack(entry, geometry, width).points(solver.reader_losses(kept), entry.rank_multiple)
+        lower = _down_stack(entry, geometry, width).points(solver.down_losses(kept), entry.rank_multiple)
         options += merged([pruned], merged(upper, lower))
     return options
+
+
+def least_numbers(entry: LossAware, geometry: Geometry) -> int:
+    """Stored at the smallest width and ranks."""
+    width, multiple = min(_widths(entry, geometry)), entry.rank_multiple
+    stacks = (_reader_stack(entry, geometry, width), _down_stack(entry, geometry, width))
+    return sum(stack.least(multiple) for stack in stacks) + _bias_numbers(geometry, width)
 
 
 def solve(
@@ -67,14 +73,13 @@ def solve(
 ) -> Solution:
     """Prunes to `width`, refits down, then cuts gate/up and down to their ranks."""
     solver, width = _Solver(entry, geometry, weights, found), ranks[WIDTH]
-    upper, lower = solver.reader_stack(width), solver.down_stack(width)
+    upper, lower = _reader_stack(entry, geometry, width), _down_stack(entry, geometry, width)
     if width >= geometry.intermediate and ranks[GATE_UP] >= upper.full and ranks[DOWN] >= lower.full:
         return Solution(dict(weights), {}, {"dense": True})
     kept = solver.kept(width)
     tensors: dict[str, Tensor] = {}
-    forms: dict[str, dict[str, Any]] = {}
-    if width < geometry.intermediate:
-        forms = dict.fromkeys(roles(geometry), {"form": "pruned", "rank": width})
+    pruned: Form = {"form": "pruned", "rank": width}
+    forms = dict.fromkeys(roles(geometry), pruned) if width < geometry.intermediate else {}
     parts = {role: weights[f"{role}.weight"][kept].double() for role in readers(geometry)}
     if ranks[GATE_UP] >= upper.full:
         tensors |= {f"{role}.weight": part for role, part in parts.items()}
@@ -106,10 +111,9 @@ class _Solver:
         self.input_DD, self.hidden_NN = found.mean(INPUT)[0], found.mean(HIDDEN)[0]
         self.metric_DD = found.mean(METRIC)[0]
         self.gradients_N = {role: found.mean(_gradient(role))[0] for role in readers(geometry)}
-        self.pivoted = entry.factors == "pivoted"
 
     @cached_property
-    def priority_N(self) -> Tensor:
+    def priority(self) -> Tensor:
         """All channels: those that stay longest first."""
         rows_DN = symmetric_root(self.metric_DD)[0] @ self.down_DN if self.by_loss else self.down_DN
         order = eliminate(self.hidden_NN, rows_DN, min(_widths(self.entry, self.geometry))).order
@@ -119,13 +123,13 @@ class _Solver:
     @cached_property
     def width_losses(self) -> Tensor:
         """Predicted loss by width."""
-        return nested_losses(self.hidden_NN, self.down_DN, self.metric_DD, self.priority_N)
+        return nested_losses(self.hidden_NN, self.down_DN, self.metric_DD, self.priority)
 
     def kept(self, width: int) -> Tensor:
         """The channels that stay, ascending."""
         if width >= self.geometry.intermediate:
             return torch.arange(self.geometry.intermediate, device=self.down_DN.device)
-        return self.priority_N[:width].sort().values
+        return self.priority[:width].sort().values
 
     def reader_directions(self, kept_k: Tensor) -> Directions:
         """Of the stack of gate and up on the channels that stay."""
@@ -153,25 +157,6 @@ class _Solver:
         found, spread_DD = self.down_directions(kept_k, refit_Dk), pushed(refit_Dk, self._moment(kept_k))
         return projection_losses(self.metric_DD, spread_DD, found.encode[None], found.decode[None])
 
-    def reader_stack(self, width: int) -> Stack:
-        """gate and up at a width."""
-        names, geometry = readers(self.geometry), self.geometry
-        rows, widths = len(names) * width, self._widths(width)
-        return Stack(GATE_UP, names, rows, geometry.hidden, geometry.bits, self.pivoted, widths)
-
-    def down_stack(self, width: int) -> Stack:
-        """down at a width."""
-        geometry = self.geometry
-        return Stack(DOWN, (DOWN,), geometry.hidden, width, geometry.bits, self.pivoted, self._widths(width))
-
-    def bias_numbers(self, width: int) -> int:
-        """Of all three roles."""
-        biased, geometry = self.geometry.biases, self.geometry
-        return width * sum(role in biased for role in readers(geometry)) + geometry.hidden * (DOWN in biased)
-
-    def _widths(self, width: int) -> dict[str, int]:
-        return {} if width >= self.geometry.intermediate else {"width": width}
-
     def _moment(self, kept_k: Tensor) -> Tensor:
         return self.hidden_NN.index_select(0, kept_k).index_select(1, kept_k)
 
@@ -188,6 +173,29 @@ class _Solver:
 
 def _gradient(role: str) -> Moment:
     return Moment(f"{role}.out", kind="gradient", diagonal=True)
+
+
+def _reader_stack(entry: LossAware, geometry: Geometry, width: int) -> Stack:
+    """gate and up at a width."""
+    names, pivoted = readers(geometry), entry.factors == "pivoted"
+    rows = len(names) * width
+    return Stack(GATE_UP, names, rows, geometry.hidden, geometry.bits, pivoted, _width_of_form(geometry, width))
+
+
+def _down_stack(entry: LossAware, geometry: Geometry, width: int) -> Stack:
+    """down at a width."""
+    pivoted, widths = entry.factors == "pivoted", _width_of_form(geometry, width)
+    return Stack(DOWN, (DOWN,), geometry.hidden, width, geometry.bits, pivoted, widths)
+
+
+def _width_of_form(geometry: Geometry, width: int) -> dict[str, int]:
+    return {} if width >= geometry.intermediate else {"width": width}
+
+
+def _bias_numbers(geometry: Geometry, width: int) -> int:
+    """Of all roles."""
+    biased = geometry.biases
+    return width * sum(role in biased for role in readers(geometry)) + geometry.hidden * (DOWN in biased)
 
 
 def _widths(entry: LossAware, geometry: Geometry) -> list[int]:

@@ -29,7 +29,14 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     directions = _directions(entry, weights, found)
     pull_DD, input_DD = found.mean(PULL)[0], found.mean(INPUT)[0]
     losses = projection_losses(pull_DD, input_DD, directions.encode[None], directions.decode[None])
-    return _stack(entry, geometry).points(losses, entry.rank_multiple)
+    biases, cache = _bias_numbers(geometry), geometry.weight_shape("k")[0]
+    found_points = _stack(entry, geometry).points(losses, entry.rank_multiple)
+    return [Point(point.ranks, point.numbers + biases, point.loss, cache) for point in found_points]
+
+
+def least_numbers(entry: LossAware, geometry: Geometry) -> int:
+    """Stored at the smallest rank."""
+    return _stack(entry, geometry).least(entry.rank_multiple) + _bias_numbers(geometry)
 
 
 def solve(
@@ -57,3 +64,7 @@ def _directions(entry: LossAware, weights: Mapping[str, Tensor], found: Statisti
 def _stack(entry: LossAware, geometry: Geometry) -> Stack:
     rows = sum(geometry.weight_shape(role)[0] for role in ROLES)
     return Stack(NAME, ROLES, rows, geometry.hidden, geometry.bits, entry.factors == "pivoted")
+
+
+def _bias_numbers(geometry: Geometry) -> int:
+    return sum(geometry.weight_shape(role)[0] for role in ROLES if role in geometry.biases)

@@ -50,6 +50,10 @@ class Stack:
             return pivoted_numbers(self.outputs, self.inputs, rank, self.bits)
         return min(rank * (self.outputs + self.inputs), self.outputs * self.inputs)
 
+    def least(self, multiple: int) -> int:
+        """Numbers stored at the smallest rank, or dense if that is less."""
+        return min(self.numbers(min(multiple, self.full)), self.numbers(self.full))
+
     def points(self, losses: Tensor, multiple: int) -> list[Point]:
         """One point for each rank; `losses` (at least full + 1) predicted by rank, and nothing lost at the full one."""
         ranks = steps(self.full, multiple)
@@ -76,9 +80,8 @@ class Stack:
         tensors |= {f"{role}.second.weight": part.contiguous() for role, part in zip(self.roles, seconds, strict=True)}
         if len(self.roles) == 1:
             return tensors, {self.roles[0]: {"form": "low_rank", "rank": rank, **self.widths}}
-        return tensors, dict.fromkeys(
-            self.roles, {"form": "joint_low_rank", "rank": rank, "group": self.name, **self.widths}
-        )
+        joint: Form = {"form": "joint_low_rank", "rank": rank, "group": self.name, **self.widths}
+        return tensors, dict.fromkeys(self.roles, joint)
 
 
 Stored = dict[str, Tensor]
