@@ -71,6 +71,17 @@ class Text(Block):
         return self
 
 
+class Gradient(Block):
+    """The backward pass, for methods that follow the loss: over how many of the calibration samples, and of what.
+
+    `samples` null: as many as give 16 tokens for each number of the hidden size, at most all. `kind: local` takes
+    random gradients at each layer's own output instead of the model's; cheaper, and it predicts no loss in nats.
+    """
+
+    samples: PositiveInt | None = None
+    kind: Literal["model", "local"] = "model"
+
+
 class Calibration(Block):
     """The calibration text and how it is cut: `samples` of `sequence_length` tokens in `shards` fixed parts."""
 
@@ -80,6 +91,13 @@ class Calibration(Block):
     shards: PositiveInt = 16
     micro_batch: PositiveInt = 1
     propagate: Literal["compressed", "dense"] = "compressed"
+    gradient: Gradient = Gradient()
+
+    @model_validator(mode="after")
+    def _gradient_samples_are_among_the_samples(self) -> Self:
+        if self.gradient.samples is not None and self.gradient.samples > self.samples:
+            raise ValueError(f"gradient.samples: {self.gradient.samples} is more than samples: {self.samples}")
+        return self
 
     @model_validator(mode="after")
     def _shards_have_samples(self) -> Self:
@@ -302,6 +320,8 @@ class Workers(Block):
     """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker).
 
     `max_failures`: the job ends when this many workers in a row have died on the same unit, or while starting.
+    `start_timeout_s`: how long the job waits where no node has what a worker asks for and no autoscaler adds nodes, or
+    where other processes hold a node's memory.
     """
 
     min: Annotated[PositiveInt, Field(le=100_000)] = 1
@@ -309,14 +329,15 @@ class Workers(Block):
     cpus: Annotated[PositiveInt, Field(le=4096)] = 1
     gpus: Annotated[float, Field(ge=0.0, le=1024.0, allow_inf_nan=False)] = 0
     max_failures: PositiveInt = 3
+    start_timeout_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 600.0
     activation_memory_gb: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 8.0
 
     @model_validator(mode="after")
     def _min_below_max(self) -> Self:
         if self.min > self.max:
             raise ValueError(f"min: {self.min} is above max: {self.max}")
-        if self.gpus > 1 and self.gpus != int(self.gpus):
-            raise ValueError(f"gpus: {self.gpus}; a share of one GPU (up to 1) or a whole number of them")
+        if self.gpus > 1:
+            raise ValueError(f"gpus: {self.gpus}; a worker computes on one GPU: give 1 or a share, and more workers")
         return self
 
 

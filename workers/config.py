@@ -11,6 +11,7 @@ import torch
 
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
+from pipeline.samples import gradient_count, shard_range
 from stores.source import SourceCheckpoint
 
 FORWARD_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -26,7 +27,10 @@ class WorkerConfig:
         shards: how many parts the samples are cut in.
         dtype: of the forward pass.
         manifest: None when nothing is compressed (evaluation).
+        gradient_samples: how many of the samples the backward pass takes, spread over the shards.
         run_dir: holds activations.zarr, statistics.zarr and staged/.
+        token_ids: the token ids themselves (samples, sequence), instead of `tokens`: they travel with this value.
+        hardware: what the job's workers compute on (workers/hardware.py); None: the first worker says.
     """
 
     source: SourceCheckpoint
@@ -41,7 +45,22 @@ class WorkerConfig:
     use_gpu: bool
     hidden_bytes: int
     manifest: Manifest | None = None
+    token_ids: torch.Tensor | None = None
+    gradient_samples: int = 0
+    hardware: Mapping[str, str] | None = None
+
+    @property
+    def tokens_shape(self) -> tuple[int, int]:
+        """(samples, sequence); (0, 0) for data-free jobs."""
+        if self.token_ids is not None:
+            samples, sequence = self.token_ids.shape
+            return samples, sequence
+        return tuple(self.tokens["shape"]) if self.tokens else (0, 0)
 
     def shard_range(self, shard: int, samples: int) -> tuple[int, int]:
-        """First and one past the last sample of a shard; sizes differ by at most one."""
-        return shard * samples // self.shards, (shard + 1) * samples // self.shards
+        """See `pipeline.samples.shard_range`."""
+        return shard_range(shard, self.shards, samples)
+
+    def gradient_count(self, shard: int) -> int:
+        """How many samples of a shard, its first ones, go through the backward pass."""
+        return gradient_count(shard, self.shards, self.tokens_shape[0], self.gradient_samples)

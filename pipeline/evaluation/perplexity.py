@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import window_tokens
 from pipeline.job.inputs import layer_dtype
 from pipeline.job.pool import worker_pool
-from pipeline.ports import Forward, Pool, Score, Unit
-from stores.activations import ActivationStore
+from pipeline.ports import Forward, Pool, Score
+from pipeline.steps import do_units
 from stores.source import SourceCheckpoint
 from workers.config import WorkerConfig
 
@@ -46,7 +46,7 @@ def measure_perplexity(
 
     Args:
         limit: score only the first so many windows.
-        scratch: a directory that all nodes see; default: a temporary one of this machine.
+        scratch: where a worker puts hidden states that exceed its memory; default: the temporary folder of its node.
         trust_remote_code: whether the tokenizer may be code of the checkpoint.
         start: called when model and text proved right, before any worker is started.
 
@@ -99,19 +99,19 @@ def _score(
     source, config = opened
     geometry, window = geometry_of(config), tokens.shape[1]
     with tempfile.TemporaryDirectory(dir=scratch, prefix=SCRATCH_PREFIX) as directory:
-        record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))
         setup = WorkerConfig(
             source=source,
             config=config,
             geometry=geometry,
             run_dir=Path(directory),
-            tokens=record,
+            tokens=None,
             shards=min(SHARDS, len(tokens)),
             micro_batch=max(1, NUMBERS_PER_BATCH // window),
             dtype=dtype or _stored_dtype(source, config),
             threads=workers.cpus,
             use_gpu=workers.gpus > 0,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
+            token_ids=tokens.to(torch.int32),  # through Ray: another node sees no folder of this one
         )
         with worker_pool(setup, workers, stop, observer) as pool:
             loss, count = score_windows(pool, geometry.num_layers, setup.shards, observer)
@@ -135,18 +135,8 @@ def score_windows(pool: Pool, num_layers: int, shards: int, observer: JobObserve
     for layer in range(num_layers):
         ahead = layer + 1 if layer + 1 < num_layers else None
         replay = (None,) * layer
-        _do(pool, [Forward("dense", layer, shard, replay=replay, ahead=ahead) for shard in range(shards)], observer)
-    scored = _do(pool, [Score(num_layers, shard, replay=(None,) * num_layers) for shard in range(shards)], observer)
-    parts = [scored[f"score/{shard}"] for shard in range(shards)]
+        units = [Forward("dense", layer, shard, replay=replay, ahead=ahead) for shard in range(shards)]
+        do_units(pool, units, observer)
+    scores = [Score(num_layers, shard, replay=(None,) * num_layers) for shard in range(shards)]
+    parts = do_units(pool, scores, observer)
     return sum(loss for loss, _ in parts), sum(count for _, count in parts)
-
-
-def _do(pool: Pool, units: Sequence[Unit], observer: JobObserver) -> dict[str, Any]:
-    for unit in units:
-        pool.submit(unit)
-    results: dict[str, Any] = {}
-    while len(results) < len(units):
-        done, result = pool.wait()
-        results[done.key] = result
-        observer.unit_done(done, result)
-    return results
