@@ -115,6 +115,11 @@ class MethodEntry(Block):
     layers: str | tuple[int, ...] = "all"
     keep: Share | None = None
 
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether ranks or solutions follow what the model's loss feels."""
+        return "loss" in (getattr(self, "allocation", None), getattr(self, "weighting", None))
+
     @field_validator("layers", mode="before")
     @classmethod
     def _layers_are_known(cls, layers: Any) -> str | tuple[int, ...]:
@@ -282,6 +287,35 @@ class LeSTD(MethodEntry):
         return self
 
 
+class LossAware(MethodEntry):
+    """Ranks, metrics and forms by what the loss feels, METHODS §6. Ranks follow predicted loss, always.
+
+    `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
+    compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.
+    """
+
+    method: Literal["loss_aware"]
+    query_key: bool = True
+    attention: bool = True
+    mlp: bool = True
+    factors: Literal["pivoted", "plain"] = "pivoted"
+    correct: Literal["none"] = "none"
+    weighting: Literal["loss", "input"] = "loss"
+    widths: PositiveInt = 8
+    rank_multiple: PositiveInt = 1
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Always."""
+        return True
+
+    @model_validator(mode="after")
+    def _claims_something(self) -> Self:
+        if not (self.query_key or self.attention or self.mlp):
+            raise ValueError("query_key, attention and mlp are all off: the method would claim nothing")
+        return self
+
+
 class Workers(Block):
     """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker).
 
@@ -334,7 +368,7 @@ class Evaluation(Block):
     tasks: Annotated[tuple[str, ...], Listed] = ()
 
 
-AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD, Field(discriminator="method")]
+AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD | LossAware, Field(discriminator="method")]
 
 
 class Manifest(Block):
@@ -368,6 +402,19 @@ class Manifest(Block):
         if not methods:
             raise ValueError("should list at least one method")
         return methods
+
+    @model_validator(mode="after")
+    def _gradient_has_its_text(self) -> Self:
+        for position, entry in enumerate(self.methods):
+            where = f"methods.{position} ({entry.method})"
+            if entry.needs_gradient and self.calibration is None:
+                raise ValueError(f"{where} follows the model's loss on text, so that calibration is needed")
+            if entry.needs_gradient and self.calibration and self.calibration.propagate != "dense":
+                raise ValueError(
+                    f"{where} follows statistics of the dense model; set calibration.propagate: dense, "
+                    f"not {self.calibration.propagate}"
+                )
+        return self
 
     def semantic(self) -> dict[str, Any]:
         """The fields that change the output's bytes: what the fingerprint covers.
