@@ -74,8 +74,8 @@ def _rank_plot(run: Run, key: tuple[str, str, str], rank_by_layer: Mapping[int, 
             axes.step(layers, full, where="mid", color=MUTED, linestyle="--", linewidth=1.0)
         axes.plot(layers, [rank_by_layer[layer] for layer in layers], color=SERIES[0], marker=MARKERS[0])
         by_layer(axes, run.geometry.num_layers, "rank")
-        axes.set_ylim(bottom=0)
-        axes.margins(y=0.12)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_ylim(0, 1.08 * max(*full, *rank_by_layer.values()))
         axes.set_title(f"rank of {title}")
 
     method_name = run.manifest.methods[int(method)].method

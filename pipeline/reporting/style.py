@@ -24,7 +24,10 @@ body {{
 }}
 main {{ max-width: 76rem; margin: 0 auto; padding: 1.25rem; }}
 h1 {{ font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }}
-h2 {{ font-size: 1.15rem; margin: 2.25rem 0 .75rem; padding-bottom: .25rem; border-bottom: 1px solid var(--grid); }}
+h2 {{
+  font-size: 1.15rem; margin: 2.25rem 0 .75rem; padding-bottom: .25rem; border-bottom: 1px solid var(--grid);
+  break-after: avoid;
+}}
 p {{ margin: .25rem 0; overflow-wrap: anywhere; }}
 code, pre {{ font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .85em; }}
 pre {{ background: var(--panel); padding: .75rem; overflow-x: auto; border-radius: 6px; }}
