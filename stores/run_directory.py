@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manifests.errors import InputError, StorageError
+from manifests.schema import completed
 from stores.durable import (
     fsync_directory,
     is_hidden,
@@ -68,6 +69,7 @@ class RunDirectory:
     @cached_property
     def activations(self) -> ActivationStore:
         """Hidden states and calibration tokens."""
+        from stores.activations import ActivationStore
 
         return ActivationStore(self.path / ACTIVATIONS)
 
@@ -196,7 +198,8 @@ class RunDirectory:
 
     def _differing(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
         """Field -> its values before and now."""
-        before, after = _flatten(old["fields"]), _flatten(new["fields"])
+        known = {name: completed(value) if name == "manifest" else value for name, value in old["fields"].items()}
+        before, after = _flatten(known), _flatten(new["fields"])
         return {
             field: f"{field}: {_shown(before, field)} -> {_shown(after, field)}"
             for field in sorted(before.keys() | after.keys())
