@@ -124,8 +124,8 @@ def test_a_record_that_cannot_be_used(folder: Path, change: Any, message: str) -
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"form": "low_rank", "rank": 5}, "lacks .* tensors"),
-        ({"form": "head_low_rank", "rank": 5}, "model.layers.1.self_attn.q_proj.first.weight|ignore_mismatched_sizes"),
+        ({"form": "low_rank", "rank": 5}, "ignore_mismatched_sizes"),
+        ({"form": "head_low_rank", "rank": 5}, "ignore_mismatched_sizes"),
         ({"form": "of tomorrow", "rank": 5}, "layer 1, q: unknown form 'of tomorrow', this version knows dense, "),
     ],
 )

@@ -62,12 +62,13 @@ class LaminaPreTrainedModel(PreTrainedModel):
         self.base_model_prefix = config.block["embed"].partition(".")[0]
 
     @classmethod
-    def from_pretrained(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own, but a checkpoint that is not whole is an error.
 
         Raises ValueError where tensors are missing, which would be random numbers, and where the files of a folder
         are not those of its `compression.json`.
         """
+        path, with_report = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
         if path is not None and Path(path).is_dir():
             check_checkpoint(Path(path, kwargs.get("subfolder", "")))
         loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
@@ -77,7 +78,7 @@ class LaminaPreTrainedModel(PreTrainedModel):
                 f"{path} lacks {len(missing)} tensors of the model that its config.json describes: {shown(missing)}. "
                 "A shard may be missing, or the files are of different checkpoints; copy it again."
             )
-        return (model, report) if output_loading_info else model
+        return (model, report) if with_report else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
