@@ -42,15 +42,12 @@ from stores.checkpoint import (
 )
 from stores.durable import fsync_directory, sweep_partials, write_durably
 from stores.headers import read_header
+from stores.hub import CODE, COMPANIONS
 from stores.source import CONFIG_FILE, INDEX_FILE
 
 SHARD_SUFFIX = ".safetensors"
 CARD_FILE = "README.md"
 TOKENIZER_FILE = "tokenizer_config.json"
-COMPANIONS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -252,7 +249,7 @@ class Assembler:
     def _write_companions(self) -> list[str]:
         """Writes what travels with the weights. Returns the names."""
         source, trusted = self.inputs.source.directory, self.inputs.manifest.model.trust_remote_code
-        patterns = (*COMPANIONS, "*.py") if trusted else COMPANIONS
+        patterns = (*COMPANIONS, *CODE) if trusted else COMPANIONS
         paths = sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
         for path in paths:
             if path.name == TOKENIZER_FILE and not trusted:
