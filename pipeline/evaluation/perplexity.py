@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import window_tokens
 from pipeline.job.inputs import layer_dtype
 from pipeline.job.pool import worker_pool
-from pipeline.ports import Forward, Pool, Score, Unit
+from pipeline.ports import Forward, Pool, Score
+from pipeline.steps import do_units
 from stores.activations import ActivationStore
 from stores.source import SourceCheckpoint
 from workers.config import WorkerConfig
@@ -135,18 +136,8 @@ def score_windows(pool: Pool, num_layers: int, shards: int, observer: JobObserve
     for layer in range(num_layers):
         ahead = layer + 1 if layer + 1 < num_layers else None
         replay = (None,) * layer
-        _do(pool, [Forward("dense", layer, shard, replay=replay, ahead=ahead) for shard in range(shards)], observer)
-    scored = _do(pool, [Score(num_layers, shard, replay=(None,) * num_layers) for shard in range(shards)], observer)
-    parts = [scored[f"score/{shard}"] for shard in range(shards)]
+        units = [Forward("dense", layer, shard, replay=replay, ahead=ahead) for shard in range(shards)]
+        do_units(pool, units, observer)
+    scores = [Score(num_layers, shard, replay=(None,) * num_layers) for shard in range(shards)]
+    parts = do_units(pool, scores, observer)
     return sum(loss for loss, _ in parts), sum(count for _, count in parts)
-
-
-def _do(pool: Pool, units: Sequence[Unit], observer: JobObserver) -> dict[str, Any]:
-    for unit in units:
-        pool.submit(unit)
-    results: dict[str, Any] = {}
-    while len(results) < len(units):
-        done, result = pool.wait()
-        results[done.key] = result
-        observer.unit_done(done, result)
-    return results

@@ -18,13 +18,14 @@ from manifests.errors import InputError, StorageError
 from manifests.loading import dump_manifest
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.assembling import check_output, free_bytes
+from pipeline.computation import Job
 from pipeline.console.progress import JobObserver
-from pipeline.driver import Job
 from pipeline.job.calibration import calibration_tokens, evaluation_tokens
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.methods.registry import allocate_ranks, measure_tasks
+from pipeline.keys import RANKS
+from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.plan import Plan, make_plan
 from stores.durable import partial_path, sweep_partials, write_durably
 from stores.ledger import Ledger
@@ -119,6 +120,9 @@ def driver_job(inputs: Inputs) -> Job:
         every=manifest.resume.every,
         keep_statistics=propagate == "dense" if keep is None else keep,
         measures=measure_tasks(inputs.methods, inputs.geometry),
+        predicts=predict_tasks(inputs.methods, inputs.geometry),
+        gradient=calibration.gradient.kind if calibration else "model",
+        gradient_shards=inputs.gradient_shards,
     )
 
 
@@ -150,10 +154,14 @@ def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bo
     if not ranks_only or manifest.calibration is None or manifest.calibration.propagate != "dense":
         return False
     summary = (ledger.get("complete") or {}).get("summary", {})
-    seconds = summary.get("seconds_saved", 0.0) + summary.get("seconds", {}).get("phases", {}).get("statistics", 0.0)
+    phases = summary.get("seconds", {}).get("phases", {})
+    seconds = summary.get("seconds_saved", 0.0) + phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
     if summary:
         ledger.commit("reused", {"seconds": seconds})
-    for key in ("complete", *ledger.keys("layer/"), "ranks", *ledger.keys("measured/")):
+    undone = ["complete", *ledger.keys("layer/"), RANKS, *ledger.keys("measured/")]
+    if not all(name.startswith("budget") for name in names):
+        undone += ledger.keys("curves/")
+    for key in undone:
         ledger.retract(key)
     return True
 
