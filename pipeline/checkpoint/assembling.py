@@ -216,6 +216,7 @@ class Assembler:
             "manifest": self.inputs.manifest.semantic(),
             "counts": count(self.inputs, tensors, forms),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
+            "compared": (self.journal.get("compared") or {}).get("compared"),
             "shards": {name: {key: record[key] for key in ("size", "sha256")} for name, record in records.items()},
             "claimed": self._claimed(),
             "tensors": tensors,
