@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.ports import Record
-from workers.ends import embedding, head
+from workers.embedding_and_head import embedding, head
 from workers.layers import LayerReader
 
 DIRECTIONS = 4
