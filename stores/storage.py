@@ -87,7 +87,7 @@ class Storage(Protocol):
         ...
 
     def delete_folder(self, folder: str) -> None:
-        """Removes a folder with all that is in it, durably; nothing when there is none."""
+        """Removes a folder with all that is in it, durably; nothing when there is none. "" is all of the storage."""
         ...
 
     def sweep(self, below: bool = True) -> int:
