@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.console.signals import catch_signals, interrupt_on_signals
 from pipeline.driver import Driver
+from pipeline.evaluation.perplexity import SCRATCH_PREFIX
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
@@ -57,6 +59,7 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
     for attempt in range(REPAIRS + 1):
         catch_signals(job.stop)
         with worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool, heartbeat.attending(pool):
+            job.ledger.commit("hardware", dict(pool.hardware))
             job.observer.show_memory_of(pool.peak_bytes)
             Driver(driver_job(job.inputs), pool, job.ledger, cleaner, job.observer).run()
             effort = Effort(pool.seconds, dict(pool.peak_bytes))
@@ -100,6 +103,7 @@ def _worker_config(job: JobContext, tokens: Record | None) -> WorkerConfig:
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
         gradient_samples=job.inputs.gradient_samples,
+        hardware=job.ledger.get("hardware"),
     )
 
 
@@ -126,3 +130,5 @@ def _sweep(job: JobContext) -> None:
     job.ledger.sweep()
     entered = [job.ledger.get(key) for key in job.ledger.keys("layer/")]
     sweep_staged(job.run_dir.path, [entry["staged"] for entry in entered if entry])
+    for left in job.run_dir.path.glob(f"{SCRATCH_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
