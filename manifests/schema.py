@@ -71,6 +71,17 @@ class Text(Block):
         return self
 
 
+class Gradient(Block):
+    """The backward pass, for methods that follow the loss: over how many of the calibration samples, and of what.
+
+    `samples` null: as many as give 16 tokens for each number of the hidden size, at most all. `kind: local` takes
+    random gradients at each layer's own output instead of the model's; cheaper, and it predicts no loss in nats.
+    """
+
+    samples: PositiveInt | None = None
+    kind: Literal["model", "local"] = "model"
+
+
 class Calibration(Block):
     """The calibration text and how it is cut: `samples` of `sequence_length` tokens in `shards` fixed parts."""
 
@@ -80,6 +91,13 @@ class Calibration(Block):
     shards: PositiveInt = 16
     micro_batch: PositiveInt = 1
     propagate: Literal["compressed", "dense"] = "compressed"
+    gradient: Gradient = Gradient()
+
+    @model_validator(mode="after")
+    def _gradient_samples_are_among_the_samples(self) -> Self:
+        if self.gradient.samples is not None and self.gradient.samples > self.samples:
+            raise ValueError(f"gradient.samples: {self.gradient.samples} is more than samples: {self.samples}")
+        return self
 
     @model_validator(mode="after")
     def _shards_have_samples(self) -> Self:
@@ -299,10 +317,11 @@ class Statistics(Block):
 
 
 class Perplexity(Block):
-    """Perplexity of the committed output on `text`, windows of `window` tokens."""
+    """Perplexity of the committed output on `text`, windows of `window` tokens; `dense`: of the source besides."""
 
     text: Text
     window: Annotated[int, Field(ge=2)] = 2048
+    dense: bool = False
 
 
 class Evaluation(Block):

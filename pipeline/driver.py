@@ -1,63 +1,47 @@
 """The loop over layers: which units are due, in which order they are committed, where an interrupted job goes on.
 
-No I/O and no tensors: units go to a pool, what is done goes to a journal. Order of durability: a layer's statistics are
-entered before its factors, its factors before the hidden states that follow from them; replaced data is dropped last.
-
-The journal's keys: `dense/L` the dense pass through layer L, `measured/L` what its weights tell, `ranks`,
-`statistics/L` and `activations/L` of the walk, `layer/L` the compressed layer.
+No I/O and no tensors: units go to a pool, what is done goes to a journal (`pipeline.keys`). Order of durability: a
+layer's statistics are entered before its factors, its factors before the hidden states that follow from them; replaced
+data is dropped last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
-from pipeline.methods.method import Form, Moment, Scores
-from pipeline.methods.registry import Task, layer_importance, layer_moments, ranks_key
+from pipeline.computation import Job, RanksOf, entered_importance, entered_scores
+from pipeline.gradient_pass import GradientPass
+from pipeline.keys import (
+    RANKS,
+    activations_key,
+    curves_key,
+    dense_key,
+    gradient_key,
+    layer_key,
+    measured_key,
+    statistics_key,
+)
+from pipeline.methods.method import Form, Moment
+from pipeline.methods.registry import Task, layer_gradients, layer_moments, ranks_key
 from pipeline.ports import (
     Cleaner,
     Forward,
-    ForwardDone,
     Journal,
     Lineage,
     Measure,
     Observer,
     Pool,
+    Predict,
     Record,
-    Reduce,
     Solve,
     SolveDone,
     Unit,
     Write,
 )
 from pipeline.repair import Repairs
-
-RanksOf = Mapping[str, Mapping[str, int]]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the driver must know of a job.
-
-    Attributes:
-        allocate: scores -> ranks of every task, by `ranks_key`.
-        scores: the fields of `Scores` that calibration text must give.
-        measures: what must be measured on the dense weights before ranks are chosen.
-        propagate: whose hidden states the statistics are taken on.
-        every: hidden states are committed each time this many layers are done.
-    """
-
-    num_layers: int
-    shards: int
-    tasks: tuple[Task, ...]
-    allocate: Callable[[Scores], dict[str, dict[str, int]]]
-    scores: frozenset[str]
-    propagate: Lineage
-    every: int = 1
-    keep_statistics: bool = False
-    measures: tuple[Task, ...] = ()
+from pipeline.steps import Steps
 
 
 class Driver:
@@ -70,6 +54,8 @@ class Driver:
         self.cleaner = cleaner
         self.observer = observer
         self.repairs = Repairs(journal, job.num_layers, observer)
+        self.steps = Steps(pool, journal, observer, self.repairs)
+        self.gradients = GradientPass(job, self.steps, cleaner)
 
     def run(self) -> None:
         """Goes through the phases, each from where the journal says it was left.
@@ -88,10 +74,13 @@ class Driver:
         self._retain_statistics()
         dense = self.job.propagate == "dense"
         has_moments = any(task.group.moments for task in self.job.tasks)
-        if "importance" in self.job.scores or (dense and has_moments):
+        if "importance" in self.job.scores or (dense and has_moments) or self.gradients.span():
             self._dense_pass(with_moments=dense)
+        self.gradients.run()
         if self.job.measures:
             self._measure()
+        if self.job.predicts:
+            self._predict()
         ranks = self._ranks()
         if dense or not has_moments:
             self._solve_all(ranks)
@@ -104,8 +93,8 @@ class Driver:
         """Drops the moments that no entry names, as an interruption leaves them, and those of finished layers."""
         live: list[Record] = []
         for layer in range(self.job.num_layers):
-            if self.job.keep_statistics or self.journal.get(f"layer/{layer:05d}") is None:
-                for key in (f"dense/{layer:05d}", f"statistics/{layer:05d}"):
+            if self.job.keep_statistics or self.journal.get(layer_key(layer)) is None:
+                for key in (dense_key(layer), gradient_key(layer), statistics_key(layer)):
                     live += (self.journal.get(key) or {}).get("statistics", {}).values()
         self.cleaner.retain_statistics(tuple(live))
 
@@ -113,90 +102,115 @@ class Driver:
 
     def _dense_pass(self, with_moments: bool) -> None:
         last = self.job.num_layers - 1
-        missing = [layer for layer in range(last + 1) if not self._is_measured(layer, with_moments)]
+        span = self.gradients.span()  # the layers whose inputs the backward pass will need
+        missing = [layer for layer in range(last + 1) if not self._is_measured(layer, with_moments, layer in span)]
         if not missing:
             return
         base = next((layer for layer in range(missing[0], 0, -1) if self._activations("dense", layer)), 0)
         phase = "statistics" if with_moments else "importance"
         self.observer.phase(phase, len(missing), self.job.shards)
         for layer in missing:
-            moments = layer_moments(self.job.tasks, layer) if with_moments else ()
-            store = self._is_boundary(layer + 1) and layer < last
-            emit = layer < last
-            units = self._forward("dense", layer, None, moments, base, cosine=True, emit=emit, store=store)
-            done, statistics = self._sum("dense", layer, moments, units)
-            entry: Record = {"cosine": [result.cosine for result in done], "statistics": statistics}
+            found = (self.journal.get(dense_key(layer)) or {}).get("statistics", {})
+            wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
+            moments = tuple(moment for moment in wanted if moment.key not in found)
+            store = self.job.is_boundary(layer + 1) and layer < last
+            units = self._forward(
+                "dense", layer, None, moments, base, cosine=True, emit=layer < last, store=store, keep=layer in span
+            )
+            done, statistics = self.steps.sum_moments("dense", layer, moments, units)
+            entry: Record = {"cosine": [result.cosine for result in done], "statistics": {**found, **statistics}}
+            if layer in span:
+                entry["inputs"] = [result.inputs for result in done]
             if store:
                 entry["activations"] = [result.activation for result in done]
-            self._enter(f"dense/{layer:05d}", entry)
+            self.steps.enter(dense_key(layer), entry)
             if store:
                 base = layer + 1
-                self.cleaner.retain_activations(tuple(entry["activations"]))
+                self.cleaner.retain_activations((*entry["activations"], *self.gradients.stored_inputs(span)))
             self.observer.layer_done(phase, layer, {})
-        self.cleaner.retain_activations(())
+        self.cleaner.retain_activations(tuple(self.gradients.stored_inputs(span)))
 
-    def _is_measured(self, layer: int, with_moments: bool) -> bool:
-        entry = self.journal.get(f"dense/{layer:05d}")
+    def _is_measured(self, layer: int, with_moments: bool, with_inputs: bool) -> bool:
+        entry = self.journal.get(dense_key(layer))
         wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
-        return entry is not None and all(moment.key in entry["statistics"] for moment in wanted)
+        if entry is None or not all(moment.key in entry["statistics"] for moment in wanted):
+            return False
+        return "inputs" in entry or not with_inputs
+
+    # -- ranks, and what they follow ---------------------------------------------------------------------------------
 
     def _ranks(self) -> RanksOf:
-        entered = self.journal.get("ranks")
+        entered = self.journal.get(RANKS)
         if entered is None:
-            importance = self._importance() if "importance" in self.job.scores else {}
-            measured: dict[str, Any] = {}
-            for layer in sorted({task.group.layer for task in self.job.measures}):
-                measured |= self._entry(f"measured/{layer:05d}")["measured"]
-            ranks = self.job.allocate(Scores(importance, measured))
-            entered = {"ranks": ranks, "importance": importance}
-            self._enter("ranks", _with_text_keys(entered))
+            scores = entered_scores(self.job, self.steps.entry, entered_importance(self.job, self.steps.entry))
+            entered = {"ranks": self.job.allocate(scores), "importance": scores.importance}
+            self.steps.enter(RANKS, _with_text_keys(entered))
         chosen: RanksOf = entered["ranks"]
         return chosen
 
     def _measure(self) -> None:
         """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
-        layers = sorted({task.group.layer for task in self.job.measures})
-        pending = [layer for layer in layers if self.journal.get(f"measured/{layer:05d}") is None]
+        pending = [layer for layer in _layers(self.job.measures) if self.journal.get(measured_key(layer)) is None]
         self.observer.phase("measure", len(pending), 1)
         while pending:
-            batch, pending = self._cut(pending)
+            batch, pending = self.steps.batch(pending)
             units = [Measure(task) for task in self.job.measures if task.group.layer in batch]
-            results = list(zip(units, self._do(units), strict=True))
-            for layer in batch:
-                measured = {ranks_key(unit.task): found for unit, found in results if unit.task.group.layer == layer}
-                self._enter(f"measured/{layer:05d}", {"measured": measured})
+            for layer, found in self._found(batch, units).items():
+                self.steps.enter(measured_key(layer), {"measured": found})
                 self.observer.layer_done("measure", layer, {})
 
-    def _importance(self) -> dict[int, float]:
-        """Of every layer, from the cosines of all shards, summed in shard order."""
-        means = []
-        for layer in range(self.job.num_layers):
-            cosines = self._entry(f"dense/{layer:05d}")["cosine"]
-            means.append(sum(total for total, _ in cosines) / sum(count for _, count in cosines))
-        return layer_importance(means)
+    def _predict(self) -> None:
+        """What each size of a group costs the loss, a batch of layers at a time; one entry for each layer."""
+        pending = [layer for layer in _layers(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
+        self.observer.phase("curves", len(pending), 1)
+        while pending:
+            batch, pending = self.steps.batch(pending)
+            units = [
+                Predict(task, self._statistics_of(task)) for task in self.job.predicts if task.group.layer in batch
+            ]
+            for layer, found in self._found(batch, units).items():
+                self.steps.enter(curves_key(layer), {"curves": found})
+                self.observer.layer_done("curves", layer, {})
+
+    def _found(self, layers: list[int], units: Sequence[Measure | Predict]) -> dict[int, dict[str, Any]]:
+        """What some units give, by layer and `ranks_key`."""
+        results = list(zip(units, self.steps.do(units), strict=True))
+        return {
+            layer: {ranks_key(unit.task): found for unit, found in results if unit.task.group.layer == layer}
+            for layer in layers
+        }
 
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 
     def _solve_all(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in self._claimed() if not self._staged(layer)]
+        pending = [layer for layer in _layers(self.job.tasks) if not self._staged(layer)]
         self.observer.phase("compress", len(pending), 1)
         while pending:
-            batch, pending = self._cut(pending)
+            batch, pending = self.steps.batch(pending)
             self._compress({layer: self._dense_statistics(layer) for layer in batch}, ranks)
             if not self.job.keep_statistics:
                 live = [self._dense_statistics(layer) for layer in pending]
                 self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
 
     def _dense_statistics(self, layer: int) -> Mapping[str, Record]:
-        if not layer_moments(self.job.tasks, layer):
+        """The moments of a layer that the dense pass and the backward pass have entered, by key."""
+        values = self.steps.entry(dense_key(layer))["statistics"] if layer_moments(self.job.tasks, layer) else {}
+        return {**values, **self._gradient_statistics(layer)}
+
+    def _gradient_statistics(self, layer: int) -> dict[str, Record]:
+        if not layer_gradients(self.job.tasks, layer):
             return {}
-        statistics: dict[str, Record] = self._entry(f"dense/{layer:05d}")["statistics"]
+        statistics: dict[str, Record] = self.steps.entry(gradient_key(layer))["statistics"]
         return statistics
+
+    def _statistics_of(self, task: Task) -> dict[Moment, Record]:
+        entered = self._dense_statistics(task.group.layer)
+        return {moment: entered[moment.key] for moment in task.group.moments}
 
     # -- the walk with propagate: compressed -------------------------------------------------------------------------
 
     def _walk(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in self._claimed() if not self._staged(layer)]
+        pending = [layer for layer in _layers(self.job.tasks) if not self._staged(layer)]
         if not pending:
             return
         first, last = pending[0], pending[-1]
@@ -204,39 +218,32 @@ class Driver:
         self.observer.phase("walk", last + 1 - base, 2 * self.job.shards)
         for layer in range(base, last + 1):
             if layer in pending:
-                self._compress({layer: self._walk_statistics(layer, base)}, ranks)
+                statistics = {**self._walk_statistics(layer, base), **self._gradient_statistics(layer)}
+                self._compress({layer: statistics}, ranks)
                 if not self.job.keep_statistics:
                     self.cleaner.retain_statistics(())
-            if layer < last and self._is_boundary(layer + 1):
+            if layer < last and self.job.is_boundary(layer + 1):
                 base = self._propagate(layer, base)
 
     def _walk_statistics(self, layer: int, base: int) -> Mapping[str, Record]:
-        entered = self.journal.get(f"statistics/{layer:05d}")
+        entered = self.journal.get(statistics_key(layer))
         if entered is None:
             moments = layer_moments(self.job.tasks, layer)
             units = self._forward("compressed", layer, None, moments, base, emit=False) if moments else []
-            entered = {"statistics": self._sum("compressed", layer, moments, units)[1]}
-            self._enter(f"statistics/{layer:05d}", entered)
+            entered = {"statistics": self.steps.sum_moments("compressed", layer, moments, units)[1]}
+            self.steps.enter(statistics_key(layer), entered)
         statistics: dict[str, Record] = entered["statistics"]
         return statistics
 
     def _propagate(self, layer: int, base: int) -> int:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
-        done = self._do(self._forward("compressed", layer, self._staged(layer), (), base, store=True))
+        done = self.steps.do(self._forward("compressed", layer, self._staged(layer), (), base, store=True))
         activations = [result.activation for result in done]
-        self._enter(f"activations/{layer + 1:05d}", {"activations": activations})
+        self.steps.enter(activations_key(layer + 1), {"activations": activations})
         self.cleaner.retain_activations(tuple(record for record in activations if record))
         return layer + 1
 
-    # -- steps -------------------------------------------------------------------------------------------------------
-
-    def _cut(self, pending: list[int]) -> tuple[list[int], list[int]]:
-        """As many layers as there are workers, and the rest."""
-        count = max(1, self.pool.size)  # 0 while the only worker is being replaced
-        return pending[:count], pending[count:]
-
-    def _is_boundary(self, layer: int) -> bool:
-        return layer % self.job.every == 0
+    # -- units -------------------------------------------------------------------------------------------------------
 
     def _forward(
         self,
@@ -249,6 +256,7 @@ class Driver:
         cosine: bool = False,
         emit: bool = True,
         store: bool = False,
+        keep: bool = False,
     ) -> list[Unit]:
         """All shards through a layer, in shard order."""
         activations = self._activations(lineage, base)
@@ -263,6 +271,7 @@ class Driver:
                 cosine=cosine,
                 emit=emit,
                 store=store,
+                keep_inputs=keep and shard in self.job.gradient_shards,
                 base=base,
                 base_record=activations[shard] if activations else None,
                 replay=replay,
@@ -270,19 +279,6 @@ class Driver:
             )
             for shard in range(self.job.shards)
         ]
-
-    def _sum(
-        self, lineage: Lineage, layer: int, moments: Sequence[Moment], forwards: Sequence[Unit]
-    ) -> tuple[list[ForwardDone], dict[str, Record]]:
-        """Does the forward units, then adds their moments: key -> record of the stored sum over all shards."""
-
-        def reduces(done: Sequence[ForwardDone]) -> list[Unit]:
-            return [
-                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in moments
-            ]
-
-        done, records = self._do_both(forwards, reduces)
-        return done, {moment.key: record for moment, record in zip(moments, records, strict=True)}
 
     def _compress(self, statistics: Mapping[int, Mapping[str, Record]], ranks: RanksOf) -> None:
         """Solves every group of some layers, then writes and enters each layer."""
@@ -299,73 +295,33 @@ class Driver:
             pairs = zip(solves, solutions, strict=True)
             return [(unit, done) for unit, done in pairs if isinstance(unit, Solve) and unit.task.group.layer == layer]
 
-        solutions, staged = self._do_both(
+        solutions, staged = self.steps.do_both(
             solves, lambda solutions: [_write_unit(layer, parts(solutions, layer)) for layer in statistics]
         )
         for layer, record in zip(statistics, staged, strict=True):
             solved = parts(solutions, layer)
             groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved}
             entry = {"staged": record, "forms": dict(_write_unit(layer, solved).forms), "groups": groups}
-            self._enter(f"layer/{layer:05d}", entry)
+            self.steps.enter(layer_key(layer), entry)
             self.observer.layer_done("compress", layer, groups)
-
-    def _do_both(
-        self, producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
-    ) -> tuple[list[Any], list[Any]]:
-        """Results of some units, and of those that build on them. What is lost in between is done again, no more."""
-        made = self._do(producers)
-        while True:
-            try:
-                return made, self._do(consumers(made))
-            except LostInputError as error:
-                lost = [place for place, unit in enumerate(producers) if unit.key in error.producers]
-                if not lost:
-                    raise
-                self.pool.cancel_pending()
-                self.repairs.invalidate(error)
-                for place, result in zip(lost, self._do([producers[place] for place in lost]), strict=True):
-                    made[place] = result
-
-    def _do(self, units: Sequence[Unit]) -> list[Any]:
-        """Submits units and waits for all of them. Results in the order of the units."""
-        results: dict[str, Any] = {}
-        for unit in units:
-            self.pool.submit(unit)
-        while len(results) < len(units):
-            unit, result = self.pool.wait()
-            results[unit.key] = result
-            self.observer.unit_done(unit, result)
-        return [results[unit.key] for unit in units]
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
-    def _enter(self, key: str, record: Record) -> None:
-        self.journal.commit(key, record)
-        self.repairs.progress()
-
-    def _claimed(self) -> list[int]:
-        return sorted({task.group.layer for task in self.job.tasks})
-
-    def _entry(self, key: str) -> Record:
-        entry = self.journal.get(key)
-        if entry is None:
-            raise CorruptError(
-                f"ledger of RUN_DIR: {key} is missing or damaged although later entries build on it; was a mount lost?",
-                key,
-            )
-        return entry
-
     def _staged(self, layer: int) -> Record | None:
         """The committed compressed layer: its file and its forms."""
-        entry = self.journal.get(f"layer/{layer:05d}")
+        entry = self.journal.get(layer_key(layer))
         return {**entry["staged"], "forms": entry["forms"]} if entry else None
 
     def _activations(self, lineage: Lineage, layer: int) -> list[Record] | None:
         """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""
         if layer == 0:
             return None
-        entry = self.journal.get(f"dense/{layer - 1:05d}" if lineage == "dense" else f"activations/{layer:05d}")
+        entry = self.journal.get(dense_key(layer - 1) if lineage == "dense" else activations_key(layer))
         return entry.get("activations") if entry else None
+
+
+def _layers(tasks: Sequence[Task]) -> list[int]:
+    return sorted({task.group.layer for task in tasks})
 
 
 def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:

@@ -5,9 +5,9 @@ Units and results are small and picklable; tensors travel between workers behind
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, Self
 
 from pipeline.methods.method import Form, Moment
 from pipeline.methods.registry import Task, ranks_key
@@ -27,6 +27,7 @@ class Forward:
         cosine: whether to sum the cosines between input and output.
         emit: whether the outputs become the hidden states of the next layer.
         store: whether these outputs are written to the activation store.
+        keep_inputs: whether the inputs of the shard's gradient samples are written there, for the backward pass.
         base: the layer whose inputs are committed (0: the token embeddings); a worker that does not hold the inputs
             starts there, and goes through the layers of `replay` (staged records, or None for dense weights).
         ahead: the layer to read next, if any.
@@ -40,6 +41,7 @@ class Forward:
     cosine: bool = False
     emit: bool = True
     store: bool = False
+    keep_inputs: bool = False
     base: int = 0
     base_record: Record | None = None
     replay: tuple[Record | None, ...] = ()
@@ -50,6 +52,11 @@ class Forward:
         """Names the unit in logs and results."""
         return f"forward/{self.lineage}/{self.layer}/{self.shard}/{'staged' if self.staged else 'dense'}"
 
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return len(self.moments)
+
 
 @dataclass(frozen=True)
 class ForwardDone:
@@ -59,11 +66,72 @@ class ForwardDone:
     cosine: tuple[float, int] | None
     activation: Record | None
     tokens: int
+    inputs: Record | None = None
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of each handle."""
+        return replace(self, partials={moment: made(handle) for moment, handle in self.partials.items()})
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The gradient samples of one calibration shard back through a layer, by its dense weights. METHODS §6.2.
+
+    Attributes:
+        inputs: records of the stored inputs of this layer and of those above it, up to the first whose gradients are
+            committed, or to the last: a worker that does not hold the gradients goes back through those layers first.
+        base_record: of the committed gradients at the inputs of the layer after these; None: from the head, with
+            labels drawn from the model's own distribution.
+        moments: of gradients, to take.
+        probe: the gradients at the layer's output are random, not the model's.
+        emit: whether the gradients at the layer's inputs are those that the layer before it will go on with.
+        store: whether these are written to the activation store.
+        ahead: the layer to read next, if any.
+    """
+
+    layer: int
+    shard: int
+    inputs: tuple[Record, ...]
+    moments: tuple[Moment, ...] = ()
+    probe: bool = False
+    emit: bool = True
+    store: bool = False
+    base_record: Record | None = None
+    ahead: int | None = None
+
+    @property
+    def base(self) -> int:
+        """The layer whose input gradients are committed, or one past the last."""
+        return self.layer + len(self.inputs)
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"backward/{self.layer}/{self.shard}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return len(self.moments)
+
+
+@dataclass(frozen=True)
+class BackwardDone:
+    """What came of a `Backward`: handles of the partial moments of gradients, the record of the stored gradients."""
+
+    partials: Mapping[Moment, Any]
+    activation: Record | None
+    tokens: int
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of each handle."""
+        return replace(self, partials={moment: made(handle) for moment, handle in self.partials.items()})
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """Adds the partial moments of all shards, in shard order, and stores the sum."""
+    """Adds the partial moments of all shards, in shard order, and stores the sum. The result is its record, which for
+    gradients holds besides what `kernels.shrinkage` needs: `square_norms`, `sequences`, `tokens`."""
 
     lineage: Lineage
     layer: int
@@ -89,6 +157,11 @@ class Solve:
         """Names the unit in logs and results."""
         return f"solve/{self.task.group.layer}/{self.task.method}/{self.task.group.name}"
 
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return 1
+
 
 @dataclass(frozen=True)
 class SolveDone:
@@ -97,6 +170,10 @@ class SolveDone:
     factors: Any
     forms: Mapping[str, Form]
     report: Mapping[str, Any]
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of the handle."""
+        return replace(self, factors=made(self.factors))
 
 
 @dataclass(frozen=True)
@@ -131,6 +208,19 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class Predict:
+    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is JSON."""
+
+    task: Task
+    statistics: Mapping[Moment, Record]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"predict/{ranks_key(self.task)}"
+
+
+@dataclass(frozen=True)
 class Score:
     """Negative log likelihood (sum, count) of one shard of windows; `layer` is one past the last.
 
@@ -150,7 +240,9 @@ class Score:
         return f"score/{self.shard}"
 
 
-Unit = Forward | Reduce | Measure | Solve | Write | Score
+Unit = Forward | Backward | Reduce | Measure | Predict | Solve | Write | Score
+ShardUnit = Forward | Backward | Score  # goes to the worker that holds the shard
+TensorUnit = Forward | Backward | Solve  # its result holds handles of tensors
 
 
 class Pool(Protocol):

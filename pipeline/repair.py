@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
+from pipeline.keys import activations_key, dense_key, gradient_key, layer_key, statistics_key
 from pipeline.ports import Journal, Observer
 
 REPAIRS = 3
@@ -19,8 +20,8 @@ class Repairs:
         self.journal = journal
         self.observer = observer
         self.counts: Counter[str] = Counter()  # by entry; "": what was lost since the last commit
-        kinds = ("dense", "statistics", "activations", "layer")
-        self.keys = [f"{kind}/{layer:05d}" for kind in kinds for layer in range(num_layers + 1)]
+        keys = (dense_key, gradient_key, statistics_key, activations_key, layer_key)
+        self.keys = [key(layer) for key in keys for layer in range(num_layers + 1)]
 
     def progress(self) -> None:
         """Something was committed: what was lost before is made up for."""
@@ -41,19 +42,40 @@ class Repairs:
             raise error
         self.observer.repaired(str(error), named)
         for key in named:
-            if any(_names(record, path) for record in (self.journal.get(key) or {}).get("activations", [])):
+            entry = self.journal.get(key) or {}
+            if key.startswith("gradient/"):
+                self._invalidate_gradients(key, entry, path)
+            elif _names(entry.get("activations"), path):
                 self._forget_activations("dense" if key.startswith("dense/") else "activations")
+            elif _names(entry.get("inputs"), path):
+                self._strip(key, "inputs")
             else:
                 self.journal.retract(key)
+
+    def _invalidate_gradients(self, key: str, entry: Mapping[str, Any], path: str) -> None:
+        """The moments of a layer, if they are damaged; and what any layer's come from, of which parts were dropped."""
+        if not _names(entry.get("activations"), path):
+            self.journal.retract(key)
+        for other in self.keys:
+            if other.startswith("gradient/"):
+                self._strip(other, "activations")
+            elif other.startswith("dense/"):
+                self._strip(other, "inputs")
 
     def _forget_activations(self, kind: str) -> None:
         """All hidden states of a lineage: the ones before the newest were dropped when those were entered."""
         for key in self.keys:
-            entry = self.journal.get(key) if key.startswith(f"{kind}/") else None
-            if entry is not None and kind == "activations":
-                self.journal.retract(key)
-            elif entry is not None and "activations" in entry:
-                self.journal.commit(key, {name: value for name, value in entry.items() if name != "activations"})
+            if key.startswith(f"{kind}/") and self.journal.get(key) is not None:
+                if kind == "activations":
+                    self.journal.retract(key)
+                else:
+                    self._strip(key, "activations")
+
+    def _strip(self, key: str, field: str) -> None:
+        """Enters an entry again without a field, if it has it."""
+        entry = self.journal.get(key)
+        if entry is not None and field in entry:
+            self.journal.commit(key, {name: value for name, value in entry.items() if name != field})
 
 
 def _names(entry: Any, path: str) -> bool:

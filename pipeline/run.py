@@ -32,14 +32,17 @@ def run_job(
 
     with stages.open_job(manifest, fresh=fresh, stop=stop, quiet=quiet) as job:
         summary, faults = stages.finished_summary(job)
-        if summary and not faults:
+        finished = summary is not None and not faults
+        if summary and finished and not stages.missing_scores(job):
             return summary
         with job.observer, stages.recorded(job), stages.heartbeat(job) as heartbeat:
-            stages.begin(job, faults)
+            stages.begin(job, faults, finished)
             stages.join_cluster(job, address)
+            if summary and finished:
+                return stages.score_again(job, summary)
             effort = stages.compress_layers(job, heartbeat)
             compression = stages.assemble_output(job)
-            scores = stages.evaluate_output(job)
+            scores = stages.evaluate_output(job, compression)
             return stages.finish(job, effort, compression, scores)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
+from pipeline.samples import gradient_count, shard_range
 from stores.source import SourceCheckpoint
 
 FORWARD_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -26,6 +27,7 @@ class WorkerConfig:
         shards: how many parts the samples are cut in.
         dtype: of the forward pass.
         manifest: None when nothing is compressed (evaluation).
+        gradient_samples: how many of the samples the backward pass takes, spread over the shards.
         run_dir: holds activations.zarr, statistics.zarr and staged/.
     """
 
@@ -41,7 +43,13 @@ class WorkerConfig:
     use_gpu: bool
     hidden_bytes: int
     manifest: Manifest | None = None
+    gradient_samples: int = 0
 
     def shard_range(self, shard: int, samples: int) -> tuple[int, int]:
-        """First and one past the last sample of a shard; sizes differ by at most one."""
-        return shard * samples // self.shards, (shard + 1) * samples // self.shards
+        """See `pipeline.samples.shard_range`."""
+        return shard_range(shard, self.shards, samples)
+
+    def gradient_count(self, shard: int) -> int:
+        """How many samples of a shard, its first ones, go through the backward pass."""
+        assert self.tokens is not None
+        return gradient_count(shard, self.shards, self.tokens["shape"][0], self.gradient_samples)

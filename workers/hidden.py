@@ -104,6 +104,10 @@ class HiddenStates:
         """Lets go of what is older than a committed layer: shards that another worker has taken over."""
         self._release([shard_key for shard_key in self.held if shard_key[0] == lineage and shard_key[1] < layer])
 
+    def release_beyond(self, lineage: str, layer: int) -> None:
+        """The same for what travels backwards: lets go of what is older than the committed gradients of a layer."""
+        self._release([shard_key for shard_key in self.held if shard_key[0] == lineage and shard_key[1] > layer])
+
     def _release(self, places: list[ShardKey]) -> None:
         for shard_key in places:
             del self.held[shard_key]

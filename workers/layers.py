@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ from manifests.errors import NumericsError
 from stores.staging import read_staged
 from workers.block import Block
 from workers.config import WorkerConfig
+from workers.differentiable import DifferentiableBlock
 
 
 class LayerReader:
@@ -25,16 +26,31 @@ class LayerReader:
         self.device = device
         self.config = LaminaConfig(**setup.config)
         self.config._attn_implementation = "sdpa"
-        self.current: tuple[Any, Block] | None = None
+        self.current: tuple[tuple[int, str], Any] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
 
     def block(self, layer: int, staged: Mapping[str, Any] | None) -> Block:
         """The layer with its dense weights, or as staged."""
-        wanted = (layer, staged["path"] if staged else None)
-        if self.current is None or self.current[0] != wanted:
+        if staged is None:
+            block = self._placed((layer, "dense"), lambda: self._source_block(layer))
+        else:
+            block = self._placed((layer, staged["path"]), lambda: self._staged_block(layer, staged))
+        assert isinstance(block, Block)
+        return block
+
+    def differentiable_block(self, layer: int) -> DifferentiableBlock:
+        """The layer with its dense weights, for the backward pass."""
+        block = self._placed((layer, "differentiable"), lambda: DifferentiableBlock(self._source_block(layer)))
+        assert isinstance(block, DifferentiableBlock)
+        return block
+
+    def _placed(self, name: tuple[int, str], build: Callable[[], Any]) -> Any:
+        """The one block that is held: the one of this name, or it is built in place of what was held."""
+        if self.current is None or self.current[0] != name:
             self.current = None  # frees the device before the next layer is placed
-            self.current = (wanted, self._staged_block(layer, staged) if staged else self._source_block(layer))
+            with torch.inference_mode(False), torch.no_grad():  # or its tensors would not go with autograd
+                self.current = (name, build())
         return self.current[1]
 
     def read_ahead(self, layer: int | None) -> None:

@@ -24,10 +24,10 @@ from ray.exceptions import (
 
 from manifests.errors import Interrupted, WorkerError
 from manifests.schema import Workers
-from pipeline.ports import Forward, ForwardDone, Score, SolveDone, Unit
+from pipeline.ports import ShardUnit, Unit
 from workers.actor import Outcome, WorkerActor
 from workers.config import WorkerConfig
-from workers.tensor_transfer import Handle, handle_count
+from workers.tensor_transfer import attach_handles, handle_count
 
 DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
 POLL_SECONDS = 0.5  # how soon a signal is noticed
@@ -207,7 +207,7 @@ class RayPool:
             unit = member.running.pop(ref)
             del self.failures[unit.key]
             self._account(member, unit, value)
-            result = _with_handles(unit, value.result, member.tensors.pop(ref))
+            result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))
 
     def _account(self, member: _Member, unit: Unit, outcome: Outcome) -> None:
@@ -259,7 +259,7 @@ class RayPool:
         holders = {shard: other for other in live for shard in other.shards}
         new = taken_over = None
         for index, unit in enumerate(self.waiting):
-            holder = holders.get(unit.shard) if isinstance(unit, (Forward, Score)) else member
+            holder = holders.get(unit.shard) if isinstance(unit, ShardUnit) else member
             if holder is member:
                 return index
             if holder is None:
@@ -271,7 +271,7 @@ class RayPool:
     def _give(self, member: _Member, live: list[_Member], index: int) -> None:
         unit = self.waiting[index]
         del self.waiting[index]
-        if isinstance(unit, (Forward, Score)):
+        if isinstance(unit, ShardUnit):
             for other in live:
                 other.shards.discard(unit.shard)
             member.shards.add(unit.shard)
@@ -280,16 +280,6 @@ class RayPool:
         outcome, *tensors = returned if count else [returned]
         member.running[outcome] = unit
         member.tensors[outcome] = tensors
-
-
-def _with_handles(unit: Unit, result: Any, references: list[Any]) -> Any:
-    """A unit's result with handles instead of places in what the actor returned beside it."""
-    if isinstance(result, ForwardDone):
-        partials = {moment: Handle(unit.key, references[place]) for moment, place in result.partials.items()}
-        return replace(result, partials=partials)
-    if isinstance(result, SolveDone):
-        return replace(result, factors=Handle(unit.key, references[result.factors]))
-    return result
 
 
 def _name(member: _Member) -> str:

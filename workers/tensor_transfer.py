@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import LostInputError
-from pipeline.ports import Forward, Solve, Unit
+from pipeline.ports import TensorUnit, Unit
 
 Packed = dict[str, tuple[str, Any]]
 
@@ -38,9 +38,14 @@ class Handle:
 
 def handle_count(unit: Unit) -> int:
     """How many handles the result of a unit holds."""
-    if isinstance(unit, Forward):
-        return len(unit.moments)
-    return int(isinstance(unit, Solve))
+    return unit.handles if isinstance(unit, TensorUnit) else 0
+
+
+def attach_handles(unit: Unit, result: Any, references: Sequence[Any]) -> Any:
+    """A unit's result with a `Handle` for each place in `references`, what the unit left in the object store."""
+    if not references or result is None:
+        return result
+    return result.with_handles(lambda place: Handle(unit.key, references[place]))
 
 
 def get_all(transfer: TensorTransfer, handles: Sequence[Any]) -> Iterator[dict[str, Tensor]]:

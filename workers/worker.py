@@ -16,13 +16,30 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
+from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
-from pipeline.methods.method import Group, Measuring, Moment, Statistics
+from pipeline.kernels.shrinkage import shrink
+from pipeline.methods.method import Curve, Group, Measuring, Moment, Predicting, Statistics
 from pipeline.methods.registry import build_methods
-from pipeline.ports import Forward, ForwardDone, Measure, Reduce, Score, Solve, SolveDone, Unit, Write
+from pipeline.ports import (
+    Backward,
+    BackwardDone,
+    Forward,
+    ForwardDone,
+    Measure,
+    Predict,
+    Record,
+    Reduce,
+    Score,
+    Solve,
+    SolveDone,
+    Unit,
+    Write,
+)
 from stores.activations import ActivationStore
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
+from workers.backward import BackwardPass
 from workers.block import Tap, overflow_advice
 from workers.config import WorkerConfig
 from workers.ends import embedding, head
@@ -46,9 +63,9 @@ class Worker:
         self.tokens = self.activations.open(setup.tokens) if setup.tokens else None
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
         self.layers = LayerReader(setup, self.device)
+        self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # spent inside products and decompositions
 
-    @torch.inference_mode()
     def execute(self, unit: Unit) -> Any:
         """Does one unit. Doing it again does no harm.
 
@@ -60,14 +77,18 @@ class Worker:
         """
         handlers: dict[type, Callable[[Any], Any]] = {
             Forward: self._forward,
+            Backward: self._backward,
             Reduce: self._reduce,
             Measure: self._measure,
+            Predict: self._predict,
             Solve: self._solve,
             Write: self._write,
             Score: self._score,
         }
         try:
-            return handlers[type(unit)](unit)
+            # The backward pass builds on autograd, which takes no tensor made in inference mode.
+            with torch.no_grad(), torch.inference_mode(not isinstance(unit, Backward)):
+                return handlers[type(unit)](unit)
         except CorruptError as error:
             # Or the next attempt would read the same.
             if self.hidden.forget(error.path):
@@ -85,6 +106,7 @@ class Worker:
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)
         hidden_writer = self._hidden_writer(shard_key, unit.store) if unit.emit else None
         cosine = (0.0, 0)
+        kept_inputs = self._keep_inputs(unit, inputs) if unit.keep_inputs else None
         for start, stop in self._micro_batches(unit.shard):
             hidden_BSD = inputs.read(start, stop).to(self.device)
             with self._computing():
@@ -100,6 +122,24 @@ class Worker:
             cosine=cosine if unit.cosine else None,
             activation=dict(record) if record and unit.store else None,
             tokens=self._samples(unit.shard) * self._sequence,
+            inputs=kept_inputs,
+        )
+
+    def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> Record:
+        """Stores the inputs of the samples that the backward pass will take."""
+        count = self.setup.gradient_count(unit.shard)
+        shape_MSD = (count, self._sequence, self.setup.geometry.hidden)
+        with self.activations.writer("inputs", unit.layer, unit.shard, shape_MSD, self.setup.dtype) as writer:
+            for sample in range(count):
+                writer.append(inputs.read(sample, sample + 1))
+            return writer.commit()
+
+    def _backward(self, unit: Backward) -> BackwardDone:
+        partials, record = self.backward.run(unit)
+        return BackwardDone(
+            partials={moment: self.transfer.put(partial) for moment, partial in partials.items()},
+            activation=dict(record) if record and unit.store else None,
+            tokens=self.setup.gradient_count(unit.shard) * self._sequence,
         )
 
     def _inputs(self, unit: Forward | Score, layer: int) -> HiddenReader:
@@ -163,19 +203,42 @@ class Worker:
 
     # -- statistics, solving, writing --------------------------------------------------------------------------------
 
-    def _reduce(self, unit: Reduce) -> Any:
-        total: Tensor | None = None
-        for tensors in get_all(self.transfer, unit.partials):
-            partial = tensors["moment"]
-            total = partial.clone() if total is None else total.add_(partial)
-        assert total is not None
-        return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", total)
+    def _reduce(self, unit: Reduce) -> Record:
+        totals = ordered_sum(get_all(self.transfer, unit.partials))
+        record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", totals["moment"])
+        if unit.moment.kind == "value":
+            return record
+        sequences = self.setup.gradient_samples
+        return {
+            **record,
+            "square_norms": totals["square_norms"].tolist(),
+            "sequences": sequences,
+            "tokens": sequences * self._sequence,
+        }
 
     def _measure(self, unit: Measure) -> Any:
         method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
         assert isinstance(method, Measuring)
         with self._computing():
             return method.measure(unit.task.group, self.setup.geometry, weights)
+
+    def _predict(self, unit: Predict) -> Curve:
+        method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
+        assert isinstance(method, Predicting)
+        statistics = self._statistics(unit.statistics)
+        with self._computing():
+            return method.curve(unit.task.group, self.setup.geometry, weights, statistics)
+
+    def _statistics(self, records: Mapping[Moment, Record]) -> Statistics:
+        """As methods receive them: sums of values, shrunk means of gradients."""
+        moments = {}
+        for moment, record in records.items():
+            found = self.statistics.read(record).to(self.device)
+            if moment.kind == "gradient":
+                squares_G = torch.tensor(record["square_norms"], dtype=torch.float64, device=self.device)
+                found = shrink(found, squares_G, record["sequences"], record["tokens"])
+            moments[moment] = found
+        return Statistics(moments, self._calibration_tokens)
 
     def _group_weights(self, group: Group) -> dict[str, Tensor]:
         """`role.weight` / `role.bias` of a group's roles."""
@@ -189,12 +252,10 @@ class Worker:
     def _solve(self, unit: Solve) -> SolveDone:
         group, geometry = unit.task.group, self.setup.geometry
         weights = self._group_weights(group)
-        moments = {moment: self.statistics.read(record).to(self.device) for moment, record in unit.statistics.items()}
+        statistics = self._statistics(unit.statistics)
         method = self.methods[unit.task.method]
         with self._computing():
-            solution = method.compress(
-                group, geometry, weights, Statistics(moments, self._calibration_tokens), unit.ranks
-            )
+            solution = method.compress(group, geometry, weights, statistics, unit.ranks)
         factors = {
             geometry.tensor_name(group.layer, key, group.roles): tensor.to(_stored_dtype(key, tensor, weights))
             for key, tensor in solution.tensors.items()

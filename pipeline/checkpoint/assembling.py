@@ -233,6 +233,9 @@ class Assembler:
             if first in forms:
                 shared = geometry.group_path(layer, group.roles, group.name)
                 places.setdefault(f"{shared}.{forms[first]['form']}.", first)
+        for role, form in forms.items():
+            if form["form"] == "pivoted":
+                places.setdefault(f"{geometry.group_path(layer, (role,), form['group'])}.pivoted.", role)
         return places
 
     def _claimed(self) -> dict[str, str]:

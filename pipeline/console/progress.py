@@ -13,7 +13,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from pipeline.ports import Forward, ForwardDone, Unit
+from pipeline.ports import Backward, BackwardDone, Forward, ForwardDone, Unit
 from stores.durable import storage_errors
 
 LOG = logging.getLogger("lamina")
@@ -72,7 +72,7 @@ class JobObserver:
     def unit_done(self, unit: Unit, result: Any) -> None:
         """A unit is finished."""
         self.state |= {"unit": unit.key, "done": self.done_units, "of": self.total_units}
-        if isinstance(unit, Forward) and isinstance(result, ForwardDone):
+        if isinstance(unit, Forward | Backward) and isinstance(result, ForwardDone | BackwardDone):
             self.tokens += result.tokens
             self.done_units += 1
             self.state |= {"layer": unit.layer, "shard": unit.shard}

@@ -9,13 +9,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+SEEN_LIMIT = 0.1  # of the passages of an evaluation text: what different texts share by themselves is less
+
 
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
     """To the terminal, or to another console."""
     console = console or Console()
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)  # a path stays one word on one line
     if summary.get("already_finished"):
-        say(f"{summary['output']}: finished before; nothing to do (`pipeline.verify` reads every byte)")
+        now = "scored now" if summary.get("scored_now") else "nothing to do (`pipeline.verify` reads every byte)"
+        say(f"{summary['output']}: finished before; {now}")
     console.print(_layer_table(summary["layers"]))
     console.print(_count_table(summary["counts"]))
     say(_time_line(summary["seconds"]))
@@ -26,6 +29,11 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         found = summary["evaluation"]["perplexity"]
         say(f"perplexity {found['perplexity']:.4f} ({found['tokens']:,} tokens, windows of {found['window']})")
     say(f"output: {summary['output']}")
+
+
+def seen_warning(seen: float) -> str:
+    """What it means that a model was calibrated on the text that it is scored on."""
+    return f"{seen:.0%} of the evaluation text occurs in the calibration samples, which flatters; score another text"
 
 
 def compute_share(seconds: Mapping[str, Any]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import window_tokens
 from pipeline.job.inputs import layer_dtype
 from pipeline.job.pool import worker_pool
-from pipeline.ports import Forward, Pool, Score, Unit
+from pipeline.ports import Forward, Pool, Score
+from pipeline.steps import do_units
 from stores.activations import ActivationStore
+from stores.source import SourceCheckpoint
 from workers.config import WorkerConfig
 
 SHARDS = 16  # fixed, so that the sum does not depend on the number of workers
+SCRATCH_PREFIX = "evaluation-"
 NUMBERS_PER_BATCH = 4096  # tokens in a micro-batch, about
 
 
@@ -44,7 +47,6 @@ def measure_perplexity(
 
     Args:
         limit: score only the first so many windows.
-        dtype: of the forward pass; None: as stored. The log-softmax is float32 in any case.
         scratch: a directory that all nodes see; default: a temporary one of this machine.
         trust_remote_code: whether the tokenizer may be code of the checkpoint.
         start: called when model and text proved right, before any worker is started.
@@ -53,18 +55,51 @@ def measure_perplexity(
         InputError: model or text is wrong.
         Interrupted: `stop` was set.
     """
+    opened = open_scored(model, window)
+    source, config = opened
+    tokens = window_tokens(source.directory, text, window, config["vocab_size"], trust_remote_code)[:limit]
+    start()
+    return _score(opened, tokens, workers, dtype, stop, observer, scratch)
+
+
+def score_tokens(
+    model: str,
+    tokens: torch.Tensor,
+    workers: Workers,
+    dtype: torch.dtype | None,
+    stop: threading.Event,
+    observer: JobObserver,
+    scratch: Path,
+) -> dict[str, Any]:
+    """The same of token ids (windows, window) that are known."""
+    return _score(open_scored(model, tokens.shape[1]), tokens, workers, dtype, stop, observer, scratch)
+
+
+def open_scored(model: str, window: int) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
+    """A checkpoint, dense or compressed, that takes windows of this length. Raises InputError."""
     source, config = read_checkpoint(model)
-    geometry = geometry_of(config)
-    is_compressed = config.get("model_type") == "lamina"
-    if is_compressed:
+    if config.get("model_type") == "lamina":
         source.require(expected_tensors(config))
     if window > config["max_position_embeddings"]:
         raise InputError(
             f"window: {window} is longer than the model's max_position_embeddings {config['max_position_embeddings']}"
         )
-    tokens = window_tokens(source.directory, text, window, geometry.vocab, trust_remote_code)[:limit]
-    start()
-    with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as directory:
+    return source, config
+
+
+def _score(
+    opened: tuple[SourceCheckpoint, Mapping[str, Any]],
+    tokens: torch.Tensor,
+    workers: Workers,
+    dtype: torch.dtype | None,
+    stop: threading.Event,
+    observer: JobObserver,
+    scratch: Path | None,
+) -> dict[str, Any]:
+    """`dtype`: of the forward pass; None: as stored. The log-softmax is float32 in any case."""
+    source, config = opened
+    geometry, window = geometry_of(config), tokens.shape[1]
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=SCRATCH_PREFIX) as directory:
         record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))
         setup = WorkerConfig(
             source=source,
@@ -74,7 +109,7 @@ def measure_perplexity(
             tokens=record,
             shards=min(SHARDS, len(tokens)),
             micro_batch=max(1, NUMBERS_PER_BATCH // window),
-            dtype=dtype or (getattr(torch, config["dtype"]) if is_compressed else layer_dtype(source, geometry)),
+            dtype=dtype or _stored_dtype(source, config),
             threads=workers.cpus,
             use_gpu=workers.gpus > 0,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
@@ -90,24 +125,19 @@ def measure_perplexity(
     }
 
 
+def _stored_dtype(source: SourceCheckpoint, config: Mapping[str, Any]) -> torch.dtype:
+    named = config.get("dtype")  # of a compressed checkpoint; its bitmaps are bytes
+    return getattr(torch, named) if named else layer_dtype(source, geometry_of(config))
+
+
 def score_windows(pool: Pool, num_layers: int, shards: int, observer: JobObserver) -> tuple[float, int]:
     """All shards through all layers and the head: (summed loss, scored tokens), added in shard order."""
     observer.phase("evaluate", num_layers, shards)
     for layer in range(num_layers):
         ahead = layer + 1 if layer + 1 < num_layers else None
         replay = (None,) * layer
-        _do(pool, [Forward("dense", layer, shard, replay=replay, ahead=ahead) for shard in range(shards)], observer)
-    scored = _do(pool, [Score(num_layers, shard, replay=(None,) * num_layers) for shard in range(shards)], observer)
-    parts = [scored[f"score/{shard}"] for shard in range(shards)]
+        units = [Forward("dense", layer, shard, replay=replay, ahead=ahead) for shard in range(shards)]
+        do_units(pool, units, observer)
+    scores = [Score(num_layers, shard, replay=(None,) * num_layers) for shard in range(shards)]
+    parts = do_units(pool, scores, observer)
     return sum(loss for loss, _ in parts), sum(count for _, count in parts)
-
-
-def _do(pool: Pool, units: Sequence[Unit], observer: JobObserver) -> dict[str, Any]:
-    for unit in units:
-        pool.submit(unit)
-    results: dict[str, Any] = {}
-    while len(results) < len(units):
-        done, result = pool.wait()
-        results[done.key] = result
-        observer.unit_done(done, result)
-    return results

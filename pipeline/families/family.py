@@ -98,16 +98,21 @@ class Geometry:
         return f"{self.layers_path}.{layer}.{dict(self.modules)[role]}"
 
     def group_path(self, layer: int, roles: tuple[str, ...], name: str) -> str:
-        """Module path of what several roles share: below the deepest module that holds them all, or where that is the
-        layer itself, below `NAME_factors`."""
-        parents = [dict(self.modules)[role].split(".")[:-1] for role in roles]
+        """Module path of what the roles of a group share: NAME, below the deepest module that holds the attention's, or
+        the MLP's roles. The groups `attention` and `mlp` of all these lie in that module itself, or where it is the
+        layer, in `NAME_factors`."""
+        halves = (("q", "k", "v", "o", *HEAD_NORM_ROLES), ("gate", "up", "down"))
+        beside = next(half for half in halves if roles[0] in half)
+        parents = [path.split(".")[:-1] for role, path in self.modules if role in beside]
         shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))]
-        return ".".join([self.layers_path, str(layer), *(shared or [f"{name}_factors"])])
+        inside = [*shared, name] if name not in ("attention", "mlp") else shared or [f"{name}_factors"]
+        return ".".join([self.layers_path, str(layer), *inside])
 
     def tensor_name(self, layer: int, key: str, roles: tuple[str, ...]) -> str:
-        """Checkpoint name of `ROLE.PART`, or of `GROUP.PART` for the group of `roles`."""
+        """Checkpoint name of `ROLE.PART`, or of `GROUP.PART` for the group of `roles`; GROUP.pivoted may be a role's."""
         owner, _, part = key.partition(".")
-        path = self.path(layer, owner) if owner in self.roles else self.group_path(layer, roles, owner)
+        of_role = owner in self.roles and not part.startswith("pivoted.")
+        path = self.path(layer, owner) if of_role else self.group_path(layer, roles, owner)
         return f"{path}.{part}"
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:

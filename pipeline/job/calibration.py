@@ -12,6 +12,9 @@ from manifests.errors import InputError
 from pipeline.job.inputs import Inputs
 from stores.corpus import evaluation_windows, load_tokenizer, pack_samples, read_documents
 
+PASSAGE = 32  # ids: longer than what different texts share by chance
+HASH_BASE = 0x5851F42D4C957F2D
+
 
 def calibration_tokens(inputs: Inputs) -> torch.Tensor | None:
     """Token ids (samples, sequence), or None for a data-free job. Raises InputError about the text."""
@@ -23,6 +26,15 @@ def calibration_tokens(inputs: Inputs) -> torch.Tensor | None:
     tokens = pack_samples(documents, tokenizer, calibration.samples, calibration.sequence_length, inputs.manifest.seed)
     check_ids(tokens, inputs.geometry.vocab)
     return tokens
+
+
+def evaluation_tokens(inputs: Inputs) -> torch.Tensor | None:
+    """Token ids (windows, window) of the text that OUTPUT is scored on; None: nothing is. Raises InputError."""
+    wanted, model = inputs.manifest.evaluation.perplexity, inputs.manifest.model
+    if wanted is None:
+        return None
+    directory, vocab = inputs.source.directory, inputs.geometry.vocab
+    return window_tokens(directory, wanted.text, wanted.window, vocab, model.trust_remote_code)
 
 
 def window_tokens(directory: Path, text: Any, window: int, vocab: int, trust_remote_code: bool = False) -> torch.Tensor:
@@ -37,6 +49,22 @@ def tokens_digest(tokens: torch.Tensor | None) -> str | None:
     if tokens is None:
         return None
     return hashlib.sha256(str(tuple(tokens.shape)).encode() + tokens.to(torch.int64).numpy().tobytes()).hexdigest()
+
+
+def seen_share(calibration: torch.Tensor, evaluation: torch.Tensor, length: int = PASSAGE) -> float:
+    """Share of the passages of `length` ids in the windows (n, window) that occur in the samples (m, sequence) too."""
+    length = max(1, min(length, calibration.shape[1] // 2, evaluation.shape[1] // 2))
+    passages = _passage_hashes(evaluation, length)
+    return torch.isin(passages, _passage_hashes(calibration, length).unique()).double().mean().item()
+
+
+def _passage_hashes(tokens: torch.Tensor, length: int) -> torch.Tensor:
+    """A hash of each run of `length` ids inside a row, by Horner's rule modulo 2^64."""
+    count = tokens.shape[1] - length + 1
+    hashes = torch.zeros(len(tokens), count, dtype=torch.int64)
+    for offset in range(length):
+        hashes = hashes * HASH_BASE + tokens[:, offset : offset + count].to(torch.int64) + 1
+    return hashes.flatten()
 
 
 def check_ids(tokens: torch.Tensor, vocab: int) -> None:

@@ -94,6 +94,7 @@ def _worker_config(job: JobContext, tokens: Record | None) -> WorkerConfig:
         use_gpu=manifest.workers.gpus > 0,
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
+        gradient_samples=job.inputs.gradient_samples,
     )
 
 

@@ -18,14 +18,14 @@ from manifests.errors import InputError, StorageError
 from manifests.loading import dump_manifest
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.assembling import check_output, free_bytes
-from pipeline.checkpoint.compression_record import quick_faults
+from pipeline.computation import Job
 from pipeline.console.progress import JobObserver
-from pipeline.driver import Job
-from pipeline.job.calibration import calibration_tokens
+from pipeline.job.calibration import calibration_tokens, evaluation_tokens
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.methods.registry import allocate_ranks, measure_tasks
+from pipeline.keys import RANKS
+from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.plan import Plan, make_plan
 from stores.durable import partial_path, sweep_partials, write_durably
 from stores.ledger import Ledger
@@ -39,6 +39,7 @@ class JobContext:
 
     Attributes:
         tokens: calibration token ids (samples, sequence); None for a data-free job.
+        evaluation: token ids (windows, window) that OUTPUT is scored on; None: no perplexity is asked for.
         source_files: file of the source -> size, times and sha256.
         locks: of the run directory and of OUTPUT, held.
         stop: set by a signal, or when a lock is lost.
@@ -47,6 +48,7 @@ class JobContext:
 
     inputs: Inputs
     tokens: torch.Tensor | None
+    evaluation: torch.Tensor | None
     source_files: Mapping[str, Any]
     run_dir: RunDirectory
     locks: tuple[RunLock, ...]
@@ -85,7 +87,7 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
     started, observer = time.monotonic(), JobObserver(quiet=quiet)
     observer.stage("checks")
     inputs = read_inputs(manifest)
-    tokens = calibration_tokens(inputs)
+    tokens, evaluation = calibration_tokens(inputs), evaluation_tokens(inputs)
     run_dir, output = RunDirectory(manifest.run_dir), Path(manifest.output)
     plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
     with ExitStack() as stack:
@@ -100,7 +102,7 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
         run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
         run_dir.ledger.commit("source", source_files)
         check_entries(run_dir.ledger, driver_job(inputs), inputs.config)
-        yield JobContext(inputs, tokens, source_files, run_dir, locks, plan, observer, stop, started)
+        yield JobContext(inputs, tokens, evaluation, source_files, run_dir, locks, plan, observer, stop, started)
 
 
 def driver_job(inputs: Inputs) -> Job:
@@ -118,20 +120,16 @@ def driver_job(inputs: Inputs) -> Job:
         every=manifest.resume.every,
         keep_statistics=propagate == "dense" if keep is None else keep,
         measures=measure_tasks(inputs.methods, inputs.geometry),
+        predicts=predict_tasks(inputs.methods, inputs.geometry),
+        gradient=calibration.gradient.kind if calibration else "model",
+        gradient_shards=inputs.gradient_shards,
     )
 
 
-def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
-    """The summary of a job that is done in this OUTPUT, and what is wrong with the files there."""
-    done = job.ledger.get("complete")
-    if done is None or done["output"] != job.output:
-        return None, []
-    faults = quick_faults(Path(job.manifest.output), done.get("contract_sha256", ""))
-    return {**done["summary"], "already_finished": True}, faults
-
-
-def begin(job: JobContext, faults: Sequence[str]) -> None:
+def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
     """Says what the run builds on, and what was wrong with an OUTPUT that was done.
+
+    `finished`: the layers are done, and only scores are missing.
 
     Raises InputError when OUTPUT has too little room.
     """
@@ -140,7 +138,7 @@ def begin(job: JobContext, faults: Sequence[str]) -> None:
     for fault in faults:
         job.observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)
     output = Path(job.manifest.output)
-    if free_bytes(output) < job.plan.output_bytes:
+    if not finished and free_bytes(output) < job.plan.output_bytes:
         raise InputError(
             f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
         )
@@ -156,10 +154,14 @@ def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bo
     if not ranks_only or manifest.calibration is None or manifest.calibration.propagate != "dense":
         return False
     summary = (ledger.get("complete") or {}).get("summary", {})
-    seconds = summary.get("seconds_saved", 0.0) + summary.get("seconds", {}).get("phases", {}).get("statistics", 0.0)
+    phases = summary.get("seconds", {}).get("phases", {})
+    seconds = summary.get("seconds_saved", 0.0) + phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
     if summary:
         ledger.commit("reused", {"seconds": seconds})
-    for key in ("complete", *ledger.keys("layer/"), "ranks", *ledger.keys("measured/")):
+    undone = ["complete", *ledger.keys("layer/"), RANKS, *ledger.keys("measured/")]
+    if not all(name.startswith("budget") for name in names):
+        undone += ledger.keys("curves/")
+    for key in undone:
         ledger.retract(key)
     return True
 

@@ -16,7 +16,8 @@ from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.sources import open_dense
 from pipeline.methods.method import Method, Remarking, Scores
-from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks, config_fields
+from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks, config_fields, layer_gradients
+from pipeline.samples import gradient_count, gradient_samples
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint
 from workers.config import FORWARD_DTYPES
@@ -70,6 +71,27 @@ class Inputs:
     def needs_calibration(self) -> bool:
         """Whether any method asks for statistics or importance."""
         return any(task.group.moments for task in self.tasks) or "importance" in self.scores
+
+    @property
+    def gradient_samples(self) -> int:
+        """How many calibration samples go through a backward pass; 0 when no method asks for gradients."""
+        calibration = self.manifest.calibration
+        if calibration is None or not any(layer_gradients(self.tasks, task.group.layer) for task in self.tasks):
+            return 0
+        asked = calibration.gradient.samples
+        return gradient_samples(asked, calibration.samples, calibration.sequence_length, self.geometry.hidden)
+
+    @property
+    def gradient_shards(self) -> tuple[int, ...]:
+        """The calibration shards that hold any of these samples."""
+        calibration = self.manifest.calibration
+        if calibration is None:
+            return ()
+        counts = (
+            gradient_count(shard, calibration.shards, calibration.samples, self.gradient_samples)
+            for shard in range(calibration.shards)
+        )
+        return tuple(shard for shard, count in enumerate(counts) if count)
 
 
 def read_inputs(manifest: Manifest) -> Inputs:

@@ -26,9 +26,9 @@ from rich.console import Console
 
 from lamina import LaminaConfig
 from lamina.layers_lamina import LaminaDecoderLayer
+from pipeline.computation import Job, entered_scores
 from pipeline.console.summary import print_summary
-from pipeline.driver import Job
-from pipeline.methods.method import Scores
+from pipeline.keys import RANKS, curves_key, measured_key
 from stores.arrays import DTYPES as ARRAY_DTYPES
 from stores.headers import DTYPES
 from stores.ledger import Ledger
@@ -60,6 +60,12 @@ class _Array(_Entry):
         if len(self.chunks) != len(self.shape):
             raise ValueError(f"{len(self.chunks)} chunk sizes for {len(self.shape)} axes")
         return self
+
+
+class _GradientArray(_Array):
+    square_norms: list[Annotated[float, Field(ge=0.0, allow_inf_nan=False)]]
+    sequences: PositiveInt
+    tokens: PositiveInt
 
 
 class _Tensor(_Entry):
@@ -95,6 +101,12 @@ class _Dense(_Entry):
     cosine: list[Annotated[list[Share], Field(min_length=2, max_length=2)]]
     statistics: dict[str, _Array]
     activations: list[_Array] | None = None
+    inputs: list[_Array | None] | None = None
+
+
+class _Gradient(_Entry):
+    statistics: dict[str, _GradientArray]
+    activations: list[_Array] | None = None
 
 
 class _Statistics(_Entry):
@@ -114,6 +126,24 @@ class _Measured(_Entry):
     measured: dict[str, Any]
 
 
+class _Curve(_Entry):
+    ranks: dict[str, list[PositiveInt]]
+    numbers: list[float]
+    cache: list[float]
+    loss: list[Share]
+
+    @model_validator(mode="after")
+    def _columns_are_of_one_length(self) -> Self:
+        lengths = {len(self.numbers), len(self.cache), len(self.loss), *map(len, self.ranks.values())}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"columns of {sorted(lengths)} points")
+        return self
+
+
+class _Curves(_Entry):
+    curves: dict[str, _Curve]
+
+
 class _Tokens(_Entry):
     tokens: _Array
 
@@ -131,6 +161,14 @@ class _Reused(_Entry):
     seconds: Share
 
 
+class _Score(_Entry):
+    model: str
+    seal: Sha256
+    perplexity: Share
+    tokens: PositiveInt
+    window: PositiveInt
+
+
 KINDS: dict[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(entry)
     for kind, entry in {
@@ -140,11 +178,14 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "activations": _Activations,
         "ranks": _Ranks,
         "measured": _Measured,
+        "gradient": _Gradient,
+        "curves": _Curves,
         "tokens": _Tokens,
         "rest": _Shard,
         "assembling": _Assembling,
         "complete": _Complete,
         "reused": _Reused,
+        "score": _Score,
     }.items()
 }
 
@@ -171,6 +212,12 @@ def _fault(kind: str, key: str, entry: Any, job: Job, config: Mapping[str, Any])
         return "cosine: not one sum and count for each shard"
     if isinstance(found, _Activations | _Dense) and len(found.activations or [0] * job.shards) != job.shards:
         return f"activations: {len(found.activations or [])} of {job.shards} shards"
+    if isinstance(found, _Dense) and found.inputs is not None:
+        stored = tuple(shard for shard, record in enumerate(found.inputs) if record is not None)
+        if len(found.inputs) != job.shards or stored != job.gradient_shards:
+            return f"inputs: of shards {stored}, not {job.gradient_shards}"
+    if isinstance(found, _Gradient) and len(found.activations or job.gradient_shards) != len(job.gradient_shards):
+        return f"activations: {len(found.activations or [])} of {len(job.gradient_shards)} shards"
     if isinstance(found, _Complete):
         return _summary_fault(found.summary)
     return _layer_fault(int(key.rpartition("/")[2]), found, config) if isinstance(found, _Layer) else None
@@ -201,21 +248,21 @@ def _layer_fault(layer: int, found: _Layer, config: Mapping[str, Any]) -> str | 
 
 def _check_ranks(ledger: Ledger, job: Job) -> None:
     """Ranks follow from the scores beside them: they are what this manifest gives for these scores."""
-    entry = ledger.get("ranks")
+    entry = ledger.get(RANKS)
     if entry is None:
         return
-    keys = [f"measured/{layer:05d}" for layer in sorted({task.group.layer for task in job.measures})]
-    entries = {key: ledger.get(key) for key in keys}
-    measured = {name: found for entered in entries.values() if entered for name, found in entered["measured"].items()}
+    keys = [measured_key(layer) for layer in sorted({task.group.layer for task in job.measures})]
+    keys += [curves_key(layer) for layer in sorted({task.group.layer for task in job.predicts})]
+    nothing: dict[str, Any] = {"measured": {}, "curves": {}}
     try:
         importance = {int(layer): value for layer, value in entry["importance"].items()}
-        ranks = job.allocate(Scores(importance, measured))
+        ranks = job.allocate(entered_scores(job, lambda key: ledger.get(key) or nothing, importance))
     except Exception as error:  # scores of the wrong kind fail wherever a method first computes with them
         for key in keys:
             _take_back(ledger, key, f"no ranks follow from it: {error}")
         ranks = {}
     if ranks != entry["ranks"]:
-        _take_back(ledger, "ranks", "these ranks do not follow from its scores")
+        _take_back(ledger, RANKS, "these ranks do not follow from its scores")
 
 
 def _take_back(ledger: Ledger, key: str, fault: str) -> None:

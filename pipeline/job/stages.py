@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from pipeline.checkpoint.compression_record import SEAL
-from pipeline.console.signals import catch_signals, deferred_signals
-from pipeline.evaluation.perplexity import measure_perplexity
+from pipeline.checkpoint.compression_record import SEAL, quick_faults
+from pipeline.console.signals import deferred_signals
 from pipeline.job.compressing import Effort, assemble_output, compress_layers
-from pipeline.job.context import JobContext, begin, finished_summary, open_job
+from pipeline.job.context import JobContext, begin, open_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.run_record import recorded
+from pipeline.job.scoring import missing_scores, score_output, scores
 from workers.cluster import connect
 from workers.memory import peak_bytes
 
@@ -26,8 +25,10 @@ __all__ = [
     "finished_summary",
     "heartbeat",
     "join_cluster",
+    "missing_scores",
     "open_job",
     "recorded",
+    "score_again",
 ]
 
 
@@ -43,28 +44,36 @@ def join_cluster(job: JobContext, address: str | None) -> None:
         job.observer.say(f"Ray at {connect(address, job.manifest.workers)}")
 
 
-def evaluate_output(job: JobContext) -> dict[str, Any]:
+def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
+    """The summary of a job that is done in this OUTPUT, and what is wrong with the files there."""
+    done = job.ledger.get("complete")
+    if done is None or done["output"] != job.output:
+        return None, []
+    seal = done.get("contract_sha256", "")
+    summary = {**done["summary"], "evaluation": scores(job, seal), "already_finished": True}
+    return summary, quick_faults(Path(job.manifest.output), seal)
+
+
+def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a finished job is asked for besides: scores that are missing. Returns the summary with all of them."""
+    done = job.ledger.get("complete")
+    assert done is not None
+    job.observer.say(f"{job.manifest.output}: finished before; only scores are missing")
+    score_output(job, done["contract_sha256"])
+    job.observer.stage(None)
+    evaluation = scores(job, done["contract_sha256"])
+    job.ledger.commit("complete", {**done, "summary": {**done["summary"], "evaluation": evaluation}})
+    return {**summary, "evaluation": evaluation, "scored_now": True}
+
+
+def evaluate_output(job: JobContext, compression: Mapping[str, Any]) -> dict[str, Any]:
     """Scores of OUTPUT, loaded as a user loads it: kind of score -> figures."""
-    wanted = job.manifest.evaluation.perplexity
-    if wanted is None:
-        return {}
-    catch_signals(job.stop)
-    found = measure_perplexity(
-        job.manifest.output,
-        wanted.text,
-        wanted.window,
-        job.manifest.workers,
-        torch.float32,
-        job.stop,
-        job.observer,
-        trust_remote_code=job.manifest.model.trust_remote_code,
-    )
-    job.observer.say(f"perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens")
-    return {"perplexity": found}
+    score_output(job, compression[SEAL])
+    return scores(job, compression[SEAL])
 
 
 def finish(
-    job: JobContext, effort: Effort, compression: Mapping[str, Any], scores: Mapping[str, Any]
+    job: JobContext, effort: Effort, compression: Mapping[str, Any], evaluation: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Enters that the job is done, with its summary."""
     job.observer.stage(None)
@@ -72,7 +81,7 @@ def finish(
         "output": job.manifest.output,
         "counts": compression["counts"],
         "layers": compression["layers"],
-        "evaluation": dict(scores),
+        "evaluation": dict(evaluation),
         "seconds": {"phases": job.observer.seconds, "units": effort.units, "total": job.seconds()},
         "seconds_saved": (job.ledger.get("reused") or {}).get("seconds", 0.0),
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},

@@ -329,11 +329,9 @@ def test_another_job_is_refused_by_name(finished: Job, tmp_path: Path) -> None:
 
 def test_what_changes_no_result_is_not_refused(finished: Job, text: Path, tmp_path: Path) -> None:
     before = file_digests(finished.output)
-    evaluation = '{"perplexity": {"text": {"files": ["nowhere.txt"]}, "window": 8}}'
     options = [
         "workers.max=3",
         "resume.every=2",
-        f"evaluation={evaluation}",
         "workers.activation_memory_gb=1",
         "statistics.keep=true",
     ]

@@ -7,19 +7,42 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from manifests.errors import CorruptError, Interrupted
-from pipeline.driver import Driver, Job
+from pipeline.computation import Job
+from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores
 from pipeline.methods.registry import Task, ranks_key
-from pipeline.ports import Forward, ForwardDone, Measure, Record, Reduce, Solve, SolveDone, Unit, Write
+from pipeline.ports import (
+    Backward,
+    BackwardDone,
+    Forward,
+    ForwardDone,
+    Measure,
+    Predict,
+    Record,
+    Reduce,
+    Solve,
+    SolveDone,
+    Unit,
+    Write,
+)
 
 
 class Killed(BaseException):
     """The process is gone: nothing catches this."""
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Of what a unit left behind; `life` is that of the process that it was given to."""
+
+    life: int
+    value: str
 
 
 def digest(*parts: object) -> str:
@@ -40,6 +63,8 @@ class World:
     events: list[tuple[str, str]] = field(default_factory=list)
     done: list[Unit] = field(default_factory=list)
     passes: int = 0  # of a shard through a layer
+    backward_passes: int = 0
+    handles: list[weakref.ref[Handle]] = field(default_factory=list)  # of all that were ever made
     repairs: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     damaged: frozenset[int] = frozenset()
     fuel: int | None = None
@@ -192,11 +217,16 @@ class SimulatedPool:
     def _execute(self, unit: Unit) -> Any:
         if isinstance(unit, Forward):
             return self._forward(unit)
+        if isinstance(unit, Backward):
+            return self._backward(unit)
         if isinstance(unit, Reduce):
             parts = [self._open(handle) for handle in unit.partials]
             return self.world.store("statistic", digest("sum", unit.lineage, unit.layer, unit.moment.key, parts))
         if isinstance(unit, Measure):
             return {"number": int(digest("measured", unit.key)[:2], 16)}
+        if isinstance(unit, Predict):
+            read = [self.world.load("statistic", record) for record in unit.statistics.values()]
+            return {"number": int(digest("predicted", unit.key, read)[:2], 16)}
         if isinstance(unit, Solve):
             return self._solve(unit)
         assert isinstance(unit, Write)
@@ -216,11 +246,35 @@ class SimulatedPool:
         assert unit.staged is None or not unit.moments, "statistics are taken on dense weights"
         output = self._through(unit.layer, unit.staged, hidden)
         number = int(hidden[:4], 16)
+        kept = self.world.store("activation", digest("input", unit.layer, hidden)) if unit.keep_inputs else None
         moments = {moment: digest("moment", moment.key, unit.layer, hidden) for moment in unit.moments}
         return ForwardDone(
             partials={moment: self._handle(value) for moment, value in moments.items()},
             cosine=(number / 65536, 1) if unit.cosine else None,
             activation=self.world.store("activation", output) if unit.store else None,
+            tokens=1,
+            inputs=kept,
+        )
+
+    def _backward(self, unit: Backward) -> BackwardDone:
+        self.world.backward_passes += len(unit.inputs)
+        read = [self.world.load("activation", record) for record in unit.inputs]
+        if unit.probe:
+            assert unit.base == unit.layer + 1
+            assert unit.base_record is None
+            gradient = digest("probe", unit.layer, unit.shard)
+        elif unit.base_record is not None:
+            gradient = self.world.load("activation", unit.base_record)
+        else:
+            gradient = digest("head", unit.shard)
+        for layer, hidden in reversed(list(enumerate(read[1:], unit.layer + 1))):
+            gradient = digest("back", layer, hidden, gradient)
+        moments = {moment: digest("gradient", moment.key, unit.layer, read[0], gradient) for moment in unit.moments}
+        return BackwardDone(
+            partials={moment: self._handle(value) for moment, value in moments.items()},
+            activation=self.world.store("activation", digest("back", unit.layer, read[0], gradient))
+            if unit.store
+            else None,
             tokens=1,
         )
 
@@ -240,22 +294,30 @@ class SimulatedPool:
         value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()))
         return SolveDone(self._handle(value), {group.name: {"form": "test", "layer": group.layer}}, {"error": 0.5})
 
-    def _handle(self, value: str) -> tuple[int, str]:
-        return self.world.life, value
+    def _handle(self, value: str) -> Handle:
+        handle = Handle(self.world.life, value)
+        self.world.handles.append(weakref.ref(handle))
+        return handle
 
-    def _open(self, handle: tuple[int, str]) -> str:
-        life, value = handle
-        assert life == self.world.life, "a handle of a process that is gone"
-        return value
+    def _open(self, handle: Handle) -> str:
+        assert handle.life == self.world.life, "a handle of a process that is gone"
+        return handle.value
 
 
 IMPORTANCE = frozenset({"importance"})
 SHARED, OWN, MLP = Moment("q.in"), Moment("o.in", heads=2, groups=1), Moment("down.in")
+MID, OUT = Moment("mid", kind="gradient"), Moment("out", kind="gradient")
 
 
 def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp")) -> tuple[Task, ...]:
     """Tasks of one or two groups per layer; group "free" needs no statistics."""
-    moments = {"attention": (SHARED, OWN), "mlp": (SHARED, MLP), "free": ()}
+    moments = {
+        "attention": (SHARED, OWN),
+        "mlp": (SHARED, MLP),
+        "free": (),
+        "loss-attention": (SHARED, MID),
+        "loss-mlp": (MLP, OUT),
+    }
     return tuple(
         Task(0, Group(layer, name, (f"role-{name}",), moments[name])) for layer in layers for name in sorted(groups)
     )
@@ -268,11 +330,30 @@ def measures(layers: Sequence[int]) -> tuple[Task, ...]:
 def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **settings: Any) -> Job:
     def allocate(scores: Scores) -> dict[str, dict[str, int]]:
         wide = {layer: round(1000 * score) for layer, score in scores.importance.items()}
-        known = sum(found["number"] for found in (scores.measured or {}).values())
+        known = sum(found["number"] for found in [*(scores.measured or {}).values(), *scores.curves.values()])
         return {ranks_key(task): {"rank": 1 + known + wide.get(task.group.layer, 0)} for task in tasks}
 
     given = {"scores": IMPORTANCE, "propagate": "compressed", **settings}
     return Job(num_layers=num_layers, shards=shards, tasks=tasks, allocate=allocate, **given)
+
+
+def make_gradient_job(
+    layers: Sequence[int], groups: Sequence[str] = ("loss-attention", "loss-mlp"), **settings: Any
+) -> Job:
+    """Ranks follow curves, which follow from moments of values and of gradients."""
+    tasks = make_tasks(layers, groups)
+    given: dict[str, Any] = {
+        "num_layers": max(layers) + 1,
+        "propagate": "dense",
+        "keep_statistics": True,
+        "scores": frozenset(),
+        "gradient_shards": (0, 1),
+        "predicts": tuple(task for task in tasks if task.group.moments),
+        **settings,
+    }
+    if given["propagate"] == "compressed":
+        given["predicts"] = ()  # of dense statistics only
+    return make_job(tasks, **given)
 
 
 def run(job: Job, world: World | None = None, pool: SimulatedPool | None = None) -> tuple[World, Recorder]:
@@ -299,6 +380,14 @@ JOBS: dict[str, Callable[[], Job]] = {
     "dense-every-2": lambda: make_job(make_tasks(range(5)), num_layers=5, propagate="dense", every=2),
     "dense-every-3": lambda: make_job(make_tasks(range(7)), num_layers=7, propagate="dense", every=3, shards=1),
     "dense-last-2": lambda: make_job(make_tasks([2, 3]), propagate="dense"),
+    "gradient": lambda: make_gradient_job(ALL, shards=3, gradient_shards=(0, 2)),
+    "gradient-dropped": lambda: make_gradient_job(ALL, keep_statistics=False),
+    "gradient-every-2": lambda: make_gradient_job(range(5), every=2),
+    "gradient-every-3": lambda: make_gradient_job(range(7), every=3, shards=1, gradient_shards=(0,)),
+    "gradient-last-2": lambda: make_gradient_job([2, 3]),
+    "gradient-some": lambda: make_gradient_job([1, 3], groups=["free", "loss-mlp"], num_layers=5),
+    "gradient-local": lambda: make_gradient_job(ALL, gradient="local", every=2),
+    "gradient-behind-compressed": lambda: make_gradient_job(ALL, propagate="compressed"),
     "free": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset()),
     "free-ranked": lambda: make_job(make_tasks(ALL, ["free"])),
     "free-measured": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset(), measures=measures(ALL)),
@@ -309,6 +398,10 @@ JOBS: dict[str, Callable[[], Job]] = {
 def commits(world: World) -> list[str]:
     """The keys entered, in order."""
     return [key for event, key in world.events if event == "commit"]
+
+
+def backwards(world: World) -> list[Backward]:
+    return [unit for unit in world.done if isinstance(unit, Backward)]
 
 
 def forwards(world: World) -> list[Forward]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.driver import Driver, Job
+from pipeline.computation import Job
+from pipeline.driver import Driver
 from pipeline.ports import Forward, Reduce, Solve, Write
 from tests.pipeline.simulation import (
     ALL,
@@ -272,7 +273,7 @@ def test_partials_and_factors_stay_in_order() -> None:
     for unit in world.done:
         if isinstance(unit, Reduce):
             values = [digest("moment", unit.moment.key, unit.layer, digest("embedded", shard)) for shard in range(5)]
-            assert unit.layer > 0 or [value for _, value in unit.partials] == values
+            assert unit.layer > 0 or [handle.value for handle in unit.partials] == values
         if isinstance(unit, Write):
             assert len(unit.factors) == 2
 

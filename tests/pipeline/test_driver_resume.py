@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError, WorkerError
-from pipeline.driver import Job
+from pipeline.computation import Job
 from pipeline.ports import Forward, Reduce, Solve
 from tests.pipeline.simulation import (
     ALL,
@@ -50,6 +50,7 @@ def test_killed_anywhere_it_goes_on(job: Job) -> None:
         assert world.journal() == expected.journal(), f"killed after {fuel}"
         assert not world.repairs
         assert world.passes <= expected.passes + passes_of_a_layer(job), f"killed after {fuel}"
+        assert world.backward_passes <= expected.backward_passes + passes_of_a_layer(job), f"killed after {fuel}"
         assert {kind: sorted(live.values()) for kind, live in world.stores.items() if kind != "staged"} == {
             kind: sorted(live.values()) for kind, live in expected.stores.items() if kind != "staged"
         }, f"killed after {fuel}"

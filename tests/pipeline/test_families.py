@@ -104,6 +104,27 @@ def test_the_config_of_a_checkpoint_builds_a_model_of_the_same_tensors(name: str
     assert shapes == geometry_of(standard).expected_tensors()
 
 
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_what_a_pivoted_group_shares_lies_where_the_model_looks(name: str) -> None:
+    from lamina import LaminaForCausalLM
+
+    standard = standard_config(CONFIGS[name])
+    geometry = geometry_of(standard)
+    stacks = {"query_key": ("q", "k"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+    groups = {group: [role for role in roles if role in geometry.roles] for group, roles in stacks.items()}
+    forms = {role: {"form": "pivoted", "rank": 2, "group": group} for group in groups for role in groups[group]}
+    written = checkpoint_config(standard, [forms] * geometry.num_layers, "float32")
+    fields = {key: value for key, value in written.items() if key not in ("model_type", "architectures", "dtype")}
+    with torch.device("meta"):
+        model: Any = LaminaForCausalLM(LaminaConfig(**fields))
+    ours = {
+        geometry.tensor_name(1, f"{group}.pivoted.{part}", tuple(roles))
+        for group, roles in groups.items()
+        for part in ("rows.weight", "coefficients.weight", "indices")
+    }
+    assert ours == {key for key in model.state_dict() if ".pivoted." in key and f"{geometry.layers_path}.1." in key}
+
+
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "opt", "gptj"])
 def test_missing_fields_take_the_family_s_defaults(model_type: str) -> None:
     ours = standard_config({"model_type": model_type})

@@ -41,10 +41,10 @@ def compress(
             name = role_name(source, layer_idx, role)
             if spec["form"] == "head_low_rank":
                 _head_low_rank(source, ours, reference, name, spec["rank"])
-        if "v" in layer:
+        if layer.get("v", {}).get("form") == "head_pca":
             names = [role_name(source, layer_idx, role) for role in ("v", "o")]
             _head_pca(source, ours, reference, names, layer["v"]["rank"], generator)
-        if "down" in layer:
+        if layer.get("down", {}).get("form") == "pruned":
             names = [role_name(source, layer_idx, role) for role in ("gate", "up", "down") if role in layer]
             _pruned(ours, reference, names, layer["down"]["rank"], generator)
     return ours, reference

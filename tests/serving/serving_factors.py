@@ -67,12 +67,23 @@ def factorise(
     source: PreTrainedConfig, tensors: dict[str, Tensor], forms: Forms
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of a lamina checkpoint with these forms, and the source-shaped tensors that compute the same."""
-    known = ("head_pca", "pruned", "head_low_rank")
-    first = [{role: spec for role, spec in layer.items() if spec["form"] in known} for layer in forms]
-    ours, reference = compress(source, tensors, first)
+    ours, reference = compress(source, tensors, [_before_factors(layer) for layer in forms])
     for layer_idx, layer in enumerate(forms):
         _Layer(source, layer_idx, layer, ours, reference).factorise()
     return ours, reference
+
+
+def _before_factors(layer: dict[str, Any]) -> dict[str, Any]:
+    """The forms that `compress` makes: alone, or below the factors of a role."""
+    before = {}
+    for role, spec in layer.items():
+        if "value_rank" in spec:
+            before[role] = {"form": "head_pca", "rank": spec["value_rank"]}
+        elif "width" in spec:
+            before[role] = {"form": "pruned", "rank": spec["width"]}
+        elif spec["form"] in ("head_pca", "pruned", "head_low_rank"):
+            before[role] = spec
+    return before
 
 
 class _Layer:
@@ -82,6 +93,7 @@ class _Layer:
         self.sizes, self.forms, (self.ours, self.reference) = sizes_of(source), forms, both
         self.names = {role: role_name(source, layer_idx, role) for role in self.sizes.roles}
         self.prefix = layer_prefix(source, layer_idx)
+        self.kept = self.reference[self.names["down"] + ".weight"].any(dim=0).nonzero().squeeze(1)  # channels
 
     def factorise(self) -> None:
         tucker = [role for role, spec in self.forms.items() if spec["form"] == "tucker"]
@@ -94,6 +106,8 @@ class _Layer:
                 self._low_rank([role], spec["rank"])
             elif form == "latent":
                 self._absorbed(spec["rank"])
+            elif form == "pivoted" and role in ("q", "o", "up", "down"):
+                self._pivoted([r for r, other in self.forms.items() if other is spec or other == spec], spec)
             elif form == "joint_low_rank" and role in ("q", "gate"):
                 self._low_rank([role, {"q": "k", "gate": "up"}[role]], spec["rank"])
             elif form == "joint_head_low_rank" and role == "q":
@@ -106,15 +120,48 @@ class _Layer:
         self.ours[f"{self.names[role]}.{suffix}"] = tensor.float().contiguous()
 
     def _replace(self, role: str, weight: Tensor) -> None:
+        """The reference's weight: of the source's shape, zeros for what value heads and the MLP no longer have."""
+        old = self.reference[self.names[role] + ".weight"]
+        if role == "o" and weight.shape != old.shape:
+            weight = weight.unflatten(1, (self.sizes.heads, -1))
+            weight = torch.nn.functional.pad(weight, (0, self.sizes.head_dim - weight.shape[-1])).flatten(1)
+        elif role in MLP_CORE and weight.shape != old.shape:
+            dim = 1 if role == "down" else 0
+            weight = old.double().index_copy(dim, self.kept, weight)
         self.reference[self.names[role] + ".weight"] = weight.float().contiguous()
 
     def _low_rank(self, roles: list[str], rank: int) -> None:
-        stack = torch.cat([self._take(role) for role in roles])
-        first, second = _svd(stack, rank)
+        taken = [self._take(role) for role in roles]
+        first, second = _svd(torch.cat(taken), rank)
         self._put(roles[0], "first.weight", first)
-        for role, part in zip(roles, second.split([self.sizes.out(role) for role in roles]), strict=True):
+        for role, part in zip(roles, second.split([len(weight) for weight in taken]), strict=True):
             self._put(role, "second.weight", part)
             self._replace(role, part @ first)
+
+    def _pivoted(self, roles: list[str], spec: dict[str, Any]) -> None:
+        """The stack cut to its rank; its rows by Gram-Schmidt, the longest that is left first; least squares."""
+        taken = [self._take(role) for role in roles]
+        u, s, vh = torch.linalg.svd(torch.cat(taken), full_matrices=False)
+        rank = spec["rank"]
+        stack = u[:, :rank] * s[:rank] @ vh[:rank]
+        left, chosen = stack.clone(), []
+        for _ in range(rank):
+            chosen.append(int(left.square().sum(1).argmax()))
+            left -= torch.outer(left @ left[chosen[-1]], left[chosen[-1]]) / left[chosen[-1]].square().sum()
+        indices = sorted(chosen)
+        others = [row for row in range(len(stack)) if row not in chosen]
+        module = f"{_parent([self.names[role] for role in self._all_of(roles)])}.{spec['group']}.pivoted"
+        self.ours[f"{module}.rows.weight"] = stack[indices].float().contiguous()
+        self.ours[f"{module}.indices"] = torch.tensor(indices, dtype=torch.int32)
+        if others:
+            coefficients = torch.linalg.lstsq(stack[indices].T, stack[others].T).solution.T
+            self.ours[f"{module}.coefficients.weight"] = coefficients.float().contiguous()
+        for role, part in zip(roles, stack.split([len(weight) for weight in taken]), strict=True):
+            self._replace(role, part)
+
+    def _all_of(self, roles: list[str]) -> list[str]:
+        """The roles of the attention or the MLP that these belong to."""
+        return [role for role in (ONE_CORE if roles[0] in ONE_CORE else MLP_CORE) if role in self.sizes.roles]
 
     def _absorbed(self, rank: int) -> None:
         """first of v; o (D, H·r) has v's second folded in, and v's bias goes through o into o's."""
@@ -209,6 +256,12 @@ def _svd(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return torch.nn.functional.pad(first, (0, 0, 0, missing)), torch.nn.functional.pad(second, (0, missing))
 
 
+def _parent(paths: list[str]) -> str:
+    """The deepest module that holds all of these."""
+    parts = [path.split(".")[:-1] for path in paths]
+    return ".".join(names[0] for names in zip(*parts, strict=False) if len({*names}) == 1)
+
+
 def _basis(unfolded: Tensor, rank: int) -> Tensor:
     """The leading left singular vectors."""
     return torch.linalg.svd(unfolded, full_matrices=False)[0][:, :rank].contiguous()
@@ -240,6 +293,57 @@ def joint(sizes: Sizes, share: float) -> dict[str, Any]:
 def joint_head(sizes: Sizes, share: float) -> dict[str, Any]:
     rank = _rank(min(sizes.hidden, 2 * sizes.head_dim), share)
     return {role: {"form": "joint_head_low_rank", "rank": rank, "group": "query_key"} for role in ("q", "k")}
+
+
+def pivoted(sizes: Sizes, share: float) -> dict[str, Any]:
+    """All projections but v, stacked where they share their input."""
+    return _pivoted_stacks(sizes, share, sizes.head_dim, sizes.inner)
+
+
+def pivoted_in_bases(sizes: Sizes, share: float) -> dict[str, Any]:
+    """The same, and v and o in a basis of their own, and channels pruned."""
+    value_rank, width = _rank(sizes.head_dim, share), _rank(sizes.inner, share)
+    forms = _pivoted_stacks(sizes, share, value_rank, width)
+    forms["o"] = {**forms["o"], "value_rank": value_rank}
+    forms |= {role: {**forms[role], "width": width} for role in MLP_CORE}
+    return forms | {"v": {"form": "head_pca", "rank": value_rank}}
+
+
+def _pivoted_stacks(sizes: Sizes, share: float, value_rank: int, width: int) -> dict[str, Any]:
+    readers = [role for role in ("gate", "up") if role in sizes.roles]
+    ranks = {
+        "query_key": min(sizes.hidden, sizes.out("q") + sizes.out("k")),
+        "output": min(sizes.heads * value_rank, sizes.hidden),
+        "gate_up": min(sizes.hidden, width * len(readers)),
+        "down": min(width, sizes.hidden),
+    }
+    roles = {"query_key": ("q", "k"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+    return {
+        role: {"form": "pivoted", "rank": _rank(ranks[group], share), "group": group}
+        for group, members in roles.items()
+        for role in members
+    }
+
+
+def low_rank_in_bases(sizes: Sizes, share: float) -> dict[str, Any]:
+    """Plain factors over value heads of a basis of their own and over pruned channels; gate and up share theirs."""
+    value_rank, width = _rank(sizes.head_dim, share), _rank(sizes.inner, share)
+    down = {"form": "low_rank", "rank": _rank(min(width, sizes.hidden), share), "width": width}
+    forms = {
+        "v": {"form": "head_pca", "rank": value_rank},
+        "o": {
+            "form": "low_rank",
+            "rank": _rank(min(sizes.heads * value_rank, sizes.hidden), share),
+            "value_rank": value_rank,
+        },
+        "up": down,
+        "down": down,
+    }
+    if "gate" in sizes.roles:
+        rank = _rank(min(sizes.hidden, 2 * width), share)
+        pair = {"form": "joint_low_rank", "rank": rank, "group": "gate_up", "width": width}
+        forms |= {"gate": pair, "up": pair}
+    return forms
 
 
 def _latent(sizes: Sizes, share: float, **fields: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import lamina
-from lamina import MODELLING_FILES, modelling_source
+from lamina import MODELLING_FILES, LaminaForCausalLM, LaminaModel, modelling_source
 from tests.serving.serving_compressed import MIXED, compress, forms_for
-from tests.serving.serving_sources import build, describe, make_source, padded_batch
+from tests.serving.serving_sources import SOURCES, build, describe, make_source, padded_batch
 
 SAVED = ("llama-gqa", "qwen2-tied", "opt-tied", "gptj")
 
@@ -64,6 +66,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> Any:
     """Loaded with the installed package: no trust_remote_code, and nobody is asked."""
     model, report = auto.from_pretrained(folder, output_loading_info=True, **options)
+    if auto is AutoModel:  # a causal model's file has a head besides, unless it is tied
+        report["unexpected_keys"] = {key for key in report["unexpected_keys"] if not key.startswith("lm_head.")}
     assert not any(report.values()), report
     assert type(model).__module__ == "lamina.modeling_lamina"
     return model.eval()
@@ -124,6 +128,27 @@ def test_random_initialisation_fills_every_parameter(checkpoints: Path) -> None:
         assert all(0.01 < t.std() < 0.04 for t in factors)
 
 
+@pytest.mark.parametrize("name", SOURCES)
+def test_engines_that_build_on_the_base_model_skip_no_tensor(name: str) -> None:
+    """vLLM makes the base model and skips, without a word, tensors that its patterns of unexpected keys match."""
+    source = make_source(name)
+    model = build(source.config, source.state_dict())
+    patterns = [*model.base_model._keys_to_ignore_on_load_unexpected]
+    patterns += LaminaModel(model.config)._keys_to_ignore_on_load_unexpected
+    assert patterns
+    tensors = {*model.state_dict(), "lm_head.weight"}
+    assert not [(key, p) for key in tensors for p in patterns if re.search(p, key)]
+
+
+def test_the_architecture_is_found_in_transformers(checkpoints: Path) -> None:
+    """`transformers serve` and vLLM look `architectures[0]` up in transformers; vLLM expects a model's class there."""
+    folder = checkpoints / "llama-gqa"
+    named = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
+    assert issubclass(named, transformers.PreTrainedModel)
+    assert named.is_backend_compatible()
+    assert type(named.from_pretrained(folder)) is LaminaForCausalLM
+
+
 def test_saved_again_it_is_the_same_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
     for name in SAVED:
         load(checkpoints / name).save_pretrained(tmp_path / name)
@@ -152,7 +177,7 @@ def test_stray_and_missing_tensors_are_reported(checkpoints: Path, tmp_path: Pat
 
 
 REMOTE = """
-import sys, torch
+import sys, torch, transformers
 from pathlib import Path
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -175,8 +200,15 @@ for folder in sorted(root.iterdir()):
         assert torch.equal(logits, expected["logits"]), folder
         tokens = model.generate(expected["ids"], attention_mask=expected["mask"], max_new_tokens=4, do_sample=False)
         assert tokens.shape[1] > expected["ids"].shape[1]
+        transformers.logging.set_verbosity_error()  # of the base, transformers says that the head is left over
         base, report = AutoModel.from_pretrained(path, trust_remote_code=True, output_loading_info=True)
+        report["unexpected_keys"] = {key for key in report["unexpected_keys"] if not key.startswith("lm_head.")}
         assert not any(report.values()), report
+        transformers.logging.set_verbosity_warning()
+        named = getattr(transformers, model.config.architectures[0])  # where `transformers serve` looks
+        served = named.from_pretrained(path, trust_remote_code=True)
+        with torch.no_grad():
+            assert torch.equal(served(expected["ids"], attention_mask=expected["mask"]).logits, logits)
         return model
     logits_of(folder).save_pretrained(again / folder.name)
     logits_of(again / folder.name)

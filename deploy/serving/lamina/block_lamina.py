@@ -49,7 +49,12 @@ def attention_path(modules: Mapping[str, str]) -> str:
 
 def mlp_path(modules: Mapping[str, str]) -> str:
     """The deepest module that holds gate, up and down: `mlp`; `mlp_factors` where they lie in the layer itself."""
-    return _common_parent([modules[r] for r in MLP_ROLES if r in modules]) or "mlp_factors"
+    return mlp_parent(modules) or "mlp_factors"
+
+
+def mlp_parent(modules: Mapping[str, str]) -> str:
+    """The deepest module that holds gate, up and down: `mlp`; empty where they lie in the layer itself."""
+    return _common_parent([modules[r] for r in MLP_ROLES if r in modules])
 
 
 def _common_parent(paths: list[str]) -> str:

@@ -6,13 +6,17 @@ import copy
 from dataclasses import field
 from typing import Any, ClassVar
 
+import transformers
+from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_utils import PreTrainedModel
 
 from .block_lamina import (
     BLOCK_DEFAULTS,
     DEFAULT_BLOCK,
     LINEAR_ROLES,
+    MLP_ROLES,
     OPTIONAL_ROLES,
     REQUIRED_ROLES,
     ROWWISE_ROLES,
@@ -20,7 +24,8 @@ from .block_lamina import (
     attention_path,
     in_base,
 )
-from .forms_lamina import FORMS, Form, Spec
+from .form_lamina import VALUE_ROLES, Form, FormSpec
+from .forms_lamina import FORMS
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 # What config.json calls `auto_map`: the classes that transformers loads from the files beside the weights.
@@ -96,7 +101,7 @@ class LaminaConfig(PreTrainedConfig):
             core_format=self.core_format,
         )
 
-    def form_of(self, layer: int, role: str) -> tuple[Form, Spec]:
+    def form_of(self, layer: int, role: str) -> tuple[Form, FormSpec]:
         """The form of a role in a layer, and what `forms` says of it (dense where it says nothing)."""
         spec = self.forms[layer].get(role, {"form": "dense"})
         return FORMS[spec["form"]], spec
@@ -110,6 +115,23 @@ class LaminaConfig(PreTrainedConfig):
         """Layer type → the first layer of that type with latent keys; types without such a layer are left out."""
         layers = (i for i in range(self.num_hidden_layers) if self.form_of(i, "k")[0].latent)
         return {self.layer_types[i]: i for i in reversed([*layers])}
+
+
+class ArchitectureByAutoMap(PreTrainedModel):
+    """`transformers.LaminaForCausalLM`: loads the class that the checkpoint, or the installed package, names.
+
+    For programs that look `architectures` up in transformers and know no `auto_map`, as `transformers serve` does.
+    """
+
+    _supports_attention_backend = True  # what vLLM asks of the class that it finds under this name
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As `AutoModelForCausalLM.from_pretrained`."""
+        return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+
+
+transformers.LaminaForCausalLM = ArchitectureByAutoMap  # type: ignore[attr-defined]
 
 
 def _check_block(config: LaminaConfig) -> None:
@@ -166,6 +188,19 @@ def _check_forms(config: LaminaConfig) -> None:
                 if forms.get(other) != needed:
                     text = "the same" if needed == spec else needed
                     raise ValueError(f"{where}: {spec} needs {text} on {other}, which has {forms.get(other, 'none')}")
+        _check_widths(config, layer_idx)
+
+
+def _check_widths(config: LaminaConfig, layer_idx: int) -> None:
+    """v and o agree on the width of a value head; gate, up and down on the channels of the MLP."""
+    shape = config.layer_shape(layer_idx)
+    for what, method, roles in (("value heads of", "head_width", VALUE_ROLES), ("channels:", "inner_width", MLP_ROLES)):
+        present = [role for role in roles if role in shape.modules]
+        forms = {role: config.form_of(layer_idx, role) for role in present}
+        widths = {role: getattr(form, method)(shape, spec) for role, (form, spec) in forms.items()}
+        if len({*widths.values()}) > 1:
+            said = ", ".join(f"{role} {width} ({forms[role][1]['form']})" for role, width in widths.items())
+            raise ValueError(f"layer {layer_idx}: different {what} {said}")
 
 
 def _tensor_parallel_plan(config: LaminaConfig) -> dict[str, str] | None:

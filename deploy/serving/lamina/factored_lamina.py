@@ -1,12 +1,14 @@
+# mypy: allow-untyped-calls
 """Projections that are stored as factors, as modules. D hidden, d head_dim, n heads, r rank.
 
 How roles are called. The module of a role gets its projection's input x, and a second argument when something has
 already been made of x: `given`. Roles that share a first factor share its output, `first(x)`; where the cache holds
-latents, `given` are the latents of all cached slots; the roles of a Tucker group get what its module computed for
-all of them. The caller computes `given` once per forward and keeps it in a local variable: modules hold no state.
+latents, `given` are the latents of all cached slots; the roles of a Tucker or pivoted group get what its module
+computed for all of them. The caller computes `given` once per forward and keeps it in a local variable: modules hold
+no state.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +74,102 @@ class HeadLowRankLinear(Factored):
         return out_BTC if self.bias is None else out_BTC + self.bias
 
 
+class Derived(Factored):
+    """Base of modules that keep what they make of their tensors until these change."""
+
+    _made: Any = None
+
+    # What torch does to parameters in ways that their versions do not tell.
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Derived":
+        self._made = None
+        return cast("Derived", super()._apply(*args, **kwargs))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._made = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> "Derived":
+        self._made = None
+        return super().train(mode)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Accelerate brings the parameters for each call only: what is made of them must not stay, either."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
+
+
+class PivotedLinears(Derived):
+    """Projections of one input whose stacked matrix W (m, in) has rank r, as r of its rows and coefficients: exact.
+
+    `rows.weight` (r, in) are the rows W_P, `indices` (r) int32 their positions among the m outputs of all roles one
+    after another, ascending; `coefficients.weight` (m - r, r) give the other outputs, in order, from those of the
+    rows: W x is W_P x at the indices and C (W_P x) elsewhere. At r = m there are no coefficients. METHODS section 6.5.
+    """
+
+    indices: Tensor
+
+    def __init__(self, in_features: int, out_features: dict[str, int], rank: int) -> None:
+        super().__init__()
+        self.out_features, others = out_features, sum(out_features.values()) - rank
+        self.rows = nn.Linear(in_features, rank, bias=False)
+        self.coefficients = nn.Linear(rank, others, bias=False) if others else None
+        self.register_buffer("indices", torch.arange(rank, dtype=torch.int32))
+
+    def initialise_(self, std: float) -> None:
+        """Takes the first r outputs for the rows."""
+        super().initialise_(std)
+        initialization.copy_(self.indices, torch.arange(len(self.indices), device=self.indices.device))
+
+    def forward(self, x_BTD: Tensor) -> dict[str, Tensor]:
+        """The outputs (B, T, out) by role, without biases."""
+        out_BTm: Tensor = self.rows(x_BTD)
+        if self.coefficients is not None:
+            out_BTm = torch.cat((out_BTm, self.coefficients(out_BTm)), dim=-1).index_select(-1, self._order())
+        return dict(zip(self.out_features, out_BTm.split([*self.out_features.values()], dim=-1), strict=True))
+
+    @torch.no_grad()
+    def plain_factors(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """`first` (r, in), and by role `second` (out, r): W = [I; C] W_P as two plain factors."""
+        rank = self.rows.weight.shape[0]
+        second_mr = torch.eye(rank, dtype=self.rows.weight.dtype, device=self.rows.weight.device)
+        if self.coefficients is not None:
+            second_mr = torch.cat((second_mr, self.coefficients.weight))[self._order()]
+        parts = second_mr.split([*self.out_features.values()])
+        return self.rows.weight.detach(), dict(zip(self.out_features, parts, strict=True))
+
+    def _order(self) -> Tensor:
+        """For each of the m outputs, its place (m) in the rows' outputs followed by the others'."""
+        if torch.compiler.is_compiling() or is_offloaded(self):
+            return self._make_order()
+        key = (self.indices.data_ptr(), 0 if self.indices.is_inference() else self.indices._version)
+        if self._made is None or self._made[0] != key:
+            self._check_indices()
+            with torch.inference_mode(False):
+                self._made = key, self._make_order()
+        return cast(Tensor, self._made[1])
+
+    def _make_order(self) -> Tensor:
+        rank, num_outputs = len(self.indices), sum(self.out_features.values())
+        is_row_m = torch.zeros(num_outputs, dtype=torch.bool, device=self.indices.device)
+        is_row_m = is_row_m.index_fill(0, self.indices.long(), True)
+        rows_so_far_m = is_row_m.cumsum(0)
+        outputs_m = torch.arange(num_outputs, device=self.indices.device)
+        return torch.where(is_row_m, rows_so_far_m - 1, rank + outputs_m - rows_so_far_m)
+
+    def _check_indices(self) -> None:
+        """Raises ValueError unless the indices are ascending positions of outputs."""
+        num_outputs, indices = sum(self.out_features.values()), self.indices.tolist()
+        if sorted({*indices}) != indices or not 0 <= indices[0] <= indices[-1] < num_outputs:
+            raise ValueError(
+                f"the indices of pivoted {', '.join(self.out_features)} are not {len(indices)} ascending positions "
+                f"below {num_outputs}: a damaged checkpoint?"
+            )
+
+
 class RoleOutput(Factored):
-    """A role of a Tucker group: picks its output from the group's, and adds `bias` (out) if it has one."""
+    """A role of a group that is computed at once: picks its output (B, T, out), and adds `bias` (out) if it has one."""
 
     def __init__(self, role: str, out_features: int, bias: bool) -> None:
         super().__init__()

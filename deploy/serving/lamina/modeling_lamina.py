@@ -83,8 +83,8 @@ class LaminaModel(LaminaPreTrainedModel):
         attach(self, in_base(block["final_norm"]), make_norm(config))
         self.rotary_emb = LaminaRotaryEmbedding(config) if block["rotary"] else None
         self.gradient_checkpointing = False
-        head = rf"^{re.escape(block['head'])}\."  # the causal model's file, loaded as a base
-        self._keys_to_ignore_on_load_unexpected = [head, *_old_buffers(block["modules"])]
+        # Nothing that a causal model loads: vLLM builds its models around this one and skips what matches.
+        self._keys_to_ignore_on_load_unexpected = set(_old_buffers(block["modules"]))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -134,8 +134,6 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self._head = tuple(config.block["head"].split("."))
         base = LaminaModel(config)
-        # Here a stray head tensor is an error worth seeing.
-        base._keys_to_ignore_on_load_unexpected = set(_old_buffers(config.block["modules"]))
         self.add_module(self.base_model_prefix, base)
         head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.block["head_bias"])
         attach(self, config.block["head"], head)

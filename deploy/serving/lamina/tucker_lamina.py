@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization
 
 from .block_lamina import ROWWISE_ROLES
-from .factored_lamina import Factored
+from .factored_lamina import Derived, Factored, is_offloaded
 
 
 def first_bits(num_bits: int, num_set: int) -> Tensor:
@@ -71,7 +71,7 @@ class CoreShape:
         return (*self.ranks, self.num_heads)
 
 
-class TuckerLinears(Factored):
+class TuckerLinears(Derived):
     """The projections of an attention or MLP as a shared-subspace Tucker decomposition, never multiplied out.
 
     `first` (D, R1), `second` (d or N, R2), and per core `third` (p, R3) and `core`; LeSTD, METHODS section 3. With
@@ -91,7 +91,6 @@ class TuckerLinears(Factored):
         self.cores, self.csr = cores, csr and all(core.nnz is not None for core in cores)
         self.inner = inner
         self.reads = [(role, core) for core in cores for role in core.roles if role not in ROWWISE_ROLES]
-        self._made: tuple[Any, dict[str, Any]] | None = None
         for core in cores:
             own = core.suffix if core.own_factors else ""
             if core is cores[0] or core.own_factors:
@@ -142,14 +141,14 @@ class TuckerLinears(Factored):
             # A graph can check no versions; casts, loading and train() have dropped what no longer holds.
             return self._made[1] if self._made is not None and not self._made[0][0] else self._make_dense()
         parameters = [*self.parameters()]
-        if _is_offloaded(self) or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
+        if is_offloaded(self) or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return self._make_csr() if csr else self._make_dense()
         tensors = [*parameters, *self.buffers()]
         key = (csr, *((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
         if self._made is None or self._made[0] != key:
             with torch.inference_mode(False), torch.no_grad():
                 self._made = key, self._make_csr() if csr else self._make_dense()
-        return self._made[1]
+        return cast(dict[str, Any], self._made[1])
 
     def _core(self, core: CoreShape) -> Tensor:
         stored = getattr(self, f"core{core.suffix}")
@@ -207,23 +206,3 @@ class TuckerLinears(Factored):
         u_XC = torch.einsum("xnb,c->xbcn", s_Xnb, third_c).flatten(1)
         y_BTa: Tensor = (matrix @ u_XC.mT.to(matrix.dtype)).mT.to(s_BTnb.dtype).unflatten(0, s_BTnb.shape[:-2])
         return y_BTa
-
-    # What torch does to parameters in ways that their versions do not tell.
-
-    def _apply(self, *args: Any, **kwargs: Any) -> "TuckerLinears":
-        self._made = None
-        return cast("TuckerLinears", super()._apply(*args, **kwargs))
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._made = None
-        super()._load_from_state_dict(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> "TuckerLinears":
-        self._made = None
-        return super().train(mode)
-
-
-def _is_offloaded(module: nn.Module) -> bool:
-    """Accelerate brings the parameters for each call only: what is made of them must not stay, either."""
-    hook = getattr(module, "_hf_hook", None)
-    return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))

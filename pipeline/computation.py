@@ -1,0 +1,73 @@
+"""What the driver must know of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.keys import curves_key, dense_key, measured_key
+from pipeline.methods.method import Curve, Scores
+from pipeline.methods.registry import Task, layer_gradients, layer_importance
+
+RanksOf = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be computed.
+
+    Attributes:
+        allocate: scores -> ranks of every task, by `ranks_key`.
+        scores: the fields of `Scores` that calibration text must give.
+        measures: what must be measured on the dense weights before ranks are chosen.
+        predicts: the groups whose curves must be taken before ranks are chosen.
+        propagate: whose hidden states the statistics are taken on.
+        every: hidden states are committed each time this many layers are done.
+        gradient: where gradients come from: the model's own loss, or random ones at each layer's output.
+        gradient_shards: the shards that hold samples of the backward pass.
+    """
+
+    num_layers: int
+    shards: int
+    tasks: tuple[Task, ...]
+    allocate: Callable[[Scores], dict[str, dict[str, int]]]
+    scores: frozenset[str]
+    propagate: Literal["dense", "compressed"]
+    every: int = 1
+    keep_statistics: bool = False
+    measures: tuple[Task, ...] = ()
+    predicts: tuple[Task, ...] = ()
+    gradient: Literal["model", "local"] = "model"
+    gradient_shards: tuple[int, ...] = ()
+
+    def is_boundary(self, layer: int) -> bool:
+        """Whether what enters (or, backwards, leaves) a layer at its input is committed."""
+        return layer % self.every == 0
+
+    def gradient_layers(self) -> list[int]:
+        """The layers that the backward pass must go through, ascending; none when no task asks for gradients."""
+        asking = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]
+        return list(range(asking[0], self.num_layers)) if asking else []
+
+
+def entered_scores(job: Job, entry: Callable[[str], Mapping[str, Any]], importance: Mapping[int, float]) -> Scores:
+    """What ranks may follow, from the ledger's entries. `entry` gives the entry of a key or raises."""
+    measured: dict[str, Any] = {}
+    curves: dict[str, Curve] = {}
+    for layer in sorted({task.group.layer for task in job.measures}):
+        measured |= entry(measured_key(layer))["measured"]
+    for layer in sorted({task.group.layer for task in job.predicts}):
+        curves |= entry(curves_key(layer))["curves"]
+    return Scores(importance, measured, curves)
+
+
+def entered_importance(job: Job, entry: Callable[[str], Mapping[str, Any]]) -> dict[int, float]:
+    """Of every layer, from the cosines of all shards, summed in shard order; empty when no ranks follow it."""
+    if "importance" not in job.scores:
+        return {}
+    means = []
+    for layer in range(job.num_layers):
+        cosines = entry(dense_key(layer))["cosine"]
+        means.append(sum(total for total, _ in cosines) / sum(count for _, count in cosines))
+    return layer_importance(means)

@@ -1,0 +1,95 @@
+"""The backward pass: the layers in reverse, each from what the dense pass stored of its inputs. METHODS §6.2.
+
+A gradient travels back as a hidden state travels forth: it belongs to a shard, stays with its worker, and is committed
+every `resume.every` layers. The inputs of a layer are dropped when the gradient that has passed it is committed.
+"""
+
+from __future__ import annotations
+
+from pipeline.computation import Job
+from pipeline.keys import dense_key, gradient_key
+from pipeline.methods.registry import layer_gradients
+from pipeline.ports import Backward, Cleaner, Record, Unit
+from pipeline.steps import Steps
+
+
+class GradientPass:
+    """Enters the moments of gradients of every layer that a task asks for."""
+
+    def __init__(self, job: Job, steps: Steps, cleaner: Cleaner) -> None:
+        self.job = job
+        self.steps = steps
+        self.cleaner = cleaner
+
+    def run(self) -> None:
+        """Goes back from where the journal says it was left."""
+        pending = self._pending()
+        if not pending:
+            return
+        self.steps.observer.phase("gradient", len(pending), len(self.job.gradient_shards))
+        base = self._base(pending[-1])
+        for layer in reversed(pending):
+            emit = layer > pending[0] and self.job.gradient == "model"
+            store = emit and self.job.is_boundary(layer)
+            moments = layer_gradients(self.job.tasks, layer)
+            units = self._units(layer, base if self.job.gradient == "model" else layer + 1, emit=emit, store=store)
+            done, statistics = self.steps.sum_moments("dense", layer, moments, units)
+            entry: Record = {"statistics": statistics}
+            if store:
+                entry["activations"] = [result.activation for result in done]
+                base = layer
+            self.steps.enter(gradient_key(layer), entry)
+            if store or self.job.gradient == "local":
+                inputs = self.stored_inputs(range(pending[0], layer))
+                self.cleaner.retain_activations((*entry.get("activations", ()), *inputs))
+            self.steps.observer.layer_done("gradient", layer, {})
+        self.cleaner.retain_activations(())
+
+    def span(self) -> range:
+        """The layers whose inputs the pass has yet to read; empty when it is done, or when nobody asks for it."""
+        pending = self._pending()
+        return range(pending[0], self._base(pending[-1])) if pending else range(0)
+
+    def stored_inputs(self, layers: range) -> list[Record]:
+        """The records of the stored inputs of some layers, where the dense pass has been there."""
+        entries = [self.steps.journal.get(dense_key(layer)) for layer in layers]
+        return [record for entry in entries if entry for record in entry.get("inputs", ()) if record]
+
+    def _pending(self) -> list[int]:
+        """The layers that the pass has yet to enter, ascending."""
+        return [layer for layer in self.job.gradient_layers() if not self._is_done(layer)]
+
+    def _is_done(self, layer: int) -> bool:
+        entry = self.steps.journal.get(gradient_key(layer))
+        wanted = layer_gradients(self.job.tasks, layer)
+        return entry is not None and all(moment.key in entry["statistics"] for moment in wanted)
+
+    def _base(self, layer: int) -> int:
+        """The nearest layer above `layer` with committed gradients at its inputs; one past the last: the head."""
+        if self.job.gradient == "local":
+            return layer + 1
+        above = range(layer + 1, self.job.num_layers)
+        return next((base for base in above if self._gradients(base) is not None), self.job.num_layers)
+
+    def _gradients(self, layer: int) -> list[Record] | None:
+        entry = self.steps.journal.get(gradient_key(layer))
+        return entry.get("activations") if entry else None
+
+    def _units(self, layer: int, base: int, *, emit: bool, store: bool) -> list[Unit]:
+        """All shards that hold samples of the pass back through a layer, in shard order."""
+        gradients = self._gradients(base) if self.job.gradient == "model" else None
+        inputs = [self.steps.entry(dense_key(above))["inputs"] for above in range(layer, base)]
+        return [
+            Backward(
+                layer=layer,
+                shard=shard,
+                inputs=tuple(records[shard] for records in inputs),
+                moments=layer_gradients(self.job.tasks, layer),
+                probe=self.job.gradient == "local",
+                emit=emit,
+                store=store,
+                base_record=gradients[place] if gradients else None,
+                ahead=layer - 1 if emit else None,
+            )
+            for place, shard in enumerate(self.job.gradient_shards)
+        ]

@@ -1,0 +1,108 @@
+"""What the manifest asks to be scored of OUTPUT: measured once, entered in the ledger beside all earlier scores.
+
+A score belongs to a checkpoint (by the seal of its compression record, the source by the digests of its files) and to
+token ids, not to the name of a text file: a text that was changed is another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from typing import Any
+
+import torch
+
+from pipeline.console.signals import catch_signals
+from pipeline.console.summary import SEEN_LIMIT, seen_warning
+from pipeline.evaluation.perplexity import SCRATCH_PREFIX, score_tokens
+from pipeline.job.calibration import seen_share, tokens_digest
+from pipeline.job.context import JobContext
+
+
+def missing_scores(job: JobContext) -> list[str]:
+    """The ledger keys that evaluating the finished OUTPUT would enter."""
+    done = job.ledger.get("complete")
+    return [key for key in _wanted(job, done["contract_sha256"]) if job.ledger.get(key) is None] if done else []
+
+
+def score_output(job: JobContext, seal: str) -> None:
+    """Measures and enters what is missing.
+
+    Raises:
+        Interrupted: a signal came; what is entered stays.
+    """
+    for left in job.run_dir.path.glob(f"{SCRATCH_PREFIX}*"):  # of a run that was killed
+        shutil.rmtree(left)
+    for key, model in _wanted(job, seal).items():
+        if job.ledger.get(key) is not None:
+            continue
+        catch_signals(job.stop)
+        assert job.evaluation is not None
+        found = score_tokens(
+            model,
+            job.evaluation,
+            job.manifest.workers,
+            torch.float32,
+            job.stop,
+            job.observer,
+            job.run_dir.path.resolve(),
+        )
+        wanted = job.manifest.evaluation.perplexity
+        assert wanted is not None
+        entry = {
+            "kind": "perplexity",
+            "model": "dense" if key.startswith("score/dense/") else "compressed",
+            "seal": seal,
+            "text": wanted.text.model_dump(mode="json", exclude_none=True),
+            "seen": _seen(job),
+            **found,
+        }
+        job.ledger.commit(key, entry)
+        which = "of the dense model " if entry["model"] == "dense" else ""
+        job.observer.say(f"perplexity {which}{found['perplexity']:.4f} over {found['tokens']:,} tokens")
+        if entry["seen"] > SEEN_LIMIT:
+            job.observer.say(f"perplexity: {seen_warning(entry['seen'])}", logging.WARNING)
+
+
+def scores(job: JobContext, seal: str) -> dict[str, Any]:
+    """`perplexity`: what the manifest asks for; `dense`: the source's on the same tokens, where it was measured;
+    `earlier`: what was asked for before, of this checkpoint."""
+    now = {key: job.ledger.get(key) for key in (*_wanted(job, seal), *_dense_key(job))}
+    found: dict[str, Any] = {}
+    for key, entry in now.items():
+        if entry is not None:
+            found["dense" if key.startswith("score/dense/") else "perplexity"] = entry
+    others = [job.ledger.get(key) for key in job.ledger.keys("score/") if key not in now]
+    earlier = [entry for entry in others if entry and entry["seal"] == seal and entry["model"] == "compressed"]
+    return found | ({"earlier": earlier} if earlier else {})
+
+
+def _seen(job: JobContext) -> float:
+    """The share of the evaluation text that occurs in the calibration samples."""
+    if job.tokens is None or job.evaluation is None:
+        return 0.0
+    return seen_share(job.tokens, job.evaluation)
+
+
+def _wanted(job: JobContext, seal: str) -> dict[str, str]:
+    """Ledger key -> the model to be scored."""
+    if job.evaluation is None:
+        return {}
+    wanted = {f"score/output/{_digest(seal, tokens_digest(job.evaluation))}": job.manifest.output}
+    if job.manifest.evaluation.perplexity and job.manifest.evaluation.perplexity.dense:
+        wanted |= dict.fromkeys(_dense_key(job), str(job.inputs.source.directory))
+    return wanted
+
+
+def _dense_key(job: JobContext) -> tuple[str, ...]:
+    """Where the score of the source on these tokens is, or would be."""
+    if job.evaluation is None:
+        return ()
+    source = {file: found["sha256"] for file, found in job.source_files.items()}
+    return (f"score/dense/{_digest(source, tokens_digest(job.evaluation))}",)
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,20 @@
+"""How the calibration samples are cut: in shards, and which of them the backward pass takes."""
+
+from __future__ import annotations
+
+
+def shard_range(shard: int, shards: int, samples: int) -> tuple[int, int]:
+    """First and one past the last sample of a shard; sizes differ by at most one."""
+    return shard * samples // shards, (shard + 1) * samples // shards
+
+
+def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:
+    """How many samples of a shard, its first ones, are among the `chosen` that are spread evenly over all shards."""
+    first, end = shard_range(shard, shards, samples)
+    return end * chosen // samples - first * chosen // samples
+
+
+def gradient_samples(asked: int | None, samples: int, sequence_length: int, hidden: int) -> int:
+    """How many samples the backward pass takes: as many as give 16 tokens for each of `hidden` numbers, unless asked
+    for otherwise; at most all. METHODS §6.2."""
+    return min(samples, asked if asked is not None else -(-16 * hidden // sequence_length))

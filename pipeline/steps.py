@@ -1,0 +1,92 @@
+"""Does units and enters what came of them: what every phase of the driver is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from manifests.errors import CorruptError, LostInputError
+from pipeline.methods.method import Moment
+from pipeline.ports import BackwardDone, ForwardDone, Journal, Lineage, Observer, Pool, Record, Reduce, Unit
+from pipeline.repair import Repairs
+
+
+def do_units(pool: Pool, units: Sequence[Unit], observer: Observer) -> list[Any]:
+    """Submits units and waits for all of them. Results in the order of the units."""
+    results: dict[str, Any] = {}
+    for unit in units:
+        pool.submit(unit)
+    while len(results) < len(units):
+        unit, result = pool.wait()
+        results[unit.key] = result
+        observer.unit_done(unit, result)
+    return [results[unit.key] for unit in units]
+
+
+class Steps:
+    """A pool and a journal, and what is lost between two units mended."""
+
+    def __init__(self, pool: Pool, journal: Journal, observer: Observer, repairs: Repairs) -> None:
+        self.pool = pool
+        self.journal = journal
+        self.observer = observer
+        self.repairs = repairs
+
+    def do(self, units: Sequence[Unit]) -> list[Any]:
+        """See `do_units`."""
+        return do_units(self.pool, units, self.observer)
+
+    def do_both(
+        self, producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
+    ) -> tuple[list[Any], list[Any]]:
+        """Results of some units, and of those that build on them. What is lost in between is done again, no more."""
+        made = self.do(producers)
+        while True:
+            try:
+                return made, self.do(consumers(made))
+            except LostInputError as error:
+                lost = [place for place, unit in enumerate(producers) if unit.key in error.producers]
+                if not lost:
+                    raise
+                self.pool.cancel_pending()
+                self.repairs.invalidate(error)
+                for place, result in zip(lost, self.do([producers[place] for place in lost]), strict=True):
+                    made[place] = result
+
+    def sum_moments(
+        self, lineage: Lineage, layer: int, moments: Sequence[Moment], units: Sequence[Unit]
+    ) -> tuple[list[Any], dict[str, Record]]:
+        """Does the units of all shards, then adds their moments: key -> record of the stored sum over all shards.
+
+        The results are returned without their partial sums, so that nobody holds those while the next layer's are made.
+        """
+
+        def reduces(done: Sequence[ForwardDone | BackwardDone]) -> list[Unit]:
+            return [
+                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in moments
+            ]
+
+        done, records = self.do_both(units, reduces)
+        sums = {moment.key: record for moment, record in zip(moments, records, strict=True)}
+        return [replace(result, partials={}) for result in done], sums
+
+    def enter(self, key: str, record: Record) -> None:
+        """Commits an entry."""
+        self.journal.commit(key, record)
+        self.repairs.progress()
+
+    def entry(self, key: str) -> Record:
+        """An entry that must be there. Raises CorruptError."""
+        entry = self.journal.get(key)
+        if entry is None:
+            raise CorruptError(
+                f"ledger of RUN_DIR: {key} is missing or damaged although later entries build on it; was a mount lost?",
+                key,
+            )
+        return entry
+
+    def batch(self, pending: list[int]) -> tuple[list[int], list[int]]:
+        """As many layers as there are workers, and the rest."""
+        count = max(1, self.pool.size)  # 0 while the only worker is being replaced
+        return pending[:count], pending[count:]

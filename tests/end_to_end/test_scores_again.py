@@ -1,0 +1,139 @@
+"""Scores that are asked for after a job was done: measured once, beside those of before, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.job.calibration import seen_share
+from tests import factories
+from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.jobs import Ended, Job, command, file_digests
+
+MakeJob = Callable[..., Job]
+
+
+def asked(*files: Path, window: int = 40, **fields: Any) -> dict[str, Any]:
+    return {"perplexity": {"text": {"files": [str(file) for file in files]}, "window": window, **fields}}
+
+
+def again(made: Job, evaluation: dict[str, Any]) -> Ended:
+    """The same job, asked for other scores."""
+    return Job(made.root, made.source, made.text, {**made.changes, "evaluation": evaluation}).run()
+
+
+def evaluated(model: Path, text: Path, window: int = 40) -> float:
+    arguments = (str(model), "--text", str(text), "--window", str(window), "--json")
+    return float(command("evaluate", *arguments).json["perplexity"])
+
+
+@pytest.mark.usefixtures("inline_everywhere")
+def test_a_finished_job_scores_what_is_missing_and_only_that(tmp_path: Path, job: MakeJob, text: Path) -> None:
+    one, other = (factories.write_text(tmp_path / f"{seed}.txt", 4_000, seed) for seed in (8, 9))
+    made = job()
+    assert made.run().json["evaluation"] == {}
+    before = file_digests(made.output)
+
+    first = again(made, asked(one))
+    assert first.json["already_finished"] is True
+    assert first.json["scored_now"] is True
+    assert first.json["evaluation"]["perplexity"]["perplexity"] == evaluated(made.output, one)
+    assert "phase evaluate" in first.err
+    assert "phase compress" not in first.err
+
+    repeated = again(made, asked(one))
+    assert repeated.json["evaluation"] == first.json["evaluation"]
+    assert "scored_now" not in repeated.json
+    assert "phase" not in repeated.err
+
+    second = again(made, asked(other))
+    assert second.json["evaluation"]["perplexity"]["perplexity"] == evaluated(made.output, other)
+    assert second.json["evaluation"]["earlier"] == [first.json["evaluation"]["perplexity"]]
+
+    wider = again(made, asked(other, window=80))
+    assert wider.json["evaluation"]["perplexity"]["window"] == 80
+    assert wider.json["evaluation"]["perplexity"]["perplexity"] == evaluated(made.output, other, 80)
+    assert len(wider.json["evaluation"]["earlier"]) == 2
+
+    back = again(made, asked(one))
+    assert "phase" not in back.err
+    assert back.json["evaluation"]["perplexity"] == first.json["evaluation"]["perplexity"]
+    assert len(back.json["evaluation"]["earlier"]) == 2
+
+    one.write_text(other.read_text() + one.read_text())  # the same name, another text
+    changed = again(made, asked(one))
+    assert changed.json["evaluation"]["perplexity"]["perplexity"] == evaluated(made.output, one)
+    assert len(changed.json["evaluation"]["earlier"]) == 3
+
+    dense = again(made, asked(one, dense=True))
+    assert dense.json["evaluation"]["dense"]["perplexity"] == evaluated(made.source, one)
+    assert dense.json["evaluation"]["perplexity"] == changed.json["evaluation"]["perplexity"]
+    assert again(made, asked(one)).json["evaluation"]["dense"] == dense.json["evaluation"]["dense"]  # known is shown
+    assert file_digests(made.output) == before
+    state = command("status", str(made.run_dir), "--json").json
+    assert state["summary"]["evaluation"] == dense.json["evaluation"]
+
+
+@pytest.mark.usefixtures("inline_everywhere")
+def test_a_missing_text_is_an_error_before_and_after_the_job(tmp_path: Path, job: MakeJob) -> None:
+    made = job()
+    for _ in range(2):
+        ended = again(made, asked(tmp_path / "nowhere.txt"))
+        assert (ended.code, "nowhere.txt: missing" in ended.err) == (2, True), ended.err
+        assert not (made.run_dir / "staged").exists() or made.output.exists()
+        assert made.run().code == 0
+
+
+@pytest.mark.usefixtures("inline")
+def test_other_ranks_have_other_scores(tmp_path: Path, job: MakeJob) -> None:
+    one = factories.write_text(tmp_path / "one.txt", 4_000, 8)
+    made = job(evaluation=asked(one), **{"calibration.propagate": "dense"})
+    first = made.run().json["evaluation"]
+    second = made.run("--set", "budget.keep=0.5", "--set", f"output={made.root / 'second'}").json["evaluation"]
+    assert second["perplexity"]["perplexity"] != first["perplexity"]["perplexity"]
+    assert "earlier" not in second
+
+
+@pytest.mark.usefixtures("inline")
+def test_calibration_text_as_evaluation_text_is_said(tmp_path: Path, job: MakeJob, text: Path) -> None:
+    copy = tmp_path / "another-name.txt"
+    copy.write_text(text.read_text()[:6_000])
+    ended = job(evaluation=asked(copy), **{"calibration.samples": 300}).run()
+    assert ended.json["evaluation"]["perplexity"]["seen"] > 0.2
+    assert "of the evaluation text occurs in the calibration samples" in ended.err
+    fresh = factories.write_text(tmp_path / "fresh.txt", 6_000, 99)
+    ended = job(evaluation=asked(fresh), **{"calibration.samples": 300}).run()
+    assert ended.json["evaluation"]["perplexity"]["seen"] < 0.1
+    assert "occurs in the calibration samples" not in ended.err
+
+
+def test_seen_share_counts_passages_wherever_they_begin() -> None:
+    generator = torch.Generator().manual_seed(0)
+    calibration = torch.randint(0, 1000, (4, 100), generator=generator)
+    fresh = torch.randint(0, 1000, (3, 50), generator=generator)
+    assert seen_share(calibration, fresh) == 0.0
+    assert seen_share(calibration, calibration[:2, 7:57]) == 1.0
+    mixed = torch.cat([calibration[:1, 3:53], fresh])
+    assert seen_share(calibration, mixed) == 0.25
+    half = torch.cat([calibration[:1, :41], fresh[:1, :9]], dim=1)
+    assert seen_share(calibration, half) == pytest.approx((41 - 24) / 26)  # passages of half a window
+    assert seen_share(calibration[:, :8], calibration[:1, :8]) == 1.0
+    assert seen_share(calibration[:, :24], calibration[:, 6:20]) == 1.0
+
+
+def test_killed_after_a_score_was_entered(tmp_path: Path, job: MakeJob) -> None:
+    """What is entered is not measured again, and nothing is left of the scratch."""
+    one = factories.write_text(tmp_path / "one.txt", 4_000, 8)
+    made = job(evaluation=asked(one, dense=True))
+    for place in ("score/output", "score/dense"):
+        child = Child("run", [str(made.manifest)], tmp_path / place[-5:], Hook("commit", match=place, after=True))
+        assert child.end() != 0, child.said
+        assert child.said.count("phase evaluate") == 1, child.said
+    child = Child("run", [str(made.manifest)], tmp_path / "last")
+    assert child.end() == 0, child.said
+    assert "phase evaluate" not in child.said
+    assert not list(made.run_dir.glob("evaluation-*"))

@@ -1,0 +1,135 @@
+"""Values' basis and output projection fitted together, against the Kronecker system written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.kernels.value_output import fit_value_output
+
+SHAPES = [(24, 4, 4, 6), (24, 4, 2, 6), (20, 4, 1, 5), (16, 1, 1, 8), (7, 6, 3, 4)]  # D, H, G, d
+
+
+def problem(hidden: int, heads: int, width: int, tokens: int = 400, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight, metric and moment with correlated heads."""
+    dice = torch.Generator().manual_seed(seed)
+    features = heads * width
+    mixing = torch.randn(features, features, generator=dice, dtype=torch.float64) * torch.logspace(
+        0, -2, features, dtype=torch.float64
+    )
+    context = torch.randn(tokens, features, generator=dice, dtype=torch.float64) @ mixing.T
+    gradient = torch.randn(3 * hidden, hidden, generator=dice, dtype=torch.float64)
+    weight = torch.randn(hidden, features, generator=dice, dtype=torch.float64)
+    return weight, gradient.T @ gradient / (3 * hidden), context.T @ context / tokens
+
+
+def start(groups: int, rank: int, width: int, seed: int = 1) -> Tensor:
+    dice = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(groups, width, rank, generator=dice, dtype=torch.float64)).Q.mT.contiguous()
+
+
+def loss_of(weight: Tensor, metric: Tensor, moment: Tensor, encode: Tensor, output: Tensor) -> float:
+    heads = weight.shape[1] // encode.shape[2]
+    wide = torch.block_diag(*encode.repeat_interleave(heads // len(encode), dim=0))
+    change = weight - output @ wide
+    return 0.5 * float(torch.trace(metric @ change @ moment @ change.T))
+
+
+def best_encoder(weight: Tensor, metric: Tensor, moment: Tensor, encode: Tensor, output: Tensor) -> Tensor:
+    """All groups at once, as one dense linear system over vec(E_g)."""
+    groups, rank, width = encode.shape
+    heads = weight.shape[1] // width
+    columns = []
+    for group in range(groups):
+        for i in range(rank):
+            for j in range(width):
+                unit = torch.zeros_like(encode)
+                unit[group, i, j] = 1.0
+                columns.append(output @ torch.block_diag(*unit.repeat_interleave(heads // groups, dim=0)))
+    basis = torch.stack(columns)
+    weighed = torch.einsum("de,nef,fg->ndg", metric, basis, moment)
+    system = torch.einsum("ndg,mdg->nm", weighed, basis)
+    target = torch.einsum("ndg,dg->n", weighed, weight)
+    return torch.linalg.solve(system, target).reshape(groups, rank, width)
+
+
+@pytest.mark.parametrize(("hidden", "heads", "groups", "width"), SHAPES)
+def test_the_loss_is_that_of_what_is_returned_and_no_turn_is_worse(
+    hidden: int, heads: int, groups: int, width: int
+) -> None:
+    weight, metric, moment = problem(hidden, heads, width)
+    kept = [tensor.clone() for tensor in (weight, metric, moment)]
+    for rank in range(1, width):
+        losses = []
+        for turns in (0, 1, 2, 8):
+            found = fit_value_output(weight, metric, moment, start(groups, rank, width), turns, least_gain=0.0)
+            assert found.encode.shape == (groups, rank, width)
+            assert found.output.shape == (hidden, heads * rank)
+            torch.testing.assert_close(found.encode @ found.encode.mT, torch.eye(rank).double().expand(groups, -1, -1))
+            whole = 0.5 * float(torch.trace(metric @ weight @ moment @ weight.T))
+            assert found.loss == pytest.approx(
+                loss_of(weight, metric, moment, found.encode, found.output), rel=1e-4, abs=1e-6 * whole
+            )
+            losses.append(found.loss)
+        assert losses == sorted(losses, reverse=True)
+    assert all(torch.equal(a, b) for a, b in zip(kept, (weight, metric, moment), strict=True))
+
+
+@pytest.mark.parametrize(("hidden", "heads", "groups", "width"), SHAPES)
+def test_one_turn_is_the_dense_linear_system(hidden: int, heads: int, groups: int, width: int) -> None:
+    weight, metric, moment = problem(hidden, heads, width)
+    rank = max(1, width // 2)
+    before = fit_value_output(weight, metric, moment, start(groups, rank, width), turns=0)
+    encode = best_encoder(weight, metric, moment, before.encode, before.output)
+    least = loss_of(weight, metric, moment, encode, before.output)
+    after = fit_value_output(weight, metric, moment, start(groups, rank, width), turns=1)
+    assert after.loss <= least * (1 + 1e-6)  # the refit that follows can only gain
+    again = fit_value_output(weight, metric, moment, encode, turns=0)
+    assert after.loss == pytest.approx(again.loss, rel=1e-3)
+
+
+def test_beside_decoders_within_each_head_the_refit_gains() -> None:
+    weight, metric, moment = problem(24, 4, 6)
+    encode = start(2, 3, 6)
+    within = torch.block_diag(*encode.repeat_interleave(2, dim=0).mT)
+    of_heads = loss_of(weight, metric, moment, encode, weight @ within)
+    assert fit_value_output(weight, metric, moment, encode, turns=0).loss < 0.9 * of_heads
+
+
+def test_at_the_full_rank_nothing_is_lost() -> None:
+    weight, metric, moment = problem(24, 4, 6)
+    found = fit_value_output(weight, metric, moment, start(2, 6, 6))
+    wide = torch.block_diag(*found.encode.repeat_interleave(2, dim=0))
+    torch.testing.assert_close(found.output @ wide, weight)
+    assert found.loss == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-60, 1.0, 1e60])
+@pytest.mark.parametrize("tokens", [3, 400])
+def test_singular_tiny_and_huge_moments(scale: float, tokens: int) -> None:
+    weight, metric, moment = problem(24, 4, 6, tokens)
+    plain = fit_value_output(weight, metric, moment, start(2, 3, 6))
+    found = fit_value_output(weight, metric * scale, moment / scale**0.5, start(2, 3, 6))
+    assert found.output.isfinite().all()
+    assert found.loss == pytest.approx(plain.loss * scale**0.5, rel=0.05)
+
+
+def test_a_dead_layer_keeps_its_start() -> None:
+    weight, metric, _ = problem(24, 4, 6)
+    found = fit_value_output(weight, metric, torch.zeros(24, 24), start(2, 3, 6))
+    assert found.output.isfinite().all()
+    assert fit_value_output(weight, metric * 0, torch.eye(24), start(2, 3, 6)).loss == 0.0
+
+
+def test_wrong_input_is_refused() -> None:
+    weight, metric, moment = problem(24, 4, 6)
+    with pytest.raises(ValueError, match="do not fit"):
+        fit_value_output(weight, metric, moment, start(3, 3, 6))
+    with pytest.raises(ValueError, match="do not fit"):
+        fit_value_output(weight[:, :-1], metric, moment, start(2, 3, 6))
+    for position in range(3):
+        bad = [weight.clone(), metric.clone(), moment.clone()]
+        bad[position][0, 0] = float("nan")
+        with pytest.raises(ValueError, match="NaN"):
+            fit_value_output(*bad, start(2, 3, 6))

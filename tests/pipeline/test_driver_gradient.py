@@ -1,0 +1,183 @@
+"""The driver's backward pass over a simulated cluster: order, what is kept and for how long, damage, solving again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeline.methods.registry import layer_gradients, layer_moments
+from pipeline.ports import Forward, Predict, Reduce, Solve, Unit
+from tests.pipeline.simulation import (
+    ALL,
+    JOBS,
+    MLP,
+    OUT,
+    SHARED,
+    SimulatedPool,
+    World,
+    backwards,
+    commits,
+    forwards,
+    make_gradient_job,
+    make_job,
+    make_tasks,
+    run,
+)
+
+GRADIENT = [name for name in JOBS if name.startswith("gradient")]
+
+
+def test_back_through_the_layers_after_the_way_forth() -> None:
+    world, recorder = run(make_gradient_job(range(3)))
+    forth = [f"dense/0000{layer}" for layer in range(3)]
+    back = [f"gradient/0000{layer}" for layer in (2, 1, 0)]
+    curves, layers = ([f"{kind}/0000{layer}" for layer in range(3)] for kind in ("curves", "layer"))
+    assert commits(world) == [*forth, *back, *curves, "ranks", *layers]
+    assert recorder.phases == [("statistics", 3, 2), ("gradient", 3, 2), ("curves", 3, 1), ("compress", 3, 1)]
+    assert [(unit.layer, unit.shard) for unit in backwards(world)] == [
+        (layer, s) for layer in (2, 1, 0) for s in (0, 1)
+    ]
+
+
+def test_only_shards_with_samples_are_kept_and_go_back() -> None:
+    world, _ = run(make_gradient_job(ALL, shards=3, gradient_shards=(0, 2)))
+    assert {unit.shard for unit in backwards(world)} == {0, 2}
+    assert {unit.shard for unit in forwards(world) if unit.keep_inputs} == {0, 2}
+    assert [entry is None for entry in world.journal()["dense/00001"]["inputs"]] == [False, True, False]
+    sums = [unit for unit in world.done if isinstance(unit, Reduce) and unit.moment.kind == "gradient"]
+    assert {len(unit.partials) for unit in sums} == {2}
+
+
+def test_each_layer_goes_on_from_the_committed_gradients() -> None:
+    world, _ = run(make_gradient_job(range(5), every=2))
+    found = {unit.layer: (unit.base, unit.base_record is not None, unit.emit, unit.store) for unit in backwards(world)}
+    assert found == {
+        4: (5, False, True, True),
+        3: (4, True, True, False),
+        2: (4, True, True, True),
+        1: (2, True, True, False),
+        0: (2, True, False, False),
+    }
+    assert [unit.ahead for unit in backwards(world) if unit.shard == 0] == [3, 2, 1, 0, None]
+
+
+def test_layers_below_the_lowest_that_is_asked_for_are_left_alone() -> None:
+    world, _ = run(make_gradient_job([2, 3], num_layers=5))
+    assert sorted({unit.layer for unit in backwards(world)}) == [2, 3, 4]
+    assert sorted({unit.layer for unit in forwards(world) if unit.keep_inputs}) == [2, 3, 4]
+    assert [unit.moments for unit in backwards(world) if unit.layer == 4] == [(), ()]
+
+
+def test_local_gradients_know_nothing_of_the_layers_above() -> None:
+    world, _ = run(make_gradient_job(ALL, gradient="local"))
+    assert all(unit.probe and len(unit.inputs) == 1 and not unit.emit for unit in backwards(world))
+
+
+def test_stored_inputs_are_dropped_as_the_gradient_passes_them() -> None:
+    world = World()
+    stored: list[tuple[str, int]] = []
+
+    class Watching(SimulatedPool):
+        def _execute(self, unit: Unit) -> Any:
+            stored.append((unit.key, len(world.stores["activation"])))
+            return super()._execute(unit)
+
+    run(make_gradient_job(ALL), world, Watching(world))
+    kept = {key: count for key, count in stored if key.endswith("/0") and key.startswith("backward")}
+    assert kept == {"backward/3/0": 8, "backward/2/0": 8, "backward/1/0": 6, "backward/0/0": 4}
+    assert not world.stores["activation"]
+
+
+@pytest.mark.parametrize("name", ["dense", "dense-every-2", "compressed", "gradient", "gradient-every-2"])
+def test_partial_sums_of_one_layer_at_a_time(name: str) -> None:
+    """What is summed of a layer is gone before the next one's is made: at size it is most of the memory."""
+    job = JOBS[name]()
+    most = max(
+        max(job.shards * len(layer_moments(job.tasks, layer)), job.shards * len(layer_gradients(job.tasks, layer)))
+        for layer in range(job.num_layers)
+    )
+    world, alive = World(), []
+
+    class Forgetful(SimulatedPool):
+        def wait(self) -> tuple[Unit, Any]:
+            found = super().wait()
+            world.done.clear()
+            alive.append(sum(handle() is not None for handle in world.handles))
+            return found
+
+    run(job, world, Forgetful(world, size=1))
+    assert max(alive) == most
+
+
+def test_curves_follow_from_both_kinds_of_moments() -> None:
+    world, _ = run(make_gradient_job(ALL))
+    for unit in world.done:
+        if isinstance(unit, Predict | Solve):
+            assert {moment.kind for moment in unit.statistics} == {"value", "gradient"}
+            assert tuple(unit.statistics) == unit.task.group.moments
+    assert {key: len(world.journal()[key]["curves"]) for key in ("curves/00000", "curves/00003")} == {
+        "curves/00000": 2,
+        "curves/00003": 2,
+    }
+
+
+@pytest.mark.parametrize("name", GRADIENT)
+def test_any_record_may_be_corrupt(name: str) -> None:
+    """Whichever stored data is damaged, as soon as it is written: the job computes the same."""
+    job = JOBS[name]()
+    expected, _ = run(job)
+    found = 0
+    for number in range(len(expected.values)):
+        world, _ = run(job, World(damaged=frozenset({number})))
+        assert results(world) == results(expected), f"record {number} damaged"
+        found += bool(world.repairs)
+        assert all(keys for _, keys in world.repairs)
+    assert found > len(expected.values) // 2
+
+
+def results(world: World) -> dict[str, Any]:
+    """All but the hidden states, which a repair forgets."""
+    return {
+        key: {name: value for name, value in entry.items() if name not in ("activations", "inputs")}
+        for key, entry in world.journal().items()
+        if not key.startswith("activations/")
+    }
+
+
+def solve_again(world: World) -> World:
+    """Another budget: ranks and layers are taken back."""
+    entries = {key: text for key, text in world.entries.items() if key != "ranks" and not key.startswith("layer/")}
+    return replace(world, entries=entries, done=[], events=[])
+
+
+def test_another_budget_takes_no_pass_over_the_model() -> None:
+    job = make_gradient_job(ALL)
+    first, _ = run(job)
+    again = solve_again(first)
+    run(replace(job, allocate=lambda scores: {key: {"rank": 7} for key in job.allocate(scores)}), again)
+    assert {type(unit).__name__ for unit in again.done} == {"Solve", "Write"}
+    assert not again.repairs
+
+
+def test_gradients_asked_for_later_need_no_moment_again() -> None:
+    """An allocation by loss after one without: the dense pass only keeps what the backward pass needs."""
+    tasks = make_tasks(ALL, ["loss-mlp"])
+    plain = tuple(replace(task, group=replace(task.group, moments=(MLP,))) for task in tasks)
+    world, _ = run(make_job(plain, propagate="dense", keep_statistics=True, scores=frozenset()))
+    again = solve_again(world)
+    job = make_gradient_job(ALL, ["loss-mlp"])
+    run(job, again)
+    assert all(unit.moments == () and unit.keep_inputs for unit in forwards(again))
+    assert {unit.moments for unit in backwards(again)} == {(OUT,)}
+    fresh, _ = run(job)
+    assert results(again) == results(fresh)
+
+
+def test_moments_asked_for_later_are_added_to_those_there_are() -> None:
+    few = tuple(replace(task, group=replace(task.group, moments=(MLP,))) for task in make_tasks(ALL, ["mlp"]))
+    world, _ = run(make_job(few, propagate="dense", keep_statistics=True, scores=frozenset()))
+    again = solve_again(world)
+    run(make_job(make_tasks(ALL, ["mlp"]), propagate="dense", keep_statistics=True, scores=frozenset()), again)
+    assert {unit.moments for unit in again.done if isinstance(unit, Forward)} == {(SHARED,)}

@@ -1,0 +1,328 @@
+"""The streamed backward pass against autograd over transformers' whole model, on every family.
+
+M gradient samples, S sequence, D hidden, F features at a point, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manifests.errors import CorruptError, NumericsError
+from pipeline.kernels.gradients import draw_labels
+from pipeline.methods.method import Moment
+from pipeline.ports import Backward, BackwardDone, Forward, Reduce
+from pipeline.samples import gradient_count, gradient_samples
+from tests.workers.bench import FAMILIES, SEQUENCE, Reference, flip, make_setup, make_worker, save_source
+from workers.config import WorkerConfig
+from workers.worker import Worker
+
+SAMPLES, SHARDS = 4, 2  # of five: the first of shard 0 (0, 1) and all of shard 1 (2, 3, 4)
+CHOSEN = [0, 2, 3, 4]
+SETTINGS = {"dtype": torch.float64, "gradient_samples": SAMPLES}
+
+
+def gradient_moments(setup: WorkerConfig) -> tuple[Moment, ...]:
+    """Every kind of point, in full, by heads and by diagonal."""
+    geometry = setup.geometry
+    inner = ("gate", "up") if "gate" in geometry.roles else ("up",)
+    return tuple(
+        Moment(point, heads, groups, "gradient", diagonal)
+        for point, heads, groups, diagonal in [
+            ("mid", 1, 1, False),
+            ("out", 1, 1, False),
+            ("out", 1, 1, True),
+            ("q.out", geometry.heads, geometry.kv_heads, False),
+            ("k.out", geometry.kv_heads, 1, False),
+            ("v.out", geometry.kv_heads, geometry.kv_heads, True),
+            ("o.out", 1, 1, False),
+            ("down.out", 1, 1, True),
+            *((f"{role}.out", 1, 1, diagonal) for role in inner for diagonal in (False, True)),
+            ("pull:q+k", 1, 1, False),
+            ("pull:" + "+".join(inner), 1, 1, False),
+        ]
+    )
+
+
+def kept_inputs(worker: Worker) -> list[list[Any]]:
+    """Of every layer, by shard: what the dense pass stores for the way back."""
+    inputs = []
+    for layer in range(worker.setup.geometry.num_layers):
+        units = [Forward("dense", layer, s, keep_inputs=True, replay=(None,) * layer) for s in range(SHARDS)]
+        inputs.append([worker.execute(unit).inputs for unit in units])
+    return inputs
+
+
+def go_back(worker: Worker, moments: tuple[Moment, ...], **settings: Any) -> list[dict[Moment, list[dict[str, Any]]]]:
+    """Through all layers: of each, the partial moments by shard."""
+    inputs = kept_inputs(worker)
+    layers: list[dict[Moment, list[dict[str, Any]]]] = []
+    for layer in reversed(range(len(inputs))):
+        done = [
+            worker.execute(Backward(layer, s, tuple(records[s] for records in inputs[layer:]), moments, **settings))
+            for s in range(SHARDS)
+        ]
+        layers.insert(0, {moment: [worker.transfer.get(part.partials[moment]) for part in done] for moment in moments})
+    return layers
+
+
+class Autograd:
+    """All gradients at once: transformers' model, labels drawn in the plainest way from the same random numbers."""
+
+    def __init__(self, reference: Reference, worker: Worker) -> None:
+        self.reference = reference
+        self.found: dict[str, Tensor] = {}
+        model, geometry = reference.model, reference.setup.geometry
+        handles = []
+        for layer in range(geometry.num_layers):
+            for role in ("q", "k", "v", "o", "gate", "up", "down"):
+                if role in geometry.roles:
+                    module = reference.module(layer, role)
+                    handles.append(module.register_forward_hook(self._keep_output(f"{layer}/{role}.out")))
+            whole = reference.layers[layer]
+            handles.append(whole.register_forward_hook(self._keep_output(f"{layer}/out")))
+            if "mlp_norm" in geometry.roles:
+                handles.append(reference.module(layer, "mlp_norm").register_forward_pre_hook(self._keep_mid(layer)))
+        model.requires_grad_(True)
+        logits_MSV = model(reference.ids_MS[CHOSEN], use_cache=False).logits
+        for handle in handles:
+            handle.remove()
+        probability_MSV = logits_MSV.detach().double().softmax(-1)
+        self.labels_MS = torch.empty(logits_MSV.shape[:2], dtype=torch.int64)
+        for row, sample in enumerate(CHOSEN):
+            generator = worker.backward._generator("labels", sample)
+            uniform_S = torch.rand(SEQUENCE, generator=generator, dtype=torch.float64)
+            for position, uniform in enumerate(uniform_S):
+                beyond = probability_MSV[row, position].cumsum(0) > uniform
+                self.labels_MS[row, position] = int(beyond.nonzero()[0])
+        log_p = logits_MSV.log_softmax(-1).gather(-1, self.labels_MS[..., None]).sum()
+        log_p.backward()
+
+    def _keep_output(self, name: str) -> Any:
+        def keep(_: nn.Module, __: Any, result: Any) -> None:
+            values = result[0] if isinstance(result, tuple) else result
+            values.retain_grad()
+            self.found[name] = values
+
+        return keep
+
+    def _keep_mid(self, layer: int) -> Any:
+        def keep(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            arguments[0].retain_grad()
+            self.found[f"{layer}/mid"] = arguments[0]
+
+        return keep
+
+    def at(self, layer: int, point: str) -> Tensor:
+        """(M, S, F)"""
+        if point.startswith("pull:"):
+            roles = point.removeprefix("pull:").split("+")
+            weights = {role: self.reference.model.get_parameter(f"{self._path(layer, role)}.weight") for role in roles}
+            return sum(
+                (self.at(layer, f"{role}.out") @ weights[role].detach() for role in roles),
+                start=torch.zeros((), dtype=torch.float64),
+            )
+        if point == "mid" and self.reference.setup.config["block"]["parallel"]:
+            point = "out"
+        gradient = self.found[f"{layer}/{point}"].grad
+        assert gradient is not None
+        return gradient.reshape(SAMPLES, SEQUENCE, -1)
+
+    def _path(self, layer: int, role: str) -> str:
+        return self.reference.setup.geometry.path(layer, role)
+
+    def moment_of(self, layer: int, moment: Moment, rows: slice) -> tuple[Tensor, Tensor]:
+        """The sum over some samples, and Σ ‖A_s‖² by group."""
+        values = self.at(layer, moment.point)[rows]
+        values = values.unflatten(-1, (moment.groups, moment.heads // moment.groups, -1))
+        samples = torch.einsum("msghi,msghj->mgij", values, values)
+        if moment.diagonal:
+            samples = samples.diagonal(dim1=2, dim2=3)
+        return samples.sum(0), samples.square().flatten(2).sum(2).sum(0)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Worker, Autograd]:
+    directory = tmp_path_factory.mktemp("backward")
+    model = save_source(directory / "model", request.param)
+    setup = make_setup(model, directory / "run", **SETTINGS)
+    worker = make_worker(setup)
+    return worker, Autograd(Reference(model, setup), worker)
+
+
+def test_moments_are_those_of_autograd_over_the_whole_model(family: tuple[Worker, Autograd]) -> None:
+    worker, autograd = family
+    moments = gradient_moments(worker.setup)
+    layers = go_back(worker, moments)
+    for (layer, found), (shard, rows) in itertools.product(enumerate(layers), enumerate((slice(0, 1), slice(1, 4)))):
+        for moment in moments:
+            expected, square_norms = autograd.moment_of(layer, moment, rows)
+            part = found[moment][shard]
+            scale = float(expected.abs().max())
+            assert scale > 0
+            where = f"layer {layer}, shard {shard}, {moment.key}"
+            torch.testing.assert_close(
+                part["moment"], expected, rtol=0, atol=2e-5 * scale, msg=lambda m, w=where: w + m
+            )
+            torch.testing.assert_close(part["square_norms"], square_norms, rtol=1e-4, atol=0)
+
+
+def test_a_worker_that_held_nothing_gets_the_same_bits(family: tuple[Worker, Autograd]) -> None:
+    """From the head through every layer above, or from committed gradients."""
+    worker, _ = family
+    last = worker.setup.geometry.num_layers - 1
+    moments = gradient_moments(worker.setup)
+    expected = go_back(worker, moments)
+    inputs = kept_inputs(worker)
+    newcomer = make_worker(worker.setup)
+    records = tuple(by_shard[1] for by_shard in inputs)
+    done = newcomer.execute(Backward(0, 1, records, moments, emit=False))
+    for moment in moments:
+        found = newcomer.transfer.get(done.partials[moment])
+        assert torch.equal(found["moment"], expected[0][moment][1]["moment"]), moment.key
+        assert torch.equal(found["square_norms"], expected[0][moment][1]["square_norms"])
+    stored = newcomer.execute(Backward(last, 1, records[last:], store=True)).activation
+    third = make_worker(worker.setup)
+    done = third.execute(Backward(last - 1, 1, records[last - 1 : last], moments, base_record=stored))
+    for moment in moments:
+        found = third.transfer.get(done.partials[moment])
+        assert torch.equal(found["moment"], expected[last - 1][moment][1]["moment"]), moment.key
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_source(tmp_path_factory.mktemp("llama") / "model")
+
+
+OUT = Moment("out", kind="gradient")
+
+
+def one_moment(worker: Worker, **settings: Any) -> list[Tensor]:
+    """Of every layer, the sum over both shards."""
+    return [
+        sum((part["moment"] for part in found[OUT]), start=torch.zeros((), dtype=torch.float64))
+        for found in go_back(worker, (OUT,), **settings)
+    ]
+
+
+def test_the_micro_batch_changes_no_bit(llama: Path, tmp_path: Path) -> None:
+    """Of the same stored inputs: samples go back one by one."""
+    workers = [
+        make_worker(make_setup(llama, tmp_path / "run", micro_batch=batch, gradient_samples=SAMPLES))
+        for batch in (1, 3)
+    ]
+    records = tuple(by_shard[1] for by_shard in kept_inputs(workers[0]))
+    done = [worker.execute(Backward(0, 1, records, (OUT,), emit=False)) for worker in workers]
+    found = [w.transfer.get(part.partials[OUT])["moment"] for w, part in zip(workers, done, strict=True)]
+    assert torch.equal(*found)
+
+
+def test_spilled_gradients_are_the_same(llama: Path, tmp_path: Path) -> None:
+    held = one_moment(make_worker(make_setup(llama, tmp_path / "held", gradient_samples=SAMPLES)))
+    spilled = one_moment(make_worker(make_setup(llama, tmp_path / "out", gradient_samples=SAMPLES, hidden_bytes=0)))
+    assert all(map(torch.equal, held, spilled))
+
+
+def test_reduced_sums_hold_what_shrinkage_needs(llama: Path, tmp_path: Path) -> None:
+    worker = make_worker(make_setup(llama, tmp_path / "run", gradient_samples=SAMPLES))
+    records = kept_inputs(worker)[-1]
+    last = worker.setup.geometry.num_layers - 1
+    done = [worker.execute(Backward(last, shard, (records[shard],), (OUT,))) for shard in range(SHARDS)]
+    assert all(isinstance(part, BackwardDone) for part in done)
+    record = worker.execute(Reduce("dense", last, OUT, tuple(part.partials[OUT] for part in done)))
+    parts = [worker.transfer.get(part.partials[OUT]) for part in done]
+    assert torch.equal(worker.statistics.read(record), parts[0]["moment"] + parts[1]["moment"])
+    assert record["square_norms"] == (parts[0]["square_norms"] + parts[1]["square_norms"]).tolist()
+    assert (record["sequences"], record["tokens"]) == (SAMPLES, SAMPLES * SEQUENCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near(llama: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Through a layer, from the same gradient; float16 goes by bfloat16, the residual stream by float32."""
+    generator = torch.Generator().manual_seed(3)
+    hidden_SD, outgoing_SD = (torch.randn(SEQUENCE, 48, generator=generator) for _ in range(2))
+    found = {}
+    for kind in (torch.float64, dtype):
+        worker = make_worker(make_setup(llama, tmp_path / str(kind), dtype=kind, gradient_samples=SAMPLES))
+        with torch.inference_mode(False):
+            block = worker.layers.differentiable_block(1)
+            gradient = outgoing_SD.to(torch.float64 if kind == torch.float64 else torch.float32)
+            found[kind] = block.pull_back(hidden_SD.to(kind), lambda _, given=gradient: given, ["q.out", "pull:q+k"])
+    (near_SD, near), (exact_SD, exact) = found[dtype], found[torch.float64]
+    assert near_SD.dtype == near["pull:q+k"].dtype == torch.float32
+    assert near["q.out"].dtype == torch.bfloat16
+    for value, expected in (
+        (near_SD, exact_SD),
+        (near["q.out"], exact["q.out"]),
+        (near["pull:q+k"], exact["pull:q+k"]),
+    ):
+        error = torch.linalg.matrix_norm(value.double() - expected) / torch.linalg.matrix_norm(expected)
+        assert 1e-5 < error < 0.03
+
+
+def test_probes_are_of_each_layer_alone(llama: Path, tmp_path: Path) -> None:
+    """Random gradients at a layer's own output: nothing of the layers above, the same whoever draws them."""
+    setup = make_setup(llama, tmp_path / "run", gradient_samples=SAMPLES)
+    worker = make_worker(setup)
+    records = kept_inputs(worker)
+    units = [Backward(layer, 1, (records[layer][1],), (OUT,), probe=True, emit=False) for layer in (0, 1)]
+    first, second = (worker.transfer.get(worker.execute(unit).partials[OUT])["moment"] for unit in units)
+    again = make_worker(setup)
+    assert torch.equal(again.transfer.get(again.execute(units[0]).partials[OUT])["moment"], first)
+    assert not torch.equal(first, second)
+    output_SD = Reference(llama, setup).hidden_LMSD[1][2:5].flatten(0, 1).double()
+    expected = float((1 / output_SD.square().mean(1)).sum()) * output_SD.shape[1]
+    assert float(first.diagonal(dim1=1, dim2=2).sum()) == pytest.approx(expected, rel=0.2)
+
+
+def test_an_overflow_is_blamed_on_its_layer(llama: Path, tmp_path: Path) -> None:
+    worker = make_worker(make_setup(llama, tmp_path / "run", gradient_samples=SAMPLES))
+    inputs = worker.execute(Forward("dense", 0, 1, keep_inputs=True)).inputs
+    endless = worker.activations.write("gradient", 1, 1, torch.full((3, SEQUENCE, 48), 3e38))
+    with pytest.raises(NumericsError, match=r"layer 0: the gradient at .* holds NaN or infinity \(torch.float32\)"):
+        worker.execute(Backward(0, 1, (inputs,), (OUT,), base_record=endless))
+
+
+def test_damaged_inputs_are_named(llama: Path, tmp_path: Path) -> None:
+    worker = make_worker(make_setup(llama, tmp_path / "run", gradient_samples=SAMPLES))
+    record = worker.execute(Forward("dense", 0, 1, keep_inputs=True)).inputs
+    flip(next((tmp_path / "run" / "activations.zarr" / record["path"]).glob("c.1*")))
+    with pytest.raises(CorruptError) as raised:
+        worker.execute(Backward(0, 1, (record,), (OUT,), probe=True))
+    assert raised.value.path == record["path"]
+
+
+def test_samples_of_the_pass_are_spread_over_the_shards() -> None:
+    for shards, samples, chosen in itertools.product((1, 2, 3, 5), (5, 8, 11), (1, 3, 5)):
+        counts = [gradient_count(shard, shards, samples, chosen) for shard in range(shards)]
+        assert sum(counts) == chosen
+        assert max(counts) - min(counts) <= 2
+    assert [gradient_count(shard, 2, 5, 5) for shard in range(2)] == [2, 3]
+    assert gradient_samples(None, 256, 2048, 4096) == 32
+    assert gradient_samples(None, 8, 2048, 4096) == 8
+    assert gradient_samples(None, 256, 2048, 129) == 2
+    assert gradient_samples(3, 256, 2048, 4096) == 3
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 512, 513, 1300])
+def test_labels_are_drawn_from_the_softmax(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits_V = 2 * torch.randn(vocab, generator=generator)
+    draws = 20_000
+    uniform_T = torch.rand(draws, generator=generator, dtype=torch.float64)
+    labels_T = draw_labels(logits_V.expand(draws, vocab), uniform_T)
+    expected_T = torch.searchsorted(logits_V.double().softmax(0).cumsum(0), uniform_T, right=True)
+    assert (labels_T != expected_T).sum() <= 2  # a draw on the edge between two
+    share_V = torch.bincount(labels_T, minlength=vocab) / draws
+    assert (share_V - logits_V.softmax(0)).abs().max() < 0.02
+
+
+def test_an_impossible_label_is_never_drawn() -> None:
+    logits_TV = torch.full((3, 700), -torch.finfo(torch.float32).max)
+    logits_TV[:, 3] = 0.0
+    assert draw_labels(logits_TV, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [3, 3, 3]

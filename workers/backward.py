@@ -1,0 +1,193 @@
+"""A shard's gradient samples back through a layer, on a worker. METHODS §6.2.
+
+The gradient is that of a sample's summed log-likelihood of labels drawn from the model's own distribution. Labels and
+random gradients follow from the manifest's seed, the sample and the position, whoever draws them.
+
+Legend: S sequence, D hidden, T rows of the head at a time, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifests.errors import NumericsError
+from pipeline.kernels.gradients import add_sample_moment_, draw_labels
+from pipeline.methods.method import Moment
+from pipeline.ports import Backward
+from stores.activations import ActivationStore
+from workers.config import WorkerConfig
+from workers.differentiable import DifferentiableBlock, residual_dtype
+from workers.ends import head
+from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
+from workers.layers import LayerReader
+
+ROWS_PER_HEAD = 256
+LINEAGE = "gradient"
+GradientOf = Callable[[int, Tensor], Tensor]  # sample of the shard, layer output (S, D) -> gradient there (S, D)
+
+
+class BackwardPass:
+    """Does `Backward` units for a worker, with its layer and its hidden states."""
+
+    def __init__(
+        self,
+        setup: WorkerConfig,
+        layers: LayerReader,
+        hidden: HiddenStates,
+        activations: ActivationStore,
+        computing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.setup = setup
+        self.layers = layers
+        self.hidden = hidden
+        self.activations = activations
+        self.computing = computing
+
+    def run(self, unit: Backward) -> tuple[dict[Moment, dict[str, Tensor]], Mapping[str, Any] | None]:
+        """The partial moments, and the record of the gradients at the layer's inputs if they are stored.
+
+        Raises:
+            NumericsError: NaN or infinity, naming layer and point.
+            CorruptError: stored inputs or gradients are damaged.
+        """
+        self.hidden.release_beyond(LINEAGE, unit.base)
+        gradient_of = self._gradients_at_output(unit)
+        partials = {moment: self._empty(moment) for moment in unit.moments}
+        record = self._through(unit, unit.layer, gradient_of, partials, emit=unit.emit, store=unit.store)
+        return partials, record
+
+    def _gradients_at_output(self, unit: Backward) -> GradientOf:
+        """Held, committed, or made from the nearest above that are; at the last layer's output, from the head."""
+        if unit.probe:
+            return lambda sample, output_SD: self._probe(unit.layer, self._first(unit.shard) + sample, output_SD)
+        nearest = unit.layer + 1
+        while (held := self.hidden.get((LINEAGE, nearest, unit.shard))) is None and nearest < unit.base:
+            nearest += 1
+        if held is None and unit.base_record is not None:
+            held = self.hidden.load((LINEAGE, unit.base, unit.shard), unit.base_record)
+        gradient_of = self._head_gradient(unit.shard) if held is None else _read_from(held)
+        for layer in range(nearest - 1, unit.layer, -1):
+            self._through(unit, layer, gradient_of, {}, emit=True, store=False)
+            made = self.hidden.get((LINEAGE, layer, unit.shard))
+            assert made is not None
+            gradient_of = _read_from(made)
+        return gradient_of
+
+    def _through(
+        self,
+        unit: Backward,
+        layer: int,
+        gradient_of: GradientOf,
+        partials: Mapping[Moment, Mapping[str, Tensor]],
+        *,
+        emit: bool,
+        store: bool,
+    ) -> Mapping[str, Any] | None:
+        """All samples back through one layer; what comes out at its inputs is held."""
+        inputs = self.activations.open(unit.inputs[layer - unit.layer])
+        block = self.layers.differentiable_block(layer)
+        self.layers.read_ahead(unit.ahead if layer == unit.layer else layer - 1)
+        shard_key = (LINEAGE, layer, unit.shard)
+        writer = self._writer(shard_key, inputs.shape, store) if emit else None
+        for sample in range(inputs.shape[0]):
+            hidden_SD = inputs.read(sample, sample + 1)[0].to(self.layers.device)
+            with self.computing():
+                gradient_SD = self._pull_back(block, hidden_SD, gradient_of, sample, partials)
+            if writer is not None:
+                writer.append(gradient_SD[None])
+        return self.hidden.keep(shard_key, writer) if writer is not None else None
+
+    def _pull_back(
+        self,
+        block: DifferentiableBlock,
+        hidden_SD: Tensor,
+        gradient_of: GradientOf,
+        sample: int,
+        partials: Mapping[Moment, Mapping[str, Tensor]],
+    ) -> Tensor:
+        """One sample back through a layer, its moments added."""
+        points = sorted({moment.point for moment in partials})
+        gradient_SD, at = block.pull_back(hidden_SD, lambda output_SD: gradient_of(sample, output_SD), points)
+        for moment, partial in partials.items():
+            try:
+                add_sample_moment_(partial["moment"], partial["square_norms"], at[moment.point], moment.heads)
+            except ValueError as error:
+                layer = block.block.layer
+                raise NumericsError(f"layer {layer}: gradients at {moment.point}: {error}") from error
+        return gradient_SD
+
+    def _empty(self, moment: Moment) -> dict[str, Tensor]:
+        width = self._width(moment.point) // moment.heads
+        shape = (moment.groups, width) if moment.diagonal else (moment.groups, width, width)
+        return {
+            "moment": torch.zeros(shape, dtype=torch.float64, device=self.layers.device),
+            "square_norms": torch.zeros(moment.groups, dtype=torch.float64, device=self.layers.device),
+        }
+
+    def _width(self, point: str) -> int:
+        role = point.removesuffix(".out")
+        return self.setup.geometry.weight_shape(role)[0] if role != point else self.setup.geometry.hidden
+
+    def _writer(self, shard_key: tuple[str, int, int], shape: tuple[int, ...], store: bool) -> HiddenWriter:
+        samples, sequence, features = shape
+        dtype = residual_dtype(self.setup.dtype)
+        return self.hidden.hidden_writer(shard_key, (samples, sequence, features), dtype, store, 1)
+
+    # -- where gradients come from -----------------------------------------------------------------------------------
+
+    def _head_gradient(self, shard: int) -> GradientOf:
+        """Of log p(ŷ), summed over the positions, at the output of the last layer."""
+        logits = head(self.layers)
+
+        def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
+            generator = self._generator("labels", self._first(shard) + sample)
+            uniform_S = torch.rand(len(output_SD), generator=generator, dtype=torch.float64)
+            parts = [
+                self._log_likelihood_gradient(logits, rows_TD, uniform_T)
+                for rows_TD, uniform_T in zip(
+                    output_SD.split(ROWS_PER_HEAD), uniform_S.split(ROWS_PER_HEAD), strict=True
+                )
+            ]
+            return torch.cat(parts)
+
+        return gradient_of
+
+    def _log_likelihood_gradient(
+        self, logits: Callable[[Tensor], Tensor], hidden_TD: Tensor, uniform_T: Tensor
+    ) -> Tensor:
+        hidden_TD = hidden_TD.detach().requires_grad_()
+        with torch.enable_grad():
+            logits_TV = logits(hidden_TD.to(self.setup.dtype))
+        try:
+            label_T = draw_labels(logits_TV, uniform_T)
+        except ValueError as error:
+            raise NumericsError(f"head: {error}") from error
+        residue_TV = -torch.softmax(logits_TV.detach(), dim=1)  # d log p(ŷ) / d logits = onehot(ŷ) − p
+        residue_TV[torch.arange(len(label_T), device=label_T.device), label_T] += 1.0
+        (gradient_TD,) = torch.autograd.grad(logits_TV, hidden_TD, residue_TV)
+        return gradient_TD
+
+    def _probe(self, layer: int, sample: int, output_SD: Tensor) -> Tensor:
+        """Normal random numbers, as large as makes an error count relative to the token's residual stream."""
+        noise_SD = torch.randn(output_SD.shape, generator=self._generator(f"probe/{layer}", sample))
+        scale_S1 = output_SD.float().square().mean(dim=1, keepdim=True).clamp_min(1e-30).rsqrt()
+        return (noise_SD.to(output_SD.device) * scale_S1).to(output_SD.dtype)
+
+    def _generator(self, purpose: str, sample: int) -> torch.Generator:
+        seed = self.setup.manifest.seed if self.setup.manifest else 0
+        name = hashlib.sha256(f"{seed}/{purpose}/{sample}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(name[:8], "big") >> 1)
+
+    def _first(self, shard: int) -> int:
+        assert self.setup.tokens is not None
+        return self.setup.shard_range(shard, self.setup.tokens["shape"][0])[0]
+
+
+def _read_from(held: HiddenReader) -> GradientOf:
+    return lambda sample, output_SD: held.read(sample, sample + 1)[0].to(output_SD.device)

@@ -1,0 +1,130 @@
+"""One decoder layer run forwards and differentiated backwards, the residual stream in float32.
+
+Legend: S sequence, D hidden, F features at a point. One sample at a time, so that nothing depends on the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lamina.inputs_lamina import prepare_layer_inputs
+from manifests.errors import NumericsError
+from pipeline.families.family import LINEAR_ROLES
+from workers.block import Block, overflow_advice
+
+RESIDUAL_NORMS = ("input_norm", "mlp_norm")
+
+
+def backward_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the products: the checkpoint's, but bfloat16 for float16, whose range gradients leave on both sides."""
+    return torch.bfloat16 if dtype == torch.float16 else dtype
+
+
+def residual_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the residual stream and of the gradients that travel along it: float32, or float64 for a float64 model."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class DifferentiableBlock:
+    """A dense layer whose vector-Jacobian products are taken. The block that it is made of is changed, and given up."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.dtype = backward_dtype(next(block.module.parameters()).dtype)
+        block.module.to(self.dtype)
+        roles = block.config.block["modules"]
+        for role in RESIDUAL_NORMS:
+            if role in roles:
+                block.module.role(role).to(residual_dtype(self.dtype))
+        for role in LINEAR_ROLES:
+            if role in roles:
+                block.module.role(role).register_forward_pre_hook(self._cast)
+
+    def run(self, hidden_SD: Tensor) -> Tensor:
+        """The layer's output (S, D), in the residual's dtype."""
+        with torch.no_grad():
+            return self._forward(hidden_SD.to(residual_dtype(self.dtype)))
+
+    def pull_back(
+        self, hidden_SD: Tensor, gradient_of: Callable[[Tensor], Tensor], points: Sequence[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradients at the layer's input (S, D), and at each point (S, F). METHODS §6.2.
+
+        Args:
+            gradient_of: output (S, D) -> gradient at the output (S, D).
+            points: `ROLE.out`, `mid`, `out` and `pull:ROLE+ROLE`, as `methods.method.Moment` says.
+
+        Raises:
+            NumericsError: a gradient is not finite, naming layer and point.
+        """
+        hidden_SD = hidden_SD.detach().to(residual_dtype(self.dtype)).requires_grad_()
+        with torch.enable_grad(), self._captured(points) as captured:
+            output_SD = self._forward(hidden_SD)
+        outgoing_SD = gradient_of(output_SD.detach())
+        names = list(captured)
+        input_SD, *found = torch.autograd.grad(output_SD, [hidden_SD, *captured.values()], outgoing_SD)
+        gradients = {name: gradient.reshape(len(hidden_SD), -1) for name, gradient in zip(names, found, strict=True)}
+        gradients["out"] = outgoing_SD
+        if self.block.config.block["parallel"]:
+            gradients["mid"] = outgoing_SD
+        wanted = {point: self._at(point, gradients) for point in points}
+        for name, gradient in {"in": input_SD, **wanted}.items():
+            self._require_finite(name, gradient)
+        return input_SD, wanted
+
+    def _forward(self, hidden_SD: Tensor) -> Tensor:
+        inputs = prepare_layer_inputs(self.block.config, self.block.rotary, hidden_SD.detach()[None].to(self.dtype))
+        with sdpa_kernel(SDPBackend.MATH):  # its backward pass is deterministic on every device
+            output_1SD: Tensor = self.block.module(hidden_SD[None], **inputs.of(self.block.module))
+        return output_1SD[0]
+
+    def _cast(self, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (arguments[0].to(self.dtype), *arguments[1:])
+
+    @contextmanager
+    def _captured(self, points: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """The tensors that gradients are taken at, as the forward pass makes them."""
+        captured: dict[str, Tensor] = {}
+        roles = {point.removesuffix(".out") for point in points if point.endswith(".out")}
+        roles |= {role for point in points if point.startswith("pull:") for role in _pulled(point)}
+
+        def keep(name: str) -> Callable[..., None]:
+            return lambda _, __, result: captured.update({name: result})
+
+        with ExitStack() as hooks:
+            for role in sorted(roles):
+                hook = self.block.module.role(role).register_forward_hook(keep(f"{role}.out"))
+                hooks.callback(hook.remove)
+            if "mid" in points and not self.block.config.block["parallel"]:
+                norm = self.block.module.role("mlp_norm")
+                hook = norm.register_forward_pre_hook(lambda _, arguments: captured.update({"mid": arguments[0]}))
+                hooks.callback(hook.remove)
+            yield captured
+
+    def _at(self, point: str, gradients: dict[str, Tensor]) -> Tensor:
+        if not point.startswith("pull:"):
+            return gradients[point]
+        pulled: Tensor | int = 0
+        for role in _pulled(point):  # W_roleᵀ g_role, row by row
+            weight_OD = self.block.module.role(role).weight
+            assert isinstance(weight_OD, Tensor)
+            pulled = pulled + (gradients[f"{role}.out"] @ weight_OD).to(residual_dtype(self.dtype))
+        assert isinstance(pulled, Tensor)
+        return pulled
+
+    def _require_finite(self, point: str, gradient: Tensor) -> None:
+        if not torch.isfinite(gradient).all():
+            raise NumericsError(
+                f"layer {self.block.layer}: the gradient at {point} holds NaN or infinity ({self.dtype}); "
+                f"{overflow_advice(self.dtype)}"
+            )
+
+
+def _pulled(point: str) -> list[str]:
+    return point.removeprefix("pull:").split("+")
