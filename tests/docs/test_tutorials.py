@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 from tests import factories
 from tests.docs.walkthrough import ROOT, Block, apply, blocks, copy_of_the_repository, edited, run
@@ -28,10 +31,6 @@ def _follow(name: str, folder: Path) -> tuple[Path, list[Block]]:
     return tree, commands
 
 
-def _tests(commands: list[Block]) -> list[Block]:
-    return [block for block in commands if "pytest" in block.text]
-
-
 def _lint(tree: Path) -> None:
     new = [block for name in TUTORIALS.glob("*.md") for block in blocks(name) if block.path.endswith(".py")]
     paths = sorted({block.path for block in new if (tree / block.path).exists()})
@@ -41,24 +40,47 @@ def _lint(tree: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_method(tmp_path: Path) -> None:
-    tree, commands = _follow("adding-a-method", tmp_path)
+@pytest.mark.parametrize("name", [page.stem for page in sorted(TUTORIALS.glob("*.md"))])
+def test_what_it_adds_passes_its_tests(name: str, tmp_path: Path) -> None:
+    tree, commands = _follow(name, tmp_path)
     _lint(tree)
-    for block in _tests(commands):
+    tests = [block for block in commands if "pytest" in block.text]
+    assert tests
+    for block in tests:
         assert " passed" in run(block, tree)
 
 
 @pytest.mark.ray
 def test_a_method_in_a_job(tmp_path: Path) -> None:
-    tree, commands = _follow("adding-a-method", tmp_path)
-    factories.make_model(tree / "model")
-    factories.write_text(tree / "text.txt", 20_000)
-    for block in commands:
-        if "pipeline.run" in block.text:
-            run(block, tree)
-    tensors = json.loads((tree / "output" / "compression.json").read_text())["tensors"]
+    tensors = _job("adding-a-method", tmp_path, lambda tree: factories.make_model(tree / "model"))
     origins = Counter(entry["origin"] for name, entry in tensors.items() if ".o_proj." in name)
     assert origins == {"output_svd": 6}  # two factors in each of three layers
+
+
+@pytest.mark.ray
+def test_a_family_in_a_job(tmp_path: Path) -> None:
+    tensors = _job("adding-a-family", tmp_path, _starcoder2)
+    origins = Counter(entry["origin"] for name, entry in tensors.items() if name.endswith("self_attn.v_proj.weight"))
+    assert origins == {"flat_llm": 2}
+
+
+def _job(name: str, folder: Path, make_model: Callable[[Path], object]) -> dict[str, Any]:
+    """Runs the job of a tutorial on a model made for it. Returns the tensors of its compression record."""
+    tree, commands = _follow(name, folder)
+    make_model(tree)
+    factories.write_text(tree / "text.txt", 20_000)
+    jobs = [block for block in commands if "pipeline.run" in block.text]
+    assert jobs
+    for block in jobs:
+        run(block, tree)
+    tensors: dict[str, Any] = json.loads((tree / "output" / "compression.json").read_text())["tensors"]
+    return tensors
+
+
+def _starcoder2(tree: Path) -> None:
+    config = Starcoder2Config(**{**factories.GEOMETRY, "num_hidden_layers": 2, "head_dim": 12})
+    Starcoder2ForCausalLM(config).save_pretrained(tree / "model", max_shard_size="60KB")
+    factories.make_tokenizer().save_pretrained(tree / "model")
 
 
 def test_a_hunk_fits_one_place_only() -> None:
