@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from pipeline.methods.registry import build_methods
 from pipeline.ports import (
     Backward,
     BackwardDone,
+    Compare,
     Forward,
     ForwardDone,
     Measure,
@@ -41,8 +43,9 @@ from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 from workers.backward import BackwardPass
 from workers.block import Tap, overflow_advice
+from workers.comparing import compare_models
 from workers.config import WorkerConfig
-from workers.ends import embedding, head
+from workers.embedding_and_head import embedding, head
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
 from workers.layers import LayerReader
 from workers.tensor_transfer import TensorTransfer, get_all
@@ -84,6 +87,7 @@ class Worker:
             Solve: self._solve,
             Write: self._write,
             Score: self._score,
+            Compare: self._compare,
         }
         try:
             # The backward pass builds on autograd, which takes no tensor made in inference mode.
@@ -278,6 +282,15 @@ class Worker:
         return write_staged(self.setup.run_dir, unit.layer, tensors)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def _compare(self, unit: Compare) -> dict[str, Any]:
+        """Both models in float32; of each no more than a layer at a time, beside none that was held before."""
+        self.layers.current = None
+        setup = replace(self.setup, dtype=torch.float32)
+        ids_BS = torch.tensor(unit.tokens, dtype=torch.int64, device=self.device)
+        dense, packed = (LayerReader(setup, self.device) for _ in range(2))
+        with self._computing():
+            return compare_models(dense, packed, unit.staged, ids_BS).report()
 
     def _score(self, unit: Score) -> tuple[float, int]:
         inputs = self._inputs(unit, unit.layer)

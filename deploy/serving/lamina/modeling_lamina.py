@@ -12,10 +12,12 @@ width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 
 The files that travel together: modeling_lamina (the model), configuration_lamina, block_lamina (what a layer is),
 forms_lamina (how projections may be stored), factored_lamina and tucker_lamina (the modules that they become),
-layers_lamina (norm, rotary embedding, attention, decoder layer), inputs_lamina (positions and masks).
+layers_lamina (norm, rotary embedding, attention, decoder layer), inputs_lamina (positions and masks),
+checking_lamina (whether a checkpoint is whole).
 """
 
 import re
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,9 +30,18 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .block_lamina import attention_path, in_base
+from .checking_lamina import check_checkpoint, shown
 from .configuration_lamina import LaminaConfig
-from .inputs_lamina import prepare_layer_inputs
-from .layers_lamina import LaminaAttention, LaminaDecoderLayer, LaminaRotaryEmbedding, attach, find, make_norm
+from .inputs_lamina import default_position_ids, prepare_layer_inputs
+from .layers_lamina import (
+    LaminaAttention,
+    LaminaDecoderLayer,
+    LaminaRotaryEmbedding,
+    attach,
+    find,
+    make_embedding,
+    make_norm,
+)
 
 
 class LaminaPreTrainedModel(PreTrainedModel):
@@ -49,6 +60,25 @@ class LaminaPreTrainedModel(PreTrainedModel):
     def __init__(self, config: LaminaConfig) -> None:
         super().__init__(config)
         self.base_model_prefix = config.block["embed"].partition(".")[0]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own, but a checkpoint that is not whole is an error.
+
+        Raises ValueError where tensors are missing, which would be random numbers, and where the files of a folder
+        are not those of its `compression.json`.
+        """
+        path, with_report = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
+        if path is not None and Path(path).is_dir():
+            check_checkpoint(Path(path, kwargs.get("subfolder", "")))
+        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        model, report = loaded
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(
+                f"{path} lacks {len(missing)} tensors of the model that its config.json describes: {shown(missing)}. "
+                "A shard may be missing, or the files are of different checkpoints; copy it again."
+            )
+        return (model, report) if with_report else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -74,7 +104,7 @@ class LaminaModel(LaminaPreTrainedModel):
         block, positions = config.block, config.block["positions"]
         self._names = {key: tuple(in_base(block[key]).split(".")) for key in ("embed", "layers", "final_norm")}
         layers = nn.ModuleList([LaminaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        attach(self, in_base(block["embed"]), nn.Embedding(config.vocab_size, config.hidden_size))
+        attach(self, in_base(block["embed"]), make_embedding(config))
         if positions:
             self._names["positions"] = tuple(in_base(positions["module"]).split("."))
             table = nn.Embedding(config.max_position_embeddings + positions["offset"], config.hidden_size)
@@ -96,6 +126,22 @@ class LaminaModel(LaminaPreTrainedModel):
     def get_decoder(self) -> "LaminaModel":
         return self
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids (B, T) of whole sequences → what the first layer reads (B, T, D): positions added if learned."""
+        hidden_BTD: Tensor = self.get_input_embeddings()(input_ids)
+        return self._add_positions(hidden_BTD, default_position_ids(self.config, hidden_BTD))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the last layer gives (…, D) → what the head reads (…, D)."""
+        out: Tensor = find(self, self._names["final_norm"])(hidden)
+        return out
+
+    def _add_positions(self, hidden_BTD: Tensor, position_ids: Tensor) -> Tensor:
+        if (positions := self.config.block["positions"]) is None:
+            return hidden_BTD
+        table = find(self, self._names["positions"])
+        return hidden_BTD + cast(Tensor, table(position_ids + positions["offset"]))
+
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
     @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
@@ -116,12 +162,11 @@ class LaminaModel(LaminaPreTrainedModel):
         inputs = prepare_layer_inputs(
             self.config, self.rotary_emb, hidden_BTD, attention_mask, past_key_values, position_ids
         )
-        if positions := self.config.block["positions"]:
-            hidden_BTD = hidden_BTD + find(self, self._names["positions"])(inputs.position_ids + positions["offset"])
+        hidden_BTD = self._add_positions(hidden_BTD, inputs.position_ids)
         for layer in find(self, self._names["layers"]).children():
             mine = inputs.of(layer)  # type: ignore[arg-type]
             hidden_BTD = layer(hidden_BTD, past_key_values=past_key_values, use_cache=use_cache, **mine, **kwargs)
-        hidden_BTD = find(self, self._names["final_norm"])(hidden_BTD)
+        hidden_BTD = self.normed(hidden_BTD)
         return BaseModelOutputWithPast(last_hidden_state=hidden_BTD, past_key_values=past_key_values)
 
 
@@ -154,6 +199,11 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
 
     def get_decoder(self) -> LaminaModel:
         return cast(LaminaModel, getattr(self, self.base_model_prefix))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """What the last layer gives (…, D) → logits (…, V): final norm and head, as in `forward`."""
+        logits: Tensor = self.get_output_embeddings()(self.get_decoder().normed(hidden))
+        return logits
 
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
         """None: generate() then leaves a static cache to its first update, where widths other than d show."""
