@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Starcoder2Config, Starcoder2ForCausalLM
+from transformers import GemmaConfig, GemmaForCausalLM
 
 from tests import factories
 from tests.docs.walkthrough import ROOT, Block, apply, blocks, copy_of_the_repository, edited, run
@@ -59,7 +59,7 @@ def test_a_method_in_a_job(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 def test_a_family_in_a_job(tmp_path: Path) -> None:
-    tensors = _job("adding-a-family", tmp_path, _starcoder2)
+    tensors = _job("adding-a-family", tmp_path, _gemma)
     origins = Counter(entry["origin"] for name, entry in tensors.items() if name.endswith("self_attn.v_proj.weight"))
     assert origins == {"flat_llm": 2}
 
@@ -77,9 +77,9 @@ def _job(name: str, folder: Path, make_model: Callable[[Path], object]) -> dict[
     return tensors
 
 
-def _starcoder2(tree: Path) -> None:
-    config = Starcoder2Config(**{**factories.GEOMETRY, "num_hidden_layers": 2, "head_dim": 12})
-    Starcoder2ForCausalLM(config).save_pretrained(tree / "model", max_shard_size="60KB")
+def _gemma(tree: Path) -> None:
+    config = GemmaConfig(**{**factories.GEOMETRY, "num_hidden_layers": 2, "tie_word_embeddings": True})
+    GemmaForCausalLM(config).save_pretrained(tree / "model", max_shard_size="60KB")
     factories.make_tokenizer().save_pretrained(tree / "model")
 
 
