@@ -240,8 +240,40 @@ class Score:
         return f"score/{self.shard}"
 
 
-Unit = Forward | Backward | Reduce | Measure | Predict | Solve | Write | Score
-ShardUnit = Forward | Backward | Score  # goes to the worker that holds the shard
+@dataclass(frozen=True)
+class Compare:
+    """What the head makes of one shard of windows behind compressed layers, against what it makes behind dense ones.
+
+    The result is a `Comparison`. `dense`: the record of the dense model's last outputs. The rest as in `Score`, of the
+    compressed layers.
+    """
+
+    layer: int
+    shard: int
+    dense: Record
+    replay: tuple[Record | None, ...] = ()
+    lineage: Lineage = "compressed"
+    base: int = 0
+    base_record: Record | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"compare/{self.shard}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sums over `tokens`: Σ KL(dense‖compressed), and the negative log likelihood under either, in nats."""
+
+    divergence: float
+    dense_loss: float
+    compressed_loss: float
+    tokens: int
+
+
+Unit = Forward | Backward | Reduce | Measure | Predict | Solve | Write | Score | Compare
+ShardUnit = Forward | Backward | Score | Compare  # goes to the worker that holds the shard
 TensorUnit = Forward | Backward | Solve  # its result holds handles of tensors
 
 
