@@ -161,6 +161,11 @@ class MethodEntry(Block):
     layers: str | tuple[int, ...] = "all"
     keep: Share | None = None
 
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether ranks or solutions follow what the model's loss feels."""
+        return "loss" in (getattr(self, "allocation", None), getattr(self, "weighting", None))
+
     @field_validator("layers", mode="before")
     @classmethod
     def _layers_are_known(cls, layers: Any) -> str | tuple[int, ...]:
@@ -328,10 +333,41 @@ class LeSTD(MethodEntry):
         return self
 
 
+class LossAware(MethodEntry):
+    """Ranks, metrics and forms by what the loss feels, METHODS §6. Ranks follow predicted loss, always.
+
+    `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
+    compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.
+    """
+
+    method: Literal["loss_aware"]
+    query_key: bool = True
+    attention: bool = True
+    mlp: bool = True
+    factors: Literal["pivoted", "plain"] = "pivoted"
+    correct: Literal["none"] = "none"
+    weighting: Literal["loss", "input"] = "loss"
+    widths: PositiveInt = 8
+    rank_multiple: PositiveInt = 1
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Always."""
+        return True
+
+    @model_validator(mode="after")
+    def _claims_something(self) -> Self:
+        if not (self.query_key or self.attention or self.mlp):
+            raise ValueError("query_key, attention and mlp are all off: the method would claim nothing")
+        return self
+
+
 class Workers(Block):
     """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker).
 
     `max_failures`: the job ends when this many workers in a row have died on the same unit, or while starting.
+    `start_timeout_s`: how long the job waits where no node has what a worker asks for and no autoscaler adds nodes, or
+    where other processes hold a node's memory.
     """
 
     min: Annotated[PositiveInt, Field(le=100_000)] = 1
@@ -339,14 +375,15 @@ class Workers(Block):
     cpus: Annotated[PositiveInt, Field(le=4096)] = 1
     gpus: Annotated[float, Field(ge=0.0, le=1024.0, allow_inf_nan=False)] = 0
     max_failures: PositiveInt = 3
+    start_timeout_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 600.0
     activation_memory_gb: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 8.0
 
     @model_validator(mode="after")
     def _min_below_max(self) -> Self:
         if self.min > self.max:
             raise ValueError(f"min: {self.min} is above max: {self.max}")
-        if self.gpus > 1 and self.gpus != int(self.gpus):
-            raise ValueError(f"gpus: {self.gpus}; a share of one GPU (up to 1) or a whole number of them")
+        if self.gpus > 1:
+            raise ValueError(f"gpus: {self.gpus}; a worker computes on one GPU: give 1 or a share, and more workers")
         return self
 
 
@@ -377,7 +414,7 @@ class Evaluation(Block):
     tasks: Annotated[tuple[str, ...], Listed] = ()
 
 
-AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD, Field(discriminator="method")]
+AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD | LossAware, Field(discriminator="method")]
 
 
 class Manifest(Block):
@@ -411,6 +448,19 @@ class Manifest(Block):
         if not methods:
             raise ValueError("should list at least one method")
         return methods
+
+    @model_validator(mode="after")
+    def _gradient_has_its_text(self) -> Self:
+        for position, entry in enumerate(self.methods):
+            where = f"methods.{position} ({entry.method})"
+            if entry.needs_gradient and self.calibration is None:
+                raise ValueError(f"{where} follows the model's loss on text, so that calibration is needed")
+            if entry.needs_gradient and self.calibration and self.calibration.propagate != "dense":
+                raise ValueError(
+                    f"{where} follows statistics of the dense model; set calibration.propagate: dense, "
+                    f"not {self.calibration.propagate}"
+                )
+        return self
 
     def semantic(self) -> dict[str, Any]:
         """The fields that change the output's bytes: what the fingerprint covers.

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--cpus", type=int, default=1, help="threads of a worker")
     options.add_argument("--gpus", type=float, default=0, help="GPUs of a worker")
     options.add_argument(
-        "--scratch", type=Path, help="a directory all nodes see, for hidden states; default: a local one"
+        "--scratch", type=Path, help="for hidden states beyond a worker's memory; default: its node's temporary folder"
     )
     options.add_argument("--address", help="a running Ray cluster; default: RAY_ADDRESS, or a local one")
     options.add_argument("--json", action="store_true", help="print the result as one JSON object")

@@ -18,6 +18,7 @@ import torch
 from manifests.errors import CorruptError, InputError, NumericsError, StorageError
 from stores.durable import (
     CHUNK_BYTES,
+    NO_HARD_LINKS,
     durable_file,
     fsync_directory,
     partial_path,
@@ -30,7 +31,6 @@ from stores.source import INDEX_FILE, SourceCheckpoint
 
 METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 CHECKED_NUMBERS = 16 * 1024 * 1024
-NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 
 Spec = tuple[str, str, tuple[int, ...]]
 ShardRecord = dict[str, Any]
@@ -78,7 +78,7 @@ def link_or_copy(source: str | Path, target: str | Path) -> bool:
     try:
         os.link(path, temporary)
     except OSError as error:
-        if error.errno not in NO_LINK:
+        if error.errno not in (*NO_HARD_LINKS, errno.EACCES):
             with storage_errors(f"linking {path} to", target):
                 raise
         copy_file(path, target)

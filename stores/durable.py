@@ -22,6 +22,7 @@ from manifests.errors import LaminaError, StorageError
 PARTIAL_SUFFIX = ".partial"
 PARTIAL_NAME = re.compile(r".+\.[0-9a-f]{32}\.partial", re.DOTALL)
 CHUNK_BYTES = 8 * 1024 * 1024
+NO_HARD_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 ADVICE = {
     errno.ENOSPC: "the disk is full; free some room there, then run the same command again",
     errno.EDQUOT: "the quota is used up; free some room or raise it, then run the same command again",
@@ -120,6 +121,9 @@ def write_durably(path: str | Path, data: bytes) -> None:
 def create_only(path: str | Path, data: bytes) -> None:
     """Writes a whole file under a name that nobody has: one of several racing creators wins, the others are told.
 
+    Where the filesystem has no hard links, the winner first makes an empty file of that name and then puts the whole
+    one in its place: a reader, or a crash in between, may see it empty.
+
     Raises:
         FileExistsError: the name is taken; its content is untouched.
         StorageError: the write failed.
@@ -143,11 +147,30 @@ def create_only(path: str | Path, data: bytes) -> None:
 
 
 def _link(temporary: Path, path: Path) -> bool:
+    """Gives the file its name unless that is taken; returns whether it could."""
     try:
         os.link(temporary, path)
     except FileExistsError:
         # NFS may repeat a link that had succeeded and report the repetition: the same inode means that it is ours.
         return os.path.samefile(temporary, path)
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        return _rename_to_unused(temporary, path)
+    return True
+
+
+def _rename_to_unused(temporary: Path, path: Path) -> bool:
+    """Without hard links: who creates the name, empty, may rename over it."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        return False
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        _remove_quietly(path)
+        raise
     return True
 
 
@@ -158,15 +181,25 @@ def _remove_quietly(temporary: Path) -> None:
         return  # gone already, or the next sweep_partials takes it; the write's own outcome is what counts
 
 
-def sweep_partials(directory: str | Path) -> int:
-    """Removes temporary files below a directory that no live writer has; returns how many. Raises StorageError."""
+def is_hidden(name: str) -> bool:
+    """Whether a file is none that a job looks at or touches: `.git`, `.DS_Store`, `lost+found`, half a file of ours."""
+    return name.startswith(".") or name == "lost+found" or PARTIAL_NAME.fullmatch(name) is not None
+
+
+def sweep_partials(directory: str | Path, below: bool = True) -> int:
+    """Removes temporary files of a directory, and of those `below` it, that no live writer has; returns how many.
+
+    Raises StorageError.
+    """
     removed = 0
     with storage_errors("sweeping", directory):
-        for parent, _, names in os.walk(directory):
+        for parent, children, names in os.walk(directory):
             for name in names:
                 if PARTIAL_NAME.fullmatch(name):  # of ours: other programs, too, call half a file so
                     Path(parent, name).unlink(missing_ok=True)
                     removed += 1
+            if not below:
+                children.clear()
     return removed
 
 

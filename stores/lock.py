@@ -1,8 +1,8 @@
-"""One writer per run directory: a kernel lock that dies with its owner, and a note saying who that is. DESIGN §3.
+"""One writer per directory: a kernel lock that dies with its owner, and a note saying who that is. DESIGN §3.
 
-`lock` is only ever flocked, never removed or replaced (that would let two hold it); `lock.json` beside it holds
-{host, pid, started, heartbeat, released, command, progress, token}, times in Unix seconds. Where the filesystem does
-not share flock between hosts, the heartbeat decides: one younger than 60 s is a living owner.
+`lock` is flocked, and removed, if at all, by the one who holds it (whoever waited sees that and makes another);
+`lock.json` beside it holds {host, pid, started, heartbeat, released, command, progress, token}, times in Unix seconds.
+Where the filesystem does not share flock between hosts, the heartbeat decides: one younger than 60 s is a living owner.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class RunLock:
-    """The lock at `path`, held between `acquire` and `release`, or in a `with` block."""
+    """The lock at `path`, held between `acquire` and `release`, or in a `with` block.
 
-    def __init__(self, path: str | Path) -> None:
+    `temporary`: releasing it removes its files; otherwise they go on saying who was last.
+    """
+
+    def __init__(self, path: str | Path, temporary: bool = False) -> None:
         self.path = Path(path)
+        self.temporary = temporary
         self._descriptor: int | None = None
         self._owner: dict[str, Any] = {}
 
@@ -92,12 +96,20 @@ class RunLock:
         if not self._is_ours():
             raise InUseError(f"{self.path}: the lock was lost: {_describe(_read_owner(self.path))}; stopping")
 
+    def has_note(self) -> bool:
+        """Whether an owner, now or once, left its note here."""
+        return _read_owner(self.path) is not None
+
     def release(self) -> None:
         """Gives the lock up; nothing when it is not held. Touches nothing that another owner has written."""
         if self._descriptor is None:
             return
         try:
-            if self._is_ours():
+            if self._is_ours() and self.temporary:
+                with storage_errors("removing", self.path):
+                    _owner_path(self.path).unlink(missing_ok=True)
+                    self.path.unlink(missing_ok=True)
+            elif self._is_ours():
                 self._owner["released"] = time.time()
                 self._write_owner()
         except StorageError as error:  # the kernel's lock goes all the same; only other hosts wait out the heartbeat
@@ -157,7 +169,7 @@ def _flock(path: Path) -> int:
             time.sleep(PATIENCE_S / 10)
         except OSError as error:
             os.close(descriptor)
-            hint = "; this filesystem has no locks: choose another run_dir" if error.errno in NO_FLOCK else ""
+            hint = "; this filesystem has no locks: choose a directory on another" if error.errno in NO_FLOCK else ""
             raise StorageError(f"locking {path}: {error.strerror}{hint}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from manifests.errors import InputError, StorageError
 from stores.activations import ActivationStore
 from stores.durable import (
     fsync_directory,
+    is_hidden,
     make_directory,
     partial_path,
     read_whole,
@@ -20,11 +22,15 @@ from stores.durable import (
     sweep_partials,
     write_durably,
 )
-from stores.ledger import Ledger
+from stores.ledger import ENTRY_NAME, Ledger
 from stores.lock import RunLock
+from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
 
 FINGERPRINT_VERSION = 1
+LOCK = "lock"
+STATISTICS = "statistics.zarr"
+ACTIVATIONS = "activations.zarr"
 MAX_FINGERPRINT_BYTES = 256 * 1024 * 1024
 SHOWN_FIELDS = 20
 SHOWN_CHARACTERS = 60
@@ -48,18 +54,19 @@ class RunDirectory:
         self.scale = self.path / "scale.json"
         self.ended = self.path / "ended.json"
         self.ledger = Ledger(self.path / "ledger")
-        self.statistics = StatisticsStore(self.path / "statistics.zarr")
-        self.activations = ActivationStore(self.path / "activations.zarr")
-        self.lock = RunLock(self.path / "lock")
+        self.statistics = StatisticsStore(self.path / STATISTICS)
+        self.activations = ActivationStore(self.path / ACTIVATIONS)
+        self.lock = RunLock(self.path / LOCK)
 
     def prepare(self, need_bytes: int = 0) -> None:
         """Creates the layout and tries a write.
 
         Raises:
-            InputError: no directory, not writable, or less than `need_bytes` free.
+            InputError: no directory, not writable, less than `need_bytes` free, or files of others in the way.
         """
         probe = partial_path(self.path / "probe")
         try:
+            self._check_foreign_files()
             for directory in (self.path, self.staged, self.logs, self.path / "ledger"):
                 make_directory(directory)
             write_durably(probe, b"probe")
@@ -72,6 +79,29 @@ class RunDirectory:
             raise InputError(
                 f"run_dir {self.path}: {free_bytes / 1e9:.1f} GB free, the job needs about {need_bytes / 1e9:.1f} GB; "
                 "free some room, or set run_dir to a larger disk"
+            )
+
+    def foreign_files(self) -> list[str]:
+        """What has a name that Lamina would write or remove, though Lamina did not write it. Raises StorageError."""
+        with storage_errors("listing", self.path):
+            if not self.path.is_dir() or any(map(ENTRY_NAME.fullmatch, _names(self.ledger.directory))):
+                return []
+            has_note = self.lock.has_note()
+            if self.fingerprint.is_file() and (has_note or _is_fingerprint(self.fingerprint)):
+                return []
+            # Nothing is written before the fingerprint but the locks, what `scale` asks of their owner, and folders.
+            files = [self.manifest, self.fingerprint, self.report, self.ended, *([] if has_note else [self.scale])]
+            foreign = [path.name for path in files if os.path.lexists(path)]
+            for folder in (self.staged, self.ledger.directory, self.path / STATISTICS, self.path / ACTIVATIONS):
+                foreign += [f"{folder.name}/{name}" for name in sorted(_names(folder)) if not is_hidden(name)]
+            return foreign
+
+    def _check_foreign_files(self) -> None:
+        if foreign := self.foreign_files():
+            more = f" and {len(foreign) - SHOWN_FIELDS} more" if len(foreign) > SHOWN_FIELDS else ""
+            raise InputError(
+                f"run_dir {self.path}: holds files of others that would be in the way: "
+                f"{', '.join(foreign[:SHOWN_FIELDS])}{more}; move them away, or set another run_dir"
             )
 
     def ask_for_workers(self, workers: int, token: str) -> None:
@@ -98,7 +128,8 @@ class RunDirectory:
             InputError: it is another job's, naming the fields that differ; or of another version.
             StorageError: it cannot be read or written.
         """
-        sweep_partials(self.path)
+        sweep_partials(self.path, below=False)
+        sweep_partials(self.staged)
         content = json.loads(json.dumps({"version": FINGERPRINT_VERSION, "fields": dict(new)}, allow_nan=False))
         if fresh:
             self._forget()
@@ -124,9 +155,7 @@ class RunDirectory:
         self.ledger.clear()
         self.statistics.sweep([])
         self.activations.sweep([])
-        with storage_errors("removing", self.staged):
-            if self.staged.exists():
-                shutil.rmtree(self.staged)
+        sweep_staged(self.path, [])
         make_directory(self.staged)
         with storage_errors("removing", self.report):
             self.report.unlink(missing_ok=True)
@@ -163,6 +192,19 @@ class RunDirectory:
         more = [f"... and {len(differing) - SHOWN_FIELDS} more"] if len(differing) > SHOWN_FIELDS else []
         lines = [f"run_dir {self.path}: holds another job's work; these differ:", *differing[:SHOWN_FIELDS], *more]
         return "\n  ".join(lines) + "\nset another run_dir, restore these, or use --fresh to start over"
+
+
+def _names(directory: Path) -> list[str]:
+    return os.listdir(directory) if directory.is_dir() else []
+
+
+def _is_fingerprint(path: Path) -> bool:
+    """Whether it looks like one of Lamina's, of any version."""
+    try:
+        content = json.loads(read_whole(path, MAX_FINGERPRINT_BYTES))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and {"version", "fields"} <= content.keys()
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch
 
 from manifests.errors import CorruptError, InputError
 from stores.checkpoint import ShardRecord, write_shard
-from stores.durable import storage_errors
+from stores.durable import PARTIAL_NAME, storage_errors
 from stores.headers import read_header
 from stores.source import read_tensor
 
 STAGED = "staged"
+STAGED_NAME = re.compile(r"layer-\d{5,}\.[0-9a-f]{32}\.safetensors")
 
 
 def write_staged(run_dir: Path, layer: int, tensors: Mapping[str, torch.Tensor]) -> ShardRecord:
@@ -29,9 +31,14 @@ def write_staged(run_dir: Path, layer: int, tensors: Mapping[str, torch.Tensor])
 
 
 def sweep_staged(run_dir: Path, live: Iterable[Mapping[str, Any]]) -> int:
-    """Removes staged layers that no record names, as a crash before their entry leaves them. Returns how many."""
+    """Removes staged layers that no record names, as a crash before their entry leaves them. Returns how many.
+
+    Touches no file that `write_staged` did not name. Raises StorageError.
+    """
     kept = {run_dir / record["path"] for record in live}
-    strays = [path for path in (run_dir / STAGED).glob("layer-*.safetensors*") if path not in kept]
+    found = (run_dir / STAGED).glob("layer-*")
+    named = (path for path in found if STAGED_NAME.fullmatch(path.name) or PARTIAL_NAME.fullmatch(path.name))
+    strays = [path for path in named if path not in kept]
     for path in strays:
         with storage_errors("removing", path):
             path.unlink()

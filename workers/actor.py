@@ -20,6 +20,7 @@ from torch import Tensor
 from manifests.errors import LaminaError, LostInputError, WorkerError
 from pipeline.ports import Unit
 from workers.config import WorkerConfig
+from workers.hardware import describe_hardware, software_versions
 from workers.memory import map_large_tensors, peak_bytes
 from workers.tensor_transfer import Handle, Packed, handle_count, pack, unpack
 from workers.worker import Worker
@@ -66,8 +67,15 @@ class WorkerActor:
         self.worker = Worker(setup, self.transfer)
 
     def ready(self) -> dict[str, Any]:
-        """Where this worker runs."""
-        return {"node": ray.util.get_node_ip_address(), "pid": os.getpid(), "device": str(self.worker.device)}
+        """Where this worker runs, and on what."""
+        return {
+            "node": ray.util.get_node_ip_address(),
+            "pid": os.getpid(),
+            "device": str(self.worker.device),
+            "hardware": describe_hardware(self.worker.device),
+            "versions": software_versions(),
+            "ray_folder": _ray_folder(),
+        }
 
     def execute(self, unit: Unit) -> Any:
         """Does one unit: its Outcome, followed by what its handles stand for, `handle_count` of them."""
@@ -85,3 +93,9 @@ class WorkerActor:
         left, self.transfer.outbox = self.transfer.outbox, []
         count = handle_count(unit)
         return [outcome, *left, *[None] * (count - len(left))] if count else outcome
+
+
+def _ray_folder() -> str:
+    """Where Ray keeps logs and spilled objects on this node."""
+    node = ray._private.worker._global_node
+    return str(node.get_session_dir_path()) if node else "its --temp-dir"

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import socket
+import threading
+import time
+from collections.abc import Callable
 
 import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.autoscaler._private.util import format_readonly_node_type
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import AuthenticationError
+from ray.experimental.internal_kv import _internal_kv_get
 
-from manifests.errors import InputError
+from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 
+CONNECT_TIMEOUT_S = 30.0
+LOOK_SECONDS = 0.2  # how soon a signal is noticed
+STARTS = 2  # of a Ray of our own, on a machine that may be busy
+TOO_SLOW = "timed out during startup"  # what Ray says of its own node
 
-def connect(address: str | None, workers: Workers) -> str:
+
+def connect(
+    address: str | None,
+    workers: Workers,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+    stopped: Callable[[], bool] = lambda: False,
+) -> str:
     """Joins a running Ray cluster, or starts one on this machine that listens on loopback only. Returns its address.
 
-    A process that is connected stays so.
+    A process that is connected stays so. An address may also come from RAY_ADDRESS, as under `ray job submit`.
 
-    An address may also come from RAY_ADDRESS, as under `ray job submit`.
+    Args:
+        timeout_s: for how long a cluster that does not answer is waited for.
+        stopped: whether a signal came; looked at while waiting.
 
     Raises:
-        InputError: no cluster answers, or this machine has not what one worker asks for.
+        InputError: no cluster answers, it is of another version, or this machine has not what one worker asks for.
+        Interrupted: `stopped` said so.
+        WorkerError: a Ray of our own did not start.
     """
     if ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)
@@ -33,23 +57,17 @@ def connect(address: str | None, workers: Workers) -> str:
     ray_utils.set_sigterm_handler = lambda _: None  # Ray's would end the command with its exit code, not with ours
     try:
         if found:
+            if found != "auto":
+                await_cluster(found, timeout_s, stopped)
             ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            _listen_on_loopback()
-            ray.init(
-                address="local",  # not one that happens to run here
-                num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            _start_local(workers)
     except AuthenticationError as error:
         raise InputError(f"Ray: {error}") from error
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(
-            f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none; "
-            "a cluster with tokens answers with RAY_AUTH_MODE=token only"
-        ) from error
+        if isinstance(error, WorkerError | InputError):
+            raise
+        raise InputError(_refusal(found, error)) from error
     resources = ray.cluster_resources()
     if not found and workers.gpus * workers.min > resources.get("GPU", 0):
         ray.shutdown()
@@ -58,6 +76,127 @@ def connect(address: str | None, workers: Workers) -> str:
             f"{resources.get('GPU', 0):g} GPUs; set workers.gpus: 0 or give --address of a cluster that has them"
         )
     return str(ray.get_runtime_context().gcs_address)
+
+
+def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -> None:
+    """Returns when Ray answers at HOST:PORT. `ray.init` would wait for minutes, and hear no signal.
+
+    Raises:
+        InputError: nothing answers, or something that is no Ray.
+        AuthenticationError: the cluster wants a token that we do not have.
+        Interrupted: `stopped` said so.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdecimal()):
+        raise InputError(f"Ray: {address!r} is no address; give --address HOST:PORT, as `ray start` printed it")
+    deadline = time.monotonic() + timeout_s
+    while (fault := _tcp_fault(host, int(port))) is not None:
+        _wait_a_little(deadline, stopped, f"nothing answers at {address} ({fault})", timeout_s)
+    answered: list[BaseException | None] = []
+    # In a thread: Ray's client blocks where Python runs no signal handler. What it leaves behind ends with the process.
+    threading.Thread(target=lambda: answered.append(_gcs_fault(address)), daemon=True).start()
+    while not answered:
+        _wait_a_little(deadline, stopped, f"{address} takes connections, but is no Ray (GCS) that answers", timeout_s)
+    if answered[0] is not None:
+        raise answered[0]
+
+
+def _tcp_fault(host: str, port: int) -> OSError | None:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _gcs_fault(address: str) -> BaseException | None:
+    try:
+        GcsClient(address=address).internal_kv_get(b"lamina", None)
+    except Exception as error:
+        return error
+    return None
+
+
+def _wait_a_little(deadline: float, stopped: Callable[[], bool], fault: str, timeout_s: float) -> None:
+    if stopped():
+        raise Interrupted("stopped by a signal while connecting to Ray")
+    if time.monotonic() > deadline:
+        raise InputError(
+            f"Ray: {fault}; tried for {timeout_s:g} s (--connect-timeout). Give --address HOST:PORT of a running "
+            "cluster, or none for a local one"
+        )
+    time.sleep(LOOK_SECONDS)
+
+
+def _refusal(found: str | None, error: Exception) -> str:
+    if "ersion mismatch" in str(error):
+        said = " ".join(str(error).split())
+        return f"Ray: the cluster at {found} is of another version than this command: {said}; install the same on both"
+    return (
+        f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none; "
+        "a cluster with tokens answers with RAY_AUTH_MODE=token only"
+    )
+
+
+def _start_local(workers: Workers) -> None:
+    """A Ray of our own. Raises WorkerError when it does not start, twice."""
+    _listen_on_loopback()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, workers starve on a busy machine
+    for start in range(STARTS):
+        try:
+            ray.init(
+                address="local",  # not one that happens to run here
+                num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            return
+        except Exception as error:  # Ray raises no kind of its own
+            if TOO_SLOW not in str(error):
+                raise
+            ray.shutdown()
+            if start + 1 == STARTS:
+                raise WorkerError(
+                    f"Ray did not start on this machine, {STARTS} times ({str(error).partition('.')[0]}): it is too "
+                    f"busy (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs) or short of memory; stop other "
+                    "programs, or start Ray with `ray start --head` and give --address"
+                ) from error
+
+
+def why_unplaceable(workers: Workers) -> str | None:
+    """Why no worker will ever start: no node has what it asks for, and no autoscaler adds nodes. None: one may."""
+    wanted = {"CPU": float(workers.cpus), "GPU": workers.gpus}
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(all(node.get(kind, 0.0) >= amount for kind, amount in wanted.items()) for node in alive) or autoscales():
+        return None
+    largest: dict[str, float] = max(alive, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)), default={})
+    return (
+        f"a worker asks for {workers.cpus} CPUs and {workers.gpus:g} GPUs (workers.cpus, workers.gpus), but none of "
+        f"the {len(alive)} nodes has them; the largest has {largest.get('CPU', 0.0):g} CPUs and "
+        f"{largest.get('GPU', 0.0):g} GPUs, and no autoscaler is there to add one"
+    )
+
+
+def autoscales() -> bool:
+    """Whether Ray's autoscaler may add nodes.
+
+    Its monitor reports in any cluster. Where it can start nodes, it names their kinds after its configuration; else
+    every node is a kind of its own, named after its id.
+    """
+    own = {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
+    try:
+        return bool(_node_kinds() - own)
+    except (ValueError, KeyError, TypeError, RuntimeError):
+        return True  # a report that we cannot read: wait rather than give up
+
+
+def _node_kinds() -> set[str]:
+    if is_autoscaler_v2(fetch_from_server=True):
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        return {node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)}
+    report = _internal_kv_get(ray_constants.DEBUG_AUTOSCALING_STATUS)
+    return set(json.loads(report)["autoscaler_report"]["active_nodes"]) if report else set()
 
 
 def _listen_on_loopback() -> None:

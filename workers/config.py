@@ -29,6 +29,8 @@ class WorkerConfig:
         manifest: None when nothing is compressed (evaluation).
         gradient_samples: how many of the samples the backward pass takes, spread over the shards.
         run_dir: holds activations.zarr, statistics.zarr and staged/.
+        token_ids: the token ids themselves (samples, sequence), instead of `tokens`: they travel with this value.
+        hardware: what the job's workers compute on (workers/hardware.py); None: the first worker says.
     """
 
     source: SourceCheckpoint
@@ -43,7 +45,17 @@ class WorkerConfig:
     use_gpu: bool
     hidden_bytes: int
     manifest: Manifest | None = None
+    token_ids: torch.Tensor | None = None
     gradient_samples: int = 0
+    hardware: Mapping[str, str] | None = None
+
+    @property
+    def tokens_shape(self) -> tuple[int, int]:
+        """(samples, sequence); (0, 0) for data-free jobs."""
+        if self.token_ids is not None:
+            samples, sequence = self.token_ids.shape
+            return samples, sequence
+        return tuple(self.tokens["shape"]) if self.tokens else (0, 0)
 
     def shard_range(self, shard: int, samples: int) -> tuple[int, int]:
         """See `pipeline.samples.shard_range`."""
@@ -51,5 +63,4 @@ class WorkerConfig:
 
     def gradient_count(self, shard: int) -> int:
         """How many samples of a shard, its first ones, go through the backward pass."""
-        assert self.tokens is not None
-        return gradient_count(shard, self.shards, self.tokens["shape"][0], self.gradient_samples)
+        return gradient_count(shard, self.shards, self.tokens_shape[0], self.gradient_samples)

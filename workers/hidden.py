@@ -24,11 +24,14 @@ class HiddenReader(Protocol):
         ...
 
 
-class _InMemory:
+class InMemory:
+    """Samples (M, …) that a process holds."""
+
     def __init__(self, hidden_MSD: Tensor) -> None:
         self.hidden_MSD = hidden_MSD
 
     def read(self, start: int, stop: int) -> Tensor:
+        """Samples start to stop."""
         return self.hidden_MSD[start:stop]
 
 
@@ -92,7 +95,7 @@ class HiddenStates:
         lineage, _, shard = shard_key
         self._release([other for other in self.held if other[2] == shard or other[0] != lineage])
         if hidden_writer.hidden_MSD is not None:
-            self.held[shard_key] = _InMemory(hidden_writer.hidden_MSD)
+            self.held[shard_key] = InMemory(hidden_writer.hidden_MSD)
         else:
             assert record is not None
             self.held[shard_key] = self.store.open(record)
@@ -122,4 +125,4 @@ class HiddenStates:
         return own
 
     def _bytes_in_memory(self) -> int:
-        return sum(slices.hidden_MSD.nbytes for slices in self.held.values() if isinstance(slices, _InMemory))
+        return sum(slices.hidden_MSD.nbytes for slices in self.held.values() if isinstance(slices, InMemory))

@@ -1,38 +1,47 @@
 """The pool of Ray actors: who gets which unit, and what happens when one dies, joins or is sent away.
 
 Units wait here until a worker has room. A shard's forward units go to the worker that holds its hidden states; a worker
-with nothing to do takes a shard over from one that has more. A lost worker's units wait again, and another is started.
+with nothing to do takes a shard over from one that has more. A lost worker's units wait again, and another is started:
+at once, or after a pause when its node was short of memory (`workers.memory_pressure`).
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 from ray.exceptions import (
     ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
     OutOfMemoryError,
     RayActorError,
     RayTaskError,
     WorkerCrashedError,
 )
 
-from manifests.errors import Interrupted, WorkerError
+from manifests.errors import InputError, Interrupted, StorageError, WorkerError
 from manifests.schema import Workers
 from pipeline.ports import ShardUnit, Unit
 from workers.actor import Outcome, WorkerActor
+from workers.cluster import why_unplaceable
 from workers.config import WorkerConfig
+from workers.hardware import software_versions
+from workers.memory_pressure import Pause, others_hold_most
 from workers.tensor_transfer import attach_handles, handle_count
 
 DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
 POLL_SECONDS = 0.5  # how soon a signal is noticed
-START_WARNING_SECONDS = 60.0
-LOST = (RayActorError, WorkerCrashedError, ObjectLostError, OutOfMemoryError)
+START_WARNING_SECONDS = 50.0
+FULL = (OutOfDiskError, ObjectStoreFullError)
+LOST = (RayActorError, WorkerCrashedError, ObjectLostError, OutOfMemoryError, *FULL)
+MEMORY_PAUSE_SECONDS = 5.0  # the first one before a worker is started where memory was short
 
 
 @dataclass
@@ -73,9 +82,14 @@ class RayPool:
         self.peak_bytes: dict[str, int] = {}
         self.finished: deque[tuple[Unit, Outcome]] = deque()
         self.max_failures = workers.max_failures
+        self.workers = workers
+        self.hardware: Mapping[str, str] = setup.hardware or {}
+        self.versions = software_versions()
+        self.pause = Pause(MEMORY_PAUSE_SECONDS, workers.start_timeout_s)
         self.most = setup.shards
         self.wanted = min(workers.max, self.most)
         self.starved_since: float | None = None
+        self.warned_at = 0.0
         self.members: list[_Member] = []
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
         self.actor_class: Any = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
@@ -151,17 +165,27 @@ class RayPool:
             self._complain(count)
 
     def _complain(self, count: int) -> None:
-        """Says so, now and then, while there are fewer workers than the job needs to go on."""
+        """Says so, now and then, while there are fewer workers than the job needs to go on.
+
+        Raises WorkerError when that will stay so: no node has what a worker asks for, and nobody adds nodes.
+        """
         now = time.monotonic()
         if self.size >= count:
             self.starved_since = None
-        elif self.starved_since is None:
-            self.starved_since = now
-        elif now - self.starved_since > START_WARNING_SECONDS:
-            self.starved_since = None
+            return
+        if self.starved_since is None:
+            self.starved_since = self.warned_at = now
+        starved_s = now - self.starved_since
+        if now - self.warned_at < START_WARNING_SECONDS and starved_s < self.workers.start_timeout_s:
+            return
+        never = why_unplaceable(self.workers)
+        if never and starved_s >= self.workers.start_timeout_s:
+            raise WorkerError(f"{never}; waited {starved_s:.0f} s (workers.start_timeout_s)")
+        if now - self.warned_at >= START_WARNING_SECONDS:
+            self.warned_at = now
             self.note(
-                f"waiting for {count} workers, {self.size} are ready; "
-                f"the cluster has {ray.cluster_resources()}, free {ray.available_resources()}"
+                f"waiting for {count} workers, {self.size} are ready: "
+                + (never or f"the cluster has {ray.cluster_resources()}, free {ray.available_resources()}")
             )
 
     def _fit(self) -> None:
@@ -174,7 +198,8 @@ class RayPool:
         for member in [member for member in self.members if member.leaving and not member.running]:
             self.members.remove(member)
             ray.kill(member.actor)
-        self.members += [self._start() for _ in range(self.wanted - len(staying))]
+        if not self.pause.lasts():
+            self.members += [self._start() for _ in range(self.wanted - len(staying))]
 
     def _step(self, timeout_s: float) -> None:
         """Takes in whatever is ready: new members, finished units, deaths."""
@@ -201,14 +226,35 @@ class RayPool:
             raise WorkerError(f"{what}: {error}") from None
         else:
             if ref == member.ready:
-                member.live, member.where = True, value
-                del self.failures["start"]
+                self._welcome(member, value)
                 return
             unit = member.running.pop(ref)
             del self.failures[unit.key]
+            self.pause.end()
             self._account(member, unit, value)
             result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))
+
+    def _welcome(self, member: _Member, where: dict[str, Any]) -> None:
+        """A worker is ready. One that would compute other bytes than the first is sent away, and none in its place."""
+        member.where = where
+        if differing := _differing(self.versions, where["versions"]):
+            raise InputError(
+                f"the node of worker {_name(member)} has {differing} (this command's); install the same there"
+            )
+        self.hardware = self.hardware or where["hardware"]
+        differing = _differing(self.hardware, where["hardware"])
+        if not differing:
+            member.live = True
+            del self.failures["start"]
+            return
+        self.members.remove(member)
+        ray.kill(member.actor)
+        refused = f"worker {_name(member)} has {differing}, on which the job began: its bytes would differ"
+        if self.wanted == 1:
+            raise InputError(f"{refused}; give it nodes of the first kind, or start over with --fresh")
+        self.wanted -= 1
+        self.note(f"{refused}; the job goes on with at most {self.wanted} workers")
 
     def _account(self, member: _Member, unit: Unit, outcome: Outcome) -> None:
         spent = self.seconds.setdefault(type(unit).__name__.lower(), [0, 0.0, 0.0])
@@ -221,20 +267,45 @@ class RayPool:
         self.members.remove(member)
         ray.kill(member.actor)  # only its result may be gone; its shards are somebody else's now
         lost = list(member.running.values())
-        for unit in member.running.values():
-            self.failures[unit.key] += 1
-            if self.failures[unit.key] >= self.max_failures:
-                raise WorkerError(
-                    f"{unit.key}: {self.max_failures} workers died on it (workers.max_failures); the last: {error}"
-                )
-        if not member.live:
-            self.failures["start"] += 1
-            if self.failures["start"] >= self.max_failures:
-                raise WorkerError(
-                    f"{self.max_failures} workers died before they were ready (workers.max_failures); the last: {error}"
-                )
-        self.note(f"worker {_name(member)} died, {len(lost)} units are done again: {type(error).__name__}")
+        if isinstance(error, OutOfMemoryError) and others_hold_most(str(error)):
+            self._wait_for_memory(member, error)
+        else:
+            for key in [unit.key for unit in lost] + ([] if member.live else ["start"]):
+                self._count_failure(member, key, error)
+            self.note(f"worker {_name(member)} died, {len(lost)} units are done again: {type(error).__name__}")
         self.waiting.extendleft(reversed(lost))
+
+    def _wait_for_memory(self, member: _Member, error: Exception) -> None:
+        first = str(error).partition("\n")[0]
+        if self.pause.begin():
+            raise WorkerError(
+                f"for {self.workers.start_timeout_s:g} s (workers.start_timeout_s) no unit was done: other processes "
+                f"hold the memory that workers need ({first}); stop them, give nodes with more memory, or lower "
+                "workers.max"
+            )
+        self.note(
+            f"worker {_name(member)} was ended by Ray's memory monitor, as other processes hold most of its node's "
+            f"memory ({first}); it goes on with {self.size} workers, the next is tried in {self.pause.seconds:g} s"
+        )
+
+    def _count_failure(self, member: _Member, key: str, error: Exception) -> None:
+        self.failures[key] += 1
+        if self.failures[key] < self.max_failures:
+            return
+        if isinstance(error, FULL):
+            raise StorageError(
+                f"{key}: the disk of Ray's object store is full on node {member.where.get('node', '?')}, at "
+                f"{member.where.get('ray_folder', 'its --temp-dir')}; make room there, or start Ray with another "
+                f"--temp-dir ({type(error).__name__})"
+            )
+        if missing := re.search(r"No module named '?([\w.]+)", str(error)):
+            raise InputError(
+                f"a node of the cluster cannot import {missing.group(1)}: install the project there, in the version "
+                "that is here, or submit the job from a checkout with --working-dir ."
+            )
+        what = "died before they were ready" if key == "start" else "died on it"
+        prefix = "" if key == "start" else f"{key}: "
+        raise WorkerError(f"{prefix}{self.max_failures} workers {what} (workers.max_failures); the last: {error}")
 
     # -- units -------------------------------------------------------------------------------------------------------
 
@@ -280,6 +351,15 @@ class RayPool:
         outcome, *tensors = returned if count else [returned]
         member.running[outcome] = unit
         member.tensors[outcome] = tensors
+
+
+def _differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """`torch 2.12 instead of 2.13, …`, or nothing."""
+    return ", ".join(
+        f"{field} {found.get(field)} instead of {value}"
+        for field, value in expected.items()
+        if found.get(field) != value
+    )
 
 
 def _name(member: _Member) -> str:

@@ -45,7 +45,7 @@ from workers.backward import BackwardPass
 from workers.block import Tap, overflow_advice
 from workers.config import WorkerConfig
 from workers.ends import embedding, head
-from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
+from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
 from workers.layers import LayerReader
 from workers.tensor_transfer import TensorTransfer, get_all
 
@@ -62,7 +62,7 @@ class Worker:
         self.methods = build_methods(setup.manifest) if setup.manifest else ()
         self.activations = ActivationStore(setup.run_dir / "activations.zarr")
         self.statistics = StatisticsStore(setup.run_dir / "statistics.zarr")
-        self.tokens = self.activations.open(setup.tokens) if setup.tokens else None
+        self.tokens = self._open_tokens()
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
         self.layers = LayerReader(setup, self.device)
         self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
@@ -327,16 +327,14 @@ class Worker:
 
     @property
     def _sequence(self) -> int:
-        assert self.setup.tokens is not None
-        return int(self.setup.tokens["shape"][1])
+        return self.setup.tokens_shape[1]
 
     @property
     def _calibration_tokens(self) -> int:
-        return math.prod(self.setup.tokens["shape"]) if self.setup.tokens else 0
+        return math.prod(self.setup.tokens_shape)
 
     def _range(self, shard: int) -> tuple[int, int]:
-        assert self.setup.tokens is not None
-        return self.setup.shard_range(shard, self.setup.tokens["shape"][0])
+        return self.setup.shard_range(shard, self.setup.tokens_shape[0])
 
     def _samples(self, shard: int) -> int:
         first, end = self._range(shard)
@@ -346,6 +344,12 @@ class Worker:
         """(start, stop) within the shard."""
         samples, batch = self._samples(shard), self.setup.micro_batch
         return [(start, min(start + batch, samples)) for start in range(0, samples, batch)]
+
+    def _open_tokens(self) -> HiddenReader | None:
+        """Token ids: what came with the setup, or what is stored."""
+        if self.setup.token_ids is not None:
+            return InMemory(self.setup.token_ids)
+        return self.activations.open(self.setup.tokens) if self.setup.tokens else None
 
     def _tokens(self, start: int, stop: int) -> Tensor:
         """Token ids (B, S) of samples of the whole calibration set."""

@@ -22,7 +22,6 @@ from pipeline.checkpoint.compression_record import (
     describe_file,
     encode_json,
     index_arguments,
-    read_record,
     sealed,
 )
 from pipeline.checkpoint.counting import count
@@ -107,14 +106,21 @@ class Assembler:
         self.source_files = source_files
         self.output = Path(inputs.manifest.output)
 
-    def run(self) -> dict[str, Any]:
+    def names(self) -> frozenset[str]:
+        """The names of all files that `run` writes."""
+        shards = (plan.name for plan in plan_shards(self.inputs))
+        companions = (path.name for path in self._companions())
+        return frozenset({*shards, *companions, *MODELLING_FILES, CONFIG_FILE, CARD_FILE, RECORD_FILE, INDEX_FILE})
+
+    def run(self, replaceable: Set[str] = frozenset()) -> dict[str, Any]:
         """Writes everything, the index last; returns the compression record.
 
+        `replaceable`: files in OUTPUT of earlier work; those that are not written again are removed.
         Ask for `damaged_layers` first. Raises CorruptError when the ledger has lost an entry.
         """
         self.output.mkdir(parents=True, exist_ok=True)
         plans = plan_shards(self.inputs)
-        self._remove_strays(plans)
+        self._remove_index(replaceable)
         records = {plan.name: self._place(plan) for plan in plans}
         fsync_directory(self.output)
         compression = self._record(plans, records)
@@ -125,7 +131,8 @@ class Assembler:
         index = index_arguments(compression)
         described[INDEX_FILE] = describe_bytes(index_content(*index))
         compression = sealed({**compression, "files": described})
-        self._remove_unnamed(described.keys() | records.keys())
+        for name in replaceable - {*described, *records, RECORD_FILE}:
+            (self.output / name).unlink(missing_ok=True)
         write_durably(self.output / RECORD_FILE, encode_json(compression))
         self.guard()
         write_index(self.output, *index)
@@ -144,15 +151,14 @@ class Assembler:
                 damaged[key] = str(error)
         return damaged
 
-    def _remove_strays(self, plans: Sequence[ShardPlan]) -> None:
-        """Shards of an earlier, other job, its index first; and what a killed run left half written."""
+    def _remove_index(self, replaceable: Set[str]) -> None:
+        """First, so that what is being replaced is no checkpoint; then shards that would only take room meanwhile."""
         (self.output / INDEX_FILE).unlink(missing_ok=True)
-        sweep_partials(self.output)
+        sweep_partials(self.output, below=False)
         fsync_directory(self.output)
-        expected = {plan.name for plan in plans}
-        for path in self.output.glob("model-*.safetensors"):
-            if path.name not in expected:
-                path.unlink()
+        for name in replaceable - self.names():
+            if name.endswith(SHARD_SUFFIX):
+                (self.output / name).unlink(missing_ok=True)
 
     def _place(self, plan: ShardPlan) -> Record:
         target = self.output / plan.name
@@ -252,11 +258,16 @@ class Assembler:
         entry = self._entry(layer)
         return {"groups": entry["groups"] if entry else {}, "forms": entry["forms"] if entry else {}}
 
-    def _write_companions(self) -> list[str]:
-        """Writes what travels with the weights. Returns the names."""
+    def _companions(self) -> list[Path]:
+        """The files of the source that travel with the weights, ascending."""
         source, trusted = self.inputs.source.directory, self.inputs.manifest.model.trust_remote_code
         patterns = (*COMPANIONS, "*.py") if trusted else COMPANIONS
-        paths = sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+        return sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+
+    def _write_companions(self) -> list[str]:
+        """Writes what travels with the weights. Returns the names."""
+        trusted = self.inputs.manifest.model.trust_remote_code
+        paths = self._companions()
         for path in paths:
             if path.name == TOKENIZER_FILE and not trusted:
                 write_durably(self.output / path.name, without_code(path.read_bytes()))
@@ -265,15 +276,6 @@ class Assembler:
         for name in MODELLING_FILES:
             write_durably(self.output / name, modelling_source(name))
         return [*(path.name for path in paths if path.name not in MODELLING_FILES), *MODELLING_FILES]
-
-    def _remove_unnamed(self, named: Set[str]) -> None:
-        """Files that the compression of an earlier, other job names and this one does not; nobody else's."""
-        try:
-            earlier = read_record(self.output)["files"]
-        except (InputError, CorruptError):
-            return
-        for name in earlier.keys() - named:
-            (self.output / name).unlink(missing_ok=True)
 
 
 def without_code(tokenizer_config: bytes) -> bytes:
@@ -294,19 +296,6 @@ def _is_whole(path: Path, record: Record) -> bool:
     except (CorruptError, InputError):
         return False
     return True
-
-
-def check_output(output: Path, run_dir: Path, fresh: bool) -> None:
-    """Refuses an OUTPUT that holds a checkpoint of another job. Raises InputError."""
-    if (output / INDEX_FILE).exists() and not fresh:
-        raise InputError(
-            f"output: {output} holds a checkpoint that {run_dir} did not write; "
-            "give another directory, or --fresh to replace it"
-        )
-    if output.exists() and any(
-        path.suffix == ".safetensors" and not path.name.startswith("model-") for path in output.iterdir()
-    ):
-        raise InputError(f"output: {output} holds other safetensors files; give an empty directory")
 
 
 def free_bytes(path: Path) -> int:

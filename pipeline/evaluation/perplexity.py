@@ -21,7 +21,6 @@ from pipeline.job.inputs import layer_dtype
 from pipeline.job.pool import worker_pool
 from pipeline.ports import Forward, Pool, Score
 from pipeline.steps import do_units
-from stores.activations import ActivationStore
 from stores.source import SourceCheckpoint
 from workers.config import WorkerConfig
 
@@ -47,7 +46,7 @@ def measure_perplexity(
 
     Args:
         limit: score only the first so many windows.
-        scratch: a directory that all nodes see; default: a temporary one of this machine.
+        scratch: where a worker puts hidden states that exceed its memory; default: the temporary folder of its node.
         trust_remote_code: whether the tokenizer may be code of the checkpoint.
         start: called when model and text proved right, before any worker is started.
 
@@ -100,19 +99,19 @@ def _score(
     source, config = opened
     geometry, window = geometry_of(config), tokens.shape[1]
     with tempfile.TemporaryDirectory(dir=scratch, prefix=SCRATCH_PREFIX) as directory:
-        record = ActivationStore(Path(directory) / "activations.zarr").write_tokens(tokens.to(torch.int32))
         setup = WorkerConfig(
             source=source,
             config=config,
             geometry=geometry,
             run_dir=Path(directory),
-            tokens=record,
+            tokens=None,
             shards=min(SHARDS, len(tokens)),
             micro_batch=max(1, NUMBERS_PER_BATCH // window),
             dtype=dtype or _stored_dtype(source, config),
             threads=workers.cpus,
             use_gpu=workers.gpus > 0,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
+            token_ids=tokens.to(torch.int32),  # through Ray: another node sees no folder of this one
         )
         with worker_pool(setup, workers, stop, observer) as pool:
             loss, count = score_windows(pool, geometry.num_layers, setup.shards, observer)

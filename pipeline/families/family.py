@@ -109,7 +109,7 @@ class Geometry:
         return ".".join([self.layers_path, str(layer), *inside])
 
     def tensor_name(self, layer: int, key: str, roles: tuple[str, ...]) -> str:
-        """Checkpoint name of `ROLE.PART`, or of `GROUP.PART` for the group of `roles`; GROUP.pivoted may be a role's."""
+        """Checkpoint name of `ROLE.PART`, or `GROUP.PART` for the group of `roles`; GROUP.pivoted may be a role's."""
         owner, _, part = key.partition(".")
         of_role = owner in self.roles and not part.startswith("pivoted.")
         path = self.path(layer, owner) if of_role else self.group_path(layer, roles, owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from manifests.errors import CorruptError
 from pipeline.checkpoint.assembling import Assembler
+from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.console.signals import catch_signals, interrupt_on_signals
 from pipeline.driver import Driver
+from pipeline.evaluation.perplexity import SCRATCH_PREFIX
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
@@ -59,6 +62,7 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
     for attempt in range(REPAIRS + 1):
         catch_signals(job.stop)
         with worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool, heartbeat.attending(pool):
+            job.ledger.commit("hardware", dict(pool.hardware))
             job.observer.show_memory_of(pool.peak_bytes)
             Driver(driver_job(job.inputs), pool, job.ledger, cleaner, job.observer).run()
             effort = Effort(pool.seconds, dict(pool.peak_bytes))
@@ -73,9 +77,13 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:
-    """OUTPUT, the index last; returns the compression record."""
-    job.ledger.commit("assembling", {"output": job.output})
-    return _assembler(job).run()
+    """OUTPUT, the index last; returns the compression record. Raises InputError when files of others came in there."""
+    assembler = _assembler(job)
+    # Once more: it may be hours since the job began.
+    replaceable = survey_output(assembler.output, job.ledger).replaceable()
+    layers = [entry["staged"] for key in job.ledger.keys("layer/") if (entry := job.ledger.get(key))]
+    claim_files(job.ledger, assembler.output, assembler.names() | replaceable, layers)
+    return assembler.run(replaceable)
 
 
 def _assembler(job: JobContext) -> Assembler:
@@ -99,6 +107,7 @@ def worker_config(job: JobContext, tokens: Record | None) -> WorkerConfig:
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
         gradient_samples=job.inputs.gradient_samples,
+        hardware=job.ledger.get("hardware"),
     )
 
 
@@ -125,3 +134,5 @@ def _sweep(job: JobContext) -> None:
     job.ledger.sweep()
     entered = [job.ledger.get(key) for key in job.ledger.keys("layer/")]
     sweep_staged(job.run_dir.path, [entry["staged"] for entry in entered if entry])
+    for left in job.run_dir.path.glob(f"{SCRATCH_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from manifests.errors import InputError, StorageError
+from manifests.errors import InputError
 from manifests.loading import dump_manifest
 from manifests.schema import RANKS_ONLY, Manifest
-from pipeline.checkpoint.assembling import check_output, free_bytes
+from pipeline.checkpoint.assembling import free_bytes
+from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.computation import Job
 from pipeline.console.progress import JobObserver
 from pipeline.job.calibration import calibration_tokens, evaluation_tokens
@@ -27,7 +28,7 @@ from pipeline.job.ledger_entries import check_entries
 from pipeline.keys import HELD_OUT_SCORE, RANKS
 from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.plan import Plan, make_plan
-from stores.durable import partial_path, sweep_partials, write_durably
+from stores.durable import write_durably
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import RunDirectory
@@ -43,6 +44,7 @@ class JobContext:
         evaluation: token ids (windows, window) that OUTPUT is scored on; None: no perplexity is asked for.
         source_files: file of the source -> size, times and sha256.
         locks: of the run directory and of OUTPUT, held.
+        output_files: what OUTPUT held at the start.
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
     """
@@ -54,6 +56,7 @@ class JobContext:
     source_files: Mapping[str, Any]
     run_dir: RunDirectory
     locks: tuple[RunLock, ...]
+    output_files: OutputFiles
     plan: Plan
     observer: JobObserver
     stop: threading.Event
@@ -100,14 +103,15 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
         source_files = inputs.source.file_digests(run_dir.ledger.get("source") or {})
         if source_files != run_dir.ledger.get("source"):
             check_copied(inputs)
-        if (run_dir.ledger.get("assembling") or {}).get("output") != str(output.resolve()):
-            check_output(output, run_dir.path, fresh)
-        adapt = partial(_solve_again, manifest, run_dir.ledger)
+        found = survey_output(output, run_dir.ledger, fresh)
+        if fresh or run_dir.ledger.get("complete") is None:
+            found.replaceable()  # a finished job may find that nothing is to be written
+        adapt = partial(_solve_again, manifest, run_dir.ledger, found.replaceable)
         run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
         run_dir.ledger.commit("source", source_files)
         check_entries(run_dir.ledger, driver_job(inputs), inputs.config)
         yield JobContext(
-            inputs, tokens, held_out, evaluation, source_files, run_dir, locks, plan, observer, stop, started
+            inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started
         )
 
 
@@ -137,13 +141,16 @@ def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
 
     `finished`: the layers are done, and only scores are missing.
 
-    Raises InputError when OUTPUT has too little room.
+    Raises InputError when OUTPUT holds files of others, or has too little room.
     """
     for remark in job.inputs.remarks:
         job.observer.say(remark, logging.WARNING)
     for fault in faults:
         job.observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)
     output = Path(job.manifest.output)
+    replaceable = frozenset() if finished else job.output_files.replaceable()
+    if replaceable:
+        claim_files(job.ledger, output, replaceable, ())  # with --fresh, the ledger has forgotten whose they are
     if not finished and free_bytes(output) < job.plan.output_bytes:
         raise InputError(
             f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
@@ -153,12 +160,16 @@ def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
         job.observer.say(f"statistics of an earlier run serve again: {reused['seconds']:.1f} s of forward passes saved")
 
 
-def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bool:
-    """Whether ranks are all that differs, and the statistics do not depend on them: then all later work is undone."""
+def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object], differing: list[str]) -> bool:
+    """Whether ranks are all that differs, and the statistics do not depend on them: then all later work is undone.
+
+    `check` is called before anything is.
+    """
     names = [name.removeprefix("manifest.") for name in differing if name.startswith("manifest.")]
     ranks_only = len(names) == len(differing) and all(map(RANKS_ONLY.fullmatch, names))
     if not ranks_only or manifest.calibration is None or manifest.calibration.propagate != "dense":
         return False
+    check()
     summary = (ledger.get("complete") or {}).get("summary", {})
     phases = summary.get("seconds", {}).get("phases", {})
     seconds = summary.get("seconds_saved", 0.0) + phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
@@ -170,28 +181,3 @@ def _solve_again(manifest: Manifest, ledger: Ledger, differing: list[str]) -> bo
     for key in undone:
         ledger.retract(key)
     return True
-
-
-@contextmanager
-def claim_output(output: Path) -> Iterator[RunLock]:
-    """The lock of OUTPUT, held. Raises InUseError, and InputError when nothing can be written there."""
-    lock = RunLock(output_lock(output))
-    try:
-        lock.acquire()
-        if output.is_dir():
-            sweep_partials(output)  # the probe, too, may come back after a power cut
-            probe = partial_path(output / "probe")
-            write_durably(probe, b"")
-            probe.unlink()
-    except StorageError as error:
-        lock.release()
-        raise InputError(f"output {output} cannot be used: {error}") from error
-    try:
-        yield lock
-    finally:
-        lock.release()
-
-
-def output_lock(output: Path) -> Path:
-    """Beside OUTPUT, not in it: OUTPUT holds nothing until there is something to publish."""
-    return output.resolve().parent / f".{output.name}.lock"

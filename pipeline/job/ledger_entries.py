@@ -161,9 +161,12 @@ class _HeldOutScore(_Entry):
 
 class _Assembling(_Entry):
     output: str
+    files: list[str] | None = None
+    shard_bytes: list[NonNegativeInt] | None = None
 
 
-class _Complete(_Assembling):
+class _Complete(_Entry):
+    output: str
     contract_sha256: Sha256
     summary: dict[str, Any]
 

@@ -44,6 +44,13 @@ class Selection(NamedTuple):
     jitter: float
 
 
+class Elimination(NamedTuple):
+    """The channels removed (n,), in `order`; `jitter` as in Selection."""
+
+    order: Tensor
+    jitter: float
+
+
 def ridge_leverage(moment_NN: Tensor, ridge: float = 1.0) -> tuple[Tensor, float]:
     """Scores (N,) = diag(C (C + λI)⁻¹) = 1 − λ diag((C + λI)⁻¹), in [0, 1], with λ = ridge · mean(diag C). float64.
 
@@ -88,28 +95,60 @@ def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, bloc
     """
     size = _check_down(moment_NN, weight_down_DN)
     require_rank("count", count, size)
+    found = eliminate(moment_NN, weight_down_DN, count, block)
+    gone_N = torch.zeros(size, dtype=torch.bool, device=moment_NN.device).index_fill_(0, found.order, True)
+    return Selection((~gone_N).nonzero()[:, 0], found.jitter)
+
+
+def eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Elimination:
+    """All removals of `select_eliminate` down to `count` channels, in their order. Raises ValueError as it does."""
+    size = _check_down(moment_NN, weight_down_DN)
+    require_rank("count", count, size)
     block = (32 if size < 4096 else 128) if block is None else block
     if block < 1:
         raise ValueError(f"block must be at least 1, not {block}")
     alive_n = torch.arange(size, device=moment_NN.device)
+    order = [alive_n[:0]]
     if count == size:
-        return Selection(alive_n, 0.0)
+        return Elimination(order[0], 0.0)
     inverse_nn, gram_nn, jitter = _elimination_state(moment_NN, weight_down_DN)
     gone_n = torch.zeros(size, dtype=torch.bool, device=moment_NN.device)
     removed = 0
     while removed < size - count:
         steps = min(block, size - count - removed)
-        _eliminate_panel_(inverse_nn, gram_nn, gone_n, steps)
+        order.append(alive_n[_eliminate_panel_(inverse_nn, gram_nn, gone_n, steps)])
         removed += steps
         standing = size - removed
         # Copies cost n², panels n² x block: compacting by eighths is nearly free and keeps the products small.
-        if standing == count or standing <= alive_n.numel() * 7 // 8:
+        if standing > count and standing <= alive_n.numel() * 7 // 8:
             stay = (~gone_n).nonzero()[:, 0]
             alive_n, gone_n = alive_n[stay], gone_n[stay]
-            if standing > count:
-                inverse_nn = inverse_nn.index_select(0, stay).index_select(1, stay)
-                gram_nn = gram_nn.index_select(0, stay).index_select(1, stay)
-    return Selection(alive_n, jitter)
+            inverse_nn = inverse_nn.index_select(0, stay).index_select(1, stay)
+            gram_nn = gram_nn.index_select(0, stay).index_select(1, stay)
+    return Elimination(torch.cat(order), jitter)
+
+
+def nested_losses(moment_NN: Tensor, weight_DN: Tensor, metric_DD: Tensor, priority_N: Tensor) -> Tensor:
+    """(N + 1,): ½ tr(G ΔW C ΔWᵀ) of the best refit of W on the first k channels of `priority_N`, for k = 0 … N.
+
+    All at once: with C = L Lᵀ in the order of the priority, the refit on the first k leaves the columns of W L from k
+    on. METHODS §6.3, any selection. A singular C gets a relative jitter. Raises ValueError on shapes that do not fit,
+    NaN, infinity, on a priority that is no permutation, or if C is not positive semidefinite.
+    """
+    size = _check_down(moment_NN, weight_DN)
+    if tuple(metric_DD.shape) != (weight_DN.shape[0],) * 2:
+        raise ValueError(f"metric {tuple(metric_DD.shape)} and weight {tuple(weight_DN.shape)} do not fit")
+    require_finite("metric", metric_DD)
+    if not torch.equal(priority_N.sort().values, torch.arange(size, device=priority_N.device)):
+        raise ValueError(f"priority: no permutation of 0..{size - 1}")
+    scale_N = _channel_scale(moment_NN)
+    correlations_NN = _correlations(moment_NN, scale_N, priority_N, priority_N)
+    correlations_NN.diagonal().fill_(1.0)
+    factor_NN, _ = _jittered_cholesky(correlations_NN, _LEAST_PIVOT, _INVERSE_JITTERS)
+    live_N = torch.where(_diagonal(moment_NN) > 0, scale_N, 0.0)
+    left_DN = (weight_DN.detach().to(torch.float64) * live_N)[:, priority_N] @ factor_NN
+    losses_N = 0.5 * (left_DN * (metric_DD.detach().to(torch.float64) @ left_DN)).sum(dim=0).clamp_min_(0.0)
+    return torch.cat((losses_N.flip(0).cumsum(0).flip(0), losses_N.new_zeros(1)))
 
 
 def nystrom_refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tuple[Tensor, RefitReport]:
@@ -177,8 +216,8 @@ def _elimination_state(moment_NN: Tensor, weight_down_DN: Tensor) -> tuple[Tenso
     return inverse_NN, weight_DN.T @ weight_DN, jitter
 
 
-def _eliminate_panel_(inverse_nn: Tensor, gram_nn: Tensor, gone_n: Tensor, steps: int) -> None:
-    """Removes `steps` channels: marks them in `gone_n`, and brings C⁻¹ and BᵀB up to date.
+def _eliminate_panel_(inverse_nn: Tensor, gram_nn: Tensor, gone_n: Tensor, steps: int) -> Tensor:
+    """Removes `steps` channels: marks them in `gone_n`, brings C⁻¹ and BᵀB up to date, and returns which, in order.
 
     Removing j with k = C⁻¹[:, j] / C⁻¹[j, j]: C⁻¹ -= C⁻¹[j, j] k kᵀ and B -= b_j kᵀ, hence BᵀB -= p kᵀ + k pᵀ with
     p = Bᵀb_j − ½‖b_j‖² k. The panel holds the k and p; only row j of either matrix is ever needed before its end. No
@@ -189,9 +228,11 @@ def _eliminate_panel_(inverse_nn: Tensor, gram_nn: Tensor, gone_n: Tensor, steps
     energy_n = gram_nn.diagonal().masked_fill(gone_n, float("inf"))
     ratios_mn, pulls_mn = (inverse_nn.new_empty(steps, size) for _ in range(2))
     pivots_m = inverse_nn.new_empty(steps)
+    places = []
     for step in range(steps):
         # The last of the minima goes, so that of equal channels the lower index stays.
         j = size - 1 - (energy_n / precision_n).flip(0).argmin().view(1)
+        places.append(j)
         ratios, pulls, pivots = ratios_mn[:step], pulls_mn[:step], pivots_m[:step]
         ratios_j, pulls_j = ratios.index_select(1, j)[:, 0], pulls.index_select(1, j)[:, 0]
         row_n = torch.addmv(inverse_nn.index_select(0, j)[0], ratios.T, ratios_j * pivots, alpha=-1)
@@ -207,6 +248,7 @@ def _eliminate_panel_(inverse_nn: Tensor, gram_nn: Tensor, gone_n: Tensor, steps
         ratios_mn[step], pulls_mn[step], pivots_m[step] = ratio_n, pull_n, pivot[0]
     inverse_nn.addmm_(ratios_mn.T * pivots_m, ratios_mn, alpha=-1)
     gram_nn.addmm_(torch.cat((pulls_mn, ratios_mn)).T, torch.cat((ratios_mn, pulls_mn)), alpha=-1)
+    return torch.cat(places)
 
 
 def _solve(correlations_kk: Tensor, pull_Dk: Tensor) -> tuple[Tensor, RefitReport]:

@@ -140,7 +140,8 @@ def _of_heads(encode_Grd: Tensor, heads: int) -> Tensor:
 
 def _orthonormal(encode_Grd: Tensor) -> Tensor:
     """The same row spaces with orthonormal rows, which changes nothing that a refit cannot undo."""
-    return torch.linalg.qr(encode_Grd.mT).Q.mT.contiguous()
+    rows_Grd: Tensor = torch.linalg.qr(encode_Grd.mT).Q.mT.contiguous()
+    return rows_Grd
 
 
 def _by_heads(matrix_xI: Tensor, basis_Hio: Tensor) -> Tensor:
@@ -160,11 +161,13 @@ def _own_blocks(matrix: Tensor, heads: int) -> Tensor:
 
 
 def _group_sums(blocks_H: Tensor, groups: int) -> Tensor:
-    return blocks_H.unflatten(0, (groups, -1)).sum(dim=1)
+    sums_G: Tensor = blocks_H.unflatten(0, (groups, -1)).sum(dim=1)
+    return sums_G
 
 
 def _damped_inverse(matrix_Gnn: Tensor) -> Tensor:
     """Inverse of symmetric matrices, their eigenvalues clipped from below."""
     values_Gn, vectors_Gnn = torch.linalg.eigh(0.5 * (matrix_Gnn + matrix_Gnn.mT))
     floor_G1 = (values_Gn[:, -1:] * _SMALL).clamp_min(torch.finfo(torch.float64).tiny)
-    return (vectors_Gnn / torch.maximum(values_Gn, floor_G1).unsqueeze(-2)) @ vectors_Gnn.mT
+    inverse_Gnn: Tensor = (vectors_Gnn / torch.maximum(values_Gn, floor_G1).unsqueeze(-2)) @ vectors_Gnn.mT
+    return inverse_Gnn

@@ -78,12 +78,12 @@ class Scores:
         importance: layer -> t_l, how far it turns its input on calibration text. METHODS §1.
         measured: what `Measuring.measure` gave, by `LAYER/GROUP` (with the method's position between the two until the
             registry hands a method its own). None before anything is measured: all layers then count as alike.
-        curves: what `Predicting.curve` gave, by `ranks_key`.
+        curves: what `Predicting.curve` gave, by `ranks_key`. None before any is taken.
     """
 
     importance: Mapping[int, float] = field(default_factory=dict)
     measured: Mapping[str, Any] | None = None
-    curves: Mapping[str, Curve] = field(default_factory=dict)
+    curves: Mapping[str, Curve] | None = None
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,14 @@ class Predicting(Protocol):
 
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
         """The groups whose curves are to be taken: those claimed, with `allocation: loss`; else none."""
+        ...
+
+    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+        """Stored by the first point of a group's curve, before any is taken."""
+        ...
+
+    def cache_target(self, geometry: Geometry) -> float | None:
+        """The cache's numbers per token, over all layers, that are the budget in place of stored numbers; or None."""
         ...
 
     def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:

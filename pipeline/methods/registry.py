@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.schema import FlatLLM, JointRankK, LeSTD, LoRC, Manifest, MethodEntry
+from manifests.schema import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, Manifest, MethodEntry
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
+from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Predicting, Scores
-from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
+from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers
+from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
 
 METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
@@ -23,6 +24,7 @@ METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
     JointRankK: JointRankKMethod,
     LeSTD: LeSTDMethod,
     LoRC: LoRCMethod,
+    LossAware: LossAwareMethod,
 }
 
 
@@ -117,47 +119,34 @@ def scope_numbers(geometry: Geometry, scope: str) -> int:
 def allocate_ranks(
     manifest: Manifest, methods: Sequence[Method], geometry: Geometry, scores: Scores
 ) -> dict[str, dict[str, int]]:
-    """`ranks_key` -> ranks that meet the budget: one common ratio over all methods without a budget of their own.
+    """`ranks_key` -> ranks that meet the budget; without those whose curves are still to be taken.
 
     Raises:
         InputError: the budget cannot be met; the message says the reachable range.
     """
-    chosen: dict[Key, int] = {}
-    sharing = []
-    fixed_numbers = 0.0
-    for position, method in enumerate(methods):
-        variables = _rank_variables(position, method, geometry)
-        if method.fixed_ranks:
-            targets = _target_ranks([(position, method)], geometry, 1.0, scores)
-            ranks = {key: max(1, round(want)) for key, want in targets.items()}
-        elif method.keep is not None:
-            budget = _Budget(f"methods.{position}.keep", method.keep, _dense_numbers(method, geometry), 0)
-            ranks = _fit([(position, method)], geometry, scores, budget)
-        else:
-            sharing.append((position, method))
-            continue
-        fixed_numbers += sum(variable.cost(ranks[variable.key]) for variable in variables)
-        chosen |= ranks
-    if sharing:
-        chosen |= _fit(sharing, geometry, scores, _shared_budget(manifest, methods, geometry, fixed_numbers))
-    by_task: dict[str, dict[str, int]] = {}
-    for (layer, group, name), rank in chosen.items():
-        by_task.setdefault(f"{layer}/{group}", {})[name] = rank
-    return by_task
+    entries = [_entry(position, method, geometry, scores) for position, method in enumerate(methods)]
+
+    def shared(own_numbers: float) -> Budget:
+        """keep · total less what nobody claims, and what has a budget of its own."""
+        if manifest.budget is None:
+            raise InputError("budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry")
+        total = scope_numbers(geometry, manifest.budget.scope)
+        untouched = total - sum(entry.dense_numbers for entry in entries)
+        return Budget("budget.keep", manifest.budget.keep, total, untouched + own_numbers)
+
+    return allocate(entries, shared)
 
 
 def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:
     """How many numbers fewer are stored by those methods that say so themselves, by ranks or a `keep` of their own."""
     saved = 0.0
-    for method in methods:
-        dense = _dense_numbers(method, geometry)
-        if method.fixed_ranks:
-            targets = method.target_ranks(geometry, 1.0, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
-            saved += dense - sum(
-                variable.cost(max(1, round(targets[variable.key]))) for variable in method.rank_variables(geometry)
-            )
-        elif method.keep is not None:
-            saved += (1.0 - method.keep) * dense
+    alike = Scores(dict.fromkeys(range(geometry.num_layers), 1.0))
+    for position, method in enumerate(methods):
+        entry = _entry(position, method, geometry, alike)
+        if entry.fixed:
+            saved += entry.dense_numbers - fixed_numbers(entry)
+        elif entry.keep is not None:
+            saved += (1.0 - entry.keep) * entry.dense_numbers
     return round(saved)
 
 
@@ -171,19 +160,36 @@ def ranks_key(task: Task) -> str:
     return f"{task.group.layer}/{task.method}/{task.group.name}"
 
 
-def _rank_variables(position: int, method: Method, geometry: Geometry) -> list[RankVariable]:
-    """The variables of a method, told apart from another method's by its position in their group's name."""
-    return [replace(variable, group=f"{position}/{variable.group}") for variable in method.rank_variables(geometry)]
+def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) -> Entry:
+    """A method as the allocation sees it; its groups are told apart from another method's by its position."""
+
+    def targets(ratio: float) -> dict[Key, float]:
+        found = method.target_ranks(geometry, ratio, _own(scores, position))
+        return {(layer, f"{position}/{group}", name): rank for (layer, group, name), rank in found.items()}
+
+    variables = method.rank_variables(geometry)
+    return Entry(
+        where=f"methods.{position}",
+        dense_numbers=sum(geometry.layer_numbers(group.roles) for group in method.claims(geometry)),
+        keep=method.keep,
+        fixed=method.fixed_ranks,
+        variables=tuple(replace(variable, group=f"{position}/{variable.group}") for variable in variables),
+        targets=targets,
+        prediction=_prediction(position, method, geometry, scores),
+    )
 
 
-def _target_ranks(
-    sharing: Sequence[tuple[int, Method]], geometry: Geometry, ratio: float, scores: Scores
-) -> dict[Key, float]:
-    return {
-        (layer, f"{position}/{group}", name): want
-        for position, method in sharing
-        for (layer, group, name), want in method.target_ranks(geometry, ratio, _own(scores, position)).items()
-    }
+def _prediction(position: int, method: Method, geometry: Geometry, scores: Scores) -> Prediction | None:
+    """The curves of a method whose ranks follow predicted loss."""
+    groups = method.predicts(geometry) if isinstance(method, Predicting) else ()
+    if not groups or not isinstance(method, Predicting):
+        return None
+    least = sum(method.least_numbers(group, geometry) for group in groups)
+    curves = None
+    if scores.curves is not None:
+        keys = [ranks_key(Task(position, group)) for group in groups]
+        curves = {key: from_columns(scores.curves[key]) for key in keys}
+    return Prediction(curves, least, method.cache_target(geometry))
 
 
 def _own(scores: Scores, position: int) -> Scores:
@@ -193,58 +199,3 @@ def _own(scores: Scores, position: int) -> Scores:
     split = {key: key.split("/", 2) for key in scores.measured}
     own = {f"{layer}/{group}": key for key, (layer, owner, group) in split.items() if owner == str(position)}
     return replace(scores, measured={name: scores.measured[key] for name, key in own.items()})
-
-
-def _dense_numbers(method: Method, geometry: Geometry) -> int:
-    return sum(geometry.layer_numbers(group.roles) for group in method.claims(geometry))
-
-
-@dataclass(frozen=True)
-class _Budget:
-    """`keep` (of the manifest's `field`) of `total` numbers, `taken` of which are spoken for."""
-
-    field: str
-    keep: float
-    total: int
-    taken: float
-
-    @property
-    def target(self) -> int:
-        """What may be stored. The products of floats are forgiven their last bits."""
-        numbers = self.keep * self.total - self.taken
-        return math.floor(numbers + 1e-6 + 1e-12 * abs(numbers))
-
-    def least_keep(self, numbers: float) -> float:
-        """The smallest `keep`, to three digits, that leaves room for so many numbers."""
-        return math.ceil((self.taken + numbers) / self.total * 1000 - 1e-9) / 1000
-
-
-def _shared_budget(manifest: Manifest, methods: Sequence[Method], geometry: Geometry, fixed_numbers: float) -> _Budget:
-    """What all methods without a budget of their own may store: keep · total less what nobody claims or is fixed."""
-    if manifest.budget is None:
-        raise InputError("budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry")
-    total = scope_numbers(geometry, manifest.budget.scope)
-    untouched = total - sum(_dense_numbers(method, geometry) for method in methods)
-    return _Budget("budget.keep", manifest.budget.keep, total, untouched + fixed_numbers)
-
-
-def _fit(sharing: Sequence[tuple[int, Method]], geometry: Geometry, scores: Scores, budget: _Budget) -> dict[Key, int]:
-    """Ranks of several methods at the largest common ratio whose stored numbers stay within the budget."""
-    variables = [variable for position, method in sharing for variable in _rank_variables(position, method, geometry)]
-    least = sum(variable.cost(min(variable.multiple, variable.cap)) for variable in variables)
-    most = sum(variable.cost(variable.cap) for variable in variables)
-    target = budget.target
-    if target < least:
-        dense = sum(_dense_numbers(method, geometry) for _, method in sharing)
-        raise InputError(
-            f"{budget.field}: {budget.keep:g} leaves {max(0, target):,} numbers for what is claimed, which takes "
-            f"{least:,.0f} at the least ({dense:,} dense); claim more tensors or keep more: "
-            f"reachable is {budget.least_keep(least):.3f} to 1"
-        )
-
-    def cost_at(ratio: float) -> float:
-        targets = _target_ranks(sharing, geometry, ratio, scores)
-        return sum(variable.cost(targets[variable.key]) for variable in variables)
-
-    ratio = 1.0 if target >= most else solve_ratio(cost_at, target)
-    return fit_ranks(variables, _target_ranks(sharing, geometry, ratio, scores), target)

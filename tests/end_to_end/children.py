@@ -34,6 +34,7 @@ from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS
 from workers.config import WorkerConfig
+from workers.hardware import describe_hardware
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
 
@@ -52,6 +53,7 @@ class InlinePool:
         self.worker = Worker(setup, LocalTransfer())
         self.stop = stop
         self.size = self.wanted = 1
+        self.hardware = describe_hardware(self.worker.device)
         self.waiting: deque[Unit] = deque()
         self.seconds: dict[str, list[float]] = {}
         self.peak_bytes: dict[str, int] = {}

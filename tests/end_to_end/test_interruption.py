@@ -17,6 +17,7 @@ import pytest
 
 import pipeline.job.pool
 from pipeline.ports import Forward, Unit
+from stores.durable import is_hidden
 from tests import factories
 from tests.end_to_end.children import Child, Hook, wait_for
 from tests.end_to_end.jobs import FLAT_LLM, Job, command, file_digests
@@ -49,7 +50,7 @@ def run_killed(job: Job, hook: Hook, whole: dict[str, str]) -> int:
     assert code == -signal.SIGKILL or (job.output / INDEX).exists()
     if (job.output / INDEX).exists():
         found = file_digests(job.output)
-        assert {name: digest for name, digest in found.items() if code == 0 or not name.endswith(".partial")} == whole
+        assert {name: digest for name, digest in found.items() if code == 0 or not is_hidden(name)} == whole
     return code
 
 
@@ -103,7 +104,7 @@ def test_killed_at_every_file_of_the_output(job: MakeJob, reference: dict[str, d
             == 0
         ):
             break
-        states.append({path.name for path in made.output.iterdir() if not path.name.endswith(".partial")})
+        states.append({path.name for path in made.output.iterdir() if not is_hidden(path.name)})
     assert len(states) > 8  # copied shards are placed once, everything else in every run
     assert states[-1] >= set(reference["compressed"]) - {INDEX}
     assert work_done(made) == work
@@ -113,7 +114,8 @@ def test_killed_at_every_file_of_the_output(job: MakeJob, reference: dict[str, d
 def test_killed_between_index_and_last_entry(job: MakeJob, reference: dict[str, dict[str, str]]) -> None:
     made = job()
     assert run_killed(made, Hook("commit", match="complete"), reference["compressed"]) == -signal.SIGKILL
-    assert file_digests(made.output) == reference["compressed"]
+    published = {name: digest for name, digest in file_digests(made.output).items() if not is_hidden(name)}
+    assert published == reference["compressed"]
     assert run_killed(made, Hook("commit", match="nothing"), reference["compressed"]) == 0
     assert file_digests(made.output) == reference["compressed"]
 
@@ -344,7 +346,7 @@ def test_what_changes_no_result_is_not_refused(finished: Job, text: Path, tmp_pa
     assert finished.run(*moved).json["already_finished"] is True
     shutil.copytree(tmp_path / "moved", tmp_path / "of-another")
     ended = finished.run(*moved, "--set", f"output={tmp_path / 'of-another'}")
-    assert (ended.code, "holds a checkpoint that" in ended.err) == (2, True), ended.err
+    assert (ended.code, "holds files that Lamina did not write" in ended.err) == (2, True), ended.err
     ended = finished.run(*moved, "--set", f"output={tmp_path / 'second'}")
     assert "phase walk" not in ended.err
     assert ended.json["output"] == str(tmp_path / "second")

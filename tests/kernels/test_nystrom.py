@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import nystrom
-from pipeline.kernels.nystrom import nystrom_refit, output_error, ridge_leverage, select_eliminate, select_leverage
+from pipeline.kernels.nystrom import (
+    eliminate,
+    nested_losses,
+    nystrom_refit,
+    output_error,
+    ridge_leverage,
+    select_eliminate,
+    select_leverage,
+)
 
 
 def problem(channels: int, hidden: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,3 +266,44 @@ def test_arguments() -> None:
         ridge_leverage(torch.diag(torch.tensor([1.0, -1.0])))
     with pytest.raises(ValueError, match="not positive semidefinite"):
         select_eliminate(torch.tensor([[1.0, 2.0], [2.0, 1.0]]), torch.ones(1, 2), 1)
+
+
+@pytest.mark.parametrize("singular", [False, True])
+def test_nested_losses_are_those_of_each_refit(singular: bool) -> None:
+    source = torch.Generator().manual_seed(11)
+    N, D = 14, 5
+    values = torch.randn(9 if singular else 60, N, dtype=torch.float64, generator=source)
+    values[:, 3] = 0.0  # a dead channel
+    moment, weight = values.T @ values / len(values), torch.randn(D, N, dtype=torch.float64, generator=source)
+    half = torch.randn(D, D, dtype=torch.float64, generator=source)
+    metric, priority = half @ half.T, torch.randperm(N, generator=source)
+    losses = nested_losses(moment, weight, metric, priority)
+    assert losses.shape == (N + 1,)
+    for count in range(1, N + 1):
+        kept = priority[:count].sort().values
+        change = weight.clone()
+        change[:, kept] -= nystrom_refit(weight, moment, kept)[0]
+        expected = 0.5 * torch.trace(metric @ change @ moment @ change.T)
+        torch.testing.assert_close(losses[count], expected, rtol=1e-6, atol=1e-6 * float(losses[0]))
+    assert losses[0] == pytest.approx(float(0.5 * torch.trace(metric @ weight @ moment @ weight.T)), rel=1e-6)
+
+
+def test_elimination_is_nested_and_its_set_is_that_of_select() -> None:
+    source = torch.Generator().manual_seed(12)
+    values = torch.randn(80, 30, dtype=torch.float64, generator=source)
+    moment, weight = values.T @ values, torch.randn(6, 30, dtype=torch.float64, generator=source)
+    order = eliminate(moment, weight, 4, block=3).order
+    assert order.unique().numel() == 26
+    for count in (29, 20, 11, 4):
+        kept = select_eliminate(moment, weight, count).kept
+        assert torch.equal(kept, torch.tensor(sorted(set(range(30)) - set(order[: 30 - count].tolist()))))
+
+
+def test_nested_losses_wrong_input() -> None:
+    moment, weight = torch.eye(4), torch.ones(2, 4)
+    with pytest.raises(ValueError, match="no permutation"):
+        nested_losses(moment, weight, torch.eye(2), torch.tensor([0, 1, 1, 3]))
+    with pytest.raises(ValueError, match="do not fit"):
+        nested_losses(moment, weight, torch.eye(3), torch.arange(4))
+    with pytest.raises(ValueError, match="NaN"):
+        nested_losses(moment, weight, torch.full((2, 2), float("nan")), torch.arange(4))

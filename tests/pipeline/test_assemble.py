@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from lamina import MODELLING_FILES
-from manifests.errors import CorruptError, InputError, InUseError
+from manifests.errors import CorruptError, InUseError
 from manifests.schema import Manifest
 from pipeline.checkpoint import assembling
-from pipeline.checkpoint.assembling import Assembler, check_output, free_bytes, plan_shards
+from pipeline.checkpoint.assembling import Assembler, free_bytes, plan_shards
 from pipeline.job.inputs import Inputs, read_inputs
 from stores.durable import partial_path
 from stores.ledger import Ledger
@@ -57,8 +57,8 @@ class Finished:
     def assembler(self) -> Assembler:
         return Assembler(self.inputs, self.ledger, self.run_dir, self.inputs.source.file_digests({}))
 
-    def assemble(self) -> dict[str, Any]:
-        return self.assembler().run()
+    def assemble(self, replaceable: frozenset[str] = frozenset()) -> dict[str, Any]:
+        return self.assembler().run(replaceable)
 
     def staged(self, layer: int) -> Path:
         entry = self.ledger.get(f"layer/{layer:05d}")
@@ -163,10 +163,18 @@ def contents(directory: Path) -> dict[str, bytes]:
 def test_again_gives_the_same_bytes(finished: Finished) -> None:
     finished.assemble()
     before = contents(finished.output)
-    (finished.output / "model-00009-of-00042.safetensors").write_bytes(b"of another job")
+    earlier = {"model-00009-of-00042.safetensors", "vocab.txt"}
+    for name in earlier:
+        (finished.output / name).write_bytes(b"of an earlier job")
     partial_path(finished.output / "model-00001.safetensors").write_bytes(b"of a killed run")
-    finished.assemble()
+    finished.assemble(frozenset({*earlier, "config.json"}))
     assert contents(finished.output) == before
+
+
+def test_every_name_is_known_before_it_is_written(finished: Finished) -> None:
+    names = finished.assembler().names()
+    finished.assemble()
+    assert names == {path.name for path in finished.output.iterdir()}
 
 
 def test_what_was_damaged_in_output_is_put_right(finished: Finished) -> None:
@@ -175,9 +183,11 @@ def test_what_was_damaged_in_output_is_put_right(finished: Finished) -> None:
     part = next(plan for plan in plan_shards(finished.inputs) if plan.layer is None and not plan.whole)
     flip(finished.output / part.name)
     (finished.output / part.name).with_suffix(".txt").write_text("a stranger's file stays", encoding="utf-8")
+    (finished.output / "model-00009-of-00042.safetensors").write_bytes(b"a stranger's")
     finished.assemble()
     after = contents(finished.output)
     assert after.pop(Path(part.name).with_suffix(".txt").name)
+    assert after.pop("model-00009-of-00042.safetensors") == b"a stranger's"
     assert after == before
 
 
@@ -244,22 +254,6 @@ def test_nothing_is_published_by_one_who_lost_the_run_directory(finished: Finish
     with pytest.raises(InUseError):
         Assembler(finished.inputs, finished.ledger, finished.run_dir, files, lost).run()
     assert not (finished.output / INDEX_FILE).exists()
-
-
-def test_outputs_of_others_are_refused(tmp_path: Path) -> None:
-    output, run_dir = tmp_path / "out", tmp_path / "run"
-    check_output(output, run_dir, fresh=False)
-    output.mkdir()
-    check_output(output, run_dir, fresh=False)
-    (output / "model-00001-of-00002.safetensors").touch()  # of an interrupted job: no index
-    check_output(output, run_dir, fresh=False)
-    (output / INDEX_FILE).touch()
-    with pytest.raises(InputError, match=r"holds a checkpoint that .* did not write"):
-        check_output(output, run_dir, fresh=False)
-    check_output(output, run_dir, fresh=True)
-    (output / "adapter.safetensors").touch()
-    with pytest.raises(InputError, match="holds other safetensors files"):
-        check_output(output, run_dir, fresh=True)
 
 
 def test_free_space_is_found_before_the_directory_is_made(tmp_path: Path) -> None:

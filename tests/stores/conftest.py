@@ -72,6 +72,11 @@ def _die_after(allowed: int) -> None:
 
     for name in CHANGES:
         setattr(os, name, counted(getattr(os, name)))
+    opened = os.open
+    created = counted(opened)
+    os.open = lambda path, flags, *rest, **options: (  # type: ignore[assignment]
+        (created if flags & os.O_CREAT else opened)(path, flags, *rest, **options)
+    )
 
 
 def _flip(path: Path) -> None:

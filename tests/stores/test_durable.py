@@ -56,6 +56,42 @@ def test_create_only_accepts_a_link_that_was_repeated(tmp_path: Path, monkeypatc
     assert (tmp_path / "a").read_bytes() == b"one"
 
 
+def no_hard_links(*_: object) -> None:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def test_create_only_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", no_hard_links)
+    create_only(tmp_path / "a", b"one")
+    with pytest.raises(FileExistsError):
+        create_only(tmp_path / "a", b"two")
+    assert (tmp_path / "a").read_bytes() == b"one"
+    monkeypatch.setattr(os, "replace", lambda *_: no_hard_links())
+    with pytest.raises(StorageError, match=r"writing .*/b: Operation not permitted"):
+        create_only(tmp_path / "b", b"three")
+    assert names(tmp_path) == ["a"]
+
+
+def test_killed_anywhere_without_hard_links(killed_anywhere: Callable[..., int]) -> None:
+    """Nothing, an empty file, or all of it: never a part, and never two winners."""
+
+    def act(directory: Path) -> None:
+        os.link = no_hard_links
+        create_only(directory / "a", b"data")
+
+    seen = []
+
+    def check(directory: Path) -> None:
+        path = directory / "a"
+        seen.append(path.read_bytes() if path.exists() else None)
+        if seen[-1] is not None:
+            with pytest.raises(FileExistsError):
+                create_only(path, b"other")
+
+    assert killed_anywhere(act, check) >= 4
+    assert list(dict.fromkeys(seen)) == [None, b"", b"data"]
+
+
 def test_nothing_is_published_on_an_exception(tmp_path: Path) -> None:
     write_durably(tmp_path / "a", b"old")
     with suppress(ZeroDivisionError), durable_file(tmp_path / "a") as file:

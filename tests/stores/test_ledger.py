@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -141,8 +142,15 @@ def test_a_reader_survives_a_commit_in_between(tmp_path: Path, monkeypatch: pyte
     assert ledger.get("a") == {"n": 2}
 
 
+def no_hard_links(*_: object) -> None:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
 @pytest.mark.slow
-def test_killed_anywhere_a_commit_is_old_or_new(killed_anywhere: KilledAnywhere) -> None:
+@pytest.mark.parametrize("links", [True, False])
+def test_killed_anywhere_a_commit_is_old_or_new(
+    links: bool, killed_anywhere: KilledAnywhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def act(directory: Path) -> None:
         ledger = Ledger(directory / "ledger")
         ledger.commit("a", {"n": 1})
@@ -160,6 +168,8 @@ def test_killed_anywhere_a_commit_is_old_or_new(killed_anywhere: KilledAnywhere)
         ledger.commit("a", {"n": 9})
         assert ledger.get("a") == {"n": 9}
 
+    if not links:
+        monkeypatch.setattr(os, "link", no_hard_links)
     killed_anywhere(act, check)
     order = [0 if n is None else n for n in seen]
     retracted = order.index(2) + order[order.index(2) :].index(0)

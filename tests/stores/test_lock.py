@@ -201,7 +201,7 @@ def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(StorageError, match="choose another run_dir"):
+    with pytest.raises(StorageError, match="choose a directory on another"):
         RunLock(tmp_path / "lock").acquire()
 
 
@@ -214,5 +214,38 @@ def test_killed_anywhere_it_can_be_taken_again(killed_anywhere: KilledAnywhere) 
     def check(directory: Path) -> None:
         with RunLock(directory / "run" / "lock") as lock:
             lock.beat({"layer": 2})
+
+    assert killed_anywhere(act, check) >= 8
+
+
+def test_a_temporary_lock_leaves_nothing(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "lock", temporary=True)
+    with lock:
+        waiting = os.open(tmp_path / "lock", os.O_RDWR)
+        assert sorted(os.listdir(tmp_path)) == ["lock", "lock.json"]
+    assert os.listdir(tmp_path) == []
+    fcntl.flock(waiting, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who had opened the removed one does not hold the next
+    with RunLock(tmp_path / "lock", temporary=True) as second:
+        second.beat({})
+        lock.release()
+        second.check()
+    os.close(waiting)
+
+
+def test_a_temporary_lock_that_was_lost_is_left_to_its_owner(tmp_path: Path) -> None:
+    with RunLock(tmp_path / "lock", temporary=True):
+        note(tmp_path / "lock", token="another", host="elsewhere")
+    assert sorted(os.listdir(tmp_path)) == ["lock", "lock.json"]
+
+
+def test_killed_anywhere_a_temporary_lock_can_be_taken_again(killed_anywhere: KilledAnywhere) -> None:
+    def act(directory: Path) -> None:
+        with RunLock(directory / "lock", temporary=True) as lock:
+            lock.beat({"layer": 1})
+
+    def check(directory: Path) -> None:
+        with RunLock(directory / "lock", temporary=True) as lock:
+            lock.beat({"layer": 2})
+        assert all(name.endswith(".partial") for name in os.listdir(directory))
 
     assert killed_anywhere(act, check) >= 8

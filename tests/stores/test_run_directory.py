@@ -33,7 +33,7 @@ def fill(run: RunDirectory, name: str) -> None:
     statistic = run.statistics.write(0, name, torch.ones(2, 3))
     hidden = run.activations.write("dense", 1, 0, torch.ones(1, 2, 3))
     run.ledger.commit("layer/00000", {"statistics": statistic, "activations": hidden})
-    (run.staged / "layer-00000.safetensors").write_bytes(b"data")
+    (run.staged / f"layer-00000.{'0' * 32}.safetensors").write_bytes(b"data")
 
 
 def test_layout(tmp_path: Path) -> None:
@@ -195,3 +195,54 @@ def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
 
     assert killed_anywhere(act, check, prepare) > 15
     assert list(dict.fromkeys(owners)) == [0, 1]
+
+
+def test_files_of_others_are_refused(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for name in ("manifest.yaml", "scale.json", "notes.txt"):
+        (tmp_path / name).write_text("theirs")
+    (tmp_path / "staged").mkdir()
+    (tmp_path / "staged" / "a.pt").write_text("theirs")
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger" / ".DS_Store").write_text("")
+    assert run.foreign_files() == ["manifest.yaml", "scale.json", "staged/a.pt"]
+    with pytest.raises(InputError, match=r"files of others .* manifest.yaml, scale.json, staged/a.pt; move them away"):
+        run.prepare()
+    assert sorted(os.listdir(tmp_path)) == ["ledger", "manifest.yaml", "notes.txt", "scale.json", "staged"]
+
+
+def test_what_a_start_leaves_is_ours(tmp_path: Path) -> None:
+    """Before a fingerprint there are folders and locks; a word to the owner of the lock may be there, too."""
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    with run.lock:
+        run.ask_for_workers(2, run.lock.token)
+        assert run.foreign_files() == []
+    assert run.foreign_files() == []
+    run.manifest.write_text("of a user who chose this folder meanwhile")
+    assert run.foreign_files() == ["manifest.yaml"]
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"version": 9, "fields": {}}'])
+def test_a_damaged_run_directory_is_still_ours(tmp_path: Path, damage: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    with run.lock:
+        run.check_fingerprint(FIELDS)
+        run.manifest.write_text("")
+    run.fingerprint.write_text(damage)
+    assert run.foreign_files() == []
+    fill(run, "m")
+    run.fingerprint.unlink()
+    (tmp_path / "lock.json").unlink()
+    assert run.foreign_files() == []
+
+
+def test_starting_over_removes_only_what_was_staged(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    run.check_fingerprint(FIELDS)
+    fill(run, "m")
+    (run.staged / "layer-notes.txt").write_text("theirs")
+    assert run.check_fingerprint(FIELDS, fresh=True)
+    assert os.listdir(run.staged) == ["layer-notes.txt"]

@@ -9,6 +9,7 @@ from typing import Any
 from ray.exceptions import ActorDiedError
 
 from workers.actor import Outcome
+from workers.hardware import software_versions
 
 PENDING = object()
 
@@ -63,8 +64,13 @@ class FakeActor:
                 ref.value = self._result(ref.call)
 
     def _result(self, call: Any) -> Any:
+        if call == "ready" and self.ray.start_error is not None:
+            return self.ray.start_error
         if call == "ready":
-            return {"node": "fake", "pid": self.number, "device": "cpu"}
+            hardware = self.ray.hardware.get(self.number, {"device": "CPU"})
+            versions = self.ray.versions.get(self.number, software_versions())
+            where = {"node": "fake", "pid": self.number, "ray_folder": "/tmp/ray/fake"}
+            return {**where, "hardware": hardware, "versions": versions}
         self.done.append(call)
         failure = self.ray.failures.pop(call.key, None)
         if failure is not None and not isinstance(failure, Outcome):
@@ -93,6 +99,9 @@ class FakeRay:
         self.plans = plans or ((0, 1, None),)
         self.actors: list[FakeActor] = []
         self.failures: dict[str, Any] = {}
+        self.hardware: dict[int, dict[str, str]] = {}  # of actors by number, where it is another
+        self.start_error: Exception | None = None
+        self.versions: dict[int, dict[str, str]] = {}
         self.now = 0
         self.options_given: dict[str, Any] = {}
         self.on_wait: Any = lambda: None

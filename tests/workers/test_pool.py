@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectLostError, OutOfDiskError, OutOfMemoryError, RayTaskError
 
-from manifests.errors import Interrupted, NumericsError, WorkerError
+from manifests.errors import InputError, Interrupted, NumericsError, StorageError, WorkerError
 from manifests.schema import Workers
 from pipeline.methods.method import Moment
 from pipeline.ports import Forward, ForwardDone, Reduce, Score, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers.actor import Outcome
+from workers.hardware import software_versions
+from workers.memory_pressure import others_hold_most
 from workers.pool import RayPool
 from workers.tensor_transfer import Handle
 
@@ -25,12 +28,14 @@ from workers.tensor_transfer import Handle
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`make(fake, max=2, min=2, shards=8)`: a pool on it."""
 
-    def made(fake: FakeRay, *, shards: int = 8, **workers: Any) -> RayPool:
+    def made(fake: FakeRay, *, shards: int = 8, hardware: dict[str, str] | None = None, **workers: Any) -> RayPool:
         monkeypatch.setattr(pool_module, "ray", fake)
+        monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: None)
         sizes = {"max": 2, **workers}
         sizes.setdefault("min", sizes["max"])
         notes: list[str] = []
-        pool = RayPool(SimpleNamespace(shards=shards), Workers(**sizes), threading.Event(), notes.append)  # type: ignore[arg-type]
+        setup: Any = SimpleNamespace(shards=shards, hardware=hardware)
+        pool = RayPool(setup, Workers(**sizes), threading.Event(), notes.append)
         pool.notes = notes  # type: ignore[attr-defined]
         return pool
 
@@ -301,6 +306,103 @@ def test_a_cluster_that_lost_all_its_workers_is_said(make: Any, monkeypatch: pyt
     assert any(note.startswith("waiting for 1 workers, 0 are ready") for note in pool.notes)
 
 
+# Memory, disks, hardware ----------------------------------------------------------------------------------------------
+
+MONITOR = """1 worker(s) were killed due to the node running low on memory. \
+Memory on the node (IP: 10.0.0.7, ID: f9) was \
+22.66GB used / 23.54GB limit (0.962)
+OOM kill reason: Memory usage 24330675328B exceeded threshold of 24012676915B (95.0% of 25276502016B limit)
+Selected to kill: (Actor(91): job ID=01, task name=A.__init__, pid=18584, actual memory used={own}, worker ID=33)
+"""  # of Ray 2.60
+
+
+@pytest.mark.parametrize(
+    ("own", "others"), [("0.05GB", True), ("11.2GB", True), ("11.4GB", False), ("22GB", False), ("700.5MB", True)]
+)
+def test_whose_memory_it_was(own: str, others: bool) -> None:
+    assert others_hold_most(MONITOR.format(own=own)) is others
+
+
+def test_memory_that_others_hold_is_no_death_of_the_unit(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five in a row, with max_failures 3: the job goes on with the other worker, then with a new one."""
+    monkeypatch.setattr(pool_module, "MEMORY_PAUSE_SECONDS", 0.001)
+    fake = FakeRay()
+    pool = make(fake)
+    for _ in range(5):
+        fake.failures["write/7"] = OutOfMemoryError(MONITOR.format(own="0.05GB"))
+        do(pool, forward(0))
+        pool.submit(Write(7, (), (), {}))
+        time.sleep(0.1)
+        assert pool.wait()[0].key == "write/7"
+    said = [note for note in pool.notes if "Ray's memory monitor" in note]
+    assert len(said) == 5
+    assert "22.66GB used / 23.54GB" in said[0]
+    assert "goes on with 1 workers" in said[0]
+
+
+def test_memory_of_its_own_is_a_death_of_the_unit(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake, max=1)
+    fake.on_wait = lambda: fake.failures.update({"write/7": OutOfMemoryError(MONITOR.format(own="21GB"))})
+    pool.submit(Write(7, (), (), {}))
+    with pytest.raises(WorkerError, match="write/7: 3 workers died on it"):
+        pool.wait()
+
+
+def test_memory_that_others_hold_for_good_ends_the_job(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "MEMORY_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(pool_module, "POLL_SECONDS", 0.01)
+    fake = FakeRay()
+    pool = make(fake, max=1, start_timeout_s=0.3)
+    fake.on_wait = lambda: fake.failures.update({"write/7": OutOfMemoryError(MONITOR.format(own="0.05GB"))})
+    pool.submit(Write(7, (), (), {}))
+    with pytest.raises(WorkerError, match=r"workers.start_timeout_s.*other processes hold the memory"):
+        pool.wait()
+
+
+def test_a_full_disk_is_named(make: Any) -> None:
+    """Once is a lost result, three times on a unit end the job."""
+    fake = FakeRay()
+    pool = make(fake)
+    fake.failures["write/7"] = OutOfDiskError()
+    do(pool, [Write(7, (), (), {})])
+    fake.on_wait = lambda: fake.failures.update({"write/8": OutOfDiskError()})
+    pool.submit(Write(8, (), (), {}))
+    with pytest.raises(StorageError, match=r"write/8: the disk .* is full on node fake, at /tmp/ray/fake"):
+        pool.wait()
+
+
+def test_a_worker_of_another_kind_is_refused(make: Any) -> None:
+    fake = FakeRay((0, 1, None), (3, 1, None))
+    fake.hardware[1] = {"device": "NVIDIA L4"}
+    pool = make(fake, min=1)
+    do(pool, forward(0))
+    assert (pool.size, pool.wanted, fake.actors[1].killed, fake.actors[1].done) == (1, 1, True, [])
+    assert pool.hardware == {"device": "CPU"}
+    assert any("worker fake:1 has device NVIDIA L4 instead of CPU" in note for note in pool.notes)
+
+
+def test_a_job_goes_on_where_it_began(make: Any) -> None:
+    fake = FakeRay()
+    with pytest.raises(InputError, match=r"device CPU instead of NVIDIA H200.*nodes of the first kind"):
+        make(fake, max=1, hardware={"device": "NVIDIA H200"})
+
+
+def test_other_versions_are_named(make: Any) -> None:
+    fake = FakeRay()
+    fake.versions[0] = {**software_versions(), "torch": "2.9.1"}
+    with pytest.raises(InputError, match=r"worker fake:0 has torch 2.9.1 instead of 2.13"):
+        make(fake)
+
+
+def test_a_node_without_the_project_is_said_in_one_line(make: Any) -> None:
+    fake = FakeRay((50, 1, None))
+    trace = "Traceback (most recent call last):\n ...\nModuleNotFoundError: No module named 'workers'"
+    fake.start_error = ActorDiedError(RayTaskError("ready", trace, RuntimeError()))
+    with pytest.raises(InputError, match="cannot import workers: install the project there"):
+        make(fake)
+
+
 # Stopping -------------------------------------------------------------------------------------------------------------
 
 
@@ -321,16 +423,29 @@ def test_a_signal_ends_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.on_wait = stop.set
     monkeypatch.setattr(pool_module, "ray", fake)
     with pytest.raises(Interrupted, match="before any worker was ready"):
-        RayPool(SimpleNamespace(shards=2), Workers(), stop, lambda _: None)  # type: ignore[arg-type]
+        RayPool(SimpleNamespace(shards=2, hardware=None), Workers(), stop, lambda _: None)  # type: ignore[arg-type]
+
+
+def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said within a minute, ended after `workers.start_timeout_s`; with an autoscaler it is waited for."""
+    notes: list[str] = []
+    monkeypatch.setattr(pool_module, "ray", FakeRay((10**9, 1, None)))
+    monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: "a worker asks for 64 CPUs")
+    monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.1)
+    setup: Any = SimpleNamespace(shards=2, hardware=None)
+    with pytest.raises(WorkerError, match=r"asks for 64 CPUs; waited \d+ s \(workers.start_timeout_s\)"):
+        RayPool(setup, Workers(cpus=64, start_timeout_s=0.4), threading.Event(), notes.append)
+    assert notes[0] == "waiting for 1 workers, 0 are ready: a worker asks for 64 CPUs"
 
 
 def test_waiting_long_for_workers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((250, 1, None)))
     monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.0)
-    RayPool(SimpleNamespace(shards=2), Workers(), threading.Event(), notes.append)  # type: ignore[arg-type]
+    monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: None)
+    RayPool(SimpleNamespace(shards=2, hardware=None), Workers(), threading.Event(), notes.append)  # type: ignore[arg-type]
     assert notes
-    assert "for 1 workers, 0 are ready; the cluster has {'CPU': 2.0}" in notes[0]
+    assert "for 1 workers, 0 are ready: the cluster has {'CPU': 2.0}" in notes[0]
 
 
 def test_draining_waits_for_what_runs_and_forgets_the_rest(make: Any) -> None:

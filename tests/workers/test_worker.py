@@ -50,8 +50,8 @@ def moment_of(values: Tensor, moment: Moment) -> Tensor:
     """Σ y yᵀ in float64, head by head."""
     rows = values.reshape(-1, moment.heads, values.shape[-1] // moment.heads).double()
     total = torch.zeros(moment.groups, rows.shape[-1], rows.shape[-1], dtype=torch.float64)
-    for head in range(moment.heads):
-        total[head * moment.groups // moment.heads] += rows[:, head].T @ rows[:, head]
+    for part in range(moment.heads):
+        total[part * moment.groups // moment.heads] += rows[:, part].T @ rows[:, part]
     return total
 
 

@@ -125,7 +125,7 @@ def vanished(world: World, tally: Tally, stride: int) -> None:
 
 
 def _places(world: World) -> tuple[Path, ...]:
-    return world.work / "run", world.work / "output", world.work / ".output.lock"
+    return world.work / "run", world.work / "output"
 
 
 def _count(world: World) -> int:

@@ -1,7 +1,7 @@
 """Hostile input, case by case: `python -m tools.soak.fuzz [--cases N] [--seed S] [--only KIND] [--case KIND:NUMBER]`.
 
 A case passes when each command ends by itself with an exit code that is right for it and a message, without a traceback
-or an "internal error"; when nothing changed outside RUN_DIR and OUTPUT (and OUTPUT's lock beside it); when no code of
+or an "internal error"; when nothing changed outside RUN_DIR and OUTPUT; when no code of
 the checkpoint was run; and within bounds of memory, file size and time (`tools/soak/sandbox.py`). A job that ends with
 0 has written a checkpoint that `verify` accepts, and after damage to RUN_DIR one with the bytes of an undisturbed job.
 """
@@ -36,7 +36,7 @@ from tools.soak.sandbox import Ended, run_commands, snapshot, use_no_ray
 from tools.soak.stored_cases import ledger_case, output_case, run_dir_case
 from tools.soak.world import HALVES, World, make_world
 
-MAY_CHANGE = ("run", "output", ".output.lock", ".output.lock.json")
+MAY_CHANGE = ("run", "output")
 SHOWN = 700
 KINDS: dict[str, Callable[[World, Random], Case]] = {
     "manifest": manifest_case,

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from stores.durable import is_hidden
 from tests import factories
 from tests.end_to_end.children import Child, Hook, end_group
 from tests.end_to_end.jobs import Job, file_digests
@@ -152,7 +153,7 @@ def strike(process: subprocess.Popen[bytes], victim: str) -> bool:
 
 def differing(job: Job, wanted: dict[str, str]) -> list[str]:
     """The files of OUTPUT that are not as they should be, said."""
-    found = file_digests(job.output)
+    found = {name: digest for name, digest in file_digests(job.output).items() if not is_hidden(name)}
     names = [name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)]
     if names:
         print(f"{job.output}: {', '.join(sorted(names))} differ", file=sys.stderr)

@@ -1,0 +1,105 @@
+"""A matrix of rank r as r of its own rows and what makes the others from them (METHODS §6.5).
+
+m outputs, D inputs, r rank, P the pivot rows, t the numerical rank.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.checks import require_finite, require_rank
+
+# Below this share of the largest, a direction of the factors is rounding.
+_DEPENDENT = 1e-10
+# A coefficient above this is worth a swap of rows; |C| <= 1 is reached only in the limit.
+_LARGEST = 1.1
+
+
+class Pivoted(NamedTuple):
+    """W (m, D) = rows at `indices` (r, ascending int64): `rows` (r, D); the others, in order: `coefficients` @ rows."""
+
+    rows: Tensor
+    coefficients: Tensor
+    indices: Tensor
+
+
+def pivoted(first_rD: Tensor, second_mr: Tensor) -> Pivoted:
+    """The pivoted form of second @ first, exact in exact arithmetic, with coefficients of at most 1.1 in magnitude.
+
+    Rows are picked by partial pivoting on an orthonormal basis of the column space of `second`, then swapped as long as
+    a coefficient exceeds 1.1, each swap enlarging the volume of the picked rows by as much (maximum volume; Goreinov et
+    al., How to find a good submatrix, 2010). Where the numerical rank t is below r, the lowest rows left over fill up,
+    with coefficients 0. float64. Raises ValueError on shapes that do not fit, NaN, infinity, or r > m.
+    """
+    if first_rD.ndim != 2 or second_mr.ndim != 2 or second_mr.shape[1] != first_rD.shape[0]:
+        raise ValueError(f"factors {tuple(second_mr.shape)} and {tuple(first_rD.shape)} do not fit")
+    outputs, rank = second_mr.shape
+    require_rank("rank", rank, outputs)
+    require_finite("first", first_rD)
+    require_finite("second", second_mr)
+    first_rD, second_mr = first_rD.detach().to(torch.float64), second_mr.detach().to(torch.float64)
+    basis_mt = _column_space(second_mr)
+    picked_t, coefficients_mt = _large_volume(basis_mt)
+    is_pivot_m = torch.zeros(outputs, dtype=torch.bool, device=basis_mt.device)
+    is_pivot_m[picked_t] = True
+    spare = (~is_pivot_m).nonzero()[: rank - picked_t.numel(), 0]
+    indices_r, order_r = torch.cat((picked_t, spare)).sort()
+    is_pivot_m[spare] = True
+    padded_mr = torch.cat((coefficients_mt, coefficients_mt.new_zeros(outputs, spare.numel())), dim=1)
+    return Pivoted(second_mr[indices_r] @ first_rD, padded_mr[~is_pivot_m][:, order_r].contiguous(), indices_r)
+
+
+def pivoted_numbers(outputs: int, inputs: int, rank: int, bits: int) -> int:
+    """Numbers of `bits` bits that the form stores, its r indices of 32 bits included; the dense ones where fewer."""
+    indices = math.ceil(32 * rank / bits)
+    return min(rank * inputs + (outputs - rank) * rank + indices, outputs * inputs)
+
+
+def expand(found: Pivoted) -> Tensor:
+    """W (m, D)."""
+    outputs = found.indices.numel() + found.coefficients.shape[0]
+    whole_mD = found.rows.new_empty(outputs, found.rows.shape[1])
+    rest_m = torch.ones(outputs, dtype=torch.bool, device=found.indices.device).index_fill_(0, found.indices, False)
+    whole_mD[found.indices] = found.rows
+    whole_mD[rest_m] = found.coefficients @ found.rows
+    return whole_mD
+
+
+def _column_space(second_mr: Tensor) -> Tensor:
+    """An orthonormal basis (m, t)."""
+    sizes_r = torch.linalg.vector_norm(second_mr, dim=0)
+    if float(sizes_r.max()) == 0.0:
+        return second_mr[:, :0]
+    scaled_mr = second_mr / torch.where(sizes_r > _DEPENDENT * sizes_r.max(), sizes_r, torch.inf)
+    basis_mr: Tensor
+    basis_mr, triangle_rr = torch.linalg.qr(scaled_mr)
+    if float(triangle_rr.diagonal().abs().min()) > _DEPENDENT:
+        return basis_mr
+    left_mr: Tensor
+    left_mr, values_r, _ = torch.linalg.svd(scaled_mr, full_matrices=False)
+    return left_mr[:, : int((values_r > _DEPENDENT * values_r[0]).sum())].contiguous()
+
+
+def _large_volume(basis_mt: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (t,) of an orthonormal basis whose volume is locally the largest, and basis · basis[rows]⁻¹ (m, t)."""
+    outputs, rank = basis_mt.shape
+    device = basis_mt.device
+    if rank == 0:
+        return torch.zeros(0, dtype=torch.int64, device=device), basis_mt
+    permutation: Tensor = torch.linalg.lu(basis_mt)[0]
+    rows_t = permutation.argmax(dim=0)[:rank]
+    coefficients_mt = torch.linalg.solve(basis_mt[rows_t], basis_mt, left=False)
+    for _ in range(4 * outputs):  # each swap multiplies the volume by more than 1.1: far fewer are needed
+        place = int(coefficients_mt.abs().argmax())
+        row, column = divmod(place, rank)
+        if abs(float(coefficients_mt[row, column])) <= _LARGEST:
+            break
+        pivot = coefficients_mt[row, column].clone()
+        change_t = coefficients_mt[row].clone()
+        change_t[column] -= 1.0
+        coefficients_mt = torch.addr(coefficients_mt, coefficients_mt[:, column] / pivot, change_t, alpha=-1.0)
+        rows_t[column] = row
+    # Once more from the basis: swaps add up rounding.
+    return rows_t, torch.linalg.solve(basis_mt[rows_t], basis_mt, left=False)

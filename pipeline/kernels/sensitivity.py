@@ -1,0 +1,149 @@
+"""What a change of a weight costs the model's loss, and the changes that cost least (METHODS §6.3).
+
+With g the gradient of the loss at an output and x the input, a change Δ of the weight between them costs about
+½ E[(gᵀ Δ x)²] ≈ ½ tr(G Δ C Δᵀ) nats per token, G = E[g gᵀ] and C = E[x xᵀ]. Moments here are means per token.
+
+m outputs, D inputs, F = H·d features of all heads, d head dimension, r rank.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.checks import require_finite, require_square
+from pipeline.kernels.spectra import FLOOR, eigh_descending, symmetric_root
+
+
+class Directions(NamedTuple):
+    """Directions of a space by what they weigh on the loss: the change that drops all beyond r costs ½ Σ_{i>r} values.
+
+    `decode` (n, n) @ `encode` (n, n) is the identity; the first r columns and rows give the best projection of rank r.
+    """
+
+    values: Tensor
+    encode: Tensor
+    decode: Tensor
+
+
+def input_directions(moment_DD: Tensor, pull_DD: Tensor, floor: float = FLOOR) -> Directions:
+    """Of a stack of weights W that read one input: W' = W · decode[:, :r] · encode[:r] is the best of rank r.
+
+    With S = C^{1/2} of the input moment C and V the eigenvectors of S J S, decode = S V and encode = Vᵀ S⁻¹;
+    J = Wᵀ G W, or as E[j jᵀ] of j = Wᵀ g, is the gradient pulled back to the input. Least error in the metric
+    ‖G^{1/2} (W − W') C^{1/2}‖, with no root of G. Eigenvalues of C are clipped from below at `floor` x the largest.
+    float64. Raises ValueError on shapes that do not fit, NaN or infinity.
+    """
+    _same_order("input moment", moment_DD, "pull", pull_DD)
+    unit_DD, scale = _unit(moment_DD)
+    root_DD, inverse_DD, _ = symmetric_root(unit_DD, floor)
+    values_D, vectors_DD = eigh_descending(root_DD @ pull_DD.detach().to(torch.float64) @ root_DD)
+    return Directions(values_D * scale, vectors_DD.T @ inverse_DD, root_DD @ vectors_DD)
+
+
+def output_directions(weight_mF: Tensor, moment_FF: Tensor, metric_mm: Tensor, floor: float = FLOOR) -> Directions:
+    """Of one weight by its output: W' = decode[:, :r] · (encode[:r] W) is the best of rank r.
+
+    With R = G^{1/2} and U the eigenvectors of R W C Wᵀ R, decode = R⁻¹ U and encode = Uᵀ R. Eigenvalues of G are
+    clipped as those of C above. float64. Raises ValueError on shapes that do not fit, NaN or infinity.
+    """
+    _same_order("metric", metric_mm, "outputs", weight_mF @ weight_mF.T)
+    spread_mm = pushed(weight_mF, moment_FF)
+    unit_mm, scale = _unit(metric_mm)
+    root_mm, inverse_mm, _ = symmetric_root(unit_mm, floor)
+    values_m, vectors_mm = eigh_descending(root_mm @ spread_mm @ root_mm)
+    return Directions(values_m * scale, vectors_mm.T @ root_mm, inverse_mm @ vectors_mm)
+
+
+def pulled(weight_mF: Tensor, metric: Tensor) -> Tensor:
+    """Wᵀ G W (F, F) in float64: a metric of outputs, (m, m) or its diagonal (m,), as one of inputs.
+
+    Raises ValueError on shapes that do not fit.
+    """
+    if weight_mF.ndim != 2 or metric.shape[-1] != weight_mF.shape[0]:
+        raise ValueError(f"weight {tuple(weight_mF.shape)} and metric {tuple(metric.shape)} do not fit")
+    weight_mF, metric = weight_mF.detach().to(torch.float64), metric.detach().to(torch.float64)
+    read_mF = metric[:, None] * weight_mF if metric.ndim == 1 else metric @ weight_mF
+    return _symmetric(weight_mF.T @ read_mF)
+
+
+def pushed(weight_mF: Tensor, moment_FF: Tensor) -> Tensor:
+    """W C Wᵀ (m, m) in float64: the moment of the outputs. Raises ValueError on shapes that do not fit."""
+    if weight_mF.ndim != 2 or tuple(moment_FF.shape) != (weight_mF.shape[1],) * 2:
+        raise ValueError(f"weight {tuple(weight_mF.shape)} and moment {tuple(moment_FF.shape)} do not fit")
+    weight_mF, moment_FF = weight_mF.detach().to(torch.float64), moment_FF.detach().to(torch.float64)
+    return _symmetric(weight_mF @ moment_FF @ weight_mF.T)
+
+
+def tails(values_n: Tensor) -> Tensor:
+    """½ Σ_{i>r} of eigenvalues, for every rank r = 0 … n: (n + 1,), the last 0."""
+    sums_n = values_n.flip(-1).cumsum(-1).flip(-1)
+    return 0.5 * torch.cat((sums_n, sums_n.new_zeros(1)))
+
+
+def projection_losses(metric_FF: Tensor, moment_FF: Tensor, encode_Gdd: Tensor, decode_Gdd: Tensor) -> Tensor:
+    """(d + 1,): ½ tr(M Q C Qᵀ) when every head keeps r of its d directions, for r = 0 … d.
+
+    Q is block diagonal over the heads: I − decode_g[:, :r] encode_g[:r] for each head of group g (heads of a group are
+    neighbours; decode_g encode_g = I). Correlations between heads count. M = W_oᵀ G W_o and C = E[c cᵀ] over all heads:
+    with H > G this is not the tail of the groups' own eigenvalues, which count every pair of heads of a group.
+    Raises ValueError on shapes that do not fit, NaN or infinity.
+    """
+    features = _same_order("metric", metric_FF, "moment", moment_FF)
+    groups, width = encode_Gdd.shape[0], require_square("encode", encode_Gdd)
+    if encode_Gdd.ndim != 3 or decode_Gdd.shape != encode_Gdd.shape or features % (groups * width):
+        shapes = f"{tuple(encode_Gdd.shape)}, {tuple(decode_Gdd.shape)} and {tuple(metric_FF.shape)}"
+        raise ValueError(f"encode (G, d, d), decode (G, d, d) and metric (H·d, H·d) do not fit: {shapes}")
+    heads = features // width
+    decode_Hdd = decode_Gdd.to(torch.float64).repeat_interleave(heads // groups, dim=0)
+    encode_Hdd = encode_Gdd.to(torch.float64).repeat_interleave(heads // groups, dim=0)
+    metric_FF, moment_FF = metric_FF.detach().to(torch.float64), moment_FF.detach().to(torch.float64)
+    of_metric_FF = _by_heads(_by_heads(metric_FF, decode_Hdd).T, decode_Hdd)
+    of_moment_FF = _by_heads(_by_heads(moment_FF, encode_Hdd.mT).T, encode_Hdd.mT)
+    pairs_dd = (of_metric_FF * of_moment_FF).reshape(heads, width, heads, width).sum(dim=(0, 2))
+    # Σ over a, b >= r, for every r: the diagonal of the sums from the far corner.
+    corner_dd = pairs_dd.flip(0, 1).cumsum(0).cumsum(1).flip(0, 1)
+    return 0.5 * torch.cat((corner_dd.diagonal(), corner_dd.new_zeros(1))).clamp_min(0.0)
+
+
+def diagonal_blocks(moment_FF: Tensor, heads: int, groups: int) -> Tensor:
+    """(G, d, d): the blocks of single heads on the diagonal of (H·d, H·d), summed over the heads of each group."""
+    width = moment_FF.shape[0] // heads
+    blocks_Hdd = torch.stack(
+        [moment_FF[h * width : (h + 1) * width, h * width : (h + 1) * width] for h in range(heads)]
+    )
+    return blocks_Hdd.reshape(groups, heads // groups, width, width).sum(dim=1)
+
+
+def change_loss(changes: Sequence[Tensor], moment_FF: Tensor, metric: Tensor) -> float:
+    """½ tr(G Δ C Δᵀ) of one change Δ, given in parts along its rows, G (m, m) or its diagonal (m,)."""
+    change_mF = torch.cat([part.detach().to(torch.float64) for part in changes])
+    return 0.5 * float((pulled(change_mF, metric) * moment_FF.to(torch.float64)).sum())
+
+
+def _by_heads(matrix_FF: Tensor, basis_Hdd: Tensor) -> Tensor:
+    """matrix · blockdiag(basis)."""
+    heads, width, _ = basis_Hdd.shape
+    blocks_HFd = matrix_FF.reshape(-1, heads, width).transpose(0, 1)
+    return torch.bmm(blocks_HFd, basis_Hdd).transpose(0, 1).reshape(matrix_FF.shape)
+
+
+def _unit(matrix: Tensor) -> tuple[Tensor, float]:
+    """A matrix brought to mean diagonal 1, so that factors keep the scale of the weights, and its divisor."""
+    matrix = matrix.detach().to(torch.float64)
+    mean = float(matrix.diagonal().mean())
+    return (matrix / mean, mean) if mean > 0.0 else (matrix, 1.0)
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.T).mul_(0.5)
+
+
+def _same_order(first: str, left: Tensor, second: str, right: Tensor) -> int:
+    size = require_square(first, left)
+    if left.ndim != 2 or left.shape != right.shape:
+        raise ValueError(f"{first} {tuple(left.shape)} and {second} {tuple(right.shape)} do not fit")
+    require_finite(first, left)
+    require_finite(second, right)
+    return size

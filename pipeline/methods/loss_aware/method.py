@@ -1,0 +1,112 @@
+"""`method: loss_aware`: what it claims, which statistics it needs, its curves and solutions. METHODS §6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from manifests.schema import LossAware
+from pipeline.families.family import Geometry
+from pipeline.methods.loss_aware import attention, mlp, query_key
+from pipeline.methods.method import Curve, Group, Key, Ranks, Scores, Solution, Statistics
+from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.curves import Point, frontier, to_columns
+
+
+class Part(Protocol):
+    """A module that knows one group."""
+
+    @property
+    def points(self) -> Callable[[LossAware, Geometry, Mapping[str, Tensor], Statistics], list[Point]]:
+        """What there is to choose from."""
+        ...
+
+    @property
+    def least_numbers(self) -> Callable[[LossAware, Geometry], int]:
+        """What the smallest of it stores."""
+        ...
+
+    @property
+    def solve(self) -> Callable[[LossAware, Geometry, Mapping[str, Tensor], Statistics, Ranks], Solution]:
+        """The factors at ranks chosen."""
+        ...
+
+
+PARTS: Mapping[str, Part] = {"query_key": query_key, "attention": attention, "mlp": mlp}
+
+
+@dataclass(frozen=True)
+class LossAwareMethod:
+    """`method: loss_aware` with the settings of its manifest entry."""
+
+    entry: LossAware
+    name: str = "loss_aware"
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def keep(self) -> float | None:
+        """A budget of its own, if the entry gives one."""
+        return self.entry.keep
+
+    @property
+    def fixed_ranks(self) -> bool:
+        """Ranks always follow the curves."""
+        return False
+
+    @property
+    def scores(self) -> frozenset[str]:
+        """Curves are all that ranks follow."""
+        return frozenset()
+
+    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+        """Groups `query_key` (q, k), `attention` (v, o) and `mlp` ((gate), up, down) of every chosen layer."""
+        whole = {
+            "query_key": (query_key.ROLES, query_key.MOMENTS),
+            "attention": (attention.ROLES, attention.MOMENTS),
+            "mlp": (mlp.roles(geometry), mlp.moments(geometry)),
+        }
+        chosen = {name: parts for name, parts in whole.items() if getattr(self.entry, name)}
+        return tuple(
+            Group(layer, name, roles, moments)
+            for layer in self.entry.chosen_layers(geometry.num_layers)
+            for name, (roles, moments) in chosen.items()
+        )
+
+    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
+        """All that is claimed."""
+        return self.claims(geometry)
+
+    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+        """All ranks at one step."""
+        return PARTS[group.name].least_numbers(self.entry, geometry)
+
+    def cache_target(self, geometry: Geometry) -> float | None:
+        """Stored numbers are what is budgeted."""
+        return None
+
+    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+        """Every choice of ranks that no other undercuts in both size and loss."""
+        points = PARTS[group.name].points(self.entry, geometry, weights, statistics)
+        return to_columns(frontier(points))
+
+    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
+        """None: ranks are points of curves."""
+        return ()
+
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """None: ranks are points of curves."""
+        return {}
+
+    def compress(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Mapping[str, Tensor],
+        statistics: Statistics,
+        ranks: Ranks,
+    ) -> Solution:
+        """Dispatches on the group; see the modules beside."""
+        return PARTS[group.name].solve(self.entry, geometry, weights, statistics, ranks)

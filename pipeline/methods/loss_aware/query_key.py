@@ -1,0 +1,70 @@
+"""Queries and keys: one low-rank stack in the metric of the loss. METHODS §6.3, q and k.
+
+Legend: D hidden, m rows of q and k, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from manifests.schema import LossAware
+from pipeline.families.family import Geometry
+from pipeline.kernels.sensitivity import Directions, input_directions, projection_losses
+from pipeline.methods.loss_aware.stacks import Stack, biases_of
+from pipeline.methods.method import Moment, Ranks, Solution, Statistics
+from pipeline.ranks.curves import Point
+
+ROLES = ("q", "k")
+NAME = "query_key"
+INPUT = Moment("attention.in")
+PULL = Moment("pull:q+k", kind="gradient")
+MOMENTS = (INPUT, PULL)
+
+
+def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
+    """One point for each rank of the stack [q; k]."""
+    directions = _directions(entry, weights, found)
+    pull_DD, input_DD = found.mean(PULL)[0], found.mean(INPUT)[0]
+    losses = projection_losses(pull_DD, input_DD, directions.encode[None], directions.decode[None])
+    biases, cache = _bias_numbers(geometry), geometry.weight_shape("k")[0]
+    found_points = _stack(entry, geometry).points(losses, entry.rank_multiple)
+    return [Point(point.ranks, point.numbers + biases, point.loss, cache) for point in found_points]
+
+
+def least_numbers(entry: LossAware, geometry: Geometry) -> int:
+    """Stored at the smallest rank."""
+    return _stack(entry, geometry).least(entry.rank_multiple) + _bias_numbers(geometry)
+
+
+def solve(
+    entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
+) -> Solution:
+    """The stack at its rank; biases as they are."""
+    stack, rank = _stack(entry, geometry), ranks[NAME]
+    if rank >= stack.full:
+        return Solution(dict(weights), {}, {"dense": True})
+    directions = _directions(entry, weights, found)
+    parts = {role: weights[f"{role}.weight"] for role in ROLES}
+    stacked_mD = torch.cat([part.double() for part in parts.values()])
+    tensors, forms = stack.store(parts, directions.encode[:rank], stacked_mD @ directions.decode[:, :rank])
+    return Solution(tensors | biases_of(weights, ROLES), forms)
+
+
+def _directions(entry: LossAware, weights: Mapping[str, Tensor], found: Statistics) -> Directions:
+    input_DD = found.mean(INPUT)[0]
+    if entry.weighting == "loss":
+        return input_directions(input_DD, found.mean(PULL)[0])
+    stacked_mD = torch.cat([weights[f"{role}.weight"].double() for role in ROLES])
+    return input_directions(input_DD, stacked_mD.T @ stacked_mD)
+
+
+def _stack(entry: LossAware, geometry: Geometry) -> Stack:
+    rows = sum(geometry.weight_shape(role)[0] for role in ROLES)
+    return Stack(NAME, ROLES, rows, geometry.hidden, geometry.bits, entry.factors == "pivoted")
+
+
+def _bias_numbers(geometry: Geometry) -> int:
+    return sum(geometry.weight_shape(role)[0] for role in ROLES if role in geometry.biases)

@@ -1,0 +1,192 @@
+"""Ranks for a budget: one common ratio over the entries that share it, or least predicted loss. METHODS §1, §6.4."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from manifests.errors import InputError
+from pipeline.ranks.budget import Key, RankVariable, fit_ranks, solve_ratio
+from pipeline.ranks.curves import Point, cache_numbers, choose, lower_hull, stored_numbers
+
+Chosen = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What an entry whose ranks follow predicted loss chooses from.
+
+    Attributes:
+        curves: task -> points; None before they are taken.
+        least: the numbers that its smallest points store.
+        cache_target: the cache's numbers per token that it may keep; None: stored numbers are what is budgeted.
+    """
+
+    curves: Mapping[str, Sequence[Point]] | None
+    least: float
+    cache_target: float | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the manifest as far as ranks go.
+
+    Attributes:
+        where: names it in messages.
+        dense_numbers: stored by what it claims, uncompressed.
+        keep: a budget of its own, of these numbers.
+        fixed: its targets at ratio 1 are its ranks; no budget applies.
+        variables: the ranks to choose; the group of each is `METHOD/GROUP`.
+        targets: common ratio -> the real-valued rank of every variable.
+        prediction: given, ranks follow predicted loss, and there are no variables.
+    """
+
+    where: str
+    dense_numbers: int
+    keep: float | None = None
+    fixed: bool = False
+    variables: tuple[RankVariable, ...] = ()
+    targets: Callable[[float], Mapping[Key, float]] = field(default=lambda ratio: {}, compare=False)
+    prediction: Prediction | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`keep` (of the manifest's `field`) of `total` numbers, `taken` of which are spoken for."""
+
+    field: str
+    keep: float
+    total: int
+    taken: float
+
+    @property
+    def target(self) -> int:
+        """What may be stored. The products of floats are forgiven their last bits."""
+        numbers = self.keep * self.total - self.taken
+        return math.floor(numbers + 1e-6 + 1e-12 * abs(numbers))
+
+    def least_keep(self, numbers: float) -> float:
+        """The smallest `keep`, to three digits, that leaves room for so many numbers."""
+        return math.ceil((self.taken + numbers) / self.total * 1000 - 1e-9) / 1000
+
+    def require(self, least: float, dense_numbers: int) -> None:
+        """Raises InputError, saying what is reachable, if even the least that is claimed does not fit."""
+        if self.target < least:
+            raise InputError(
+                f"{self.field}: {self.keep:g} leaves {max(0, self.target):,} numbers for what is claimed, which takes "
+                f"{least:,.0f} at the least ({dense_numbers:,} dense); claim more tensors or keep more: "
+                f"reachable is {self.least_keep(least):.3f} to 1"
+            )
+
+
+def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget]) -> Chosen:
+    """Task -> ranks. Entries with ranks, a cache or a `keep` of their own first; the others share one budget.
+
+    `shared` gives that budget from the numbers that the former store. Tasks whose curves are still to be taken are left
+    out, once it is known that their least fits. Raises InputError if a budget cannot be met, saying what can, and where
+    entries that share one do not go by the same.
+    """
+    chosen: Chosen = {}
+    sharing: list[Entry] = []
+    own_numbers = 0.0
+    for entry in entries:
+        if entry.prediction is not None and entry.prediction.cache_target is not None:
+            ranks, numbers = _by_cache(entry, entry.prediction, entry.prediction.cache_target)
+        elif entry.fixed:
+            ranks, numbers = _counted(entry, {key: max(1, round(rank)) for key, rank in entry.targets(1.0).items()})
+        elif entry.keep is not None:
+            ranks, numbers = _fit([entry], Budget(f"{entry.where}.keep", entry.keep, entry.dense_numbers, 0))
+        else:
+            sharing.append(entry)
+            continue
+        chosen |= ranks
+        own_numbers += numbers
+    if sharing:
+        chosen |= _fit(sharing, shared(own_numbers))[0]
+    return chosen
+
+
+def fixed_numbers(entry: Entry) -> float:
+    """What an entry whose ranks are fixed stores."""
+    return _counted(entry, {key: max(1, round(rank)) for key, rank in entry.targets(1.0).items()})[1]
+
+
+def _fit(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
+    """Ranks of entries that share a budget, and the numbers they store."""
+    predicted = [entry for entry in entries if entry.prediction is not None]
+    if not predicted:
+        return _by_ratio(entries, budget)
+    for entry in entries:
+        if entry.prediction is None:
+            raise InputError(
+                f"{entry.where}: shares a budget with {predicted[0].where}, whose ranks follow predicted loss; give it "
+                "allocation: loss too, or a `keep` of its own"
+            )
+    return _by_loss([entry.prediction for entry in predicted if entry.prediction], entries, budget)
+
+
+def _by_loss(predictions: Sequence[Prediction], entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
+    dense = sum(entry.dense_numbers for entry in entries)
+    curves = [prediction.curves for prediction in predictions]
+    if any(found is None for found in curves):
+        least = sum(prediction.least for prediction in predictions)
+        budget.require(least, dense)
+        return {}, budget.target
+    points = {key: line for found in curves if found is not None for key, line in found.items()}
+    budget.require(sum(lower_hull(line)[0].numbers for line in points.values()), dense)
+    found = choose(points, budget.target)
+    return _ranks(found), sum(stored_numbers(point) for point in found.values())
+
+
+def _by_cache(entry: Entry, prediction: Prediction, target: float) -> tuple[Chosen, float]:
+    """Ranks of least predicted loss whose cache stays within the target."""
+    if prediction.curves is None:
+        return {}, entry.dense_numbers
+    least = sum(lower_hull(line, cache_numbers)[0].cache for line in prediction.curves.values())
+    if target < least:
+        raise InputError(
+            f"{entry.where}.cache_keep: leaves {target:,.0f} numbers per token for the cache, which takes {least:,} at "
+            "the least; keep more"
+        )
+    found = choose(prediction.curves, target, cache_numbers)
+    return _ranks(found), sum(stored_numbers(point) for point in found.values())
+
+
+def _by_ratio(entries: Sequence[Entry], budget: Budget) -> tuple[Chosen, float]:
+    """Ranks at the largest common ratio whose stored numbers stay within the budget."""
+    variables = [variable for entry in entries for variable in entry.variables]
+    least = sum(variable.cost(min(variable.multiple, variable.cap)) for variable in variables)
+    most = sum(variable.cost(variable.cap) for variable in variables)
+    target = budget.target
+    budget.require(least, sum(entry.dense_numbers for entry in entries))
+
+    def targets_at(ratio: float) -> dict[Key, float]:
+        return {key: rank for entry in entries for key, rank in entry.targets(ratio).items()}
+
+    def cost_at(ratio: float) -> float:
+        targets = targets_at(ratio)
+        return sum(variable.cost(targets[variable.key]) for variable in variables)
+
+    ratio = 1.0 if target >= most else solve_ratio(cost_at, target)
+    ranks = fit_ranks(variables, targets_at(ratio), target)
+    return _by_task(ranks), _cost(variables, ranks)
+
+
+def _counted(entry: Entry, ranks: Mapping[Key, int]) -> tuple[Chosen, float]:
+    return _by_task(ranks), _cost(entry.variables, ranks)
+
+
+def _cost(variables: Sequence[RankVariable], ranks: Mapping[Key, int]) -> float:
+    return sum(variable.cost(ranks[variable.key]) for variable in variables)
+
+
+def _by_task(ranks: Mapping[Key, int]) -> Chosen:
+    by_task: Chosen = {}
+    for (layer, group, name), rank in ranks.items():
+        by_task.setdefault(f"{layer}/{group}", {})[name] = rank
+    return by_task
+
+
+def _ranks(points: Mapping[str, Point]) -> Chosen:
+    return {key: dict(point.ranks) for key, point in points.items()}

@@ -1,0 +1,175 @@
+"""Ranks by predicted loss: curves of (numbers, loss), their lower hulls, and the choice that a budget allows.
+
+METHODS §6.4. A curve is kept as columns that JSON has; here it is a sequence of points.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Cost = Callable[["Point"], float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One choice: ranks by name, the numbers stored, the cache's numbers per token, the loss in nats per token."""
+
+    ranks: Mapping[str, int]
+    numbers: int
+    loss: float
+    cache: int = 0
+
+
+def stored_numbers(point: Point) -> float:
+    """What a budget of stored numbers counts."""
+    return point.numbers
+
+
+def cache_numbers(point: Point) -> float:
+    """What a budget of the cache counts."""
+    return point.cache
+
+
+def to_columns(points: Sequence[Point]) -> dict[str, Any]:
+    """A curve as JSON keeps it. Raises ValueError on a loss that is negative, NaN or infinite, or on no point."""
+    if not points:
+        raise ValueError("a curve needs a point")
+    for point in points:
+        if not 0.0 <= point.loss < math.inf:
+            raise ValueError(f"the predicted loss at {dict(point.ranks)} is {point.loss}")
+    return {
+        "ranks": {name: [point.ranks[name] for point in points] for name in points[0].ranks},
+        "numbers": [point.numbers for point in points],
+        "cache": [point.cache for point in points],
+        "loss": [point.loss for point in points],
+    }
+
+
+def from_columns(curve: Mapping[str, Any]) -> list[Point]:
+    """The points of a curve."""
+    names = list(curve["ranks"])
+    rows = zip(*(curve["ranks"][name] for name in names), strict=True)
+    return [
+        Point(dict(zip(names, row, strict=True)), numbers, loss, cache)
+        for row, numbers, cache, loss in zip(rows, curve["numbers"], curve["cache"], curve["loss"], strict=True)
+    ]
+
+
+def frontier(points: Sequence[Point], cost: Cost = stored_numbers) -> list[Point]:
+    """Those that no other undercuts in both cost and loss, by ascending cost (so by falling loss)."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: (cost(point), point.loss)):
+        if not found or point.loss < found[-1].loss:
+            found.append(point)
+    return found
+
+
+def lower_hull(points: Sequence[Point], cost: Cost = stored_numbers) -> list[Point]:
+    """The corners of the lower convex hull of (cost, loss), by ascending cost, down to the least loss."""
+    hull: list[Point] = []
+    for point in frontier(points, cost):
+        while len(hull) >= 2 and _slope(hull[-2], hull[-1], cost) <= _slope(hull[-2], point, cost):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def merged(first: Sequence[Point], second: Sequence[Point], cost: Cost = stored_numbers) -> list[Point]:
+    """The hull of all sums of a point of one curve and a point of another: two parts whose losses add up.
+
+    Ranks are joined, and so must not share a name; corners by ascending cost.
+    """
+    one, other = lower_hull(first, cost), lower_hull(second, cost)
+    sums, i, j = [_sum(one[0], other[0])], 0, 0
+    while i + 1 < len(one) or j + 1 < len(other):
+        gain = _slope(one[i], one[i + 1], cost) if i + 1 < len(one) else -1.0
+        other_gain = _slope(other[j], other[j + 1], cost) if j + 1 < len(other) else -1.0
+        i, j = (i + 1, j) if gain >= other_gain else (i, j + 1)
+        sums.append(_sum(one[i], other[j]))
+    return sums
+
+
+def choose(curves: Mapping[str, Sequence[Point]], target: float, cost: Cost = stored_numbers) -> dict[str, Point]:
+    """One point of each curve, of least total loss within `target`.
+
+    Segments of all hulls are taken by loss saved per cost, as long as they fit; then, as long as any fits, the step to
+    a point, on a hull or not, that saves most. Deterministic: of equal ones the first key. Raises ValueError if even
+    the cheapest points cost more than the target, naming the least and most.
+    """
+    hulls = {key: lower_hull(points, cost) for key, points in curves.items()}
+    chosen = {key: hull[0] for key, hull in hulls.items()}
+    least = sum(cost(point) for point in chosen.values())
+    if not least <= target:
+        most = sum(cost(hull[-1]) for hull in hulls.values())
+        raise ValueError(f"target {target:,.0f} is out of reach: least {least:,.0f}, most {most:,.0f}")
+    slack = _take_segments_(hulls, chosen, target - least, cost)
+    _fill_({key: frontier(points, cost) for key, points in curves.items()}, chosen, slack, cost)
+    return chosen
+
+
+def predicted_loss(curves: Mapping[str, Mapping[str, Any]], ranks: Mapping[str, Mapping[str, int]]) -> float:
+    """Nats per token that a choice is predicted to cost: the sum over curves, each at the point of its ranks.
+
+    Raises ValueError where a curve has no point of these ranks.
+    """
+    total = 0.0
+    for key, curve in curves.items():
+        wanted = dict(ranks[key])
+        found = next((point for point in from_columns(curve) if dict(point.ranks) == wanted), None)
+        if found is None:
+            raise ValueError(f"{key}: its curve has no point at {wanted}")
+        total += found.loss
+    return total
+
+
+def steps(limit: int, multiple: int = 1, count: int = 256, least: int | None = None) -> list[int]:
+    """At most about `count` multiples of `multiple` from `least` on, ascending and even; the last is `limit` itself."""
+    first = max(multiple, least or 0)
+    stride = multiple * max(1, math.ceil((limit - first) / multiple / count))
+    return [*range(-(-first // multiple) * multiple, limit, stride), limit]
+
+
+def _slope(point: Point, dearer: Point, cost: Cost) -> float:
+    """Loss saved per cost."""
+    return (point.loss - dearer.loss) / (cost(dearer) - cost(point))
+
+
+def _sum(one: Point, other: Point) -> Point:
+    ranks = {**one.ranks, **other.ranks}
+    return Point(ranks, one.numbers + other.numbers, one.loss + other.loss, one.cache + other.cache)
+
+
+def _take_segments_(hulls: Mapping[str, Sequence[Point]], chosen: dict[str, Point], slack: float, cost: Cost) -> float:
+    """Moves along the hulls; returns what is left of the slack."""
+    heap = [(-_slope(hull[0], hull[1], cost), key, 1) for key, hull in hulls.items() if len(hull) > 1]
+    heapq.heapify(heap)
+    while heap:
+        _, key, corner = heapq.heappop(heap)
+        hull = hulls[key]
+        price = cost(hull[corner]) - cost(chosen[key])
+        if price > slack:
+            continue  # later corners of this hull cost more still
+        chosen[key], slack = hull[corner], slack - price
+        if corner + 1 < len(hull):
+            heapq.heappush(heap, (-_slope(hull[corner], hull[corner + 1], cost), key, corner + 1))
+    return slack
+
+
+def _fill_(points: Mapping[str, Sequence[Point]], chosen: dict[str, Point], slack: float, cost: Cost) -> None:
+    while True:
+        best: tuple[float, str, Point] | None = None
+        for key, line in points.items():
+            now = chosen[key]
+            for point in line:
+                if point.loss < now.loss and cost(point) - cost(now) <= slack:
+                    saved = now.loss - point.loss
+                    if best is None or saved > best[0]:
+                        best = (saved, key, point)
+        if best is None:
+            return
+        slack -= cost(best[2]) - cost(chosen[best[1]])
+        chosen[best[1]] = best[2]

@@ -1,0 +1,335 @@
+"""loss_aware without any model: what it stores, what it predicts, and that nothing is lost at the full rank."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.errors import InputError
+from manifests.loading import parse_manifest
+from manifests.schema import LossAware, Manifest
+from pipeline.families.family import Geometry
+from pipeline.kernels.sensitivity import pulled
+from pipeline.methods.loss_aware.method import LossAwareMethod
+from pipeline.methods.method import Group, Moment, Scores, Statistics
+from pipeline.methods.registry import (
+    allocate_ranks,
+    build_methods,
+    claim_tasks,
+    predict_tasks,
+    ranks_key,
+    scope_numbers,
+)
+from pipeline.ranks.curves import Point, from_columns, predicted_loss
+from tests.pipeline.geometries import llama, other
+from tests.pipeline.loss_aware_weights import counted, make_statistics, make_weights, rebuild
+
+GEOMETRIES = {
+    "mha": llama("mha"),
+    "gqa": llama("gqa"),
+    "mqa": llama("mqa"),
+    "biased": llama("biased"),
+    "wide-heads": llama("wide-heads"),
+    "opt": other("opt"),
+    "gptj": other("gptj"),
+    "half": replace(llama("gqa"), bits=16),
+    "single": replace(llama("gqa"), bits=32),
+}
+NAMES = ("query_key", "attention", "mlp")
+
+
+def method_of(**entry: Any) -> LossAwareMethod:
+    return LossAwareMethod(LossAware(method="loss_aware", **entry))
+
+
+def group_of(method: LossAwareMethod, where: Geometry, name: str) -> Group:
+    return next(group for group in method.claims(where) if (group.layer, group.name) == (0, name))
+
+
+def curve_of(method: LossAwareMethod, where: Geometry, name: str) -> tuple[Group, dict[str, Any], Statistics, Any]:
+    group = group_of(method, where, name)
+    weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
+    return group, weights, statistics, from_columns(method.curve(group, where, weights, statistics))
+
+
+def a_few(points: list[Point], count: int = 6) -> list[Point]:
+    return points[:: max(1, len(points) // count)] + points[-1:]
+
+
+def loss_of(change: torch.Tensor, moment: torch.Tensor, metric: torch.Tensor) -> float:
+    return 0.5 * float((pulled(change, metric) * moment).sum())
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("geometry", list(GEOMETRIES))
+@pytest.mark.parametrize("entry", [{}, {"factors": "plain"}, {"rank_multiple": 8, "weighting": "input"}])
+def test_points_count_what_is_stored(geometry: str, name: str, entry: dict[str, Any]) -> None:
+    where, method = GEOMETRIES[geometry], method_of(**entry)
+    group, weights, statistics, points = curve_of(method, where, name)
+    before = [tensor.clone() for tensor in (*weights.values(), *statistics.moments.values())]
+    for point in a_few(points):
+        solution = method.compress(group, where, weights, statistics, point.ranks)
+        assert counted(solution, where.bits) == point.numbers, point
+        assert set(solution.forms) <= set(group.roles)
+        assert all(torch.isfinite(tensor).all() for tensor in solution.tensors.values())
+    for tensor, copy in zip((*weights.values(), *statistics.moments.values()), before, strict=True):
+        assert torch.equal(tensor, copy), "an input was changed"
+    assert points[0].numbers <= method.least_numbers(group, where)
+    multiple = method.entry.rank_multiple
+    widest = {"query_key": where.hidden, "value": where.head_dim, "width": where.intermediate}
+    for key, rank in (item for point in points for item in point.ranks.items()):
+        assert rank % multiple == 0 or rank == widest.get(key, rank), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("geometry", list(GEOMETRIES))
+def test_the_last_point_is_the_dense_layer(geometry: str, name: str) -> None:
+    where, method = GEOMETRIES[geometry], method_of()
+    group, weights, statistics, points = curve_of(method, where, name)
+    assert (points[-1].loss, points[-1].numbers) == (0.0, where.layer_numbers(group.roles))
+    solution = method.compress(group, where, weights, statistics, points[-1].ranks)
+    assert solution.forms == {}
+    assert solution.report == {"dense": True}
+    assert solution.tensors.keys() == weights.keys()
+    assert all(torch.equal(solution.tensors[key], weights[key]) for key in weights)
+    losses, numbers = [point.loss for point in points], [point.numbers for point in points]
+    assert losses == sorted(losses, reverse=True)
+    assert numbers == sorted(numbers)
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry", [{}, {"factors": "plain"}, {"weighting": "input"}])
+@pytest.mark.parametrize("geometry", list(GEOMETRIES))
+def test_query_key_loses_what_its_point_says(geometry: str, entry: dict[str, Any]) -> None:
+    where, method = GEOMETRIES[geometry], method_of(**entry)
+    group = group_of(method, where, "query_key")
+    weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
+    metric = torch.rand(sum(where.weight_shape(role)[0] for role in group.roles), dtype=torch.float64)
+    stacked = torch.cat([weights["q.weight"], weights["k.weight"]])
+    pull = Moment("pull:q+k", kind="gradient")
+    statistics = replace(statistics, moments={**statistics.moments, pull: pulled(stacked, metric)[None]})
+    input_DD = statistics.mean(Moment("attention.in"))[0]
+    for point in a_few(from_columns(method.curve(group, where, weights, statistics))):
+        again = rebuild(method.compress(group, where, weights, statistics, point.ranks), where, weights)
+        change = stacked - torch.cat([again["q"], again["k"]])
+        assert loss_of(change, input_DD, metric) == pytest.approx(point.loss, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("entry", [{}, {"weighting": "input"}])
+@pytest.mark.parametrize("geometry", ["mha", "gqa", "mqa", "biased", "opt"])
+def test_values_lose_what_their_point_says(geometry: str, entry: dict[str, Any]) -> None:
+    where, method = GEOMETRIES[geometry], method_of(**entry)
+    group, weights, statistics, points = curve_of(method, where, "attention")
+    context_FF = statistics.mean(Moment("o.in"))[0]
+    metric_DD = statistics.mean(Moment("mid", kind="gradient"))[0]
+    seen = 0
+    for point in points:
+        full = min(where.hidden, where.heads * point.ranks["value"])
+        if point.ranks["output"] < full and point.ranks["value"] < where.head_dim:
+            continue  # the two errors are added as if they were not correlated
+        again = rebuild(method.compress(group, where, weights, statistics, point.ranks), where, weights)
+        value = where.head_dim
+        if point.ranks["value"] < value:
+            # o · v is all that counts: what reaches the output of each context is o times the basis' projection.
+            flat = torch.linalg.lstsq(weights["v.weight"].T, again["v"].T).solution.T
+            heads = flat.view(where.kv_heads, value, where.kv_heads, value)
+            blocks = [heads[g, :, g] for g in range(where.kv_heads) for _ in range(where.heads // where.kv_heads)]
+            effective = again["o"] @ torch.block_diag(*blocks)
+        else:
+            effective = again["o"]
+        change = weights["o.weight"] - effective
+        assert loss_of(change, context_FF, metric_DD) == pytest.approx(point.loss, rel=1e-4, abs=1e-8)
+        seen += 1
+    assert seen > 1
+
+
+@pytest.mark.parametrize("geometry", ["gqa", "biased", "opt"])
+def test_down_loses_what_its_point_says(geometry: str) -> None:
+    """With gate and up whole; the channels that stay come first in what is rebuilt, so their order is found again."""
+    where, method = GEOMETRIES[geometry], method_of(widths=5)
+    group, weights, statistics, _ = curve_of(method, where, "mlp")
+    hidden_NN, metric_DD = statistics.mean(Moment("down.in"))[0], statistics.mean(Moment("out", kind="gradient"))[0]
+    readers = len(group.roles) - 1
+    everything = from_columns(method.curve(group, where, weights, statistics))
+    widths = sorted({point.ranks["width"] for point in everything})
+    assert len(widths) > 1
+    for width, down in itertools.product(widths, (3, 17, where.hidden)):
+        ranks = {"width": width, "gate_up": min(readers * width, where.hidden), "down": min(down, width)}
+        solution = method.compress(group, where, weights, statistics, ranks)
+        again = rebuild(solution, where, weights)
+        rows = [int((weights["up.weight"] == row).all(dim=1).nonzero()[0, 0]) for row in again["up"][:width]]
+        change = weights["down.weight"].clone()
+        change[:, rows] -= again["down"][:, :width]
+        lost = loss_of(change, hidden_NN, metric_DD)
+        same = [point.loss for point in everything if point.ranks == ranks]
+        assert all(lost == pytest.approx(loss, rel=1e-5, abs=1e-9) for loss in same)
+        best = [point.loss for point in everything if point.numbers <= counted(solution, where.bits)]
+        assert not best or min(best) <= lost * (1 + 1e-6) + 1e-9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_in_the_metric_costs_less_than_without(name: str) -> None:
+    where = GEOMETRIES["gqa"]
+    lines = {kind: curve_of(method_of(weighting=kind), where, name)[3] for kind in ("loss", "input")}
+    for point in a_few(lines["input"]):
+        rivals = [rival.loss for rival in lines["loss"] if rival.numbers <= point.numbers]
+        assert not rivals or min(rivals) <= point.loss * (1 + 1e-6) + 1e-9 or name == "mlp"
+    middle = [line[len(line) // 2] for line in lines.values()]
+    assert middle[0].loss < middle[1].loss
+
+
+# -- odd statistics ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["value", "gradient", "both"])
+def test_moments_of_zero(name: str, kind: str) -> None:
+    where, method = GEOMETRIES["gqa"], method_of()
+    group = group_of(method, where, name)
+    weights, some = make_weights(where, group.roles), make_statistics(where, group)
+    moments = {m: torch.zeros_like(t) if kind in (m.kind, "both") else t for m, t in some.moments.items()}
+    statistics = replace(some, moments=moments)
+    points = from_columns(method.curve(group, where, weights, statistics))
+    assert all(point.loss == 0.0 for point in points)
+    solution = method.compress(group, where, weights, statistics, points[0].ranks)
+    assert all(torch.isfinite(tensor).all() for tensor in solution.tensors.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fewer_tokens_than_features(name: str) -> None:
+    where, method = GEOMETRIES["gqa"], method_of()
+    group = group_of(method, where, name)
+    weights, some = make_weights(where, group.roles), make_statistics(where, group)
+    thin = {}
+    for moment, tensor in some.moments.items():
+        values = torch.randn(5, tensor.shape[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        thin[moment] = values.square().sum(dim=0)[None] if moment.diagonal else (values.T @ values)[None]
+    statistics = replace(some, moments=thin)
+    for point in a_few(from_columns(method.curve(group, where, weights, statistics))):
+        solution = method.compress(group, where, weights, statistics, point.ranks)
+        assert all(torch.isfinite(tensor).all() for tensor in solution.tensors.values())
+        assert (
+            max(float(tensor.abs().max()) for tensor in solution.tensors.values() if tensor.is_floating_point()) < 1e6
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_is_refused(name: str) -> None:
+    where, method = GEOMETRIES["gqa"], method_of()
+    group = group_of(method, where, name)
+    weights, some = make_weights(where, group.roles), make_statistics(where, group)
+    for bad in group.moments:
+        moments = {**some.moments, bad: torch.full_like(some.moments[bad], float("nan"))}
+        with pytest.raises(ValueError, match="NaN"):
+            method.curve(group, where, weights, replace(some, moments=moments))
+
+
+# -- in a job ----------------------------------------------------------------------------------------------------------
+
+
+def job(*entries: dict[str, Any], keep: float | None = 0.6) -> Manifest:
+    budget = {"budget": {"keep": keep}} if keep is not None else {}
+    text = {"text": {"files": ["a.txt"]}, "propagate": "dense"}
+    return parse_manifest(
+        {
+            "version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "calibration": text,
+            "methods": [{"method": "loss_aware", **entry} for entry in entries], **budget,
+        }
+    )  # fmt: skip
+
+
+def curves_of(manifest: Manifest, where: Geometry) -> dict[str, Any]:
+    methods = build_methods(manifest)
+    found = {}
+    for task in predict_tasks(methods, where):
+        method = methods[task.method]
+        assert isinstance(method, LossAwareMethod)
+        weights = make_weights(where, task.group.roles, seed=task.group.layer)
+        statistics = make_statistics(where, task.group, seed=task.group.layer)
+        found[ranks_key(task)] = method.curve(task.group, where, weights, statistics)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("entries", "keep"),
+    [
+        (({},), 0.9),
+        (({},), 0.6),
+        (({},), 0.3),
+        (({"query_key": False, "layers": "last:2"},), 0.9),
+        (({"layers": [0], "keep": 0.5}, {"layers": [1, 2]}), 0.8),
+        (({"layers": [0], "keep": 0.5}, {"layers": [1, 2]}), 0.4),
+    ],
+)
+def test_budgets_are_met_exactly(entries: tuple[dict[str, Any], ...], keep: float) -> None:
+    where, manifest = llama("gqa", num_hidden_layers=3), job(*entries, keep=keep)
+    curves = curves_of(manifest, where)
+    methods = build_methods(manifest)
+    ranks = allocate_ranks(manifest, methods, where, Scores(curves=curves))
+    tasks = claim_tasks(methods, where)
+    assert ranks.keys() == {ranks_key(task) for task in tasks}
+    total = scope_numbers(where, "decoder")
+    stored = total - sum(where.layer_numbers(task.group.roles) for task in tasks)
+    for task in tasks:
+        chosen = ranks[ranks_key(task)]
+        stored += next(p.numbers for p in from_columns(curves[ranks_key(task)]) if dict(p.ranks) == chosen)
+    assert 0.995 * keep * total < stored <= keep * total
+    assert predicted_loss(curves, ranks) > 0.0
+
+
+def test_before_curves_are_taken_only_the_reach_is_checked() -> None:
+    where = llama("gqa")
+    assert allocate_ranks(job({}), build_methods(job({})), where, Scores()) == {}
+    tight = job({}, keep=0.01)
+    with pytest.raises(InputError, match=r"budget\.keep: 0\.01 leaves .* reachable is 0\.[0-9]+ to 1"):
+        allocate_ranks(tight, build_methods(tight), where, Scores())
+
+
+def test_more_budget_never_costs_more() -> None:
+    where = llama("gqa", num_hidden_layers=2)
+    curves = curves_of(job({}), where)
+    losses = []
+    for keep in (0.3, 0.5, 0.7, 0.9, 1.0):
+        manifest = job({}, keep=keep)
+        ranks = allocate_ranks(manifest, build_methods(manifest), where, Scores(curves=curves))
+        losses.append(predicted_loss(curves, ranks))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] == 0.0
+
+
+def test_entries_that_share_a_budget_go_by_the_same() -> None:
+    manifest = parse_manifest(
+        {
+            "version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "budget": {"keep": 0.6},
+            "calibration": {"text": {"files": ["a.txt"]}, "propagate": "dense"},
+            "methods": [{"method": "loss_aware", "mlp": False}, {"method": "flat_llm", "attention": False}],
+        }
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"methods\.1: shares a budget with methods\.0, whose ranks follow predicted"):
+        allocate_ranks(manifest, build_methods(manifest), llama("gqa"), Scores(dict.fromkeys(range(6), 1.0)))
+
+
+def test_off_parts_are_not_claimed() -> None:
+    where = llama("gqa")
+    for name in NAMES:
+        method = method_of(**{name: False})
+        assert {group.name for group in method.claims(where)} == set(NAMES) - {name}
+    with pytest.raises(ValueError, match="all off"):
+        method_of(query_key=False, attention=False, mlp=False)
+
+
+@pytest.mark.parametrize("calibration", [None, {"text": {"files": ["a.txt"]}, "propagate": "compressed"}])
+def test_text_and_dense_statistics_are_needed(calibration: dict[str, Any] | None) -> None:
+    fields = {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "budget": {"keep": 0.6}}
+    wanted = "calibration is needed" if calibration is None else r"set calibration\.propagate: dense"
+    with pytest.raises(InputError, match=rf"methods\.0 \(loss_aware\) follows .*{wanted}"):
+        parse_manifest({**fields, "calibration": calibration, "methods": [{"method": "loss_aware"}]})

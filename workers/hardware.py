@@ -1,0 +1,50 @@
+"""What decides the bytes of a result, as a worker finds it: hardware and versions."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from manifests import VERSION
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def describe_hardware(device: torch.device) -> dict[str, str]:
+    """Field -> value; results have the same bytes where all are equal.
+
+    A GPU: its name, compute capability, torch and CUDA versions. A CPU: its maker and the instructions that torch's
+    and oneMKL's kernels are chosen by.
+    """
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return {
+            "device": torch.cuda.get_device_name(device),
+            "compute_capability": f"{major}.{minor}",
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+        }
+    return {
+        "device": f"CPU of {_cpu_maker()}",
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+    }
+
+
+def software_versions() -> dict[str, str]:
+    """What a worker and the command must share: they exchange values of these libraries."""
+    named = {name: version(name) for name in ("ray", "torch", "transformers")}
+    return {"Lamina": VERSION, "Python": platform.python_version(), **named}
+
+
+def _cpu_maker() -> str:
+    found = re.search(r"^(?:vendor_id|CPU implementer)\s*:\s*(\S+)", _cpu_info(), re.MULTILINE)
+    return found.group(1) if found else "unknown make"
+
+
+def _cpu_info() -> str:
+    return CPU_INFO.read_text(errors="replace") if CPU_INFO.exists() else ""
