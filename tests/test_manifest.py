@@ -157,12 +157,12 @@ def test_minimal_manifest(tmp_path: Path) -> None:
         ({"calibration": {"text": [{"files": ["a"], "share": 0.5}]}}, "calibration", "0.5", "add up to 0.5, not to 1"),
         ({"calibration": {"text": [{"files": ["a"]}]}}, "calibration.text.0.share", "", "missing"),
         (
-            {"calibration": {"text": [{"files": ["a"], "share": 0.99}, {"files": ["b"], "share": 0.01}], "samples": 16}},
+            {"calibration": {"text": [{"files": ["a"], "share": 0.99}, {"dataset": "b", "share": 0.01}], "samples": 9}},
             "calibration",
             "0.01",
-            "text.1.share: leaves it without one of 16 samples",
+            "text.1.share: leaves it without one of 9 samples",
         ),
-        ({"calibration": {"text": {"files": ["a"]}, "gradient": {"samples": 300}}}, "calibration", "300", "than samples"),
+        ({"calibration": {"text": {"files": ["a"]}, "gradient": {"samples": 300}}}, "calibration", "300", "than sampl"),
         ({"calibration": {"text": {"files": []}}}, "calibration.text", "[]", "either `files`"),
         ({"calibration": {"text": {"files": ["a"], "dataset": "b"}}}, "calibration.text", "'b'", "not both"),
         (
