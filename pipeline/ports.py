@@ -241,10 +241,10 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Compare:
+class Diverge:
     """What the head makes of one shard of windows behind compressed layers, against what it makes behind dense ones.
 
-    The result is a `Comparison`. `dense`: the record of the dense model's last outputs. The rest as in `Score`, of the
+    The result is a `Divergence`. `dense`: the record of the dense model's last outputs. The rest as in `Score`, of the
     compressed layers.
     """
 
@@ -259,11 +259,11 @@ class Compare:
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
-        return f"compare/{self.shard}"
+        return f"diverge/{self.shard}"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Divergence:
     """Sums over `tokens`: Σ KL(dense‖compressed), and the negative log likelihood under either, in nats."""
 
     divergence: float
@@ -272,8 +272,26 @@ class Comparison:
     tokens: int
 
 
-Unit = Forward | Backward | Reduce | Measure | Predict | Solve | Write | Score | Compare
-ShardUnit = Forward | Backward | Score | Compare  # goes to the worker that holds the shard
+@dataclass(frozen=True)
+class Compare:
+    """The dense model and the staged layers side by side on a few tokens; the result is JSON.
+
+    Attributes:
+        tokens: ids of whole samples, all of one length.
+        staged: by layer, the record of the compressed one; None: it is as it was.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    staged: tuple[Record | None, ...]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return "compare"
+
+
+Unit = Forward | Backward | Reduce | Measure | Predict | Solve | Write | Score | Diverge | Compare
+ShardUnit = Forward | Backward | Score | Diverge  # goes to the worker that holds the shard
 TensorUnit = Forward | Backward | Solve  # its result holds handles of tensors
 
 

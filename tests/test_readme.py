@@ -17,7 +17,9 @@ TARGETS = sorted(set(re.findall(r"^make (\w+)$", README, flags=re.MULTILINE)))
 
 
 def test_readme_names_the_commands() -> None:
-    assert set(MODULES) == {f"pipeline.{name}" for name in ("run", "plan", "status", "scale", "evaluate", "verify")}
+    assert set(MODULES) == {
+        f"pipeline.{name}" for name in ("run", "plan", "status", "report", "scale", "evaluate", "verify")
+    }
     assert TARGETS == ["quickstart", "test"]
 
 

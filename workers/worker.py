@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from pipeline.ports import (
     Backward,
     BackwardDone,
     Compare,
-    Comparison,
+    Diverge,
+    Divergence,
     Forward,
     ForwardDone,
     Measure,
@@ -43,8 +45,9 @@ from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 from workers.backward import BackwardPass
 from workers.block import Tap, overflow_advice
+from workers.comparing import compare_models
 from workers.config import WorkerConfig
-from workers.ends import embedding, head
+from workers.embedding_and_head import embedding, head
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
 from workers.layers import LayerReader
 from workers.tensor_transfer import TensorTransfer, get_all
@@ -87,6 +90,7 @@ class Worker:
             Write: self._write,
             Score: self._score,
             Compare: self._compare,
+            Diverge: self._diverge,
         }
         try:
             # The backward pass builds on autograd, which takes no tensor made in inference mode.
@@ -145,7 +149,7 @@ class Worker:
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
         )
 
-    def _inputs(self, unit: Forward | Score | Compare, layer: int) -> HiddenReader:
+    def _inputs(self, unit: Forward | Score | Diverge, layer: int) -> HiddenReader:
         """The hidden states that go into a layer: held, committed, or made from the last that are.
 
         The way back ends at `unit.base`, whose inputs are in the store, or are the embeddings if it is 0.
@@ -160,7 +164,7 @@ class Worker:
             held = self._replay(unit, before, held)
         return held
 
-    def _base_inputs(self, unit: Forward | Score | Compare) -> HiddenReader:
+    def _base_inputs(self, unit: Forward | Score | Diverge) -> HiddenReader:
         shard_key = (unit.lineage, unit.base, unit.shard)
         if unit.base_record is not None:
             return self.hidden.load(shard_key, unit.base_record)
@@ -176,7 +180,7 @@ class Worker:
         assert held is not None
         return held
 
-    def _replay(self, unit: Forward | Score | Compare, layer: int, inputs: HiddenReader) -> HiddenReader:
+    def _replay(self, unit: Forward | Score | Diverge, layer: int, inputs: HiddenReader) -> HiddenReader:
         """A layer once more, for its outputs alone."""
         shard_key = (unit.lineage, layer + 1, unit.shard)
         block = self.layers.block(layer, unit.replay[layer - unit.base])
@@ -282,6 +286,15 @@ class Worker:
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
+    def _compare(self, unit: Compare) -> dict[str, Any]:
+        """Both models in float32; of each no more than a layer at a time, beside none that was held before."""
+        self.layers.current = None
+        setup = replace(self.setup, dtype=torch.float32)
+        ids_BS = torch.tensor(unit.tokens, dtype=torch.int64, device=self.device)
+        dense, packed = (LayerReader(setup, self.device) for _ in range(2))
+        with self._computing():
+            return compare_models(dense, packed, unit.staged, ids_BS).report()
+
     def _score(self, unit: Score) -> tuple[float, int]:
         total, count = 0.0, 0
         for (logits_TV,), target_T in self._logits(unit.shard, self._inputs(unit, unit.layer)):
@@ -289,7 +302,7 @@ class Worker:
             count += len(target_T)
         return total, count
 
-    def _compare(self, unit: Compare) -> Comparison:
+    def _diverge(self, unit: Diverge) -> Divergence:
         sums, count = torch.zeros(3, dtype=torch.float64), 0
         dense = self.activations.open(unit.dense)
         for (dense_TV, compressed_TV), target_T in self._logits(unit.shard, dense, self._inputs(unit, unit.layer)):
@@ -299,7 +312,7 @@ class Worker:
             sums += torch.stack([divergence_T.sum(), *losses]).cpu()
             count += len(target_T)
         divergence, dense_loss, compressed_loss = sums.tolist()
-        return Comparison(divergence, dense_loss, compressed_loss, count)
+        return Divergence(divergence, dense_loss, compressed_loss, count)
 
     def _logits(self, shard: int, *inputs: HiddenReader) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
         """Logits (T, V) behind each of some last outputs, and the tokens that came; some rows at a time."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.ports import Compare, Comparison, Forward, Lineage, Observer, Pool, Record, Unit
+from pipeline.ports import Diverge, Divergence, Forward, Lineage, Observer, Pool, Record, Unit
 from pipeline.steps import do_units
 
 
@@ -24,7 +24,7 @@ def compare(pool: Pool, staged: Sequence[Record | None], dense: Sequence[Record]
     """
     observer.phase("held-out text", len(staged), len(dense))
     _through(pool, "compressed", staged, len(dense), observer, store=False)
-    units = [Compare(len(staged), shard, record, tuple(staged)) for shard, record in enumerate(dense)]
+    units = [Diverge(len(staged), shard, record, tuple(staged)) for shard, record in enumerate(dense)]
     return _per_token(do_units(pool, units, observer))
 
 
@@ -52,7 +52,7 @@ def _through(
     return done
 
 
-def _per_token(parts: Sequence[Comparison]) -> dict[str, Any]:
+def _per_token(parts: Sequence[Divergence]) -> dict[str, Any]:
     tokens = sum(part.tokens for part in parts)
     return {
         "divergence": sum(part.divergence for part in parts) / tokens,

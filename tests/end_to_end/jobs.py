@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import pipeline.evaluate
 import pipeline.plan.__main__
+import pipeline.report
 import pipeline.run
 import pipeline.scale
 import pipeline.status
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "run": pipeline.run.main,
     "plan": pipeline.plan.__main__.main,
     "status": pipeline.status.main,
+    "report": pipeline.report.main,
     "scale": pipeline.scale.main,
     "evaluate": pipeline.evaluate.main,
     "verify": pipeline.verify.main,

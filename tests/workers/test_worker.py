@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from workers.ends import head
 
 from manifests.errors import NumericsError
 from pipeline.methods.method import Moment
-from pipeline.ports import Compare, Forward, ForwardDone, Reduce, Score, Solve
+from pipeline.ports import Diverge, Forward, ForwardDone, Reduce, Score, Solve
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,
@@ -32,7 +33,6 @@ from tests.workers.bench import (
     write_unit,
 )
 from workers.config import WorkerConfig
-from workers.ends import head
 from workers.worker import Worker
 
 
@@ -365,7 +365,7 @@ def test_setup_cuts_samples_in_fixed_parts(llama: Path, tmp_path: Path) -> None:
     assert ranges == [(0, 3), (3, 7), (7, 11)]
 
 
-def test_comparison_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:
+def test_divergence_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:
     """The dense last outputs stored, the compressed ones held: divergence and both losses, summed over the tokens."""
     setup = make_setup(model, tmp_path / "run", EVERYTHING)
     worker, reference = make_worker(setup), Reference(model, setup)
@@ -375,7 +375,7 @@ def test_comparison_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:
     for shard in range(2):
         last = Forward("dense", layers - 1, shard, store=True, replay=(None,) * (layers - 1))
         dense = worker.execute(last).activation
-        found = worker.execute(Compare(layers, shard, dense, tuple(staged)))
+        found = worker.execute(Diverge(layers, shard, dense, tuple(staged)))
         logits = reference.shard(reference.logits_MSV, shard)[:, :-1].flatten(0, 1).double().log_softmax(-1)
         target = reference.shard(reference.ids_MS, shard)[:, 1:].flatten()
         assert found.tokens == len(target)
@@ -388,5 +388,5 @@ def test_comparison_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:
         assert found.divergence > 1e-3
         loss = functional.nll_loss(other, target, reduction="sum").item()
         assert found.compressed_loss == pytest.approx(loss, rel=1e-5)
-        same = make_worker(setup).execute(Compare(layers, shard, dense, (None,) * layers))
+        same = make_worker(setup).execute(Diverge(layers, shard, dense, (None,) * layers))
         assert abs(same.divergence) < 1e-4

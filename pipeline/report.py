@@ -1,0 +1,38 @@
+"""`python -m pipeline.report RUN_DIR`: one HTML file about a job that is done, or not yet, or failed. DESIGN §5."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.console.arguments import parser, run_command
+from pipeline.reporting.page import render
+from pipeline.reporting.reading import read_run
+from stores.durable import write_durably
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = parser("report", "Writes one HTML file about a job: ranks, errors, memory, time; works at any moment.")
+    options.add_argument("run_dir", help="the run directory of the job")
+    options.add_argument("--output", help="the file to write; default: report.html in RUN_DIR")
+    options.add_argument("--json", action="store_true", help="print one JSON object that says where it is")
+    return run_command(_body, options.parse_args(argv))
+
+
+def _body(arguments: Any) -> int:
+    run = read_run(Path(arguments.run_dir))
+    path = Path(arguments.output) if arguments.output else run.path / "report.html"
+    content = render(run).encode()
+    write_durably(path, content)
+    if arguments.json:
+        print(json.dumps({"report": str(path), "bytes": len(content), "state": run.state}))
+    else:
+        print(f"report: {path} ({run.state})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""What a run directory tells of its job, finished or not. Changes nothing; needs neither source nor output."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import InputError
+from manifests.loading import load_manifest
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.methods.registry import Task, build_methods, claim_tasks
+from pipeline.plan import MOMENT_BYTES, Plan, make_plan
+from stores.headers import DTYPES
+from stores.lock import read_lock
+from stores.run_directory import RunDirectory
+
+LOG_LINES = 60
+KINDS = ("layer", "curves", "ranks", "complete", "dense", "gradient", "statistics")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job as its run directory has it.
+
+    Attributes:
+        state: running, done, interrupted, failed, or stopped (by what left no record, as SIGKILL).
+        ended: how its last run ended: outcome, exit code, error, where; None when that left no record.
+        fingerprint: what decides its results: source digests, config, semantic manifest, code, dtype, device.
+        commits: (time in seconds, key) of every entry of the ledger that still is the latest, in order of time.
+        layers: layer -> its entry: `staged`, `forms`, and `groups` with ranks, errors and conditions.
+        ranks, importance, curves: what the ranks follow, as far as it is chosen. `curves` are by task.
+        summary: the job's own, once it was done.
+        statistics_bytes: layer -> bytes of its moments in memory.
+        log: the last lines of the last log, and the warnings before them.
+    """
+
+    path: Path
+    state: str
+    ended: Mapping[str, Any] | None
+    owner: Mapping[str, Any] | None
+    manifest: Manifest
+    manifest_text: str
+    fingerprint: Mapping[str, Any]
+    commits: tuple[tuple[float, str], ...]
+    layers: Mapping[int, Mapping[str, Any]]
+    ranks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    importance: Mapping[int, float] = field(default_factory=dict)
+    curves: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    summary: Mapping[str, Any] | None = None
+    record_sha256: str | None = None
+    statistics_bytes: Mapping[int, int] = field(default_factory=dict)
+    log: tuple[str, ...] = ()
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """Of the dense model."""
+        return geometry_of(standard_config(self.fingerprint["config"]))
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """What the manifest claims."""
+        return claim_tasks(build_methods(self.manifest), self.geometry)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """As `pipeline.plan` makes it."""
+        itemsize = getattr(torch, self.fingerprint["dtype"]).itemsize
+        shards = [file for name, file in self.fingerprint["source"].items() if name.endswith(".safetensors")]
+        return make_plan(self.manifest, self.geometry, self.tasks, itemsize, sum(file["size"] for file in shards))
+
+    @cached_property
+    def caps(self) -> dict[tuple[str, str], int]:
+        """(task, name) -> the full rank, of every rank that is chosen from a range or from a curve."""
+        found = {
+            (f"{variable.layer}/{position}/{variable.group}", variable.name): variable.cap
+            for position, method in enumerate(build_methods(self.manifest))
+            for variable in method.rank_variables(self.geometry)
+        }
+        of_curves = {
+            (task, name): max(values) for task, curve in self.curves.items() for name, values in curve["ranks"].items()
+        }
+        return found | of_curves
+
+    def stored_bytes(self, layer: int) -> dict[str, int]:
+        """What a compressed layer stores, by group; `rest` is what nobody claims."""
+        prefixes = [
+            (prefix + ".", task.group.name)
+            for task in self.tasks
+            if task.group.layer == layer
+            for prefix in (
+                *(self.geometry.path(layer, role) for role in task.group.roles),
+                self.geometry.group_path(layer, task.group.roles, task.group.name),
+            )
+        ]
+        found: dict[str, int] = {}
+        for name, tensor in self.layers[layer]["staged"]["tensors"].items():
+            fitting = [(len(prefix), group) for prefix, group in prefixes if name.startswith(prefix)]
+            group = max(fitting)[1] if fitting else "rest"
+            found[group] = found.get(group, 0) + tensor_bytes(tensor)
+        return found
+
+
+def read_run(path: Path) -> Run:
+    """Reads all of it. Raises InputError when `path` is no run directory, or not one of this version."""
+    run_dir = RunDirectory(path)
+    if not run_dir.fingerprint.exists() or not run_dir.manifest.exists():
+        raise InputError(f"{path}: no run directory (it has no fingerprint.json and manifest.yaml)")
+    ledger = run_dir.ledger
+    keys = ledger.keys()
+    entries = {key: ledger.get(key) or {} for key in keys if key.split("/")[0] in KINDS}
+    complete, ranks = entries.get("complete", {}), entries.get("ranks", {})
+    owner, ended = read_lock(path / "lock"), _json(run_dir.ended)
+    if ended and owner and ended.get("run") != owner["token"]:
+        ended = None  # of an earlier run
+    curves = [entry["curves"] for key, entry in entries.items() if key.startswith("curves/")]
+    return Run(
+        path=path,
+        state=_state(owner, ended, complete),
+        ended=ended,
+        owner=owner,
+        manifest=load_manifest(run_dir.manifest),
+        manifest_text=run_dir.manifest.read_text(encoding="utf-8"),
+        fingerprint=(_json(run_dir.fingerprint) or {})["fields"],
+        commits=_commits(path / "ledger", keys),
+        layers={int(key.partition("/")[2]): entry for key, entry in entries.items() if key.startswith("layer/")},
+        ranks=ranks.get("ranks", {}),
+        importance={int(layer): value for layer, value in ranks.get("importance", {}).items()},
+        curves={task: curve for found in curves for task, curve in found.items()},
+        summary=complete.get("summary"),
+        record_sha256=complete.get("contract_sha256"),
+        statistics_bytes=_statistics_bytes(entries),
+        log=_log(run_dir.logs),
+    )
+
+
+def tensor_bytes(tensor: Mapping[str, Any]) -> int:
+    """Of a tensor as a ledger entry describes it."""
+    return int(math.prod(tensor["shape"])) * DTYPES[tensor["dtype"]].itemsize
+
+
+def _state(owner: Mapping[str, Any] | None, ended: Mapping[str, Any] | None, complete: Mapping[str, Any]) -> str:
+    if owner is not None and owner.get("alive"):
+        return "running"
+    if ended is not None:
+        return str(ended["outcome"])
+    return "done" if complete else "stopped"
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """None where there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _statistics_bytes(entries: Mapping[str, Mapping[str, Any]]) -> dict[int, int]:
+    """From the shapes in the entries: moments are float64, stored or not."""
+    found: dict[int, int] = {}
+    for key, entry in entries.items():
+        for record in entry.get("statistics", {}).values():
+            layer, shape = int(key.partition("/")[2]), record.get("shape", ())
+            found[layer] = found.get(layer, 0) + math.prod(shape) * MOMENT_BYTES
+    return {layer: size for layer, size in found.items() if size}
+
+
+def _commits(ledger: Path, keys: list[str]) -> tuple[tuple[float, str], ...]:
+    times: dict[str, float] = {}
+    for path in ledger.glob("*.json"):
+        key = path.name.rsplit(".", 2)[0].replace(".", "/")
+        times[key] = max(times.get(key, 0.0), path.stat().st_mtime)
+    return tuple(sorted((times[key], key) for key in keys if key in times))
+
+
+def _log(logs: Path) -> tuple[str, ...]:
+    files = sorted(logs.glob("*.log"))
+    lines = files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []
+    warnings = [line for line in lines[:-LOG_LINES] if " WARNING " in line or " ERROR " in line]
+    return (*warnings[-LOG_LINES:], *lines[-LOG_LINES:])

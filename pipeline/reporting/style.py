@@ -1,0 +1,63 @@
+"""How a report looks. Colours are variables, so that plots follow the reader's scheme; print is always light."""
+
+LIGHT = """
+  --paper: #ffffff; --panel: #f6f7f9; --ink: #1c2128; --muted: #59636e; --grid: #d5dae0;
+  --bad: #b3261e; --good: #1a7340;
+  --first: #2b5fd0; --last: #d1542f;
+  --series-1: #2b5fd0; --series-2: #c2570c; --series-3: #1a7f4b; --series-4: #8250df; --series-5: #a8326e;
+  --series-6: #5c6a12;
+"""
+DARK = """
+  --paper: #10141a; --panel: #191f27; --ink: #e6eaef; --muted: #9aa4b0; --grid: #343c47;
+  --bad: #ff8a80; --good: #62d08f;
+  --first: #76a5ff; --last: #ff9a6b;
+  --series-1: #76a5ff; --series-2: #ffa657; --series-3: #56d39b; --series-4: #c297ff; --series-5: #f58bbd;
+  --series-6: #c3cf62;
+"""
+STYLE = f"""
+:root {{ color-scheme: light dark; {LIGHT} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}
+* {{ box-sizing: border-box; }}
+body {{
+  margin: 0; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
+}}
+main {{ max-width: 76rem; margin: 0 auto; padding: 1.25rem; }}
+h1 {{ font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }}
+h2 {{
+  font-size: 1.15rem; margin: 2.25rem 0 .75rem; padding-bottom: .25rem; border-bottom: 1px solid var(--grid);
+  break-after: avoid;
+}}
+p {{ margin: .25rem 0; overflow-wrap: anywhere; }}
+code, pre {{ font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .85em; }}
+pre {{ background: var(--panel); padding: .75rem; overflow-x: auto; border-radius: 6px; }}
+.state {{ font-weight: 600; }}
+.state.done {{ color: var(--good); }}
+.state.failed, .state.stopped, .error {{ color: var(--bad); }}
+dl {{ display: flex; flex-wrap: wrap; gap: .75rem; margin: 1rem 0 0; }}
+dl div {{ background: var(--panel); border-radius: 6px; padding: .5rem .9rem; flex: 1 1 8rem; }}
+dt {{ color: var(--muted); font-size: .8rem; }}
+dd {{ margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }}
+.plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1.25rem; }}
+figure {{ margin: 0; max-width: 34rem; break-inside: avoid; }}
+figure svg {{ display: block; width: 100%; height: auto; }}
+figure svg text {{ font-family: inherit !important; }}
+figcaption {{ color: var(--muted); font-size: .82rem; }}
+.wide {{ overflow-x: auto; margin: .75rem 0; }}
+.beside {{ display: flex; flex-wrap: wrap; gap: 0 2.5rem; align-items: start; margin-top: 1rem; }}
+.beside .wide {{ max-width: 100%; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }}
+th, td {{ padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--grid); }}
+th {{ color: var(--muted); font-weight: 600; }}
+.number {{ text-align: right; white-space: nowrap; }}
+details {{ margin: .75rem 0; }}
+summary {{ cursor: pointer; color: var(--muted); }}
+@media print {{
+  :root {{ color-scheme: light; {LIGHT} }}
+  main {{ max-width: none; padding: 0; }}
+  details::details-content {{ content-visibility: visible; block-size: auto; }}
+  .plots {{ grid-template-columns: 1fr 1fr; }}
+  .wide, pre {{ overflow: visible; }}
+  pre {{ white-space: pre-wrap; }}
+}}
+"""

@@ -1,0 +1,205 @@
+"""Tables of a report: what the plots show, as numbers, and what no plot shows."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pipeline.console.summary import compute_share
+from pipeline.reporting.figures import chosen_point
+from pipeline.reporting.reading import Run
+
+PACKAGES = ("torch", "ray", "transformers", "safetensors", "zarr", "numpy", "lamina-pipeline", "lamina")
+OF_A_GROUP = ("method", "ranks", "error", "condition", "fallback", "jitter")
+
+
+def table(name: str, headers: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> str:
+    """A table whose first `words` columns hold words and the others numbers, set right. Cells are escaped here."""
+    found = list(rows)
+    if not found:
+        return ""
+
+    def row(cells: Sequence[Any], tag: str) -> str:
+        told = (
+            f"<{tag}{'' if place < words else ' class=number'}>{escape(str(cell))}</{tag}>"
+            for place, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(told)}</tr>"
+
+    body = "\n".join(row(cells, "td") for cells in found)
+    head = f"<thead>{row(headers, 'th')}</thead>"
+    return f'<div class=wide><table id="{name}">{head}\n<tbody>\n{body}\n</tbody></table></div>'
+
+
+def kept(run: Run) -> str:
+    """The counts of a job that is done."""
+    counts = (run.summary or {}).get("counts", {})
+    rows = [
+        (
+            name.replace("_", " "),
+            f"{pair['dense']:,}",
+            f"{pair['compressed']:,}",
+            f"{pair['compressed'] / pair['dense']:.4f}" if pair["dense"] else "",
+        )
+        for name, pair in counts.items()
+    ]
+    return table("kept", ("", "dense", "compressed", "kept"), rows)
+
+
+def scores(run: Run) -> str:
+    """What was measured on the output."""
+    rows = [
+        (f"{kind}: {name.replace('_', ' ')}", number(value))
+        for kind, found in (run.summary or {}).get("evaluation", {}).items()
+        if isinstance(found, Mapping)
+        for name, value in found.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
+    return table("scores", ("", ""), rows)
+
+
+def layers(run: Run) -> str:
+    """Every group of every committed layer, and what had to be done for it."""
+    rows = []
+    for layer, entry in sorted(run.layers.items()):
+        stored = run.stored_bytes(layer)
+        for group, report in entry["groups"].items():
+            error, condition = report.get("error"), report.get("condition")
+            rows.append(
+                (
+                    layer,
+                    group,
+                    run.manifest.methods[report["method"]].method,
+                    ", ".join(f"{name} {rank:,}" for name, rank in report["ranks"].items()),
+                    _notes(report),
+                    f"{run.importance[layer]:.4f}" if layer in run.importance else "",
+                    f"{stored.get(group, 0):,}",
+                    f"{error:.3e}" if isinstance(error, float) else "",
+                    f"{1 - error:.6f}" if isinstance(error, float) else "",
+                    f"{condition:.3e}" if isinstance(condition, float) else "",
+                )
+            )
+    headers = ("layer", "group", "method", "ranks", "notes")
+    return table("layers", (*headers, "importance", "bytes", "error", "kept energy", "condition"), rows, words=5)
+
+
+def predictions(run: Run) -> str:
+    """What each choice is predicted to cost, where ranks follow curves."""
+    rows = []
+    for task, curve in run.curves.items():
+        place = chosen_point(run, task)
+        if place is not None:
+            layer, _, group = task.split("/", 2)
+            numbers, loss = curve["numbers"][place], curve["loss"][place]
+            rows.append((int(layer), group, f"{numbers:,}", f"{numbers / curve['numbers'][-1]:.4f}", f"{loss:.3e}"))
+    return table("predictions", ("layer", "group", "numbers", "kept", "nats per token"), sorted(rows), words=2)
+
+
+def plan_and_measurement(run: Run) -> str:
+    """What `pipeline.plan` says beside what was found; where nothing is measured yet, the plan alone."""
+    summary, plan = run.summary or {}, run.plan
+    counts, peaks = summary.get("counts", {}), summary.get("peak_bytes", {})
+    pairs = {
+        "stored numbers": (plan.expected_numbers, counts.get("parameters", {}).get("compressed")),
+        "output bytes": (plan.output_bytes, counts.get("bytes", {}).get("compressed")),
+        "peak bytes of a worker": (plan.worker_peak_bytes, max(peaks.get("workers", {}).values(), default=None)),
+        "peak bytes of the driver": (plan.driver_peak_bytes, peaks.get("driver")),
+        "bytes of statistics, largest layer": (
+            plan.statistics_bytes_per_layer,
+            max(run.statistics_bytes.values(), default=None),
+        ),
+        "bytes of the run directory": (plan.run_dir_bytes, None),
+        "bytes read": (plan.read_bytes, None),
+        "calibration tokens": (plan.calibration_tokens, None),
+    }
+    rows = [
+        (
+            name,
+            f"{planned:,}",
+            f"{found:,}" if found is not None else "",
+            f"{found / planned:.3f}" if found and planned else "",
+        )
+        for name, (planned, found) in pairs.items()
+    ]
+    return table("plan", ("", "plan", "measured", "measured / plan"), rows)
+
+
+def seconds(run: Run) -> str:
+    """Where the time of the last run went."""
+    found = (run.summary or {}).get("seconds", {})
+    rows = [(f"phase {name}", f"{spent:,.1f}") for name, spent in found.get("phases", {}).items()]
+    rows += [("total", f"{found['total']:,.1f}")] if "total" in found else []
+    return table("seconds", ("", "seconds"), rows)
+
+
+def units(run: Run) -> str:
+    """What the workers did."""
+    found = (run.summary or {}).get("seconds", {}).get("units", {})
+    rows = [
+        (kind, f"{count:,.0f}", f"{spent:,.1f}", f"{computing / spent:.0%}" if spent else "")
+        for kind, (count, spent, computing) in found.items()
+    ]
+    if rows:
+        busy = sum(spent for _, spent, _ in found.values())
+        share = compute_share({"units": found})
+        rows.append(("all", f"{sum(count for count, _, _ in found.values()):,.0f}", f"{busy:,.1f}", f"{share:.0%}"))
+    return table("units", ("unit", "done", "seconds of workers", "inside products"), rows)
+
+
+def peaks(run: Run) -> str:
+    """Memory of each process."""
+    found = (run.summary or {}).get("peak_bytes", {})
+    rows = [("driver", found["driver"])] if "driver" in found else []
+    rows += sorted(found.get("workers", {}).items())
+    return table("memory", ("process", "peak MiB"), [(name, f"{size / 2**20:,.0f}") for name, size in rows])
+
+
+def versions(run: Run) -> str:
+    """Of the job, and of what reads it now."""
+    rows = [("code of the job", run.fingerprint["code"]), ("dtype", run.fingerprint["dtype"])]
+    rows += [("device", run.fingerprint["device"]), ("Python of this report", platform.python_version())]
+    rows += [(f"{name} of this report", found) for name in PACKAGES if (found := _version(name))]
+    return table("versions", ("", ""), rows, words=2)
+
+
+def digests(run: Run) -> str:
+    """sha256 of what was read and of what was written."""
+    rows = [
+        ("source", name, f"{file['size']:,}", file["sha256"])
+        for name, file in sorted(run.fingerprint["source"].items())
+    ]
+    rows += [
+        ("compressed", f"layer {layer}", f"{entry['staged']['size']:,}", entry["staged"]["sha256"])
+        for layer, entry in sorted(run.layers.items())
+    ]
+    rows += [("output", "compression.json", "", run.record_sha256)] if run.record_sha256 else []
+    tokens = run.fingerprint.get("calibration_tokens")
+    rows += [("calibration", "token ids", "", tokens)] if isinstance(tokens, str) else []
+    return table("digests", ("", "name", "bytes", "sha256"), rows, words=2)
+
+
+def number(value: float) -> str:
+    """As a person reads it: whole numbers whole, others to six digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
+def _notes(report: Mapping[str, Any]) -> str:
+    """Fallbacks first, then whatever else a method reports."""
+    told = ["fallback"] if report.get("fallback") else []
+    told += [f"jitter {report['jitter']:.3g}"] if report.get("jitter") else []
+    told += [
+        f"{name.replace('_', ' ')} {number(value) if isinstance(value, (int, float)) else value}"
+        for name, value in report.items()
+        if name not in OF_A_GROUP and value not in (0, False, None)
+    ]
+    return ", ".join(told)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,243 @@
+"""`report`: one HTML file that says what the ledger says, of jobs that are done, unfinished or failed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from html import escape, unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stores.headers import DTYPES
+from stores.ledger import Ledger
+from tests.end_to_end.jobs import Job, command
+from tests.end_to_end.report_page import Page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def report(job: Job) -> Page:
+    written = command("report", str(job.run_dir), "--json").json
+    path = job.run_dir / "report.html"
+    assert written["report"] == str(path)
+    assert written["bytes"] == path.stat().st_size
+    return Page(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def done(job: Callable[..., Job], inline_everywhere: None, text: Path) -> Job:
+    """A job that went through."""
+    made = job(**{"evaluation": {"perplexity": {"text": {"files": [str(text)]}, "window": 16}}})
+    ended = made.run()
+    assert ended.code == 0, ended.err
+    return made
+
+
+def test_one_file_that_needs_nothing_else(done: Job) -> None:
+    page = report(done)
+    assert len(page.ids) == len(set(page.ids))
+    targets = [link.removeprefix("#") for link in page.links]
+    assert all(link.startswith("#") for link in page.links)
+    assert set(targets) <= set(page.ids)
+    assert not re.search(r"https?://(?!www\.w3\.org/)|@import|<script|<link", page.content)
+    assert page.content.count("<figure") == page.content.count("<svg") == len(page.captions) > 5
+    assert not re.search(r"#0[1-5]0[0-9a-f]{3}\b", page.content)  # a colour that stands for a variable
+    used = set(re.findall(r"var\(--([a-z0-9-]+)\)", page.content))
+    assert used <= set(re.findall(r"--([a-z0-9-]+):", page.content))
+
+
+def test_the_same_run_gives_the_same_page(done: Job) -> None:
+    assert report(done).content == report(done).content
+
+
+def test_figures_are_the_ledger_s(done: Job) -> None:
+    page, ranks, summary = report(done), done.ledger("ranks"), done.ledger("complete")["summary"]
+    rows = page.tables["layers"][1:]
+    assert len(rows) == 6
+    heading = page.tables["layers"][0]
+    for cells in rows:
+        row = dict(zip(heading, cells, strict=True))
+        entry = done.ledger(f"layer/{int(row['layer']):05d}")
+        told = entry["groups"][row["group"]]
+        chosen = ranks["ranks"][f"{row['layer']}/0/{row['group']}"]
+        assert told["ranks"] == chosen
+        assert row["ranks"] == ", ".join(f"{name} {rank:,}" for name, rank in chosen.items())
+        assert row["method"] == "flat_llm"
+        assert row["importance"] == f"{ranks['importance'][row['layer']]:.4f}"
+        assert row["error"] == f"{told['error']:.3e}"
+        assert row["kept energy"] == f"{1 - told['error']:.6f}"
+        assert row["condition"] == (f"{told['condition']:.3e}" if "condition" in told else "")
+    for layer in range(3):
+        stored = sum(int(row[6].replace(",", "")) for row in rows if row[0] == str(layer))
+        assert stored == claimed_bytes(done.ledger(f"layer/{layer:05d}"))
+    for name, pair in summary["counts"].items():
+        cells = page.row("kept", name.replace("_", " "))
+        assert cells == [f"{pair['dense']:,}", f"{pair['compressed']:,}", f"{pair['compressed'] / pair['dense']:.4f}"]
+    assert f"{summary['evaluation']['perplexity']['perplexity']:.4f}" in page.text
+    for name, seconds in summary["seconds"]["phases"].items():
+        assert page.row("seconds", f"phase {name}") == [f"{seconds:,.1f}"]
+    found = summary["counts"]["bytes"]["compressed"]
+    planned = summary["plan"]["output_bytes"]
+    assert page.row("plan", "output bytes") == [f"{planned:,}", f"{found:,}", f"{found / planned:.3f}"]
+    digests = {row[1]: row[3] for row in page.tables["digests"][1:]}
+    assert digests["layer 1"] == done.ledger("layer/00001")["staged"]["sha256"]
+    assert digests["compression.json"] == done.ledger("complete")["contract_sha256"]
+    source = json.loads((done.run_dir / "fingerprint.json").read_text())["fields"]["source"]
+    assert {name: digests[name] for name in source} == {name: file["sha256"] for name, file in source.items()}
+
+
+def claimed_bytes(entry: dict[str, Any]) -> int:
+    """Of a staged layer, its norms aside."""
+    tensors = entry["staged"]["tensors"].items()
+    claimed = [tensor for name, tensor in tensors if "norm" not in name]
+    return sum(math.prod(tensor["shape"]) * DTYPES[tensor["dtype"]].itemsize for tensor in claimed)
+
+
+def test_of_a_job_that_was_killed(done: Job) -> None:
+    """No record of its end, two layers, no summary."""
+    ledger = Ledger(done.run_dir / "ledger")
+    for key in ("complete", "layer/00002"):
+        ledger.retract(key)
+    (done.run_dir / "ended.json").unlink()
+    page = report(done)
+    assert "stopped without a word" in page.text
+    assert "2 of 3" in page.text
+    assert sorted(set(page.column("layers", "layer"))) == ["0", "1"]
+    assert page.row("plan", "output bytes")[1:] == ["", ""]
+    assert "kept" not in page.tables
+
+
+def test_of_a_job_that_has_just_begun(done: Job) -> None:
+    Ledger(done.run_dir / "ledger").clear()
+    page = report(done)
+    assert "0 of 3" in page.text
+    assert page.captions == []
+    assert int(page.row("plan", "stored numbers")[0].replace(",", "")) > 0
+
+
+def test_of_a_job_that_failed(job: Callable[..., Job], inline: None, llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "broken"
+    shutil.copytree(llama, source)
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if name == "model.layers.1.mlp.up_proj.weight":
+                tensor.view(-1)[7] = torch.nan
+        save_file(tensors, path, {"format": "pt"})
+    made = job(source)
+    ended = made.run()
+    assert ended.code == 2
+    page = report(made)
+    record = json.loads((made.run_dir / "ended.json").read_text())
+    assert "failed" in page.text
+    assert "exit code 2" in page.text
+    assert record["error"] in page.text
+    assert "up" in record["error"]
+
+
+def test_loss_curves(done: Job) -> None:
+    """Where the budget went: the point of each curve that has the ranks which were chosen."""
+    ranks = done.ledger("ranks")["ranks"]
+    before = len(report(done).captions)
+    expected = {}
+    for layer in range(3):
+        curves = {}
+        for task, chosen in ranks.items():
+            if task.startswith(f"{layer}/"):
+                columns = {name: [1, rank, 2 * rank + 1] for name, rank in chosen.items()}
+                loss = [0.5, 0.01 * (layer + 1), 0.0]
+                curves[task] = {"ranks": columns, "numbers": [10, 400, 1000], "cache": [1, 2, 3], "loss": loss}
+                expected[task] = loss[1]
+        Ledger(done.run_dir / "ledger").commit(f"curves/{layer:05d}", {"curves": curves})
+    page = report(done)
+    assert len(page.captions) == before + 3
+    rows = {(row[0], row[1]): row[2:] for row in page.tables["predictions"][1:]}
+    assert rows.keys() == {(task.split("/")[0], task.split("/")[2]) for task in expected}
+    assert rows["2", "mlp"] == ["400", "0.4000", "3.000e-02"]
+    assert f"{math.fsum(expected.values()):.4g}" in page.text
+
+
+def test_what_is_not_html_stays_text(done: Job) -> None:
+    path = done.run_dir / "manifest.yaml"
+    content = path.read_text()
+    path.write_text(content.replace(f"output: {done.output}", "output: <script>alert(1)</script>&"))
+    page = report(done)
+    assert "<script" not in page.content
+    assert "<script>alert(1)</script>&" in page.text
+
+
+def test_output_and_wrong_input(done: Job, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere.html"
+    ended = command("report", str(done.run_dir), "--output", str(elsewhere))
+    assert (ended.code, ended.out) == (0, f"report: {elsewhere} (done)\n")
+    assert not (done.run_dir / "report.html").exists()
+    assert Page(elsewhere.read_text())
+    assert command("report", str(tmp_path)).code == 2
+    assert command("report", str(done.run_dir), "--output", str(tmp_path / "none" / "x.html")).code == 1
+
+
+LOOK = """
+const page = document.querySelector("iframe").contentDocument, view = page.defaultView;
+const colour = (element, what) => view.getComputedStyle(element)[what];
+document.getElementById("seen").textContent = JSON.stringify({
+  wide: page.documentElement.scrollWidth, given: view.innerWidth,
+  plots: [...page.querySelectorAll("svg")].map(plot => plot.getBoundingClientRect().width),
+  paper: colour(page.body, "backgroundColor"), ink: colour(page.body, "color"),
+  texts: [...page.querySelectorAll("svg text, figcaption, th, dt, .state")].map(
+    text => colour(text, text instanceof view.SVGElement ? "fill" : "color")),
+});
+"""
+
+
+@pytest.fixture
+def look(tmp_path: Path) -> Callable[[str, int, str], Any]:
+    """What a browser makes of a page at a width, in a colour scheme."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium to look with: apt-get install chromium")
+
+    def seen(content: str, width: int, scheme: str) -> Any:
+        frame = f'<iframe srcdoc="{escape(content)}" width="{width}" height="4000" style="border: 0"></iframe>'
+        script = f"<script>onload = () => {{{LOOK}}}</script>"
+        (tmp_path / "look.html").write_text(f"<!doctype html><body>{frame}<pre id=seen></pre>{script}</body>")
+        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+        options += [f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}", "--dump-dom"]
+        command = [str(CHROMIUM), *options, f"file://{tmp_path / 'look.html'}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return json.loads(unescape(done.stdout.partition('<pre id="seen">')[2].partition("</pre>")[0]))
+
+    return seen
+
+
+def test_in_a_browser(done: Job, look: Callable[[str, int, str], Any]) -> None:
+    """Nothing scrolls sideways but a table in its place, plots fill theirs, all text stands out from the paper."""
+    content = report(done).content
+    papers = set()
+    for width, scheme in ((360, "light"), (360, "dark"), (1280, "light"), (1280, "dark")):
+        seen = look(content, width, scheme)
+        assert seen["given"] == width
+        assert seen["wide"] <= width
+        assert all(280 <= plot <= 544 for plot in seen["plots"])
+        assert contrast(seen["ink"], seen["paper"]) > 7
+        assert min(contrast(text, seen["paper"]) for text in seen["texts"]) > 4.5
+        papers.add(seen["paper"])
+    assert len(papers) == 2
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours `rgb(R, G, B)`: 1 to 21, as WCAG 2 counts it."""
+
+    def luminance(colour: str) -> float:
+        shares = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shares)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
