@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from workers.ends import head
 
 from manifests.errors import NumericsError
 from pipeline.methods.method import Moment
@@ -33,6 +32,7 @@ from tests.workers.bench import (
     write_unit,
 )
 from workers.config import WorkerConfig
+from workers.embedding_and_head import head
 from workers.worker import Worker
 
 
