@@ -46,6 +46,7 @@ def run_job(
             if summary and finished:
                 return stages.score_again(job, summary)
             effort = stages.compress_layers(job, heartbeat)
+            stages.score_held_out(job, heartbeat)
             compression = stages.assemble_output(job)
             scores = stages.evaluate_output(job, compression)
             return stages.finish(job, effort, compression, scores)

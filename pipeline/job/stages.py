@@ -11,8 +11,10 @@ from pipeline.console.signals import deferred_signals
 from pipeline.job.compressing import Effort, assemble_output, compress_layers
 from pipeline.job.context import JobContext, begin, open_job
 from pipeline.job.heartbeat import Heartbeat
+from pipeline.job.held_out import score_held_out
 from pipeline.job.run_record import recorded
 from pipeline.job.scoring import missing_scores, score_output, scores
+from pipeline.keys import HELD_OUT_SCORE
 from workers.cluster import connect
 from workers.memory import peak_bytes
 
@@ -29,6 +31,7 @@ __all__ = [
     "open_job",
     "recorded",
     "score_again",
+    "score_held_out",
 ]
 
 
@@ -83,6 +86,7 @@ def finish(
         "counts": compression["counts"],
         "layers": compression["layers"],
         "evaluation": dict(evaluation),
+        "held_out": job.ledger.get(HELD_OUT_SCORE),
         "seconds": {"phases": job.observer.seconds, "units": effort.units, "total": job.seconds()},
         "seconds_saved": (job.ledger.get("reused") or {}).get("seconds", 0.0),
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},
