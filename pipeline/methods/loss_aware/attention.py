@@ -1,12 +1,11 @@
-"""Values and the output projection: a basis for each KV head, o fitted again behind it, then a rank of o.
+"""Values and the output projection: a basis for each KV head, o refitted behind it, then a rank of o. METHODS §6.3.
 
-METHODS §6.3, v and o. Legend: D hidden, H query heads, G key/value heads, d head_dim, F = H·d, r directions of a head.
+Legend: D hidden, H query heads, G key/value heads, d head_dim, F = H·d, r directions kept of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from manifests.schema import LossAware
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import (
-    Directions,
     change_loss,
     diagonal_blocks,
     output_directions,
@@ -35,13 +33,12 @@ CONTEXT = Moment("o.in")
 METRIC = Moment("mid", kind="gradient")
 MOMENTS = (CONTEXT, METRIC)
 BASES = 16  # ranks of the value basis that are compared at most; each takes an eigenproblem of D × D
-TURNS = 4  # of encoder and refit
 
 
 class Reduced(NamedTuple):
-    """What a basis of r directions leaves: `encode` (G, r, d), o (D, R) behind it, R = H·r or F, and what it reads.
-
-    `encode` is None where every direction stays.
+    """v and o at r numbers a KV head: `encode` (G, r, d), None at the full rank; W_o (D, R) and the moment (R, R) of
+    its input behind it. The refit of W_o leaves an error that is uncorrelated with what it reads, so what a rank of o
+    costs adds to what the basis costs exactly.
     """
 
     encode: Tensor | None
@@ -51,14 +48,23 @@ class Reduced(NamedTuple):
 
 def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Every rank of o on each of a few ranks of the value basis."""
-    solver = _Solver(entry, geometry, weights, found)
+    output_DF = weights["o.weight"].double()
+    context_FF, metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
+    solving_DD = _solving_metric(entry, metric_DD)
+    heads_Gdd = _directions_of_heads(geometry, output_DF, context_FF, solving_DD)
     options = []
     for rank in steps(geometry.head_dim, entry.rank_multiple, count=BASES):
-        reduced = solver.reduced(rank)
-        dropped, numbers = solver.basis_loss(reduced), _other_numbers(geometry, rank)
-        for point in _stack(entry, geometry, rank).points(solver.rank_losses(reduced), entry.rank_multiple):
-            ranks = {VALUE: rank, **point.ranks}
-            options.append(Point(ranks, numbers + point.numbers, dropped + point.loss, geometry.kv_heads * rank))
+        reduced = _reduced(output_DF, context_FF, solving_DD, heads_Gdd[:, :rank])
+        stack = _stack(entry, geometry, rank)
+        directions = output_directions(reduced.output, reduced.moment, solving_DD)
+        spread_DD = pushed(reduced.output, reduced.moment)
+        losses = projection_losses(metric_DD, spread_DD, directions.encode[None], directions.decode[None])
+        dropped = _dropped(output_DF, context_FF, metric_DD, reduced)
+        numbers, cache = _other_numbers(geometry, rank), geometry.kv_heads * rank
+        options += [
+            Point({VALUE: rank, **point.ranks}, numbers + point.numbers, dropped + point.loss, cache)
+            for point in stack.points(losses, entry.rank_multiple)
+        ]
     return options
 
 
@@ -73,79 +79,69 @@ def solve(
 ) -> Solution:
     """v and o on the basis of rank `value`; then o at rank `output`."""
     rank, stack = ranks[VALUE], _stack(entry, geometry, ranks[VALUE])
-    whole_output = ranks[OUTPUT] >= stack.full
-    if rank >= geometry.head_dim and whole_output:
+    whole_basis, whole_output = rank >= geometry.head_dim, ranks[OUTPUT] >= stack.full
+    if whole_basis and whole_output:
         return Solution(dict(weights), {}, {"dense": True})
-    solver = _Solver(entry, geometry, weights, found)
-    reduced = solver.reduced(rank)
-    tensors, forms = dict(weights) | biases_of(weights, ROLES), dict[str, Form]()
+    context_FF, metric_DD = found.mean(CONTEXT)[0], _solving_metric(entry, found.mean(METRIC)[0])
+    output_DF, tensors = weights["o.weight"].double(), dict(weights)
+    forms: dict[str, Form] = {}
+    heads_Gdd = _directions_of_heads(geometry, output_DF, context_FF, metric_DD)
+    reduced = _reduced(output_DF, context_FF, metric_DD, heads_Gdd[:, :rank])
     if reduced.encode is not None:
         tensors["v.weight"] = _encoded(reduced.encode, weights["v.weight"])
         if "v.bias" in weights:
             tensors["v.bias"] = _encoded(reduced.encode, weights["v.bias"][:, None])[:, 0]
+        tensors["o.weight"] = reduced.output
         form: Form = {"form": "head_pca", "rank": rank}
         forms = dict.fromkeys(ROLES, form)
-    tensors["o.weight"] = reduced.output
     if not whole_output:
-        directions = solver.directions(reduced)
-        first_rR, second_Dr = directions.encode[: ranks[OUTPUT]] @ reduced.output, directions.decode[:, : ranks[OUTPUT]]
+        directions = output_directions(reduced.output, reduced.moment, metric_DD)
+        kept = ranks[OUTPUT]
+        first_rR, second_Dr = directions.encode[:kept] @ reduced.output, directions.decode[:, :kept]
         stored, of_output = stack.store({"o": reduced.output}, first_rR, second_Dr)
         del tensors["o.weight"]
         tensors, forms = tensors | stored, forms | of_output
-    return Solution(tensors, forms)
-
-
-class _Solver:
-    """What curve and solution of one layer's values share."""
-
-    def __init__(self, entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> None:
-        self.geometry = geometry
-        self.output_DF = weights["o.weight"].double()
-        self.context_FF, self.metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
-        even_DD = torch.eye(len(self.metric_DD)).to(self.metric_DD)
-        self.solved_DD = self.metric_DD if entry.weighting == "loss" else even_DD
-
-    @cached_property
-    def basis(self) -> Tensor:
-        """(G, d, d): where the search starts. METHODS §1 (context, output), by the metric solved in."""
-        heads, groups = self.geometry.heads, self.geometry.kv_heads
-        gram_Gdd = diagonal_blocks(pulled(self.output_DF, self.solved_DD), heads, groups)
-        moment_Gdd = diagonal_blocks(self.context_FF, heads, groups)
-        return weighted_head_pca(moment_Gdd, gram_Gdd, self.geometry.head_dim)[0]
-
-    def reduced(self, rank: int) -> Reduced:
-        """v and o at a rank of the value basis."""
-        if rank >= self.geometry.head_dim:
-            return Reduced(None, self.output_DF, self.context_FF)
-        fitted = fit_value_output(self.output_DF, self.solved_DD, self.context_FF, self.basis[:, :rank], TURNS)
-        basis_Hdr = self._of_heads(fitted.encode.mT)
-        half_FR = _by_heads(self.context_FF, basis_Hdr)
-        return Reduced(fitted.encode, fitted.output, _by_heads(half_FR.T.contiguous(), basis_Hdr))
-
-    def basis_loss(self, reduced: Reduced) -> float:
-        """Predicted loss of the basis, o whole."""
-        if reduced.encode is None:
-            return 0.0
-        kept_DF = _by_heads(reduced.output, self._of_heads(reduced.encode))
-        return max(0.0, change_loss(self.output_DF - kept_DF, self.context_FF, self.metric_DD))
-
-    def rank_losses(self, reduced: Reduced) -> Tensor:
-        """Predicted loss by rank of o; nothing of it is correlated with what the basis lost, as o was fitted to it."""
-        found, spread_DD = self.directions(reduced), pushed(reduced.output, reduced.moment)
-        return projection_losses(self.metric_DD, spread_DD, found.encode[None], found.decode[None])
-
-    def directions(self, reduced: Reduced) -> Directions:
-        """Of the outputs of o."""
-        return output_directions(reduced.output, reduced.moment, self.solved_DD)
-
-    def _of_heads(self, basis_G: Tensor) -> Tensor:
-        return basis_G.repeat_interleave(self.geometry.heads // self.geometry.kv_heads, dim=0)
+    return Solution(tensors | biases_of(weights, ("o",)), forms)
 
 
 def _other_numbers(geometry: Geometry, rank: int) -> int:
     """Of v at a rank, and of the biases."""
     rows = geometry.kv_heads * rank
     return rows * (geometry.hidden + ("v" in geometry.biases)) + geometry.hidden * ("o" in geometry.biases)
+
+
+def _solving_metric(entry: LossAware, metric_DD: Tensor) -> Tensor:
+    """What errors of the output are weighed by where factors are chosen: the gradient, or nothing."""
+    if entry.weighting == "loss":
+        return metric_DD
+    return torch.eye(metric_DD.shape[0], dtype=metric_DD.dtype, device=metric_DD.device)
+
+
+def _directions_of_heads(geometry: Geometry, output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor) -> Tensor:
+    """(G, d, d): of each KV head by itself, leading rows first; where the fit of all heads together starts."""
+    heads, groups = geometry.heads, geometry.kv_heads
+    gram_Gdd = diagonal_blocks(pulled(output_DF, metric_DD), heads, groups)
+    return weighted_head_pca(diagonal_blocks(context_FF, heads, groups), gram_Gdd, geometry.head_dim)[0]
+
+
+def _reduced(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, start_Grd: Tensor) -> Reduced:
+    """Values and o at the rank of the start."""
+    groups, rank, width = start_Grd.shape
+    if rank >= width:
+        return Reduced(None, output_DF, context_FF)
+    fitted = fit_value_output(output_DF, metric_DD, context_FF, start_Grd)
+    wide_Hdr = fitted.encode.mT.repeat_interleave(output_DF.shape[1] // (groups * width), dim=0)
+    half_FR = _by_heads(context_FF, wide_Hdr)
+    return Reduced(fitted.encode, fitted.output, _by_heads(half_FR.T.contiguous(), wide_Hdr))
+
+
+def _dropped(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, reduced: Reduced) -> float:
+    """What the value basis costs, in nats per token: ½ tr(G Δ C Δᵀ)."""
+    if reduced.encode is None:
+        return 0.0
+    groups, _, width = reduced.encode.shape
+    wide_Hrd = reduced.encode.repeat_interleave(output_DF.shape[1] // (groups * width), dim=0)
+    return max(0.0, change_loss(output_DF - _by_heads(reduced.output, wide_Hrd), context_FF, metric_DD))
 
 
 def _by_heads(matrix_xI: Tensor, basis_Hio: Tensor) -> Tensor:
