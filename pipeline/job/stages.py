@@ -40,11 +40,12 @@ def heartbeat(job: JobContext) -> Heartbeat:
     return Heartbeat(job.locks, job.run_dir, job.stop, lambda: job.observer.state)
 
 
-def join_cluster(job: JobContext, address: str | None) -> None:
+def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None:
     """Connects to Ray. Raises InputError when no cluster answers."""
     job.observer.stage("start")
     with deferred_signals(job.stop):
-        job.observer.say(f"Ray at {connect(address, job.manifest.workers)}")
+        found = connect(address, job.manifest.workers, timeout_s, job.stop.is_set)
+    job.observer.say(f"Ray at {found}")
 
 
 def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
