@@ -141,7 +141,7 @@ def _dropped(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, reduced: 
         return 0.0
     groups, _, width = reduced.encode.shape
     wide_Hrd = reduced.encode.repeat_interleave(output_DF.shape[1] // (groups * width), dim=0)
-    return max(0.0, change_loss([output_DF - _by_heads(reduced.output, wide_Hrd)], context_FF, metric_DD))
+    return max(0.0, change_loss(output_DF - _by_heads(reduced.output, wide_Hrd), context_FF, metric_DD))
 
 
 def _by_heads(matrix_xI: Tensor, basis_Hio: Tensor) -> Tensor:
