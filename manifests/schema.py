@@ -117,7 +117,7 @@ class Calibration(Block):
     sequence_length: Annotated[int, Field(ge=2)] = 2048
     shards: PositiveInt = 16
     micro_batch: PositiveInt = 1
-    propagate: Literal["compressed", "dense"] = "compressed"
+    propagate: Literal["compressed", "dense"] = "dense"
     gradient: Gradient = Gradient()
 
     @property
@@ -241,9 +241,17 @@ class LoRC(MethodEntry):
     key: bool = True
     value: bool = True
     cache_keep: Share | None = None
-    allocation: Literal["progressive", "uniform"] = "progressive"
+    allocation: Literal["progressive", "uniform"] = "uniform"
     weighting: Literal["none", "input"] = "none"
     skip_above: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _thresholds_mean_progressive(cls, entry: Any) -> Any:
+        """`skip_above` compares condition numbers, as only progressive ranks do."""
+        if isinstance(entry, Mapping) and entry.get("skip_above") is not None and "allocation" not in entry:
+            return {**entry, "allocation": "progressive"}
+        return entry
 
     @model_validator(mode="after")
     def _claims_something(self) -> Self:
