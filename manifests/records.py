@@ -205,6 +205,23 @@ class TokensEntry(TypedDict):
 
 
 @with_config(STRICT)
+class HeldOutEntry(TokensEntry):
+    """Tokens beyond the calibration samples, and what leaves the dense model's last layer on them, by shard."""
+
+    outputs: list[Array]
+
+
+@with_config(STRICT)
+class HeldOutScoreEntry(TypedDict):
+    """How far the compressed layers are from the dense ones on the held-out tokens (divergence: nats per token)."""
+
+    divergence: Finite
+    dense_perplexity: Finite
+    perplexity: Finite
+    tokens: PositiveInt
+
+
+@with_config(STRICT)
 class AssemblingEntry(TypedDict):
     """OUTPUT, the names that are this job's there, and sizes that its shards had."""
 

@@ -17,6 +17,8 @@ from manifests.records import (
     CurvesEntry,
     DenseEntry,
     GradientEntry,
+    HeldOutEntry,
+    HeldOutScoreEntry,
     Key,
     LayerEntry,
     MeasuredEntry,
@@ -29,6 +31,8 @@ from manifests.records import (
 )
 
 RANKS: Key[RanksEntry] = Key("ranks")
+HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration samples, and the dense model's outputs
+HELD_OUT_SCORE: Key[HeldOutScoreEntry] = Key("held_out_score")  # of the compressed layers on these tokens
 TOKENS: Key[TokensEntry] = Key("tokens")
 SOURCE: Key[Mapping[str, Mapping[str, Any]]] = Key("source")  # file -> size, times and sha256
 HARDWARE: Key[dict[str, Any]] = Key("hardware")
