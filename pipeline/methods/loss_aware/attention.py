@@ -1,4 +1,6 @@
-"""Values and the output projection: a basis for each KV head, o refitted behind it, then a rank of o. METHODS §6.3.
+"""Values and the output projection: a basis for each KV head, o refitted behind it, then a rank of o.
+
+docs/methods.md#curves.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, F = H·d, r directions kept of a head.
 """
@@ -141,7 +143,7 @@ def _dropped(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, reduced: 
         return 0.0
     groups, _, width = reduced.encode.shape
     wide_Hrd = reduced.encode.repeat_interleave(output_DF.shape[1] // (groups * width), dim=0)
-    return max(0.0, change_loss([output_DF - _by_heads(reduced.output, wide_Hrd)], context_FF, metric_DD))
+    return max(0.0, change_loss(output_DF - _by_heads(reduced.output, wide_Hrd), context_FF, metric_DD))
 
 
 def _by_heads(matrix_xI: Tensor, basis_Hio: Tensor) -> Tensor:
