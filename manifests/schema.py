@@ -1,4 +1,4 @@
-"""The manifest: what a job reads, writes and computes. DESIGN §4.
+"""The manifest: what a job reads, writes and computes. docs/manifest.md.
 
 One pydantic model per block; unknown fields, wrong types and impossible values are refused, all of them at once.
 """
@@ -208,7 +208,10 @@ class FlatLLMRanks(Block):
 
 
 class FlatLLM(MethodEntry):
-    """FLAT-LLM, METHODS §1. Defaults are ours; the paper's are basis: value, weighting: none, selection: leverage."""
+    """FLAT-LLM, docs/methods.md#flat-llm. Defaults are ours.
+
+    The paper's are basis: value, weighting: none, selection: leverage.
+    """
 
     method: Literal["flat_llm"]
     attention: bool = True
@@ -232,7 +235,7 @@ class FlatLLM(MethodEntry):
 
 
 class LoRC(MethodEntry):
-    """LoRC, METHODS §2: the cache holds latents. `cache_keep`: the mean share of it; null: by the budget."""
+    """LoRC, docs/methods.md#lorc: the cache holds latents. `cache_keep`: the mean share of it; null: by the budget."""
 
     method: Literal["lorc"]
     key: bool = True
@@ -269,7 +272,7 @@ class JointRanks(Block):
 
 
 class JointRankK(MethodEntry):
-    """Joint rank-k, METHODS §4. `mlp` true means joint."""
+    """Joint rank-k, docs/methods.md#joint-rank-k. `mlp` true means joint."""
 
     method: Literal["joint_rank_k"]
     query_key: Literal["joint", "separate", "joint_per_head", "none"] = "joint"
@@ -297,7 +300,7 @@ class JointRankK(MethodEntry):
 
 
 class LeSTD(MethodEntry):
-    """LeSTD, METHODS §3: shared-subspace Tucker with a sparse core. `ranks` [R1, R2, R3]; null: searched.
+    """LeSTD, docs/methods.md#lestd: shared-subspace Tucker with a sparse core. `ranks` [R1, R2, R3]; null: searched.
 
     `prune` false keeps the core dense. `refine_sweeps` turn the factors to fit the sparse core, which is beyond the
     paper (0: its algorithm). `threshold: model` cuts all layers' cores at one magnitude. `core`: in memory, served.
@@ -344,7 +347,7 @@ class LeSTD(MethodEntry):
 
 
 class LossAware(MethodEntry):
-    """Ranks, metrics and forms by what the loss feels, METHODS §6. Ranks follow predicted loss, always.
+    """Ranks, metrics and forms by what the loss feels, docs/methods.md#loss-aware. Ranks follow predicted loss, always.
 
     `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
     compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.

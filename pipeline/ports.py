@@ -76,7 +76,9 @@ class ForwardDone:
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradient samples of one calibration shard back through a layer, by its dense weights. METHODS §6.2.
+    """The gradient samples of one calibration shard back through a layer, by its dense weights.
+
+    docs/methods.md#gradient-moments.
 
     Attributes:
         inputs: records of the stored inputs of this layer and of those above it, up to the first whose gradients are

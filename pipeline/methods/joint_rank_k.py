@@ -1,4 +1,4 @@
-"""Joint rank-k: SVD of stacked matrices that read the same input. METHODS §4.
+"""Joint rank-k: SVD of stacked matrices that read the same input. docs/methods.md#joint-rank-k.
 
 Legend: D hidden, m rows of a stack, k rank, H query heads, d head_dim.
 """
