@@ -157,13 +157,9 @@ def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
             f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
         )
     write_durably(job.run_dir.manifest, dump_manifest(job.manifest).encode())
-<<<<<<< HEAD
     if not finished:
         _say_where_it_goes_on(job)
-    if reused := job.ledger.get("reused"):
-=======
     if reused := job.ledger.get(REUSED):
->>>>>>> main
         job.observer.say(f"statistics of an earlier run serve again: {reused['seconds']:.1f} s of forward passes saved")
 
 
