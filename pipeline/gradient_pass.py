@@ -1,4 +1,6 @@
-"""The backward pass: the layers in reverse, each from what the dense pass stored of its inputs. METHODS §6.2.
+"""The backward pass: the layers in reverse, each from what the dense pass stored of its inputs.
+
+docs/methods.md#gradient-moments.
 
 A gradient travels back as a hidden state travels forth: it belongs to a shard, stays with its worker, and is committed
 every `resume.every` layers. The inputs of a layer are dropped when the gradient that has passed it is committed.

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self
 from pipeline.methods.method import Form, Moment
 from pipeline.methods.registry import Task, ranks_key
 
-Lineage = Literal["dense", "compressed"]
+Lineage = Literal["dense", "compressed", "held_out_dense", "held_out"]
 Record = dict[str, Any]
 
 
@@ -21,7 +21,8 @@ class Forward:
     """One calibration shard through one layer.
 
     Attributes:
-        lineage: whose hidden states come in and go out: those of the dense model or of the compressed one.
+        lineage: whose hidden states come in and go out: those of the dense model or of the compressed one, on the
+            calibration samples or on what is held out.
         staged: the committed record of the compressed layer to use; None: the layer's dense weights.
         moments: statistics to take.
         cosine: whether to sum the cosines between input and output.
@@ -75,7 +76,9 @@ class ForwardDone:
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradient samples of one calibration shard back through a layer, by its dense weights. METHODS §6.2.
+    """The gradient samples of one calibration shard back through a layer, by its dense weights.
+
+    docs/methods.md#gradient-moments.
 
     Attributes:
         inputs: records of the stored inputs of this layer and of those above it, up to the first whose gradients are
@@ -252,7 +255,7 @@ class Diverge:
     shard: int
     dense: Record
     replay: tuple[Record | None, ...] = ()
-    lineage: Lineage = "compressed"
+    lineage: Lineage = "held_out"
     base: int = 0
     base_record: Record | None = None
 

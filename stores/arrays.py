@@ -1,7 +1,8 @@
 """Zarr 3 arrays that are written once under a fresh generation and read only against the record of their commit.
 
-What is kept out (FACTS §2.2): a missing chunk, which Zarr reads as zeros; a flipped bit (Crc32c in the codec chain); a
-chunk of another array or time (the record lists each chunk's checksum, in C order, and the digest of the metadata).
+docs/formats.md#arrays. What is kept out: a missing chunk, which Zarr reads as zeros; a flipped bit (Crc32c in the codec
+chain); a chunk of another array or time (the record lists each chunk's checksum, in C order, and the digest of the
+metadata).
 
     <directory>/<prefix>/<generation>/zarr.json, c.0.0, c.0.1, ...
 """

@@ -1,4 +1,6 @@
-"""The output's files: safetensors shards written in one pass, shards copied or linked, the index. FACTS §3.
+"""The output's files: safetensors shards written in one pass, shards copied or linked, the index.
+
+docs/formats.md#output.
 
 Each file is durable and whole when it gets its name. The index goes last: a directory without it is no checkpoint.
 """

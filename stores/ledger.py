@@ -1,4 +1,4 @@
-"""What is done: one small immutable file per commit. DESIGN §3.
+"""What is done: one small immutable file per commit. docs/formats.md#commits.
 
 `layer/00003` committed for the second time is `layer.00003.000002.json`, created whole and never changed. The highest
 generation that validates counts; a retraction is a generation without a record.

@@ -1,6 +1,7 @@
 """Sums of calibration statistics, one array each: `layer-00003/<name>/<generation>`.
 
-A float64 moment that equals its transpose bit for bit is stored by its upper tiles only (-44 % at 8192, FACTS §2.1).
+A float64 moment that equals its transpose bit for bit is stored by its upper tiles only
+(-44 % at 8192; docs/formats.md#arrays).
 
 Shape suffixes: G groups (KV heads, or 1), F features.
 """

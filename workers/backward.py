@@ -1,4 +1,4 @@
-"""A shard's gradient samples back through a layer, on a worker. METHODS §6.2.
+"""A shard's gradient samples back through a layer, on a worker. docs/methods.md#gradient-moments.
 
 The gradient is that of a sample's summed log-likelihood of labels drawn from the model's own distribution. Labels and
 random gradients follow from the manifest's seed, the sample and the position, whoever draws them.

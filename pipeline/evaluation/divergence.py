@@ -13,7 +13,9 @@ from pipeline.steps import do_units
 def dense_outputs(pool: Pool, num_layers: int, shards: int, observer: Observer) -> list[Record]:
     """The stored outputs of the dense model's last layer, by shard."""
     observer.phase("held-out text, dense", num_layers, shards)
-    return [done.activation for done in _through(pool, "dense", [None] * num_layers, shards, observer, store=True)]
+    return [
+        done.activation for done in _through(pool, "held_out_dense", [None] * num_layers, shards, observer, store=True)
+    ]
 
 
 def compare(pool: Pool, staged: Sequence[Record | None], dense: Sequence[Record], observer: Observer) -> dict[str, Any]:
@@ -23,7 +25,7 @@ def compare(pool: Pool, staged: Sequence[Record | None], dense: Sequence[Record]
     are added in shard order.
     """
     observer.phase("held-out text", len(staged), len(dense))
-    _through(pool, "compressed", staged, len(dense), observer, store=False)
+    _through(pool, "held_out", staged, len(dense), observer, store=False)
     units = [Diverge(len(staged), shard, record, tuple(staged)) for shard, record in enumerate(dense)]
     return _per_token(do_units(pool, units, observer))
 
