@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from lamina.configuration_lamina import LaminaConfig
+from lamina.configuration_lamina import LaminaConfig, publish_architecture
 from lamina.modeling_lamina import LaminaForCausalLM, LaminaModel
 
 __all__ = ["MODELLING_FILES", "LaminaConfig", "LaminaForCausalLM", "LaminaModel", "modelling_source", "register"]
@@ -34,6 +34,7 @@ def modelling_source(name: str) -> bytes:
 
 def register() -> None:
     """Register the classes; safe to call again (vLLM calls it once in each of its processes)."""
+    publish_architecture()
     AutoConfig.register("lamina", LaminaConfig, exist_ok=True)
     AutoModel.register(LaminaConfig, LaminaModel, exist_ok=True)
     AutoModelForCausalLM.register(LaminaConfig, LaminaForCausalLM, exist_ok=True)

@@ -271,6 +271,7 @@ class LaminaAttention(_Roles, nn.Module):
 
     def _update(self, cache: Cache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All cached keys and values. Static caches take the number of heads from the keys, so it must be common."""
+        self._check_groups(cache, key, value)
         if not self._latent:
             return cache.update(key, value, self.layer_idx)
         widths = {"k": self.head_dim, "v": self.value_dim}
@@ -280,6 +281,18 @@ class LaminaAttention(_Roles, nn.Module):
             for role, x in zip(widths, cache.update(key, value, self.layer_idx), strict=True)
         )
         return key, value
+
+    def _check_groups(self, cache: Cache, *states: Tensor) -> None:
+        """Refuses a quantised cache whose groups do not divide a token's numbers: it would fail at some lengths."""
+        layers = getattr(cache, "layers", ())
+        group = getattr(layers[self.layer_idx], "q_group_size", None) if self.layer_idx < len(layers) else None
+        for name, x_BGTw in zip(("keys", "values"), states, strict=True):
+            if group and (numbers := x_BGTw.shape[1] * x_BGTw.shape[3]) % group:
+                raise ValueError(
+                    f"layer {self.layer_idx}: a quantised cache in groups of {group} cannot hold {name} of {numbers} "
+                    "numbers a token; choose a q_group_size that divides them, or compress with "
+                    "budget: {multiple: 64}, or use another cache"
+                )
 
     def _padding(self, num_queries: int) -> int:
         """Zeros to add to each value head (or, negative, to query and key heads) for the kernel, never for the cache.
