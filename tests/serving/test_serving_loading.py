@@ -165,9 +165,8 @@ def test_saved_again_it_is_the_same_checkpoint(checkpoints: Path, tmp_path: Path
 
 
 REMOTE = """
-import sys, torch
-import transformers as imported_first
-import transformers.processing_utils
+import sys, torch, transformers
+__import__("transformers.processing_utils")
 from pathlib import Path
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -196,8 +195,8 @@ for folder in sorted(root.iterdir()):
         assert not any(report.values()), report
         transformers.logging.set_verbosity_warning()
         # Where `transformers serve` looks; processing_utils replaces the module that it imported at first.
-        assert imported_first is not transformers
-        for module in (imported_first, transformers):
+        assert transformers is not sys.modules["transformers"]
+        for module in (transformers, sys.modules["transformers"]):
             named = getattr(module, model.config.architectures[0])
         served = named.from_pretrained(path, trust_remote_code=True)
         with torch.no_grad():
