@@ -21,8 +21,10 @@ MODELLING_FILES = (
     "form_lamina.py",
     "forms_lamina.py",
     "inputs_lamina.py",
+    "latent_attention_lamina.py",
     "layers_lamina.py",
     "modeling_lamina.py",
+    "rotary_lamina.py",
     "tucker_lamina.py",
 )
 
