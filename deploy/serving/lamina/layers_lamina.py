@@ -126,7 +126,7 @@ class LaminaAttention(_Roles, nn.Module):
     A layer with latent keys or values caches one head for each of both: latents, or all dense heads side by side.
     """
 
-    block = 256  # cached tokens whose keys and values are made of latents at a time
+    block = 1024  # cached tokens whose keys and values are made of latents at a time
 
     def __init__(
         self,
