@@ -1,4 +1,4 @@
-"""The manifest: what a job reads, writes and computes. DESIGN §4.
+"""The manifest: what a job reads, writes and computes. docs/manifest.md.
 
 One pydantic model per block; unknown fields, wrong types and impossible values are refused, all of them at once.
 """
@@ -10,7 +10,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PositiveInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 MANIFEST_VERSION = 1
 RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks, and nothing that is measured on text
@@ -73,6 +83,15 @@ class Text(Block):
         return self
 
 
+TEXT_TAGS = ("one text", "several texts")  # in pydantic's places of errors
+
+
+class SharedText(Text):
+    """One of several calibration texts, and the share of the samples that come from it."""
+
+    share: Share
+
+
 class Gradient(Block):
     """The backward pass, for methods that follow the loss: over how many of the calibration samples, and of what.
 
@@ -85,15 +104,42 @@ class Gradient(Block):
 
 
 class Calibration(Block):
-    """The calibration text and how it is cut: `samples` of `sequence_length` tokens in `shards` fixed parts."""
+    """The calibration text and how it is cut: `samples` of `sequence_length` tokens in `shards` fixed parts.
 
-    text: Text
+    `text` may be a list of texts with shares that add up to 1: a few percent of another domain keep most of it.
+    """
+
+    text: Annotated[
+        Annotated[Text, Tag(TEXT_TAGS[0])] | Annotated[tuple[SharedText, ...], Listed, Tag(TEXT_TAGS[1])],
+        Discriminator(lambda given: TEXT_TAGS[isinstance(given, list | tuple)]),
+    ]
     samples: PositiveInt = 256
     sequence_length: Annotated[int, Field(ge=2)] = 2048
     shards: PositiveInt = 16
     micro_batch: PositiveInt = 1
-    propagate: Literal["compressed", "dense"] = "compressed"
+    propagate: Literal["compressed", "dense"] = "dense"
     gradient: Gradient = Gradient()
+
+    @property
+    def texts(self) -> tuple[tuple[Text, int], ...]:
+        """Every text, and how many samples are drawn from it: its share, rounded so that all of them are `samples`."""
+        if isinstance(self.text, Text):
+            return ((self.text, self.samples),)
+        ends = [round(self.samples * sum(text.share for text in self.text[: end + 1])) for end in range(len(self.text))]
+        counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        return tuple(zip(self.text, counts, strict=True))
+
+    @model_validator(mode="after")
+    def _texts_share_the_samples(self) -> Self:
+        if isinstance(self.text, Text):
+            return self
+        total = sum(text.share for text in self.text)
+        if not self.text or abs(total - 1.0) > 1e-6:
+            raise ValueError(f"text: the shares of its {len(self.text)} texts add up to {total:g}, not to 1")
+        for position, (_, count) in enumerate(self.texts):
+            if count < 1:
+                raise ValueError(f"text.{position}.share: leaves it without one of {self.samples} samples")
+        return self
 
     @model_validator(mode="after")
     def _gradient_samples_are_among_the_samples(self) -> Self:
@@ -162,7 +208,10 @@ class FlatLLMRanks(Block):
 
 
 class FlatLLM(MethodEntry):
-    """FLAT-LLM, METHODS §1. Defaults are ours; the paper's are basis: value, weighting: none, selection: leverage."""
+    """FLAT-LLM, docs/methods.md#flat-llm. Defaults are ours.
+
+    The paper's are basis: value, weighting: none, selection: leverage.
+    """
 
     method: Literal["flat_llm"]
     attention: bool = True
@@ -186,15 +235,23 @@ class FlatLLM(MethodEntry):
 
 
 class LoRC(MethodEntry):
-    """LoRC, METHODS §2: the cache holds latents. `cache_keep`: the mean share of it; null: by the budget."""
+    """LoRC, docs/methods.md#lorc: the cache holds latents. `cache_keep`: the mean share of it; null: by the budget."""
 
     method: Literal["lorc"]
     key: bool = True
     value: bool = True
     cache_keep: Share | None = None
-    allocation: Literal["progressive", "uniform"] = "progressive"
+    allocation: Literal["progressive", "uniform"] = "uniform"
     weighting: Literal["none", "input"] = "none"
     skip_above: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _thresholds_mean_progressive(cls, entry: Any) -> Any:
+        """`skip_above` compares condition numbers, as only progressive ranks do."""
+        if isinstance(entry, Mapping) and entry.get("skip_above") is not None and "allocation" not in entry:
+            return {**entry, "allocation": "progressive"}
+        return entry
 
     @model_validator(mode="after")
     def _claims_something(self) -> Self:
@@ -215,7 +272,7 @@ class JointRanks(Block):
 
 
 class JointRankK(MethodEntry):
-    """Joint rank-k, METHODS §4. `mlp` true means joint."""
+    """Joint rank-k, docs/methods.md#joint-rank-k. `mlp` true means joint."""
 
     method: Literal["joint_rank_k"]
     query_key: Literal["joint", "separate", "joint_per_head", "none"] = "joint"
@@ -243,7 +300,7 @@ class JointRankK(MethodEntry):
 
 
 class LeSTD(MethodEntry):
-    """LeSTD, METHODS §3: shared-subspace Tucker with a sparse core. `ranks` [R1, R2, R3]; null: searched.
+    """LeSTD, docs/methods.md#lestd: shared-subspace Tucker with a sparse core. `ranks` [R1, R2, R3]; null: searched.
 
     `prune` false keeps the core dense. `refine_sweeps` turn the factors to fit the sparse core, which is beyond the
     paper (0: its algorithm). `threshold: model` cuts all layers' cores at one magnitude. `core`: in memory, served.
@@ -290,7 +347,7 @@ class LeSTD(MethodEntry):
 
 
 class LossAware(MethodEntry):
-    """Ranks, metrics and forms by what the loss feels, METHODS §6. Ranks follow predicted loss, always.
+    """Ranks, metrics and forms by what the loss feels, docs/methods.md#loss-aware. Ranks follow predicted loss, always.
 
     `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
     compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.

@@ -1,4 +1,4 @@
-"""RUN_DIR: its layout, whether it can be used, and whether it belongs to the job at hand. DESIGN §3."""
+"""RUN_DIR: its layout, whether it can be used, and whether it belongs to the job at hand. docs/formats.md#run_dir."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manifests.errors import InputError, StorageError
 from manifests.schema import completed
-from stores.activations import ActivationStore
 from stores.durable import (
     fsync_directory,
     is_hidden,
@@ -25,11 +25,13 @@ from stores.durable import (
 )
 from stores.ledger import ENTRY_NAME, Ledger
 from stores.lock import RunLock
-from stores.staging import sweep_staged
-from stores.statistics import StatisticsStore
+
+if TYPE_CHECKING:
+    from stores.activations import ActivationStore
+    from stores.statistics import StatisticsStore
 
 FINGERPRINT_VERSION = 1
-LOCK = "lock"
+LEDGER = "ledger"
 STATISTICS = "statistics.zarr"
 ACTIVATIONS = "activations.zarr"
 MAX_FINGERPRINT_BYTES = 256 * 1024 * 1024
@@ -54,10 +56,22 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.scale = self.path / "scale.json"
         self.ended = self.path / "ended.json"
-        self.ledger = Ledger(self.path / "ledger")
-        self.statistics = StatisticsStore(self.path / STATISTICS)
-        self.activations = ActivationStore(self.path / ACTIVATIONS)
-        self.lock = RunLock(self.path / LOCK)
+        self.ledger = Ledger(self.path / LEDGER)
+        self.lock = RunLock(self.path)
+
+    @cached_property
+    def statistics(self) -> StatisticsStore:
+        """What was measured of each layer."""
+        from stores.statistics import StatisticsStore  # imports torch, for which `status` need not wait
+
+        return StatisticsStore(self.path / STATISTICS)
+
+    @cached_property
+    def activations(self) -> ActivationStore:
+        """Hidden states and calibration tokens."""
+        from stores.activations import ActivationStore
+
+        return ActivationStore(self.path / ACTIVATIONS)
 
     def prepare(self, need_bytes: int = 0) -> None:
         """Creates the layout and tries a write.
@@ -68,7 +82,7 @@ class RunDirectory:
         probe = partial_path(self.path / "probe")
         try:
             self._check_foreign_files()
-            for directory in (self.path, self.staged, self.logs, self.path / "ledger"):
+            for directory in (self.path, self.staged, self.logs, self.path / LEDGER):
                 make_directory(directory)
             write_durably(probe, b"probe")
             with storage_errors("measuring", self.path):
@@ -85,7 +99,7 @@ class RunDirectory:
     def foreign_files(self) -> list[str]:
         """What has a name that Lamina would write or remove, though Lamina did not write it. Raises StorageError."""
         with storage_errors("listing", self.path):
-            if not self.path.is_dir() or any(map(ENTRY_NAME.fullmatch, _names(self.ledger.directory))):
+            if not self.path.is_dir() or any(map(ENTRY_NAME.fullmatch, _names(self.path / LEDGER))):
                 return []
             has_note = self.lock.has_note()
             if self.fingerprint.is_file() and (has_note or _is_fingerprint(self.fingerprint)):
@@ -93,7 +107,7 @@ class RunDirectory:
             # Nothing is written before the fingerprint but the locks, what `scale` asks of their owner, and folders.
             files = [self.manifest, self.fingerprint, self.report, self.ended, *([] if has_note else [self.scale])]
             foreign = [path.name for path in files if os.path.lexists(path)]
-            for folder in (self.staged, self.ledger.directory, self.path / STATISTICS, self.path / ACTIVATIONS):
+            for folder in (self.staged, self.path / LEDGER, self.path / STATISTICS, self.path / ACTIVATIONS):
                 foreign += [f"{folder.name}/{name}" for name in sorted(_names(folder)) if not is_hidden(name)]
             return foreign
 
@@ -156,6 +170,8 @@ class RunDirectory:
         self.ledger.clear()
         self.statistics.sweep([])
         self.activations.sweep([])
+        from stores.staging import sweep_staged  # imports torch
+
         sweep_staged(self.path, [])
         make_directory(self.staged)
         with storage_errors("removing", self.report):

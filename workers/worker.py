@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
+from manifests.records import ArrayRecord, GradientRecord
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
+from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Curve, Group, Measuring, Moment, Predicting, Statistics
 from pipeline.methods.registry import build_methods
@@ -26,11 +28,12 @@ from pipeline.ports import (
     Backward,
     BackwardDone,
     Compare,
+    Diverge,
+    Divergence,
     Forward,
     ForwardDone,
     Measure,
     Predict,
-    Record,
     Reduce,
     Score,
     Solve,
@@ -88,6 +91,7 @@ class Worker:
             Write: self._write,
             Score: self._score,
             Compare: self._compare,
+            Diverge: self._diverge,
         }
         try:
             # The backward pass builds on autograd, which takes no tensor made in inference mode.
@@ -106,7 +110,7 @@ class Worker:
         block = self.layers.block(unit.layer, unit.staged)
         self.layers.read_ahead(unit.ahead)
         totals: dict[Moment, Tensor] = {}
-        taps = [(moment.point, self._tap(unit.layer, moment, totals)) for moment in unit.moments]
+        taps = [(moment.point, self._tap(unit, moment, totals)) for moment in unit.moments]
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)
         hidden_writer = self._hidden_writer(shard_key, unit.store) if unit.emit else None
         cosine = (0.0, 0)
@@ -124,12 +128,12 @@ class Worker:
         return ForwardDone(
             partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
             cosine=cosine if unit.cosine else None,
-            activation=dict(record) if record and unit.store else None,
+            activation=record if unit.store else None,
             tokens=self._samples(unit.shard) * self._sequence,
             inputs=kept_inputs,
         )
 
-    def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> Record:
+    def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> ArrayRecord:
         """Stores the inputs of the samples that the backward pass will take."""
         count = self.setup.gradient_count(unit.shard)
         shape_MSD = (count, self._sequence, self.setup.geometry.hidden)
@@ -142,11 +146,11 @@ class Worker:
         partials, record = self.backward.run(unit)
         return BackwardDone(
             partials={moment: self.transfer.put(partial) for moment, partial in partials.items()},
-            activation=dict(record) if record and unit.store else None,
+            activation=record if unit.store else None,
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
         )
 
-    def _inputs(self, unit: Forward | Score, layer: int) -> HiddenReader:
+    def _inputs(self, unit: Forward | Score | Diverge, layer: int) -> HiddenReader:
         """The hidden states that go into a layer: held, committed, or made from the last that are.
 
         The way back ends at `unit.base`, whose inputs are in the store, or are the embeddings if it is 0.
@@ -161,7 +165,7 @@ class Worker:
             held = self._replay(unit, before, held)
         return held
 
-    def _base_inputs(self, unit: Forward | Score) -> HiddenReader:
+    def _base_inputs(self, unit: Forward | Score | Diverge) -> HiddenReader:
         shard_key = (unit.lineage, unit.base, unit.shard)
         if unit.base_record is not None:
             return self.hidden.load(shard_key, unit.base_record)
@@ -177,7 +181,7 @@ class Worker:
         assert held is not None
         return held
 
-    def _replay(self, unit: Forward | Score, layer: int, inputs: HiddenReader) -> HiddenReader:
+    def _replay(self, unit: Forward | Score | Diverge, layer: int, inputs: HiddenReader) -> HiddenReader:
         """A layer once more, for its outputs alone."""
         shard_key = (unit.lineage, layer + 1, unit.shard)
         block = self.layers.block(layer, unit.replay[layer - unit.base])
@@ -192,7 +196,10 @@ class Worker:
         assert held is not None
         return held
 
-    def _tap(self, layer: int, moment: Moment, totals: dict[Moment, Tensor]) -> Tap:
+    def _tap(self, unit: Forward, moment: Moment, totals: dict[Moment, Tensor]) -> Tap:
+        if moment.kind == "sample":
+            return self._sample_tap(unit, moment, totals)
+
         def add(values: Tensor) -> None:
             width = values.shape[-1] // moment.heads
             if moment not in totals:
@@ -201,24 +208,41 @@ class Worker:
                 add_head_moment_(totals[moment], values, moment.heads, moment.groups)
             except ValueError as error:
                 advice = overflow_advice(values.dtype)
-                raise NumericsError(f"layer {layer}: activations at {moment.point}: {error}; {advice}") from error
+                raise NumericsError(f"layer {unit.layer}: activations at {moment.point}: {error}; {advice}") from error
 
         return add
 
+    def _sample_tap(self, unit: Forward, moment: Moment, totals: dict[Moment, Tensor]) -> Tap:
+        """Keeps the values of those tokens of the shard that are among the sample's."""
+        token = self._range(unit.shard)[0] * self._sequence
+
+        def keep(values_BSF: Tensor) -> None:
+            nonlocal token
+            rows_TF = values_BSF.flatten(0, -2)
+            chosen = evenly_spread(token, len(rows_TF), self._calibration_tokens, moment.tokens)
+            kept_TF = rows_TF[chosen.to(rows_TF.device)]
+            totals[moment] = torch.cat((totals[moment], kept_TF[None]), dim=1) if moment in totals else kept_TF[None]
+            token += len(rows_TF)
+
+        return keep
+
     # -- statistics, solving, writing --------------------------------------------------------------------------------
 
-    def _reduce(self, unit: Reduce) -> Record:
+    def _reduce(self, unit: Reduce) -> ArrayRecord:
+        if unit.moment.kind == "sample":
+            parts = [partial["moment"] for partial in get_all(self.transfer, unit.partials)]
+            return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
         totals = ordered_sum(get_all(self.transfer, unit.partials))
         record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", totals["moment"])
         if unit.moment.kind == "value":
             return record
         sequences = self.setup.gradient_samples
-        return {
+        return GradientRecord(
             **record,
-            "square_norms": totals["square_norms"].tolist(),
-            "sequences": sequences,
-            "tokens": sequences * self._sequence,
-        }
+            square_norms=totals["square_norms"].tolist(),
+            sequences=sequences,
+            tokens=sequences * self._sequence,
+        )
 
     def _measure(self, unit: Measure) -> Any:
         method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
@@ -233,14 +257,15 @@ class Worker:
         with self._computing():
             return method.curve(unit.task.group, self.setup.geometry, weights, statistics)
 
-    def _statistics(self, records: Mapping[Moment, Record]) -> Statistics:
+    def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""
         moments = {}
         for moment, record in records.items():
             found = self.statistics.read(record).to(self.device)
             if moment.kind == "gradient":
-                squares_G = torch.tensor(record["square_norms"], dtype=torch.float64, device=self.device)
-                found = shrink(found, squares_G, record["sequences"], record["tokens"])
+                gradient = cast(GradientRecord, record)
+                squares_G = torch.tensor(gradient["square_norms"], dtype=torch.float64, device=self.device)
+                found = shrink(found, squares_G, gradient["sequences"], gradient["tokens"])
             moments[moment] = found
         return Statistics(moments, self._calibration_tokens)
 
@@ -293,21 +318,37 @@ class Worker:
             return compare_models(dense, packed, unit.staged, ids_BS).report()
 
     def _score(self, unit: Score) -> tuple[float, int]:
-        inputs = self._inputs(unit, unit.layer)
-        logits = head(self.layers)
-        first, _ = self._range(unit.shard)
         total, count = 0.0, 0
-        for start, stop in self._micro_batches(unit.shard):
-            hidden_TD = inputs.read(start, stop).to(self.device)[:, :-1].flatten(0, 1)
+        for (logits_TV,), target_T in self._logits(unit.shard, self._inputs(unit, unit.layer)):
+            total += functional.cross_entropy(logits_TV, target_T, reduction="none").double().sum().item()
+            count += len(target_T)
+        return total, count
+
+    def _diverge(self, unit: Diverge) -> Divergence:
+        sums, count = torch.zeros(3, dtype=torch.float64), 0
+        dense = self.activations.open(unit.dense)
+        for (dense_TV, compressed_TV), target_T in self._logits(unit.shard, dense, self._inputs(unit, unit.layer)):
+            dense_TV, compressed_TV = (logits.log_softmax(dim=1) for logits in (dense_TV, compressed_TV))
+            divergence_T = (dense_TV.exp() * (dense_TV - compressed_TV)).sum(dim=1, dtype=torch.float64)
+            losses = [-log_p.gather(1, target_T[:, None]).double().sum() for log_p in (dense_TV, compressed_TV)]
+            sums += torch.stack([divergence_T.sum(), *losses]).cpu()
+            count += len(target_T)
+        divergence, dense_loss, compressed_loss = sums.tolist()
+        return Divergence(divergence, dense_loss, compressed_loss, count)
+
+    def _logits(self, shard: int, *inputs: HiddenReader) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        """Logits (T, V) behind each of some last outputs, and the tokens that came; some rows at a time."""
+        logits = head(self.layers)
+        first, _ = self._range(shard)
+        for start, stop in self._micro_batches(shard):
+            hidden = [reader.read(start, stop).to(self.device)[:, :-1].flatten(0, 1) for reader in inputs]
             target_T = self._tokens(first + start, first + stop)[:, 1:].flatten()
             for rows in range(0, len(target_T), ROWS_PER_LOGITS):
                 part = slice(rows, rows + ROWS_PER_LOGITS)
-                loss_T = functional.cross_entropy(logits(hidden_TD[part]), target_T[part], reduction="none")
-                if not torch.isfinite(loss_T).all():
+                found = tuple(logits(hidden_TD[part]) for hidden_TD in hidden)
+                if not all(torch.isfinite(logits_TV).all() for logits_TV in found):
                     raise NumericsError("evaluation: the logits hold NaN or infinity")
-                total += loss_T.double().sum().item()
-            count += len(target_T)
-        return total, count
+                yield found, target_T[part]
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

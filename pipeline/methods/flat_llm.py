@@ -1,4 +1,4 @@
-"""FLAT-LLM: value/output by head-wise PCA, MLP by Nyström, ranks by importance. METHODS §1.
+"""FLAT-LLM: value/output by head-wise PCA, MLP by Nyström, ranks by importance. docs/methods.md#flat-llm.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, r and k the ranks kept.
 """

@@ -1,4 +1,4 @@
-"""Joint rank-k: SVD of stacked matrices that read the same input. METHODS §4.
+"""Joint rank-k: SVD of stacked matrices that read the same input. docs/methods.md#joint-rank-k.
 
 Legend: D hidden, m rows of a stack, k rank, H query heads, d head_dim.
 """
@@ -17,6 +17,7 @@ from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, lo
 from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.importance import preserve_importance
 
 INPUTS = {"query_key": Moment("attention.in"), "mlp": Moment("mlp.in")}
 ROLES = {"query_key": ("q", "k"), "mlp": ("gate", "up")}
@@ -72,12 +73,20 @@ class JointRankKMethod:
         )
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """The ranks given, or the rank that stores `ratio` of the dense numbers, in every layer."""
+        """The ranks given, or those that store `ratio` of the dense numbers: in every layer, or on average.
+
+        Where another method of the budget follows the layers' importance (IPRS), so does this one.
+        """
         if self.entry.ranks is not None:
             given = self.entry.ranks.model_dump()
             return {variable.key: float(given[variable.name]) for variable in self.rank_variables(geometry)}
+        layers = self.entry.chosen_layers(geometry.num_layers)
+        shares = [ratio] * len(layers)
+        if scores.importance and self.entry.keep is None:
+            shares = preserve_importance([scores.importance[layer] for layer in layers], ratio)
+        share_of = dict(zip(layers, shares, strict=True))
         return {
-            variable.key: min(self._rank_at(geometry, variable.name, ratio), float(variable.cap))
+            variable.key: min(self._rank_at(geometry, variable.name, share_of[variable.layer]), float(variable.cap))
             for variable in self.rank_variables(geometry)
         }
 

@@ -1,4 +1,4 @@
-"""LoRC: keys and values of a layer as latents that the cache holds; progressive ranks. METHODS §2.
+"""LoRC: keys and values of a layer as latents that the cache holds; progressive ranks. docs/methods.md#lorc.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, r latents.
 """
