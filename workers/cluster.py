@@ -13,6 +13,7 @@ from collections.abc import Callable
 import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.autoscaler._private.util import format_readonly_node_type
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -56,6 +57,7 @@ def connect(
     ray_utils.set_sigterm_handler = lambda _: None  # Ray's would end the command with its exit code, not with ours
     try:
         if found:
+            ensure_token_if_auth_enabled(create_token_if_missing=False)
             if found != "auto":
                 await_cluster(found, timeout_s, stopped)
             ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
