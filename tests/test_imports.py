@@ -1,4 +1,4 @@
-"""DESIGN §1: who may import whom. The whole tree is read with `ast`; nothing is imported to find out.
+"""Who may import whom (docs/architecture.md). The whole tree is read with `ast`; nothing is imported to find out.
 
 Every import counts: at the top of a file, inside a function, under TYPE_CHECKING, and `import_module("literal")`.
 """
@@ -26,7 +26,9 @@ FOLDERS = {  # folder of the repository -> what its modules' names start with
     "deploy/serving/lamina": "lamina",
     "deploy/quickstart": "deploy.quickstart",
 }
-COMMANDS = {f"pipeline.{name}" for name in ("run", "status", "verify", "evaluate", "report", "scale", "plan.__main__")}
+COMMANDS = {
+    f"pipeline.{name}" for name in ("run", "status", "verify", "evaluate", "export", "report", "scale", "plan.__main__")
+}
 # Put the parts together, as the commands do; only these and each other import them.
 SHARED_BY_COMMANDS = tuple(
     f"pipeline.{room}" for room in ("job", "checkpoint", "verification", "evaluation", "reporting", "console")
@@ -144,7 +146,7 @@ def _fault(module: str, target: str) -> str | None:
         return None
     if top in OWN:
         if not _allowed_own(module, target):
-            return "not in the table of DESIGN §1"
+            return "not in the table of docs/architecture.md#who-imports-whom"
         method = _method(target)
         if method and _layer(module) is LAYERS["pipeline"]:
             return "plan and driver name no method: go through the registry"

@@ -196,7 +196,7 @@ def _main(
 
 
 def _note_forward_work(path: Path) -> None:
-    """One line for every time that a calibration shard goes through a layer, be it a unit or on the way to a lost one."""
+    """A line for every time that a calibration shard goes through a layer: a unit, or on the way to a lost one."""
     forward, replay, through = Worker._forward, Worker._replay, BackwardPass._through
 
     def note(line: str) -> None:
