@@ -10,6 +10,15 @@ from __future__ import annotations
 RANKS = "ranks"
 HELD_OUT = "held_out"  # tokens beyond the calibration samples, and what leaves the dense model's last layer on them
 HELD_OUT_SCORE = "held_out_score"  # of the compressed layers on these tokens
+TARGET = "target"  # the size that is being made for a budget by loss
+TRIES = "tries/"  # what was measured at a size, by its thousandths
+
+
+def try_key(size: int) -> str:
+    """What was measured at a size in thousandths."""
+    return f"{TRIES}{size:04d}"
+
+
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
 
 

@@ -160,6 +160,14 @@ class _HeldOutScore(_Entry):
     tokens: PositiveInt
 
 
+class _Target(_Entry):
+    size: Annotated[int, Field(ge=1, le=1000)]
+
+
+class _Try(_HeldOutScore):
+    predicted: Share
+
+
 class _Assembling(_Entry):
     output: str
     files: list[str] | None = None
@@ -201,6 +209,8 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "gradient": _Gradient,
         "curves": _Curves,
         "tokens": _Tokens,
+        "target": _Target,
+        "tries": _Try,
         "held_out": _HeldOut,
         "held_out_score": _HeldOutScore,
         "rest": _Shard,

@@ -131,7 +131,7 @@ def _expected_numbers(manifest: Manifest, geometry: Geometry) -> int:
     dense, methods = geometry.model_numbers(), build_methods(manifest)
     if manifest.budget is None or all(method.fixed_ranks or method.keep is not None for method in methods):
         return dense - saved_numbers(methods, geometry)  # the budget is nobody's
-    return dense - round((1 - manifest.budget.keep) * scope_numbers(geometry, manifest.budget.scope))
+    return dense - round((1 - manifest.budget.share) * scope_numbers(geometry, manifest.budget.scope))
 
 
 def _worker_peak(manifest: Manifest, geometry: Geometry, itemsize: int, statistics: int, activations: int) -> int:
