@@ -232,9 +232,9 @@ class FlatLLM(MethodEntry):
     method: Literal["flat_llm"]
     attention: bool = True
     mlp: bool = True
-    allocation: Literal["importance", "uniform"] = "importance"
+    allocation: Literal["importance", "uniform", "loss"] = "importance"
     basis: Literal["value", "context"] = "context"
-    weighting: Literal["none", "output"] = "output"
+    weighting: Literal["none", "output", "loss"] = "output"
     selection: Literal["leverage", "eliminate"] = "eliminate"
     query_key: Literal["none", "head_pca"] = "none"
     ridge: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
@@ -247,6 +247,10 @@ class FlatLLM(MethodEntry):
             raise ValueError("attention, mlp and query_key are all off: the method would claim nothing")
         if self.ranks is not None and self.keep is not None:
             raise ValueError("give `ranks` or `keep`, not both")
+        if self.allocation == "loss" and self.query_key != "none":
+            raise ValueError("query_key: head_pca has no prediction of the loss; leave it out of allocation: loss")
+        if self.allocation == "loss" and self.ranks is not None:
+            raise ValueError("give `ranks` or allocation: loss, not both")
         return self
 
 
@@ -257,8 +261,8 @@ class LoRC(MethodEntry):
     key: bool = True
     value: bool = True
     cache_keep: Share | None = None
-    allocation: Literal["progressive", "uniform"] = "uniform"
-    weighting: Literal["none", "input"] = "none"
+    allocation: Literal["progressive", "uniform", "loss"] = "uniform"
+    weighting: Literal["none", "input", "loss"] = "none"
     skip_above: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="before")
@@ -275,7 +279,7 @@ class LoRC(MethodEntry):
             raise ValueError("key and value are both off: the method would claim nothing")
         if self.cache_keep is not None and self.keep is not None:
             raise ValueError("give `cache_keep` or `keep`, not both")
-        if self.skip_above is not None and self.allocation == "uniform":
+        if self.skip_above is not None and self.allocation != "progressive":
             raise ValueError("skip_above goes with allocation: progressive, which knows the condition numbers")
         return self
 
@@ -293,7 +297,8 @@ class JointRankK(MethodEntry):
     method: Literal["joint_rank_k"]
     query_key: Literal["joint", "separate", "joint_per_head", "none"] = "joint"
     mlp: bool | Literal["joint", "separate", "none"] = True
-    weighting: Literal["none", "input"] = "none"
+    allocation: Literal["uniform", "loss"] = "uniform"
+    weighting: Literal["none", "input", "loss"] = "none"
     ranks: JointRanks | None = None
 
     @property
@@ -312,6 +317,10 @@ class JointRankK(MethodEntry):
             missing = [name for name, claimed in wanted.items() if claimed and getattr(self.ranks, name) is None]
             if missing:
                 raise ValueError(f"ranks: {', '.join(missing)} missing, although it is claimed")
+        if self.ranks is not None and self.allocation == "loss":
+            raise ValueError("give `ranks` or allocation: loss, not both")
+        if self.query_key == "joint_per_head" and self.needs_gradient:
+            raise ValueError("query_key: joint_per_head has no prediction of the loss; use joint or separate")
         return self
 
 

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
+from manifests.records import ArrayRecord, GradientRecord
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
 from pipeline.kernels.refit import evenly_spread
@@ -33,7 +33,6 @@ from pipeline.ports import (
     ForwardDone,
     Measure,
     Predict,
-    Record,
     Reduce,
     Score,
     Solve,
@@ -51,6 +50,7 @@ from workers.config import WorkerConfig
 from workers.embedding_and_head import embedding, head
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
 from workers.layers import LayerReader
+from workers.scoring import LogitRows, summed_divergence, summed_loss
 from workers.tensor_transfer import TensorTransfer, get_all
 
 ROWS_PER_LOGITS = 1024
@@ -128,12 +128,12 @@ class Worker:
         return ForwardDone(
             partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
             cosine=cosine if unit.cosine else None,
-            activation=dict(record) if record and unit.store else None,
+            activation=record if unit.store else None,
             tokens=self._samples(unit.shard) * self._sequence,
             inputs=kept_inputs,
         )
 
-    def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> Record:
+    def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> ArrayRecord:
         """Stores the inputs of the samples that the backward pass will take."""
         count = self.setup.gradient_count(unit.shard)
         shape_MSD = (count, self._sequence, self.setup.geometry.hidden)
@@ -146,7 +146,7 @@ class Worker:
         partials, record = self.backward.run(unit)
         return BackwardDone(
             partials={moment: self.transfer.put(partial) for moment, partial in partials.items()},
-            activation=dict(record) if record and unit.store else None,
+            activation=record if unit.store else None,
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
         )
 
@@ -228,7 +228,7 @@ class Worker:
 
     # -- statistics, solving, writing --------------------------------------------------------------------------------
 
-    def _reduce(self, unit: Reduce) -> Record:
+    def _reduce(self, unit: Reduce) -> ArrayRecord:
         if unit.moment.kind == "sample":
             parts = [partial["moment"] for partial in get_all(self.transfer, unit.partials)]
             return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
@@ -237,12 +237,12 @@ class Worker:
         if unit.moment.kind == "value":
             return record
         sequences = self.setup.gradient_samples
-        return {
+        return GradientRecord(
             **record,
-            "square_norms": totals["square_norms"].tolist(),
-            "sequences": sequences,
-            "tokens": sequences * self._sequence,
-        }
+            square_norms=totals["square_norms"].tolist(),
+            sequences=sequences,
+            tokens=sequences * self._sequence,
+        )
 
     def _measure(self, unit: Measure) -> Any:
         method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
@@ -257,14 +257,15 @@ class Worker:
         with self._computing():
             return method.curve(unit.task.group, self.setup.geometry, weights, statistics)
 
-    def _statistics(self, records: Mapping[Moment, Record]) -> Statistics:
+    def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""
         moments = {}
         for moment, record in records.items():
             found = self.statistics.read(record).to(self.device)
             if moment.kind == "gradient":
-                squares_G = torch.tensor(record["square_norms"], dtype=torch.float64, device=self.device)
-                found = shrink(found, squares_G, record["sequences"], record["tokens"])
+                gradient = cast(GradientRecord, record)
+                squares_G = torch.tensor(gradient["square_norms"], dtype=torch.float64, device=self.device)
+                found = shrink(found, squares_G, gradient["sequences"], gradient["tokens"])
             moments[moment] = found
         return Statistics(moments, self._calibration_tokens)
 
@@ -317,25 +318,13 @@ class Worker:
             return compare_models(dense, packed, unit.staged, ids_BS).report()
 
     def _score(self, unit: Score) -> tuple[float, int]:
-        total, count = 0.0, 0
-        for (logits_TV,), target_T in self._logits(unit.shard, self._inputs(unit, unit.layer)):
-            total += functional.cross_entropy(logits_TV, target_T, reduction="none").double().sum().item()
-            count += len(target_T)
-        return total, count
+        return summed_loss(self._logits(unit.shard, self._inputs(unit, unit.layer)))
 
     def _diverge(self, unit: Diverge) -> Divergence:
-        sums, count = torch.zeros(3, dtype=torch.float64), 0
         dense = self.activations.open(unit.dense)
-        for (dense_TV, compressed_TV), target_T in self._logits(unit.shard, dense, self._inputs(unit, unit.layer)):
-            dense_TV, compressed_TV = (logits.log_softmax(dim=1) for logits in (dense_TV, compressed_TV))
-            divergence_T = (dense_TV.exp() * (dense_TV - compressed_TV)).sum(dim=1, dtype=torch.float64)
-            losses = [-log_p.gather(1, target_T[:, None]).double().sum() for log_p in (dense_TV, compressed_TV)]
-            sums += torch.stack([divergence_T.sum(), *losses]).cpu()
-            count += len(target_T)
-        divergence, dense_loss, compressed_loss = sums.tolist()
-        return Divergence(divergence, dense_loss, compressed_loss, count)
+        return summed_divergence(self._logits(unit.shard, dense, self._inputs(unit, unit.layer)))
 
-    def _logits(self, shard: int, *inputs: HiddenReader) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    def _logits(self, shard: int, *inputs: HiddenReader) -> Iterator[LogitRows]:
         """Logits (T, V) behind each of some last outputs, and the tokens that came; some rows at a time."""
         logits = head(self.layers)
         first, _ = self._range(shard)

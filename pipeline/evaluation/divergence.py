@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.ports import Diverge, Divergence, Forward, Lineage, Observer, Pool, Record, Unit
+from manifests.records import ArrayRecord, HeldOutScoreEntry, StagedLayer
+from pipeline.ports import Diverge, Divergence, Forward, Lineage, Observer, Pool, Unit
 from pipeline.steps import do_units
 
 
-def dense_outputs(pool: Pool, num_layers: int, shards: int, observer: Observer) -> list[Record]:
+def dense_outputs(pool: Pool, num_layers: int, shards: int, observer: Observer) -> list[ArrayRecord]:
     """The stored outputs of the dense model's last layer, by shard."""
     observer.phase("held-out text, dense", num_layers, shards)
     return [
@@ -18,7 +19,9 @@ def dense_outputs(pool: Pool, num_layers: int, shards: int, observer: Observer) 
     ]
 
 
-def compare(pool: Pool, staged: Sequence[Record | None], dense: Sequence[Record], observer: Observer) -> dict[str, Any]:
+def compare(
+    pool: Pool, staged: Sequence[StagedLayer | None], dense: Sequence[ArrayRecord], observer: Observer
+) -> HeldOutScoreEntry:
     """Divergence and perplexities, per token, of the layers as staged (None: a dense one).
 
     Returns `divergence` (KL(dense‖compressed), nats per token), `dense_perplexity`, `perplexity` and `tokens`; sums
@@ -31,7 +34,7 @@ def compare(pool: Pool, staged: Sequence[Record | None], dense: Sequence[Record]
 
 
 def _through(
-    pool: Pool, lineage: Lineage, staged: Sequence[Record | None], shards: int, observer: Observer, *, store: bool
+    pool: Pool, lineage: Lineage, staged: Sequence[StagedLayer | None], shards: int, observer: Observer, *, store: bool
 ) -> list[Any]:
     """All shards through all layers; what came of the last."""
     done: list[Any] = []
@@ -54,7 +57,7 @@ def _through(
     return done
 
 
-def _per_token(parts: Sequence[Divergence]) -> dict[str, Any]:
+def _per_token(parts: Sequence[Divergence]) -> HeldOutScoreEntry:
     tokens = sum(part.tokens for part in parts)
     return {
         "divergence": sum(part.divergence for part in parts) / tokens,

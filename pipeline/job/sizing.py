@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from manifests.errors import InputError
+from manifests.records import Key, TargetEntry, TryEntry
 from pipeline.computation import entered_scores
 from pipeline.job.compressing import Effort, compress_layers, take_curves
 from pipeline.job.context import JobContext, driver_job
@@ -36,8 +37,8 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
 
 def tries_of(job: JobContext) -> list[dict[str, Any]]:
     """What was measured on the way to a size within a limit, by ascending size: `keep`, `divergence`, `predicted`."""
-    entries = {int(key.removeprefix(TRIES)): job.ledger.get(key) for key in job.ledger.keys(TRIES)}
-    return [{"keep": size / WHOLE, **entry} for size, entry in sorted(entries.items()) if entry]
+    sizes = sorted(int(key.removeprefix(TRIES)) for key in job.ledger.keys(TRIES))
+    return [{"keep": size / WHOLE, **entry} for size in sizes if (entry := job.ledger.get(try_key(size)))]
 
 
 def _within(job: JobContext, limit: float, heartbeat: Heartbeat) -> tuple[JobContext, Effort]:
@@ -54,12 +55,13 @@ def _within(job: JobContext, limit: float, heartbeat: Heartbeat) -> tuple[JobCon
         _aim(job, size)
         sized = replace(job, inputs=job.inputs.at_size(size))
         effort = compress_layers(sized, heartbeat)
-        if size in tries:
-            job.ledger.commit(HELD_OUT_SCORE, job.ledger.get(try_key(size)) or {})
+        known = job.ledger.get(try_key(size))
+        if known is not None:
+            job.ledger.commit(HELD_OUT_SCORE, known)
             return sized, effort
         found = score_held_out(sized, heartbeat)
         assert found is not None
-        entry = {**found, "predicted": predicted(size)}
+        entry = TryEntry(**found, predicted=predicted(size) or 0.0)
         job.ledger.commit(try_key(size), entry)
         job.observer.say(
             f"keep {size / WHOLE:g}: divergence {found['divergence']:.3g} nats per token, predicted "
@@ -87,7 +89,8 @@ def _aim(job: JobContext, size: int) -> None:
     """Undoes what was made at another size before this one is entered, so that none of it is taken for this one's."""
     target = job.ledger.get(TARGET)
     if target is not None and target["size"] != size:
-        for key in (HELD_OUT_SCORE, *job.ledger.keys("layer/"), RANKS):
+        undone: list[Key[Any]] = [HELD_OUT_SCORE, *job.ledger.keys("layer/"), RANKS]
+        for key in undone:
             job.ledger.retract(key)
     if target is None or target["size"] != size:
-        job.ledger.commit(TARGET, {"size": size})
+        job.ledger.commit(TARGET, TargetEntry(size=size))
