@@ -19,7 +19,8 @@ from pipeline.checkpoint.compression_record import RECORD_FILE, encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.families.registry import geometry_of, source_config
-from stores.checkpoint import copy_file, copy_shard, write_index, write_shard
+from stores.checkpoint import copy_shard, write_index, write_shard
+from stores.disk import copy_file
 from stores.durable import write_durably
 from stores.hub import COMPANIONS
 from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
@@ -54,13 +55,13 @@ def export_checkpoint(output: Path, target: Target, destination: Path, say: Call
         weights = pad_mlp(dense_weights(reader.block(layer, None).module, geometry, stored), width)
         named = {f"{geometry.path(layer, role)}.{part}": tensor.to(stored) for (role, part), tensor in _split(weights)}
         file = f"model-{layer + 1:05d}-of-{total:05d}{SHARD_SUFFIX}"
-        write_shard(destination / file, named)
+        write_shard(destination, file, named)
         weight_map |= dict.fromkeys(named, file)
         numbers += sum(tensor.numel() for tensor in named.values())
         say(f"layer {layer} written")
     outside = [name for name, _ in geometry.outer]
     file = f"model-{total:05d}-of-{total:05d}{SHARD_SUFFIX}"
-    copy_shard(destination / file, checkpoint, outside)
+    copy_shard(destination, file, checkpoint, outside)
     weight_map |= dict.fromkeys(outside, file)
     numbers += sum(
         checkpoint.tensors[name].num_bytes // checkpoint.tensors[name].torch_dtype.itemsize for name in outside
