@@ -12,8 +12,8 @@ width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 
 The files that travel together: modeling_lamina (the model), configuration_lamina, block_lamina (what a layer is),
 forms_lamina (how projections may be stored), factored_lamina and tucker_lamina (the modules that they become),
-layers_lamina (norm, rotary embedding, attention, decoder layer), inputs_lamina (positions and masks),
-checking_lamina (whether a checkpoint is whole).
+layers_lamina (norm, attention, decoder layer), rotary_lamina, latent_attention_lamina (cached latents, in blocks),
+inputs_lamina (positions and masks), checking_lamina (whether a checkpoint is whole).
 """
 
 import re
@@ -36,12 +36,12 @@ from .inputs_lamina import default_position_ids, prepare_layer_inputs
 from .layers_lamina import (
     LaminaAttention,
     LaminaDecoderLayer,
-    LaminaRotaryEmbedding,
     attach,
     find,
     make_embedding,
     make_norm,
 )
+from .rotary_lamina import LaminaRotaryEmbedding
 
 
 class LaminaPreTrainedModel(PreTrainedModel):
