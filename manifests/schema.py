@@ -322,6 +322,7 @@ class LeSTD(MethodEntry):
     weighting: Literal["none", "input"] = "none"
     sweeps: PositiveInt = 10
     tolerance: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-6
+    allocation: Literal["uniform", "loss"] = "uniform"
     threshold: Literal["layer", "model"] = "layer"
     refine_sweeps: Annotated[int, Field(ge=0)] = 10
     core: Literal["dense", "csr"] = "dense"
@@ -349,6 +350,10 @@ class LeSTD(MethodEntry):
             raise ValueError(
                 "threshold: model compares cores of all layers before calibration text has passed any of them, so it "
                 "does not go with weighting: input; use threshold: layer"
+            )
+        if self.allocation == "loss" and (self.threshold == "model" or self.fixed):
+            raise ValueError(
+                "allocation: loss gives each layer a size of its own; leave out threshold: model, and fixed `ranks`"
             )
         if self.threshold == "model" and not self.prune:
             raise ValueError("threshold: model goes with prune: true; a dense core is cut at no threshold")

@@ -19,6 +19,7 @@ from pipeline.job.calibration import sample_tokens
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
+from pipeline.job.unit_log import units_logged
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS, layer_key
 from pipeline.ports import Compare
 from pipeline.repair import REPAIRS
@@ -66,7 +67,11 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
     cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, always)
     for attempt in range(REPAIRS + 1):
         catch_signals(job.stop)
-        with worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool, heartbeat.attending(pool):
+        with (
+            worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool,
+            heartbeat.attending(pool),
+            units_logged(pool, job.run_dir.logs),
+        ):
             job.ledger.commit(HARDWARE, dict(pool.hardware))
             job.observer.show_memory_of(pool.peak_bytes)
             Driver(driver_job(job.inputs), pool, job.ledger, cleaner, job.observer).run()

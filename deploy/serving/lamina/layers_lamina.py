@@ -32,6 +32,7 @@ class LaminaRMSNorm(nn.Module):
         self.variance_epsilon, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (…, width) → the same shape and dtype."""
         dtype, x = x.dtype, x.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (x * (self.offset + self.weight.float())).to(dtype) if self.offset else self.weight * x.to(dtype)
@@ -52,6 +53,7 @@ class ScaledEmbedding(nn.Embedding):
         self.embed_scale = embed_scale
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Token ids (…) → embeddings (…, D)."""
         return super().forward(ids) * self.weight.new_full((), self.embed_scale)
 
 
@@ -158,6 +160,11 @@ class LaminaAttention(_Roles, nn.Module):
         slot_embeddings: Angles | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """Normed hidden states (B, T, D) → (what is added to the residual (B, T, D), weights (B, H, T, S) or None).
+
+        `attention_mask` is the mask of the layer's type; the angles are cos and sin (B, T, c) of this call's tokens,
+        `slot_embeddings` those (1, S, c) of all cached slots, for latent keys.
+        """
         memo: Memo = {}
         query = self._heads("q", hidden_states, self._given("q", hidden_states, memo))
         key, value = (self._stored(role, hidden_states, memo) for role in ("k", "v"))
@@ -325,6 +332,7 @@ class LaminaDecoderLayer(_Roles, GradientCheckpointingLayer):
         slot_embeddings: Angles | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """Hidden states (B, T, D) → (B, T, D); the other arguments are those of `LayerInputs.of`."""
         normed = self._apply_role("input_norm", hidden_states)
         attention, _ = find(self, self._attention)(
             hidden_states=normed,

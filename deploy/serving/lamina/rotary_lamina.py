@@ -45,6 +45,7 @@ class LaminaRotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update  # type: ignore[untyped-decorator]
     def forward(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
+        """cos and sin (B, T, c) for positions (B, T), in the dtype and on the device of x."""
         return self.angles(x_BTD, position_ids_BT)
 
     @torch.no_grad()
