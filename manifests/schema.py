@@ -95,8 +95,9 @@ class SharedText(Text):
 class Gradient(Block):
     """The backward pass, for methods that follow the loss: over how many of the calibration samples, and of what.
 
-    `samples` null: as many as give 16 tokens for each number of the hidden size, at most all. `kind: local` takes
-    random gradients at each layer's own output instead of the model's; cheaper, and it predicts no loss in nats.
+    `samples` null: as many as give 16 tokens for each number of the hidden size, and 16,384 at least; at most all.
+    `kind: local` takes random gradients at each layer's own output instead of the model's; cheaper, and it predicts no
+    loss in nats.
     """
 
     samples: PositiveInt | None = None
