@@ -75,6 +75,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         read_bytes=int(
             passes * geometry.num_layers * layer_numbers * itemsize
             + 2 * (dense - geometry.num_layers * layer_numbers) * itemsize
+            + (dense + expected) * itemsize  # both models side by side, for what `verify` compares with
         ),
         worker_peak_bytes=_worker_peak(manifest, geometry, itemsize, statistics, activations // max(1, workers)),
         driver_peak_bytes=PROCESS_BYTES + tokens * 8,
