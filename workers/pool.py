@@ -35,6 +35,7 @@ from workers.config import WorkerConfig
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
 from workers.tensor_transfer import attach_handles, handle_count
+from workers.trace import unit_kind, unit_line
 
 DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
 POLL_SECONDS = 0.5  # how soon a signal is noticed
@@ -91,6 +92,7 @@ class RayPool:
         self.starved_since: float | None = None
         self.warned_at = 0.0
         self.members: list[_Member] = []
+        self.trace: Callable[[dict[str, Any]], None] = lambda _: None  # takes a line for each unit that is done
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
         self.actor_class: Any = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
         self._await_members(min(workers.min, self.wanted))
@@ -257,10 +259,11 @@ class RayPool:
         self.note(f"{refused}; the job goes on with at most {self.wanted} workers")
 
     def _account(self, member: _Member, unit: Unit, outcome: Outcome) -> None:
-        spent = self.seconds.setdefault(type(unit).__name__.lower(), [0, 0.0, 0.0])
+        spent = self.seconds.setdefault(unit_kind(unit), [0, 0.0, 0.0])
         for position, amount in enumerate((1, outcome.seconds, outcome.compute_seconds)):
             spent[position] += amount
         self.peak_bytes[_name(member)] = outcome.peak_bytes
+        self.trace(unit_line(unit, outcome, _name(member)))
 
     def _replace(self, member: _Member, error: Exception) -> None:
         """Queues a dead worker's units again; another will be started for it."""

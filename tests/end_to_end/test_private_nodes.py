@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import pipeline.job.pool
 from tests import factories
-from tests.end_to_end.children import Child
+from tests.end_to_end.children import Child, InlinePool
 from tests.end_to_end.clusters import head_node, private_node
 from tests.end_to_end.jobs import Job, command, file_digests
+from workers.config import WorkerConfig
 
-pytestmark = pytest.mark.ray
 WINDOW = 40
 
 
@@ -26,6 +30,35 @@ def shared(tmp_path: Path, llama: Path) -> Path:
     return folder
 
 
+class ElsewherePool(InlinePool):
+    """A worker to which a setup has travelled, and which finds nothing in the folder that evaluation made."""
+
+    folder: Path
+
+    def __init__(self, setup: WorkerConfig, *rest: Any) -> None:
+        setup = pickle.loads(pickle.dumps(setup))
+        super().__init__(setup if setup.manifest else replace(setup, run_dir=self.folder), *rest)
+
+
+def test_evaluation_brings_its_tokens(
+    tmp_path: Path, job: Callable[..., Job], inline_everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a private temporary folder comes to, without a cluster: `run` and `evaluate` score the same."""
+    scored = factories.write_text(tmp_path / "scored.txt", 6_000, seed=9)
+    settings = {
+        "workers": {"max": 1, "activation_memory_gb": 1e-6},
+        "evaluation": {"perplexity": {"text": {"files": [str(scored)]}, "window": WINDOW}},
+    }
+    alone, made = job(**settings), job(**settings)
+    expected = _losses(alone.run().json["evaluation"])
+    ElsewherePool.folder = tmp_path / "elsewhere"
+    monkeypatch.setattr(pipeline.job.pool, "RayPool", ElsewherePool)
+    assert _losses(made.run().json["evaluation"]) == expected
+    options = ("--text", str(scored), "--window", str(WINDOW), "--json")
+    assert command("evaluate", str(made.output), *options).json["loss"] in expected
+
+
+@pytest.mark.ray
 def test_run_and_evaluate(shared: Path, text: Path, tmp_path: Path, job: Callable[..., Job], inline: None) -> None:
     """Evaluation's tokens lay in the driver's temporary folder: all workers \"died\" when the layers were done."""
     scored = factories.write_text(tmp_path / "scored.txt", 6_000, seed=9)
