@@ -61,10 +61,26 @@ class Model(Block):
 
 
 class Budget(Block):
-    """`keep`: share of the stored numbers in `scope` that may remain, indices and second factors counted."""
+    """`keep`: share of the stored numbers in `scope` that may remain, indices and second factors counted.
 
-    keep: Share
+    Or `max_loss`: the smallest such share at which the compressed model is at most so far from the dense one, in nats
+    per token (Kullback-Leibler), measured on calibration text beyond the samples. For methods with allocation: loss.
+    """
+
+    keep: Share | None = None
+    max_loss: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     scope: Literal["decoder", "model"] = "decoder"
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if (self.keep is None) == (self.max_loss is None):
+            raise ValueError("give either `keep` or `max_loss`, and not both")
+        return self
+
+    @property
+    def share(self) -> float:
+        """What may remain; all of it as long as `max_loss` has chosen no size."""
+        return 1.0 if self.keep is None else self.keep
 
 
 class Text(Block):
@@ -95,8 +111,9 @@ class SharedText(Text):
 class Gradient(Block):
     """The backward pass, for methods that follow the loss: over how many of the calibration samples, and of what.
 
-    `samples` null: as many as give 16 tokens for each number of the hidden size, at most all. `kind: local` takes
-    random gradients at each layer's own output instead of the model's; cheaper, and it predicts no loss in nats.
+    `samples` null: as many as give 16 tokens for each number of the hidden size, and 16,384 at least; at most all.
+    `kind: local` takes random gradients at each layer's own output instead of the model's; cheaper, and it predicts no
+    loss in nats.
     """
 
     samples: PositiveInt | None = None
