@@ -13,6 +13,7 @@ import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._private.services import resolve_ip_for_localhost
 from ray.autoscaler._private.util import format_readonly_node_type
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.autoscaler.v2.utils import is_autoscaler_v2
@@ -90,13 +91,14 @@ def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):
         raise InputError(f"Ray: {address!r} is no address; give --address HOST:PORT, as `ray start` printed it")
+    host = resolve_ip_for_localhost(host)  # as Ray will do
     deadline = time.monotonic() + timeout_s
     while (fault := _fault_at(host, int(port))) is not None:
         if stopped():
             raise Interrupted("stopped by a signal while connecting to Ray")
         if time.monotonic() > deadline:
             raise InputError(
-                f"Ray: none answers at {address} ({fault}); tried for {timeout_s:g} s (--connect-timeout). Give "
+                f"Ray: none answers at {host}:{port} ({fault}); tried for {timeout_s:g} s (--connect-timeout). Give "
                 "--address HOST:PORT of a running cluster, or none for a local one"
             )
         time.sleep(LOOK_SECONDS)

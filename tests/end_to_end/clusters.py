@@ -27,6 +27,11 @@ ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
 }
 UNSHARE = ("unshare", "--mount", *(("--user", "--map-root-user") if os.getuid() else ()))
+JOIN_ON_LOOPBACK = """if True:
+    from ray._private import services
+    services.get_node_ip_address = lambda *_: "127.0.0.1"  # or this becomes the external address
+    from ray.scripts.scripts import main
+    main()"""
 AUTOSCALING = {
     "RAY_FAKE_CLUSTER": "1",
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
@@ -79,7 +84,8 @@ def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
     By a mount namespace; where the system allows none, TMPDIR alone is another.
     """
     scratch = Path(tempfile.mkdtemp(prefix="node-", dir="/var/tmp"))
-    start = ray_command("start", f"--address={address}", "--block", "--node-ip-address=127.0.0.1")
+    start = [sys.executable, "-c", JOIN_ON_LOOPBACK, "start", f"--address={address}", "--block"]
+    start += ["--node-ip-address=127.0.0.1"]
     start += [f"--num-cpus={cpus}", f"--object-store-memory={OBJECTS}", f"--dashboard-agent-listen-port={free_port()}"]
     command = start
     if can_unshare():
@@ -92,6 +98,7 @@ def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
         command = [*UNSHARE, "sh", "-c", hide, "sh", *start]
     log = scratch / "log"
     environment = {**os.environ, **ENVIRONMENT, **({} if can_unshare() else {"TMPDIR": str(scratch)})}
+    environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # or Ray refuses to join one, on any system
     with open(log, "w") as said:
         node = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
     try:
@@ -112,7 +119,10 @@ def can_unshare() -> bool:
 
 
 def _end(node: subprocess.Popen[bytes]) -> None:
-    processes = psutil.Process(node.pid).children(recursive=True)
+    try:
+        processes = psutil.Process(node.pid).children(recursive=True)
+    except psutil.NoSuchProcess:  # it did not start
+        processes = []
     node.kill()
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
