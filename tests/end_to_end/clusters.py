@@ -39,6 +39,8 @@ AUTOSCALING = {
     "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
 }
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def ray_command(*arguments: str) -> list[str]:
     """`ray ARGUMENTS` of this environment."""
@@ -89,12 +91,12 @@ def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
     start += [f"--num-cpus={cpus}", f"--object-store-memory={OBJECTS}", f"--dashboard-agent-listen-port={free_port()}"]
     command = start
     if can_unshare():
-        hide = f"""
-            set -e
-            mkdir {scratch}/kept && mount --bind {shared} {scratch}/kept
-            mount -t tmpfs tmpfs {tempfile.gettempdir()}
-            mkdir -p {shared} && mount --bind {scratch}/kept {shared}
-            exec "$@" """
+        seen = [str(path) for path in (shared, ROOT, Path(sys.prefix)) if path.is_relative_to(tempfile.gettempdir())]
+        keep = [f"mkdir {scratch}/{n} && mount --bind {path} {scratch}/{n}" for n, path in enumerate(seen)]
+        show = [f"mkdir -p {path} && mount --bind {scratch}/{n} {path}" for n, path in enumerate(seen)]
+        hide = "\n".join(
+            ["set -e", *keep, f"mount -t tmpfs tmpfs {tempfile.gettempdir()}", *show, f"cd {ROOT}", 'exec "$@"']
+        )
         command = [*UNSHARE, "sh", "-c", hide, "sh", *start]
     log = scratch / "log"
     environment = {**os.environ, **ENVIRONMENT, **({} if can_unshare() else {"TMPDIR": str(scratch)})}
