@@ -23,8 +23,9 @@ from pydantic import (
 )
 
 MANIFEST_VERSION = 1
-RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks, and nothing that is measured on text
-    r"budget(\..*)?|methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above)(\..*)?", re.ASCII
+RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks and bits, and nothing measured on text
+    r"budget(\..*)?|quantize\.(bits|group)|methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above)(\..*)?",
+    re.ASCII,
 )
 LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
 
@@ -406,6 +407,38 @@ class LossAware(MethodEntry):
         return self
 
 
+QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class Quantize(Block):
+    """Fewer bits for what is stored, on top of every method or of none. docs/methods.md#rounding.
+
+    `group`: columns that share a scale; null: a scale for each row. `skip`: roles that keep the checkpoint's dtype.
+    `feedback`: the error of each column is made up for by those after it (GPTQ), which takes calibration text; null:
+    where there is such text, else every number goes to the nearest code.
+    """
+
+    bits: Literal[8, 4, 3]
+    group: Literal[32, 64, 128] | None = 32
+    symmetric: bool = True
+    what: Literal["factors"] = "factors"
+    skip: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], Listed] = ()
+    feedback: bool | None = None
+
+    @field_validator("symmetric")
+    @classmethod
+    def _is_symmetric(cls, symmetric: bool) -> bool:
+        if not symmetric:
+            raise ValueError("only symmetric codes are stored, without zero points; leave it out, or say true")
+        return symmetric
+
+    @model_validator(mode="after")
+    def _rounds_something(self) -> Self:
+        if set(self.skip) >= set(QUANTIZED_ROLES):
+            raise ValueError("skip: names every role, so that nothing would be rounded; leave out `quantize`")
+        return self
+
+
 class Workers(Block):
     """How many actors, and what each takes. None of it changes a result except `cpus` (threads of a worker).
 
@@ -472,6 +505,7 @@ class Manifest(Block):
     budget: Budget | None = None
     calibration: Calibration | None = None
     methods: Annotated[tuple[AnyMethod, ...], Listed]
+    quantize: Quantize | None = None
     workers: Workers = Workers()
     resume: Resume = Resume()
     statistics: Statistics = Statistics()
@@ -485,13 +519,26 @@ class Manifest(Block):
             raise ValueError(f"this code reads manifests of version {MANIFEST_VERSION}, and no older or newer ones")
         return version
 
-    @field_validator("methods")
-    @classmethod
-    def _has_a_method(cls, methods: tuple[AnyMethod, ...]) -> tuple[AnyMethod, ...]:
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
         # Not min_length: it counts the entries that are right, and so reports a wrong entry twice.
-        if not methods:
-            raise ValueError("should list at least one method")
-        return methods
+        if not self.methods and self.quantize is None:
+            raise ValueError("methods: should list at least one method, or none beside `quantize`")
+        return self
+
+    @model_validator(mode="after")
+    def _rounding_has_its_text(self) -> Self:
+        if self.quantize is not None and self.quantize.feedback and self.calibration is None:
+            raise ValueError(
+                "quantize.feedback: true needs calibration, whose text says what the weights read; leave it out to "
+                "round to nearest"
+            )
+        return self
+
+    @property
+    def rounds_by_feedback(self) -> bool:
+        """Whether what is stored is rounded by what it reads on calibration text."""
+        return self.quantize is not None and self.calibration is not None and self.quantize.feedback is not False
 
     @model_validator(mode="after")
     def _gradient_has_its_text(self) -> Self:
@@ -513,7 +560,7 @@ class Manifest(Block):
         """
         kept = self.model_dump(
             mode="json",
-            include={"version", "seed", "budget", "calibration", "methods"},
+            include={"version", "seed", "budget", "calibration", "methods", "quantize"},
             exclude={"calibration": {"text"}},
         )
         kept["workers"] = {"cpus": self.workers.cpus}

@@ -20,6 +20,7 @@ from manifests.records import (
     LayerEntry,
     MeasuredEntry,
     StagedLayer,
+    staged_layer,
 )
 from pipeline.computation import Job, RanksOf, entered_importance, entered_scores
 from pipeline.gradient_pass import GradientPass
@@ -327,6 +328,8 @@ class Driver:
             groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved}
             forms = dict(_write_unit(layer, solved).forms)
             entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
+            if rounded := {path: scheme for _, done in solved for path, scheme in done.rounded.items()}:
+                entry["rounded"] = rounded
             self.steps.enter(layer_key(layer), entry)
             self.observer.layer_done("compress", layer, groups)
 
@@ -335,7 +338,7 @@ class Driver:
     def _staged(self, layer: int) -> StagedLayer | None:
         """The committed compressed layer: its file and its forms."""
         entry = self.journal.get(layer_key(layer))
-        return StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None
+        return staged_layer(entry) if entry else None
 
     def _activations(self, lineage: Lineage, layer: int) -> list[ArrayRecord] | None:
         """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""

@@ -6,10 +6,10 @@ Units and results are small and picklable; tensors travel between workers behind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
-from manifests.records import ArrayRecord, E, Key, StagedLayer
+from manifests.records import ArrayRecord, E, Key, Scheme, StagedLayer
 from pipeline.methods.method import FormSpec, Moment
 from pipeline.methods.registry import Task, ranks_key
 
@@ -168,11 +168,13 @@ class Solve:
 
 @dataclass(frozen=True)
 class SolveDone:
-    """Handle of the factors, the forms they take, and the figures for the summary."""
+    """Handle of the factors, the forms they take, the figures for the summary, and how matrices are rounded, by the
+    path of their module."""
 
     factors: Any
     forms: Mapping[str, FormSpec]
     report: Mapping[str, Any]
+    rounded: Mapping[str, Scheme] = field(default_factory=dict)
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """With `made(handle)` in place of the handle."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
-from manifests.records import ArrayRecord, GradientRecord
+from manifests.records import ArrayRecord, GradientRecord, Scheme
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
 from pipeline.kernels.refit import evenly_spread
@@ -40,6 +40,7 @@ from pipeline.ports import (
     Unit,
     Write,
 )
+from pipeline.rounding.solutions import round_solution
 from stores.activations import ActivationStore
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
@@ -283,13 +284,19 @@ class Worker:
         weights = self._group_weights(group)
         statistics = self._statistics(unit.statistics)
         method = self.methods[unit.task.method]
+        quantize = self.setup.manifest.quantize if self.setup.manifest else None
+        rounded: dict[str, Scheme] = {}
         with self._computing():
             solution = method.compress(group, geometry, weights, statistics, unit.ranks)
+            if quantize is not None:
+                dtypes = {key: _stored_dtype(key, tensor, weights) for key, tensor in solution.tensors.items()}
+                solution, rounded = round_solution(solution, quantize, statistics.moments, dtypes)
         factors = {
             geometry.tensor_name(group.layer, key, group.roles): tensor.to(_stored_dtype(key, tensor, weights))
             for key, tensor in solution.tensors.items()
         }
-        return SolveDone(self.transfer.put(factors), solution.forms, solution.report)
+        paths = {geometry.tensor_name(group.layer, key, group.roles): scheme for key, scheme in rounded.items()}
+        return SolveDone(self.transfer.put(factors), solution.forms, solution.report, paths)
 
     def _write(self, unit: Write) -> Any:
         geometry, source = self.setup.geometry, self.setup.source

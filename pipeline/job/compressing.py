@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, StagedLayer
+from manifests.records import ArrayRecord, staged_layer
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.console.signals import catch_signals, interrupt_on_signals
@@ -111,7 +111,7 @@ def _compare(job: JobContext, pool: RayPool) -> None:
     entered = job.ledger.get(COMPARED)
     if entered is not None and entered["layers"] == layers and entered["compared"]["tokens"] == list(map(list, tokens)):
         return
-    staged = tuple(StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None for entry in entries)
+    staged = tuple(staged_layer(entry) if entry else None for entry in entries)
     try:
         pool.submit(Compare(tokens, staged))
         _, found = pool.wait()

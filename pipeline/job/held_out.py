@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, HeldOutEntry, HeldOutScoreEntry, StagedLayer
+from manifests.records import ArrayRecord, HeldOutEntry, HeldOutScoreEntry, StagedLayer, staged_layer
 from pipeline.console.signals import catch_signals
 from pipeline.console.summary import held_out_line
 from pipeline.evaluation.divergence import compare, dense_outputs
@@ -81,4 +81,4 @@ def _worker_config(job: JobContext, tokens: ArrayRecord) -> WorkerConfig:
 
 def _staged(job: JobContext) -> list[StagedLayer | None]:
     entries = [job.ledger.get(layer_key(layer)) for layer in range(job.inputs.geometry.num_layers)]
-    return [StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None for entry in entries]
+    return [staged_layer(entry) if entry else None for entry in entries]

@@ -15,6 +15,7 @@ from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Predicting, Scores
+from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers
 from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
@@ -37,8 +38,9 @@ class Task:
 
 
 def build_methods(manifest: Manifest) -> tuple[Method, ...]:
-    """The methods of a manifest, in its order."""
-    return tuple(METHODS[type(entry)](entry) for entry in manifest.methods)
+    """The methods of a manifest, in its order; where it asks for fewer bits, one more for what they leave."""
+    methods = tuple(METHODS[type(entry)](entry) for entry in manifest.methods)
+    return methods if manifest.quantize is None else (*methods, Unchanged(methods, manifest.quantize.skip))
 
 
 def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:

@@ -103,7 +103,7 @@ def solve(
         stored, of_output = stack.store({"o": reduced.output}, first_rR, second_Dr)
         del tensors["o.weight"]
         tensors, forms = tensors | stored, forms | of_output
-    return Solution(tensors | biases_of(weights, ("o",)), forms)
+    return Solution(tensors | biases_of(weights, ("o",)), forms, inputs={"o": reduced.moment})
 
 
 def _other_numbers(geometry: Geometry, rank: int) -> int:

@@ -111,7 +111,7 @@ def solve(
         )
         tensors, forms = tensors | stored, forms | of_down
     tensors |= {name: bias[kept] for name, bias in biases_of(weights, readers(geometry)).items()}
-    return Solution(tensors | biases_of(weights, ("down",)), forms, report)
+    return Solution(tensors | biases_of(weights, ("down",)), forms, report, {"down": moment_kk})
 
 
 class _Solver:

@@ -1,0 +1,53 @@
+"""What rounding asks of a job before it computes: moments of what is read, groups that divide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from manifests.errors import InputError
+from manifests.schema import QUANTIZED_ROLES, LeSTD, Manifest
+from pipeline.families.family import Geometry
+from pipeline.methods.registry import Task
+from pipeline.rounding.solutions import input_moments
+
+
+def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry) -> tuple[Task, ...]:
+    """The tasks with the moments that rounding with error feedback needs.
+
+    Raises InputError for what cannot be rounded: Tucker forms, and dense widths that the groups do not divide.
+    """
+    assert manifest.quantize is not None
+    _refuse_tucker(manifest)
+    _check_groups(manifest.quantize.group, manifest.quantize.skip, geometry)
+    if not manifest.rounds_by_feedback:
+        return tuple(tasks)
+    return tuple(_with_inputs(task, manifest.quantize.skip) for task in tasks)
+
+
+def _with_inputs(task: Task, skip: Sequence[str]) -> Task:
+    group = task.group
+    needed = input_moments([role for role in group.roles if role not in skip])
+    return replace(task, group=replace(group, moments=tuple(dict.fromkeys((*group.moments, *needed)))))
+
+
+def _refuse_tucker(manifest: Manifest) -> None:
+    for position, entry in enumerate(manifest.methods):
+        if isinstance(entry, LeSTD):
+            raise InputError(
+                f"quantize: methods.{position} (lestd) stores a sparse core and factors that no linear module holds; "
+                "the pack-quantized layout has no place for their codes: use another method, or leave out quantize"
+            )
+
+
+def _check_groups(group: int | None, skip: Sequence[str], geometry: Geometry) -> None:
+    widths = {role: geometry.weight_shape(role)[1] for role in geometry.roles if role in QUANTIZED_ROLES}
+    faults = [
+        f"{role} reads {width} numbers"
+        for role, width in widths.items()
+        if group and role not in skip and width % group
+    ]
+    if faults:
+        fitting = [size for size in (128, 64, 32) if not any(w % size for r, w in widths.items() if r not in skip)]
+        rest = f"group: {fitting[0]} does" if fitting else "use group: null (a scale for each row), or skip these roles"
+        raise InputError(f"quantize.group: {group} does not divide what is read: {', '.join(faults)}; {rest}")
