@@ -40,6 +40,7 @@ from pipeline.ports import (
     Unit,
     Write,
 )
+from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import round_solution
 from stores.activations import ActivationStore
 from stores.staging import write_staged
@@ -295,7 +296,10 @@ class Worker:
             geometry.tensor_name(group.layer, key, group.roles): tensor.to(_stored_dtype(key, tensor, weights))
             for key, tensor in solution.tensors.items()
         }
-        paths = {geometry.tensor_name(group.layer, key, group.roles): scheme for key, scheme in rounded.items()}
+        paths = {
+            geometry.tensor_name(group.layer, f"{key}{WEIGHT}", group.roles).removesuffix(WEIGHT): scheme
+            for key, scheme in rounded.items()
+        }
         return SolveDone(self.transfer.put(factors), solution.forms, solution.report, paths)
 
     def _write(self, unit: Write) -> Any:
