@@ -26,6 +26,7 @@ MANIFEST_VERSION = 1
 RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks, and nothing that is measured on text
     r"budget(\..*)?|methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above)(\..*)?", re.ASCII
 )
+WIDE, WIDE_MULTIPLE = 1024, 16  # hidden size from which ranks are multiples, and of what, unless the manifest says
 LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
 
 
@@ -65,16 +66,22 @@ class Budget(Block):
 
     Or `max_loss`: the smallest such share at which the compressed model is at most so far from the dense one, in nats
     per token (Kullback-Leibler), measured on calibration text beyond the samples. For methods with allocation: loss.
+
+    `multiple`: the ranks and widths that a budget chooses are multiples of it, or whole; null: 16, and 1 below a hidden
+    size of 1024. Tensor parallelism over n devices wants multiples of n, quantised caches of their group, often 64.
     """
 
     keep: Share | None = None
     max_loss: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     scope: Literal["decoder", "model"] = "decoder"
+    multiple: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
-        if (self.keep is None) == (self.max_loss is None):
+        if self.keep is not None and self.max_loss is not None:
             raise ValueError("give either `keep` or `max_loss`, and not both")
+        if self.keep is None and self.max_loss is None and self.multiple is None:
+            raise ValueError("give `keep` or `max_loss`, or a `multiple` for entries with a size of their own")
         return self
 
     @property
@@ -174,11 +181,21 @@ class Calibration(Block):
 class MethodEntry(Block):
     """What every method's entry may say: which layers, and a `keep` of its own instead of the common budget's.
 
-    `layers`: `all`, `last:N`, `last:SHARE` (`last:0.5`: the deeper half) or a list of numbers from 0.
+    `layers`: `all`, `last:N`, `last:SHARE` (`last:0.5`: the deeper half) or a list of numbers from 0. `rank_multiple`
+    is the budget's `multiple` for this entry; null: that one.
     """
 
     layers: str | tuple[int, ...] = "all"
     keep: Share | None = None
+    rank_multiple: PositiveInt | None = None
+
+    def multiple(self, hidden_size: int) -> int:
+        """What chosen ranks are multiples of, in a model of this hidden size."""
+        return self.rank_multiple or (WIDE_MULTIPLE if hidden_size >= WIDE else 1)
+
+    def in_steps_of(self, multiple: int | None) -> Self:
+        """This entry; with `multiple` where it says none itself."""
+        return self if self.rank_multiple or not multiple else self.model_copy(update={"rank_multiple": multiple})
 
     @property
     def needs_gradient(self) -> bool:
@@ -239,7 +256,6 @@ class FlatLLM(MethodEntry):
     selection: Literal["leverage", "eliminate"] = "eliminate"
     query_key: Literal["none", "head_pca"] = "none"
     ridge: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
-    rank_multiple: PositiveInt = 1
     ranks: FlatLLMRanks | None = None
 
     @model_validator(mode="after")
@@ -392,7 +408,6 @@ class LossAware(MethodEntry):
     correct: Literal["none"] = "none"
     weighting: Literal["loss", "input"] = "loss"
     widths: PositiveInt = 8
-    rank_multiple: PositiveInt = 1
 
     @property
     def needs_gradient(self) -> bool:

@@ -70,7 +70,7 @@ class JointRankKMethod:
         return self.claims(geometry) if self.entry.allocation == "loss" else ()
 
     def least_numbers(self, group: Group, geometry: Geometry) -> int:
-        """Stored at rank 1."""
+        """Stored at the smallest rank."""
         return least_numbers(self._variable(group, geometry))
 
     def cache_target(self, geometry: Geometry) -> float | None:
@@ -104,7 +104,7 @@ class JointRankKMethod:
                 group.name,
                 group.name,
                 self._cap(geometry, group.name),
-                1,
+                self.entry.multiple(geometry.hidden),
                 self._cost(geometry, group.name),
             )
             for group in self.claims(geometry)
