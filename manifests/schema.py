@@ -81,7 +81,9 @@ class Budget(Block):
         if self.keep is not None and self.max_loss is not None:
             raise ValueError("give either `keep` or `max_loss`, and not both")
         if self.keep is None and self.max_loss is None and self.multiple is None:
-            raise ValueError("give `keep` or `max_loss`, or a `multiple` for entries with a size of their own")
+            raise ValueError(
+                "give either `keep` or `max_loss`; or `multiple` alone, beside entries with a size of their own"
+            )
         return self
 
     @property
