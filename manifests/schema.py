@@ -181,9 +181,14 @@ class MethodEntry(Block):
     keep: Share | None = None
 
     @property
+    def follows_curves(self) -> bool:
+        """Whether ranks follow predicted loss."""
+        return getattr(self, "allocation", None) == "loss"
+
+    @property
     def needs_gradient(self) -> bool:
         """Whether ranks or solutions follow what the model's loss feels."""
-        return "loss" in (getattr(self, "allocation", None), getattr(self, "weighting", None))
+        return self.follows_curves or getattr(self, "weighting", None) == "loss"
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -395,7 +400,7 @@ class LossAware(MethodEntry):
     rank_multiple: PositiveInt = 1
 
     @property
-    def needs_gradient(self) -> bool:
+    def follows_curves(self) -> bool:
         """Always."""
         return True
 
