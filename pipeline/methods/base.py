@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from manifests.schema import MethodEntry
+from manifests.methods import MethodEntry
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Group
 from pipeline.ranks.budget import RankVariable

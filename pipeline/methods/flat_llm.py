@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifests.schema import FlatLLM
+from manifests.methods import FlatLLM
 from pipeline.families.family import Geometry
 from pipeline.kernels.nystrom import (
     eliminate,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.schema import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, Manifest, MethodEntry
+from manifests.methods import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
+from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
