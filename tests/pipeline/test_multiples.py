@@ -8,7 +8,8 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
-from manifests.schema import WIDE, Manifest
+from manifests.methods import WIDE
+from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.lestd_sizes import Part, Rule, choices
 from pipeline.methods.method import Predicting, Scores
