@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.records import Scheme
-from manifests.schema import QUANTIZED_ROLES, Quantize
 from pipeline.kernels.rounding import Rounded, round_to_nearest, round_with_feedback, rounding_error
 from pipeline.methods.method import Moment, Solution
 from pipeline.rounding.schemes import WEIGHT, packed_tensors

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from manifests.errors import InputError
-from manifests.schema import QUANTIZED_ROLES, LeSTD, Manifest
+from manifests.methods import LeSTD, MethodEntry
+from manifests.quantize import QUANTIZED_ROLES
+from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.registry import Task
 from pipeline.rounding.solutions import input_moments
@@ -19,6 +22,7 @@ def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry)
     """
     assert manifest.quantize is not None
     _refuse_tucker(manifest)
+    _check_multiples(manifest, manifest.quantize.group)
     _check_groups(manifest.quantize.group, manifest.quantize.skip, geometry)
     if not manifest.rounds_by_feedback:
         return tuple(tasks)
@@ -37,6 +41,27 @@ def _refuse_tucker(manifest: Manifest) -> None:
             raise InputError(
                 f"quantize: methods.{position} (lestd) stores a sparse core and factors that no linear module holds; "
                 "the pack-quantized layout has no place for their codes: use another method, or leave out quantize"
+            )
+
+
+def _check_multiples(manifest: Manifest, group: int | None) -> None:
+    for position, entry in enumerate(manifest.methods):
+        if group and entry.rank_multiple and entry.rank_multiple % group:
+            raise InputError(
+                f"quantize.group: {group} does not divide ranks that are multiples of methods.{position}.rank_multiple: "
+                f"{entry.rank_multiple}; budget.multiple: {math.lcm(entry.rank_multiple, group)} would, or leave it out"
+            )
+        _check_ranks(position, entry, group)
+
+
+def _check_ranks(position: int, entry: MethodEntry, group: int | None) -> None:
+    """Of ranks given outright. Value heads lie side by side in what o reads, so that theirs are checked when solved."""
+    given = getattr(entry, "ranks", None)
+    for name, rank in given.model_dump().items() if given is not None else ():
+        if group and rank and rank % group and name != "value":
+            raise InputError(
+                f"methods.{position}.ranks.{name}: groups of {group} (quantize.group) do not divide {rank}; give a "
+                f"multiple of {group}, or `keep` instead of ranks, which are then multiples of it"
             )
 
 
