@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, PositiveInt, Tag, ValidationInfo, field_validator, model_validator
 
 from manifests.blocks import Block, Listed, Location, Share
 from manifests.methods import AnyMethod
@@ -219,8 +219,8 @@ class Manifest(Block):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     budget: Budget | None = None
     calibration: Calibration | None = None
-    methods: Annotated[tuple[AnyMethod, ...], Listed]
     quantize: Quantize | None = None
+    methods: Annotated[tuple[AnyMethod, ...], Listed]
     workers: Workers = Workers()
     resume: Resume = Resume()
     statistics: Statistics = Statistics()
@@ -234,12 +234,13 @@ class Manifest(Block):
             raise ValueError(f"this code reads manifests of version {MANIFEST_VERSION}, and no older or newer ones")
         return version
 
-    @model_validator(mode="after")
-    def _does_something(self) -> Self:
+    @field_validator("methods")
+    @classmethod
+    def _has_a_method(cls, methods: tuple[AnyMethod, ...], info: ValidationInfo) -> tuple[AnyMethod, ...]:
         # Not min_length: it counts the entries that are right, and so reports a wrong entry twice.
-        if not self.methods and self.quantize is None:
-            raise ValueError("methods: should list at least one method, or none beside `quantize`")
-        return self
+        if not methods and info.data.get("quantize", "wrong") is None:
+            raise ValueError("should list at least one method; or none, beside `quantize`")
+        return methods
 
     @model_validator(mode="after")
     def _rounding_has_its_text(self) -> Self:

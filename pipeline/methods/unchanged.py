@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -44,9 +45,7 @@ class Unchanged:
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One of a single value for each group: it is there."""
         return tuple(
-            RankVariable(
-                group.layer, group.name, WHOLE, 1, 1, lambda _, group=group: geometry.layer_numbers(group.roles)
-            )
+            RankVariable(group.layer, group.name, WHOLE, 1, 1, partial(_numbers, geometry, group.roles))
             for group in self.claims(geometry)
         )
 
@@ -64,3 +63,7 @@ class Unchanged:
     ) -> Solution:
         """The weights."""
         return Solution(dict(weights), {}, {})
+
+
+def _numbers(geometry: Geometry, roles: tuple[str, ...], rank: float) -> int:
+    return geometry.layer_numbers(roles)

@@ -59,8 +59,10 @@ def round_solution(
 
     Raises ValueError, naming the matrix, where a group does not divide its columns, or on NaN and the like.
     """
-    tensors, schemes, values = dict(solution.tensors), {}, {}
-    worst, nearest = 0.0, []
+    tensors, worst = dict(solution.tensors), 0.0
+    schemes: dict[str, Scheme] = {}
+    values: dict[str, Tensor] = {}
+    nearest: list[str] = []
     for matrix in _matrices(solution, quantize.skip):
         weight_OI, moment_II = _as_read(matrix, solution, moments, values)
         try:
@@ -120,9 +122,9 @@ def _as_read(
     columns = (weight_OI if before_rI is None else before_rI).shape[1]
     if input_II is None or input_II.shape != (columns, columns):
         return weight_OI, None
-    if before_rI is None or matrix.behind not in values:  # the factor before it is as it was
-        return weight_OI, input_II if before_rI is None else before_rI @ input_II @ before_rI.T
-    rounded_rI = values[matrix.behind]
+    if before_rI is None:
+        return weight_OI, input_II
+    rounded_rI = values.get(matrix.behind or "", before_rI)
     read_Ir = input_II @ rounded_rI.T
     latents_rr = rounded_rI @ read_Ir
     return _refit(weight_OI, before_rI @ read_Ir, latents_rr), latents_rr

@@ -48,7 +48,7 @@ def _check_multiples(manifest: Manifest, group: int | None) -> None:
     for position, entry in enumerate(manifest.methods):
         if group and entry.rank_multiple and entry.rank_multiple % group:
             raise InputError(
-                f"quantize.group: {group} does not divide ranks that are multiples of methods.{position}.rank_multiple: "
+                f"methods.{position}.rank_multiple: groups of {group} (quantize.group) do not divide multiples of "
                 f"{entry.rank_multiple}; budget.multiple: {math.lcm(entry.rank_multiple, group)} would, or leave it out"
             )
         _check_ranks(position, entry, group)
