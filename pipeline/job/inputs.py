@@ -26,7 +26,7 @@ from pipeline.methods.registry import (
     layer_gradients,
     predict_tasks,
 )
-from pipeline.rounding.tasks import rounded_tasks
+from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
 from pipeline.samples import gradient_count, gradient_samples
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint, is_hub_id
@@ -75,7 +75,7 @@ class Inputs:
             for position, method in enumerate(self.methods)
             if isinstance(method, Remarking)
             for remark in method.remarks(self.geometry)
-        )
+        ) + (rounding_remarks(self.manifest.quantize, self.geometry) if self.manifest.quantize else ())
 
     @property
     def needs_calibration(self) -> bool:

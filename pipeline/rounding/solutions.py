@@ -5,6 +5,7 @@ Legend: O outputs, I inputs, r latents; C the moment of the inputs, A a first fa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ FIRST, SECOND, ROWS, COEFFICIENTS = (
     "pivoted.rows.weight",
     "pivoted.coefficients.weight",
 )
+LEAST_GROUP = 16  # smaller ones would store more in scales than they save
 RIDGE = 1e-6  # of the latents' mean moment, towards the second factor as it was
 
 
@@ -57,7 +59,7 @@ def round_solution(
     goes to the nearest code. `dtypes`: key -> stored dtype, that of the scales. What no linear module holds (biases,
     norms, factors per head, Tucker cores) stays.
 
-    Raises ValueError, naming the matrix, where a group does not divide its columns, or on NaN and the like.
+    Raises ValueError, naming the matrix, where no group fits its columns, or on NaN and the like.
     """
     tensors, worst = dict(solution.tensors), 0.0
     schemes: dict[str, Scheme] = {}
@@ -66,10 +68,11 @@ def round_solution(
     for matrix in _matrices(solution, quantize.skip):
         weight_OI, moment_II = _as_read(matrix, solution, moments, values)
         try:
-            rounded = _round(weight_OI, moment_II, quantize, dtypes[matrix.key])
+            scheme = Scheme(bits=quantize.bits, group=fitting_group(weight_OI.shape[1], quantize.group))
+            rounded = _round(weight_OI, moment_II, scheme, dtypes[matrix.key])
         except ValueError as error:
             raise ValueError(f"{matrix.key}: {error}") from error
-        path, scheme = matrix.key.removesuffix(WEIGHT), Scheme(bits=quantize.bits, group=quantize.group)
+        path = matrix.key.removesuffix(WEIGHT)
         del tensors[matrix.key]
         tensors |= packed_tensors(path, rounded.codes, rounded.scales, scheme)
         schemes[path], values[matrix.key] = scheme, rounded.values
@@ -81,10 +84,21 @@ def round_solution(
     return replace(solution, tensors=tensors, report={**solution.report, **report}), schemes
 
 
-def _round(weight_OI: Tensor, moment_II: Tensor | None, quantize: Quantize, dtype: torch.dtype) -> Rounded:
+def fitting_group(columns: int, group: int | None) -> int | None:
+    """The columns that share a scale in a matrix of so many: `group`, or what it has in common with them.
+
+    Raises ValueError where that is less than LEAST_GROUP.
+    """
+    common = group and math.gcd(columns, group)
+    if common and common < LEAST_GROUP:
+        raise ValueError(f"groups of {group} have only {common} in common with {columns} columns")
+    return common
+
+
+def _round(weight_OI: Tensor, moment_II: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> Rounded:
     if moment_II is None:
-        return round_to_nearest(weight_OI, quantize.bits, quantize.group, dtype)
-    return round_with_feedback(weight_OI, moment_II, quantize.bits, quantize.group, dtype)
+        return round_to_nearest(weight_OI, scheme["bits"], scheme["group"], dtype)
+    return round_with_feedback(weight_OI, moment_II, scheme["bits"], scheme["group"], dtype)
 
 
 def _matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 from manifests.errors import InputError
 from manifests.methods import LeSTD, MethodEntry
-from manifests.quantize import QUANTIZED_ROLES
+from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.registry import Task
-from pipeline.rounding.solutions import input_moments
+from pipeline.rounding.solutions import LEAST_GROUP, input_moments
 
 
 def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry) -> tuple[Task, ...]:
     """The tasks with the moments that rounding with error feedback needs.
 
-    Raises InputError for what cannot be rounded: Tucker forms, and dense widths that the groups do not divide.
+    Raises InputError for what cannot be rounded: Tucker forms, and dense widths or given ranks that no group fits.
     """
     assert manifest.quantize is not None
     _refuse_tucker(manifest)
@@ -46,9 +46,9 @@ def _refuse_tucker(manifest: Manifest) -> None:
 
 def _check_multiples(manifest: Manifest, group: int | None) -> None:
     for position, entry in enumerate(manifest.methods):
-        if group and entry.rank_multiple and entry.rank_multiple % group:
+        if group and entry.rank_multiple and math.gcd(entry.rank_multiple, group) < LEAST_GROUP:
             raise InputError(
-                f"methods.{position}.rank_multiple: groups of {group} (quantize.group) do not divide multiples of "
+                f"methods.{position}.rank_multiple: groups of {group} (quantize.group) do not fit multiples of "
                 f"{entry.rank_multiple}; budget.multiple: {math.lcm(entry.rank_multiple, group)} would, or leave it out"
             )
         _check_ranks(position, entry, group)
@@ -58,21 +58,37 @@ def _check_ranks(position: int, entry: MethodEntry, group: int | None) -> None:
     """Of ranks given outright. Value heads lie side by side in what o reads, so that theirs are checked when solved."""
     given = getattr(entry, "ranks", None)
     for name, rank in given.model_dump().items() if given is not None else ():
-        if group and rank and rank % group and name != "value":
+        if group and rank and math.gcd(rank, group) < LEAST_GROUP and name != "value":
             raise InputError(
-                f"methods.{position}.ranks.{name}: groups of {group} (quantize.group) do not divide {rank}; give a "
-                f"multiple of {group}, or `keep` instead of ranks, which are then multiples of it"
+                f"methods.{position}.ranks.{name}: groups of {group} (quantize.group) have less than {LEAST_GROUP} in "
+                f"common with {rank}; give a multiple of it, or `keep`, whose ranks are multiples of {group}"
             )
 
 
 def _check_groups(group: int | None, skip: Sequence[str], geometry: Geometry) -> None:
-    widths = {role: geometry.weight_shape(role)[1] for role in geometry.roles if role in QUANTIZED_ROLES}
     faults = [
         f"{role} reads {width} numbers"
-        for role, width in widths.items()
-        if group and role not in skip and width % group
+        for role, width in _odd_widths(group, skip, geometry).items()
+        if group and math.gcd(width, group) < LEAST_GROUP
     ]
     if faults:
-        fitting = [size for size in (128, 64, 32) if not any(w % size for r, w in widths.items() if r not in skip)]
-        rest = f"group: {fitting[0]} does" if fitting else "use group: null (a scale for each row), or skip these roles"
-        raise InputError(f"quantize.group: {group} does not divide what is read: {', '.join(faults)}; {rest}")
+        raise InputError(
+            f"quantize.group: {group} has less than {LEAST_GROUP} in common with what is read: {', '.join(faults)}; "
+            "use group: null (a scale for each row), or skip these roles"
+        )
+
+
+def _odd_widths(group: int | None, skip: Sequence[str], geometry: Geometry) -> dict[str, int]:
+    """Role -> what it reads in the dense model, where groups do not divide it."""
+    widths = {role: geometry.weight_shape(role)[1] for role in geometry.roles if role in QUANTIZED_ROLES}
+    return {role: width for role, width in widths.items() if group and role not in skip and width % group}
+
+
+def rounding_remarks(quantize: Quantize, geometry: Geometry) -> tuple[str, ...]:
+    """What is not as the manifest asks, and what will be instead."""
+    group = quantize.group or 1
+    return tuple(
+        f"quantize.group: {group} does not divide the {width} numbers that {role} reads; its groups, where it stays "
+        f"that wide, are of {math.gcd(width, group)}, which not every engine's kernels take"
+        for role, width in _odd_widths(quantize.group, quantize.skip, geometry).items()
+    )
