@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifests.schema import LossAware
+from manifests.methods import LossAware
 from pipeline.families.family import Geometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
