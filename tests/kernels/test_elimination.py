@@ -40,6 +40,10 @@ print((peak_bytes() - before) / moment.nbytes + 1)
 """
 
 
+def added_product(total: list[int], left: list[int], right: list[int], **_: object) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
 @pytest.mark.parametrize(("channels", "hidden", "tokens"), [(6, 3, 40), (12, 20, 60), (40, 10, 200)])
 @pytest.mark.parametrize("block", [3, 512])
 def test_prune_is_selection_refit_and_error(
@@ -99,13 +103,13 @@ def test_cost_follows_what_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     moment, weight, _ = problem(600, 60, 1000)
     flops = {}
     for count in (240, 580, 599, 600):
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product}) as counter:
             prune(moment, weight, count)
         flops[count] = counter.get_total_flops() / 600**3
     assert flops[600] == 0
-    assert flops[599] < 2.0
+    assert flops[599] < 1.6
     assert flops[580] < flops[599] + 0.4
-    assert flops[240] > flops[599] + 0.6
+    assert flops[240] > flops[599] + 1.2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process's own peak is in /proc")
