@@ -198,7 +198,8 @@ def _solve(moment_NN: Tensor, scale_N: Tensor, indices_k: Tensor, pull_Dk: Tenso
 def _solve_factor(pull_Dk: Tensor, factor_kk: Tensor) -> Tensor:
     """pull (L Lᵀ)⁻¹, reading the lower triangle alone."""
     half_Dk = torch.linalg.solve_triangular(factor_kk.mT, pull_Dk, upper=True, left=False)
-    return torch.linalg.solve_triangular(factor_kk, half_Dk, upper=False, left=False)
+    solved_Dk: Tensor = torch.linalg.solve_triangular(factor_kk, half_Dk, upper=False, left=False)
+    return solved_Dk
 
 
 def estimate_condition(
