@@ -19,7 +19,6 @@ from pipeline.methods.registry import (
     claim_tasks,
     layer_importance,
     layer_moments,
-    ranks_key,
     scope_numbers,
 )
 from tests.pipeline.geometries import SIZES, llama, manifest, other
@@ -84,11 +83,11 @@ def assert_fits(
 def test_tasks_are_by_layer() -> None:
     job = manifest({"layers": [0, 2], "query_key": "head_pca"}, {"layers": [1], "mlp": False})
     tasks = claim_tasks(build_methods(job), llama())
-    assert [(task.group.layer, task.method, task.group.name) for task in tasks] == [
+    assert [(task.layer, task.method, task.name) for task in tasks] == [
         (0, 0, "attention"), (0, 0, "mlp"), (0, 0, "query_key"), (1, 1, "attention"),
         (2, 0, "attention"), (2, 0, "mlp"), (2, 0, "query_key"),
     ]  # fmt: skip
-    assert [ranks_key(task) for task in tasks][3] == "1/1/attention"
+    assert [task.key for task in tasks][3] == "1/1/attention"
     assert tasks[0].group.roles == ("v", "o")
     assert tasks[1].group.roles == ("gate", "up", "down")
     assert tasks[2].group.roles == ("q", "k")
@@ -97,7 +96,7 @@ def test_tasks_are_by_layer() -> None:
 @pytest.mark.parametrize("model_type", ["opt", "gptj"])
 def test_an_mlp_without_gate(model_type: str) -> None:
     (task, *_) = claim_tasks(build_methods(manifest({"attention": False})), other(model_type))
-    assert task.group.roles == ("up", "down")
+    assert task.roles == ("up", "down")
 
 
 def test_a_tensor_claimed_twice_names_both() -> None:
