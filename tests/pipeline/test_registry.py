@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from manifests.errors import InputError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.methods.method import Group, Moment, Scores
+from pipeline.methods.method import Group, Moment, Scores, Task
 from pipeline.methods.registry import (
     allocate_ranks,
     build_methods,
@@ -88,9 +87,9 @@ def test_tasks_are_by_layer() -> None:
         (2, 0, "attention"), (2, 0, "mlp"), (2, 0, "query_key"),
     ]  # fmt: skip
     assert [task.key for task in tasks][3] == "1/1/attention"
-    assert tasks[0].group.roles == ("v", "o")
-    assert tasks[1].group.roles == ("gate", "up", "down")
-    assert tasks[2].group.roles == ("q", "k")
+    assert tasks[0].roles == ("v", "o")
+    assert tasks[1].roles == ("gate", "up", "down")
+    assert tasks[2].roles == ("q", "k")
 
 
 @pytest.mark.parametrize("model_type", ["opt", "gptj"])
@@ -137,7 +136,7 @@ def test_moments_of_a_layer_are_each_taken_once() -> None:
         Moment("down.in"), Moment("k.out", 2, 2), Moment("o.in", 4, 2), Moment("q.out", 4, 4),
     )  # fmt: skip
     assert layer_moments(tasks, 6) == ()
-    twice = (replace(tasks[0], group=Group(0, "a", ("v",), (Moment("q.in"),))),) * 2
+    twice = (Task.of(0, Group(0, "a", ("v",), (Moment("q.in"),))),) * 2
     assert layer_moments(twice, 0) == (Moment("q.in"),)
     by_value = claim_tasks(build_methods(manifest({"basis": "value", "mlp": False})), llama())
     assert layer_moments(by_value, 0) == (Moment("v.out", 2, 2),)
