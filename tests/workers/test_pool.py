@@ -34,7 +34,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         sizes = {"max": 2, **workers}
         sizes.setdefault("min", sizes["max"])
         notes: list[str] = []
-        setup: Any = SimpleNamespace(shards=shards, hardware=hardware)
+        setup: Any = SimpleNamespace(shards=shards, hardware=hardware, manifest=None)
         pool = RayPool(setup, Workers(**sizes), threading.Event(), notes.append)
         pool.notes = notes  # type: ignore[attr-defined]
         return pool
