@@ -5,7 +5,9 @@ One pydantic model per block; unknown fields, wrong types and impossible values 
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
@@ -428,3 +430,20 @@ class Manifest(Block):
         )
         kept["workers"] = {"cpus": self.workers.cpus}
         return kept
+
+
+def completed(semantic: Any) -> Any:
+    """`Manifest.semantic` as an older version wrote it, with the fields that it did not know yet at their defaults.
+
+    What no version of the schema can have written comes back as it is.
+    """
+    if not isinstance(semantic, Mapping):
+        return semantic
+    somewhere: dict[str, Any] = {"model": {"source": "-"}, "output": "-", "run_dir": "-"}
+    fields = {**semantic, **somewhere}
+    if isinstance(calibration := fields.get("calibration"), Mapping):
+        fields["calibration"] = {**calibration, "text": {"files": ["-"]}}
+    try:
+        return Manifest.model_validate_json(json.dumps(fields)).semantic()
+    except ValueError:
+        return semantic

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import InputError, StorageError
+from manifests.schema import completed
 from stores.activations import ActivationStore
 from stores.durable import (
     fsync_directory,
@@ -181,7 +182,8 @@ class RunDirectory:
 
     def _differing(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
         """Field -> its values before and now."""
-        before, after = _flatten(old["fields"]), _flatten(new["fields"])
+        known = {name: completed(value) if name == "manifest" else value for name, value in old["fields"].items()}
+        before, after = _flatten(known), _flatten(new["fields"])
         return {
             field: f"{field}: {_shown(before, field)} -> {_shown(after, field)}"
             for field in sorted(before.keys() | after.keys())

@@ -23,7 +23,7 @@ from pipeline.ports import Backward
 from stores.activations import ActivationStore
 from workers.config import WorkerConfig
 from workers.differentiable import DifferentiableBlock, residual_dtype
-from workers.ends import head
+from workers.embedding_and_head import head
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 

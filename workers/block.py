@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lamina import LaminaConfig
 from lamina.inputs_lamina import prepare_layer_inputs
-from lamina.layers_lamina import LaminaDecoderLayer, LaminaRotaryEmbedding, make_norm
+from lamina.layers_lamina import LaminaDecoderLayer, LaminaRotaryEmbedding
 from manifests.errors import NumericsError
 
 SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}
@@ -126,11 +126,3 @@ def _hook(module: nn.Module, side: str, taps: list[Tap], reached: Callable[[], N
     if side == "in":
         return module.register_forward_pre_hook(lambda _, arguments: see(arguments[0]))
     return module.register_forward_hook(lambda _, __, result: see(result))
-
-
-def final_norm(config: LaminaConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The norm after the last layer, from its `weight` and, if it has one, `bias`."""
-    with torch.device("meta"):
-        module = make_norm(config)
-    module.load_state_dict(dict(tensors), strict=True, assign=True)
-    return module

@@ -42,7 +42,7 @@ from stores.statistics import StatisticsStore
 from workers.backward import BackwardPass
 from workers.block import Tap, overflow_advice
 from workers.config import WorkerConfig
-from workers.ends import embedding, head
+from workers.embedding_and_head import embedding, head
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
 from workers.layers import LayerReader
 from workers.tensor_transfer import TensorTransfer, get_all

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any
 
 LINEAR_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 NORM_ROLES = ("input_norm", "mlp_norm")
@@ -20,25 +20,16 @@ class Family:
     """One family of decoder models. A new family is one such value in a file of its own, listed in `registry.py`.
 
     Attributes:
-        modules: role -> module path inside a layer; roles the family lacks (gate, mlp_norm, q_norm) are left out.
-        biases: role -> True, or the name of the config field that says whether the module has a bias.
+        block: what a layer is, as the `block` of a checkpoint's config.json says it (`lamina.block_lamina` lists the
+            keys and checks them): module paths, roles, norm, rotation. `biases` map a role to True, or to the name of
+            the config field that says whether the module has a bias.
         fields: standard config name -> this family's name for it, or a constant (`= value` when not a string).
         requires: config field -> the only value that is supported.
         windows: which of `sliding_window` and `layer_types` the family heeds; others carry them without effect.
     """
 
     model_type: str
-    modules: Mapping[str, str]
-    embed: str = "model.embed_tokens"
-    layers: str = "model.layers"
-    final_norm: str = "model.norm"
-    head: str = "lm_head"
-    head_bias: bool = False
-    norm: Literal["rms", "layer"] = "rms"
-    rotary: Literal["half", "interleaved"] | None = "half"
-    positions: Mapping[str, Any] | None = None
-    parallel: bool = False
-    biases: Mapping[str, bool | str] = field(default_factory=dict)
+    block: Mapping[str, Any]
     fields: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Any] = field(default_factory=dict)
     windows: tuple[str, ...] = ()

@@ -1,5 +1,7 @@
 """Llama: RMSNorm, rotary halves, gated MLP; biases where the config asks for them."""
 
+from typing import Any
+
 from pipeline.families.family import Family
 
 MODULES = {
@@ -13,10 +15,22 @@ MODULES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+BLOCK: dict[str, Any] = {
+    "embed": "model.embed_tokens",
+    "layers": "model.layers",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    "head_bias": False,
+    "modules": MODULES,
+    "biases": {},
+    "norm": "rms",
+    "rotary": "half",
+    "positions": None,
+    "parallel": False,
+}
 ATTENTION_BIAS = dict.fromkeys(("q", "k", "v", "o"), "attention_bias")
 
 FAMILY = Family(
     model_type="llama",
-    modules=MODULES,
-    biases=ATTENTION_BIAS | dict.fromkeys(("gate", "up", "down"), "mlp_bias"),
+    block=BLOCK | {"biases": ATTENTION_BIAS | dict.fromkeys(("gate", "up", "down"), "mlp_bias")},
 )

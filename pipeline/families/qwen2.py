@@ -1,11 +1,10 @@
 """Qwen2: Llama with biases on q, k and v."""
 
 from pipeline.families.family import Family
-from pipeline.families.llama import MODULES
+from pipeline.families.llama import BLOCK
 
 FAMILY = Family(
     model_type="qwen2",
-    modules=MODULES,
-    biases=dict.fromkeys(("q", "k", "v"), True),
+    block=BLOCK | {"biases": dict.fromkeys(("q", "k", "v"), True)},
     windows=("sliding_window", "layer_types"),
 )

@@ -174,7 +174,7 @@ def check_fields(standard: Mapping[str, Any]) -> None:
 
 
 def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> dict[str, Any] | None:
-    if family.rotary is None:
+    if family.block["rotary"] is None:
         return None
     rope = getattr(source, "rope_parameters", None)
     if not rope:
@@ -195,19 +195,8 @@ def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) ->
 
 
 def _block(family: Family, source: PreTrainedConfig) -> dict[str, Any]:
-    has_bias = {
-        role: bias if isinstance(bias, bool) else bool(getattr(source, bias)) for role, bias in family.biases.items()
-    }
-    return {
-        "embed": family.embed,
-        "layers": family.layers,
-        "final_norm": family.final_norm,
-        "head": family.head,
-        "head_bias": family.head_bias,
-        "modules": dict(family.modules),
-        "biases": [role for role in family.modules if has_bias.get(role, False)],
-        "norm": family.norm,
-        "rotary": family.rotary,
-        "positions": dict(family.positions) if family.positions else None,
-        "parallel": family.parallel,
-    }
+    """The family's block with the biases that this model has, as a list of roles."""
+    biases = family.block["biases"]
+    has_bias = {role: bias if isinstance(bias, bool) else getattr(source, bias) for role, bias in biases.items()}
+    block = copy.deepcopy(dict(family.block))
+    return {**block, "biases": [role for role in block["modules"] if has_bias.get(role, False)]}

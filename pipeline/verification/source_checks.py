@@ -22,7 +22,7 @@ from pipeline.verification.output_checks import Finding
 from stores.durable import sha256_file
 from stores.source import SourceCheckpoint
 from workers.config import WorkerConfig
-from workers.ends import embedding, head
+from workers.embedding_and_head import embedding, head
 from workers.layers import LayerReader
 
 SAMPLE_SHAPE = (2, 64)  # token ids of the logits check

@@ -1,4 +1,4 @@
-"""Tiny source models of the six families, and how each is described to lamina.
+"""Tiny source models of the six families and of Gemma, and how each is described to lamina.
 
 The block dictionaries are written out here on purpose: the compress side has its own family data, and the tests of the
 compression between both must not share it.
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     LlamaConfig,
@@ -98,6 +100,7 @@ BLOCKS = {
     "mistral": LLAMA_BLOCK,
     "qwen2": {**LLAMA_BLOCK, "biases": ["q", "k", "v"]},
     "qwen3": {**LLAMA_BLOCK, "modules": QWEN3_MODULES},
+    "gemma": {**LLAMA_BLOCK, "embed_scale": "sqrt(hidden_size)", "norm_offset": 1.0},
     "opt": OPT_BLOCK,
     "gptj": GPTJ_BLOCK,
 }
@@ -147,6 +150,7 @@ def _source_config(name: str) -> PreTrainedConfig:
             **{**SMALL, "num_key_value_heads": 2}, use_sliding_window=True, sliding_window=5, max_window_layers=1
         ),
         "qwen3": lambda: Qwen3Config(**llama),
+        "gemma-tied": lambda: GemmaConfig(**llama),
         "opt-tied": lambda: OPTConfig(**{**SMALL, "ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.0}),
         "gptj": lambda: GPTJConfig(
             vocab_size=97, n_embd=48, n_inner=80, n_layer=3, n_head=6, n_positions=128, rotary_dim=4,
@@ -159,13 +163,14 @@ def _source_config(name: str) -> PreTrainedConfig:
 
 SOURCES = (
     "llama-gqa", "llama-mha", "llama-mqa-tied", "llama-llama3-rope", "llama-yarn-rope", "mistral-window", "qwen2-tied",
-    "qwen2-mixed-window", "qwen3", "opt-tied", "gptj",
+    "qwen2-mixed-window", "qwen3", "gemma-tied", "opt-tied", "gptj",
 )  # fmt: skip
 CLASSES: dict[str, Any] = {
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
+    "gemma": GemmaForCausalLM,
     "opt": OPTForCausalLM,
     "gptj": GPTJForCausalLM,
 }

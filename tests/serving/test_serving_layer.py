@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import embedding
 
 from lamina import LaminaConfig
+from lamina.block_lamina import BLOCK_DEFAULTS
 from lamina.inputs_lamina import default_position_ids, prepare_layer_inputs
 from lamina.layers_lamina import LaminaDecoderLayer, LaminaRotaryEmbedding, make_norm
 from tests.serving.serving_compressed import MIXED, compress, forms_for
@@ -19,6 +20,8 @@ def streamed_hidden(
     """The final hidden states, one layer in memory at a time: no model is ever built."""
     block = config.block
     hidden_BTD = embedding(ids_BT, tensors[block["embed"] + ".weight"])
+    if block["embed_scale"]:
+        hidden_BTD = hidden_BTD * torch.tensor(config.hidden_size**0.5, dtype=hidden_BTD.dtype)
     positions = default_position_ids(config, hidden_BTD, mask_BT)
     if block["positions"]:
         table = tensors[block["positions"]["module"] + ".weight"]
@@ -101,6 +104,10 @@ def _without(block: dict[str, Any], *roles: str) -> dict[str, Any]:
 BAD_BLOCKS = [
     (lambda b: {**b, "norm": "batch"}, "block.norm is 'batch'"),
     (lambda b: {**b, "rotary": "spiral"}, "block.rotary is 'spiral'"),
+    (lambda b: {**b, "embed_scale": 0}, "block.embed_scale is 0"),
+    (lambda b: {**b, "embed_scale": "2"}, "block.embed_scale is '2'"),
+    (lambda b: {**b, "norm_offset": True}, "block.norm_offset is True"),
+    (lambda b: {**b, "norm": "layer", "norm_offset": 1.0}, "block.norm_offset is 1.0, .* unless norm is 'rms'"),
     (lambda b: {**b, "experts": 8}, "unknown experts"),
     (lambda b: _without(b, "q", "down"), "lacks modules.q, modules.down"),
     (lambda b: _without(b, "mlp_norm"), "lacks mlp_norm"),
@@ -141,8 +148,9 @@ def test_configuration_survives_json() -> None:
         config = LaminaConfig(**fields)
         again = LaminaConfig.from_dict(config.to_diff_dict())
         assert again.to_dict() == config.to_dict()
-        assert {key: again.to_dict()[key] for key in ("block", "forms", "auto_map")} == {
-            key: fields[key] for key in ("block", "forms", "auto_map")
+        assert again.to_dict()["block"] == BLOCK_DEFAULTS | fields["block"]
+        assert {key: again.to_dict()[key] for key in ("forms", "auto_map")} == {
+            key: fields[key] for key in ("forms", "auto_map")
         }
         assert (again.rope_parameters is None) == (fields["block"]["rotary"] is None)
 

@@ -18,6 +18,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 import lamina
 from lamina import MODELLING_FILES, LaminaForCausalLM, LaminaModel, modelling_source
+from lamina.block_lamina import BLOCK_DEFAULTS
 from tests.serving.serving_compressed import MIXED, compress, forms_for
 from tests.serving.serving_sources import SOURCES, build, describe, make_source, padded_batch
 
@@ -158,8 +159,9 @@ def test_saved_again_it_is_the_same_checkpoint(checkpoints: Path, tmp_path: Path
         for modelling_file in MODELLING_FILES:
             assert (tmp_path / name / modelling_file).read_bytes() == modelling_source(modelling_file)
         mine, again = (json.loads((root / name / "config.json").read_text()) for root in (checkpoints, tmp_path))
-        assert {key: again.get(key) for key in ("forms", "block", "auto_map", "architectures")} == {
-            key: mine[key] for key in ("forms", "block", "auto_map", "architectures")
+        assert again["block"] == BLOCK_DEFAULTS | mine["block"]
+        assert {key: again.get(key) for key in ("forms", "auto_map", "architectures")} == {
+            key: mine[key] for key in ("forms", "auto_map", "architectures")
         }
 
 

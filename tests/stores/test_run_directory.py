@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from manifests.errors import InputError
+from manifests.loading import parse_manifest
+from manifests.schema import completed
 from stores.run_directory import RunDirectory
 
 KilledAnywhere = Callable[..., int]
@@ -195,6 +197,29 @@ def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
 
     assert killed_anywhere(act, check, prepare) > 15
     assert list(dict.fromkeys(owners)) == [0, 1]
+
+
+def semantic(**calibration: Any) -> dict[str, Any]:
+    text = {"text": {"files": ["a.txt"]}, "samples": 20}
+    document = {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "budget": {"keep": 0.5}}
+    methods = [{"method": "flat_llm"}]
+    return parse_manifest({**document, "methods": methods, "calibration": {**text, **calibration}}).semantic()
+
+
+def test_a_field_that_an_older_version_did_not_know_counts_as_its_default(tmp_path: Path) -> None:
+    whole = semantic()
+    older = {**whole, "calibration": {name: v for name, v in whole["calibration"].items() if name != "gradient"}}
+    assert older != whole
+    run = RunDirectory(tmp_path / "run")
+    run.prepare()
+    assert run.check_fingerprint({"manifest": older})
+    assert not run.check_fingerprint({"manifest": whole})
+    assert "calibration.gradient.samples: null -> 3" in refused(run, {"manifest": semantic(gradient={"samples": 3})})
+
+
+@pytest.mark.parametrize("strange", [None, [], {"methods": 3}, {"version": 1, "calibration": {"text": 1}}])
+def test_a_manifest_that_no_version_wrote_is_compared_as_it_is(strange: object) -> None:
+    assert completed(strange) is strange
 
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from lamina import LaminaConfig
 from manifests.errors import NumericsError
 from tests.workers.bench import FAMILIES, Reference, layer_names, make_setup, save_source
-from workers.block import Block, final_norm
+from workers.block import Block
 from workers.config import WorkerConfig
 
 LAYER = 1
@@ -140,14 +138,3 @@ def test_missing_tensors_are_no_layer(family: tuple[WorkerConfig, Reference]) ->
     setup, _ = family
     with pytest.raises(RuntimeError, match="Missing key"):
         Block(LaminaConfig(**setup.config), LAYER, {}, CPU)
-
-
-def test_final_norm(family: tuple[WorkerConfig, Reference], tmp_path: Path) -> None:
-    setup, reference = family
-    path = str(setup.config["block"]["final_norm"])
-    theirs = reference.model.get_submodule(path)
-    ours = final_norm(
-        LaminaConfig(**setup.config), {name: value.detach() for name, value in theirs.state_dict().items()}
-    )
-    hidden = reference.hidden_LMSD[-1]
-    torch.testing.assert_close(ours(hidden), theirs(hidden), rtol=1e-6, atol=1e-6)

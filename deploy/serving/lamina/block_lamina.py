@@ -1,5 +1,6 @@
 """What a decoder layer of the source family is: its modules, and the sizes of one layer."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ QKVO_ROLES = ("q", "k", "v", "o")
 MLP_ROLES = ("gate", "up", "down")
 ROWWISE_ROLES = ("o", "down")
 
-# What `block` is when config.json does not say: pre-norm, gated MLP, rotary.
+# What `block` is when config.json does not say: pre-norm, gated MLP, rotary. Paths of modules; roles of a layer and
+# their paths inside it; `norm` "rms" or "layer"; `rotary` "half", "interleaved" or None.
 DEFAULT_BLOCK: dict[str, Any] = {
     "embed": "model.embed_tokens", "layers": "model.layers", "final_norm": "model.norm", "head": "lm_head",
     "modules": {
@@ -22,7 +24,15 @@ DEFAULT_BLOCK: dict[str, Any] = {
     },
     "norm": "rms", "rotary": "half",
 }  # fmt: skip
-BLOCK_DEFAULTS: dict[str, Any] = {"head_bias": False, "biases": [], "positions": None, "parallel": False}
+# What a block need not say.
+BLOCK_DEFAULTS: dict[str, Any] = {
+    "head_bias": False,
+    "biases": [],  # the roles whose projection has a bias
+    "positions": None,  # a table of learned positions: {"module": path, "offset": row of the first token}
+    "parallel": False,  # attention and MLP both read the layer's input
+    "embed_scale": None,  # token embeddings are multiplied by this number, or by "sqrt(hidden_size)"
+    "norm_offset": 0.0,  # RMS norms multiply by this + weight
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,38 @@ class LayerShape:
     modules: Mapping[str, str]
     biases: frozenset[str]
     core_format: str = "dense"
+
+
+def check_block(block: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming what is wrong, unless `block` describes a layer that can be built."""
+    modules, required = block.get("modules", {}), {*DEFAULT_BLOCK}
+    if missing := sorted(required - {*block}) + [f"modules.{r}" for r in REQUIRED_ROLES if r not in modules]:
+        raise ValueError(f"block lacks {', '.join(missing)}")
+    roles = {*REQUIRED_ROLES, *OPTIONAL_ROLES}
+    if unknown := sorted({*block} - required - {*BLOCK_DEFAULTS}) + sorted({*modules} - roles):
+        raise ValueError(f"block has unknown {', '.join(unknown)}; a newer lamina may know it")
+    for key, allowed in (("norm", ("rms", "layer")), ("rotary", ("half", "interleaved", None))):
+        if block[key] not in allowed:
+            raise ValueError(f"block.{key} is {block[key]!r}, allowed are {allowed}")
+    scale, offset = block["embed_scale"], block["norm_offset"]
+    if scale not in (None, "sqrt(hidden_size)") and not (_is_number(scale) and scale > 0):
+        raise ValueError(f"block.embed_scale is {scale!r}, allowed are a positive number and 'sqrt(hidden_size)'")
+    if not _is_number(offset) or (offset and block["norm"] != "rms"):
+        raise ValueError(f"block.norm_offset is {offset!r}, which is a number, and 0 unless norm is 'rms'")
+    if "mlp_norm" not in modules and not block["parallel"]:
+        raise ValueError("block.modules lacks mlp_norm, which only a parallel block can do without")
+    if stray := [role for role in block["biases"] if role not in LINEAR_ROLES or role not in modules]:
+        raise ValueError(f"block.biases names {', '.join(stray)}, not a projection of block.modules")
+    paths = [block["embed"], block["layers"], block["final_norm"]]
+    paths += [block["positions"]["module"]] if block["positions"] else []
+    if len({path.split(".")[0] for path in paths}) > 1 or not all("." in path for path in paths):
+        raise ValueError(f"block: {', '.join(paths)} must lie below one base module (as in model.layers)")
+    if not attention_path(modules):
+        raise ValueError("block.modules: q, k, v and o must lie below one attention module")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def attention_path(modules: Mapping[str, str]) -> str:

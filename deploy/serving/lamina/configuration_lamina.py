@@ -17,11 +17,9 @@ from .block_lamina import (
     DEFAULT_BLOCK,
     LINEAR_ROLES,
     MLP_ROLES,
-    OPTIONAL_ROLES,
-    REQUIRED_ROLES,
     ROWWISE_ROLES,
     LayerShape,
-    attention_path,
+    check_block,
     in_base,
 )
 from .form_lamina import VALUE_ROLES, Form, FormSpec
@@ -82,7 +80,8 @@ class LaminaConfig(PreTrainedConfig):
         self.layer_types = self.layer_types or [layer_type] * self.num_hidden_layers
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
-        _check_block(self)
+        check_block(self.block)
+        _check_fields(self)
         _check_forms(self)
         if self.block["rotary"] is None:
             self.rope_parameters = None  # the base class filled in a default
@@ -134,29 +133,9 @@ class ArchitectureByAutoMap(PreTrainedModel):
 transformers.LaminaForCausalLM = ArchitectureByAutoMap  # type: ignore[attr-defined]
 
 
-def _check_block(config: LaminaConfig) -> None:
-    block, modules = config.block, config.block.get("modules", {})
-    required = {*DEFAULT_BLOCK}
-    if missing := sorted(required - {*block}) + [f"modules.{r}" for r in REQUIRED_ROLES if r not in modules]:
-        raise ValueError(f"block lacks {', '.join(missing)}")
-    roles = {*REQUIRED_ROLES, *OPTIONAL_ROLES}
-    if unknown := sorted({*block} - required - {*BLOCK_DEFAULTS}) + sorted({*modules} - roles):
-        raise ValueError(f"block has unknown {', '.join(unknown)}; a newer lamina may know it")
-    for key, allowed in (("norm", ("rms", "layer")), ("rotary", ("half", "interleaved", None))):
-        if block[key] not in allowed:
-            raise ValueError(f"block.{key} is {block[key]!r}, allowed are {allowed}")
-    if "mlp_norm" not in modules and not block["parallel"]:
-        raise ValueError("block.modules lacks mlp_norm, which only a parallel block can do without")
-    if stray := [role for role in block["biases"] if role not in LINEAR_ROLES or role not in modules]:
-        raise ValueError(f"block.biases names {', '.join(stray)}, not a projection of block.modules")
-    paths = [block["embed"], block["layers"], block["final_norm"]]
-    paths += [block["positions"]["module"]] if block["positions"] else []
-    if len({path.split(".")[0] for path in paths}) > 1 or not all("." in path for path in paths):
-        raise ValueError(f"block: {', '.join(paths)} must lie below one base module (as in model.layers)")
+def _check_fields(config: LaminaConfig) -> None:
     if config.core_format not in ("dense", "csr"):
         raise ValueError(f"core_format is {config.core_format!r}, allowed are 'dense' and 'csr'")
-    if not attention_path(modules):
-        raise ValueError("block.modules: q, k, v and o must lie below one attention module")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(f"{config.num_attention_heads} query heads over {config.num_key_value_heads} KV heads")
     layer_types = config.layer_types

@@ -22,23 +22,43 @@ from .configuration_lamina import LaminaConfig
 
 
 class LaminaRMSNorm(nn.Module):
-    """x / rms(x) · weight, the root mean square in float32."""
+    """x / rms(x) · weight, the root mean square in float32; with an offset · (offset + weight), all in float32."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.variance_epsilon = eps
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
+        self.variance_epsilon, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, x = x.dtype, x.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * x.to(dtype)
+        return (x * (self.offset + self.weight.float())).to(dtype) if self.offset else self.weight * x.to(dtype)
 
 
 def make_norm(config: LaminaConfig) -> nn.Module:
     """The norm that the layers and the end of the stack use: weight (D), and bias (D) for `layer`."""
-    kind = LaminaRMSNorm if config.block["norm"] == "rms" else nn.LayerNorm
-    return kind(config.hidden_size, eps=config.norm_eps)
+    if config.block["norm"] == "layer":
+        return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+    return LaminaRMSNorm(config.hidden_size, config.norm_eps, config.block["norm_offset"])
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embeddings (…, D) of token ids (…), times `embed_scale` in the weight's dtype."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, embed_scale: float) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.embed_scale = embed_scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.weight.new_full((), self.embed_scale)
+
+
+def make_embedding(config: LaminaConfig) -> nn.Embedding:
+    """The table (V, D) of token embeddings, scaled where the block says so."""
+    scale, width = config.block["embed_scale"], config.hidden_size
+    if scale is None:
+        return nn.Embedding(config.vocab_size, width)
+    return ScaledEmbedding(config.vocab_size, width, width**0.5 if scale == "sqrt(hidden_size)" else float(scale))
 
 
 Angles = tuple[Tensor, Tensor]  # cos and sin
@@ -351,7 +371,7 @@ class LaminaDecoderLayer(_Roles, GradientCheckpointingLayer):
 
 def _make_role(config: LaminaConfig, layer_idx: int, role: str) -> nn.Module:
     if role in ("q_norm", "k_norm"):
-        return LaminaRMSNorm(config.head_dim, config.norm_eps)
+        return LaminaRMSNorm(config.head_dim, config.norm_eps, config.block["norm_offset"])
     if role not in LINEAR_ROLES:
         return make_norm(config)
     form, spec = config.form_of(layer_idx, role)

@@ -29,8 +29,16 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .block_lamina import attention_path, in_base
 from .configuration_lamina import LaminaConfig
-from .inputs_lamina import prepare_layer_inputs
-from .layers_lamina import LaminaAttention, LaminaDecoderLayer, LaminaRotaryEmbedding, attach, find, make_norm
+from .inputs_lamina import default_position_ids, prepare_layer_inputs
+from .layers_lamina import (
+    LaminaAttention,
+    LaminaDecoderLayer,
+    LaminaRotaryEmbedding,
+    attach,
+    find,
+    make_embedding,
+    make_norm,
+)
 
 
 class LaminaPreTrainedModel(PreTrainedModel):
@@ -74,7 +82,7 @@ class LaminaModel(LaminaPreTrainedModel):
         block, positions = config.block, config.block["positions"]
         self._names = {key: tuple(in_base(block[key]).split(".")) for key in ("embed", "layers", "final_norm")}
         layers = nn.ModuleList([LaminaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        attach(self, in_base(block["embed"]), nn.Embedding(config.vocab_size, config.hidden_size))
+        attach(self, in_base(block["embed"]), make_embedding(config))
         if positions:
             self._names["positions"] = tuple(in_base(positions["module"]).split("."))
             table = nn.Embedding(config.max_position_embeddings + positions["offset"], config.hidden_size)
@@ -96,6 +104,22 @@ class LaminaModel(LaminaPreTrainedModel):
     def get_decoder(self) -> "LaminaModel":
         return self
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids (B, T) of whole sequences → what the first layer reads (B, T, D): positions added if learned."""
+        hidden_BTD: Tensor = self.get_input_embeddings()(input_ids)
+        return self._add_positions(hidden_BTD, default_position_ids(self.config, hidden_BTD))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the last layer gives (…, D) → what the head reads (…, D)."""
+        out: Tensor = find(self, self._names["final_norm"])(hidden)
+        return out
+
+    def _add_positions(self, hidden_BTD: Tensor, position_ids: Tensor) -> Tensor:
+        if (positions := self.config.block["positions"]) is None:
+            return hidden_BTD
+        table = find(self, self._names["positions"])
+        return hidden_BTD + cast(Tensor, table(position_ids + positions["offset"]))
+
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
     @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
@@ -116,12 +140,11 @@ class LaminaModel(LaminaPreTrainedModel):
         inputs = prepare_layer_inputs(
             self.config, self.rotary_emb, hidden_BTD, attention_mask, past_key_values, position_ids
         )
-        if positions := self.config.block["positions"]:
-            hidden_BTD = hidden_BTD + find(self, self._names["positions"])(inputs.position_ids + positions["offset"])
+        hidden_BTD = self._add_positions(hidden_BTD, inputs.position_ids)
         for layer in find(self, self._names["layers"]).children():
             mine = inputs.of(layer)  # type: ignore[arg-type]
             hidden_BTD = layer(hidden_BTD, past_key_values=past_key_values, use_cache=use_cache, **mine, **kwargs)
-        hidden_BTD = find(self, self._names["final_norm"])(hidden_BTD)
+        hidden_BTD = self.normed(hidden_BTD)
         return BaseModelOutputWithPast(last_hidden_state=hidden_BTD, past_key_values=past_key_values)
 
 
@@ -154,6 +177,11 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
 
     def get_decoder(self) -> LaminaModel:
         return cast(LaminaModel, getattr(self, self.base_model_prefix))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """What the last layer gives (…, D) → logits (…, V): final norm and head, as in `forward`."""
+        logits: Tensor = self.get_output_embeddings()(self.get_decoder().normed(hidden))
+        return logits
 
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
         """None: generate() then leaves a static cache to its first update, where widths other than d show."""

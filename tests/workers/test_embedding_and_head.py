@@ -1,0 +1,39 @@
+"""What stands before the first layer and after the last: as in transformers' own model of the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.bench import FAMILIES, Reference, make_setup, save_source
+from workers.embedding_and_head import embedding, head
+from workers.layers import LayerReader
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_embedding_and_head_are_the_model_s(name: str, tmp_path: Path) -> None:
+    source = save_source(tmp_path / "model", name)
+    setup = make_setup(source, tmp_path / "run")
+    reference = Reference(source, setup)
+    layers = LayerReader(setup, torch.device("cpu"))
+    first_MSD, last_MSD = reference.hidden_LMSD[0], reference.hidden_LMSD[-1]
+    torch.testing.assert_close(embedding(layers)(reference.ids_MS), first_MSD, rtol=0.0, atol=0.0)
+    logits_TV = head(layers)(last_MSD.flatten(0, 1))
+    assert logits_TV.dtype == torch.float32
+    torch.testing.assert_close(logits_TV, reference.logits_MSV.flatten(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_only_what_is_used_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding reads no head and the head no embedding, whatever their size."""
+    setup = make_setup(save_source(tmp_path / "model"), tmp_path / "run")
+    layers = LayerReader(setup, torch.device("cpu"))
+    read: list[str] = []
+    outer = LayerReader.outer
+    monkeypatch.setattr(LayerReader, "outer", lambda self, *names: read.extend(names) or outer(self, *names))
+    embedding(layers)
+    assert read == ["model.embed_tokens.weight"]
+    read.clear()
+    head(layers)
+    assert sorted(read) == ["lm_head.weight", "model.norm.weight"]
