@@ -23,7 +23,7 @@ from pipeline.ports import Unit
 from workers.config import WorkerConfig
 from workers.hardware import describe_hardware, software_versions
 from workers.memory import map_large_tensors, peak_bytes
-from workers.metrics import WorkerMeters, job_name
+from workers.metrics import WorkerMeters, run_name
 from workers.tensor_transfer import Handle, Packed, handle_count, pack, unpack
 from workers.worker import Worker
 
@@ -62,19 +62,19 @@ class Outcome:
 class WorkerActor:
     """One worker in a process of its own. Errors for users travel as values and arrive as they were raised."""
 
-    job = "no job yet"
+    run = "none yet"
 
     def __init__(self, setup: WorkerConfig) -> None:
         map_large_tensors()
         torch.set_num_threads(setup.threads)
         self.transfer = RayTransfer()
         self.worker = Worker(setup, self.transfer)
-        self.job = job_name(setup)
-        self.meters = WorkerMeters(metrics, self.job)
+        self.run = run_name(setup)
+        self.meters = WorkerMeters(metrics, self.run)
 
     def __repr__(self) -> str:
         """Its name in Ray's dashboard and logs."""
-        return f"lamina({self.job})"
+        return f"lamina({self.run})"
 
     def ready(self) -> dict[str, Any]:
         """Where this worker runs, and on what."""

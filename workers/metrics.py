@@ -1,7 +1,8 @@
 """What Prometheus is told of a job, through Ray's metrics: the names, and who counts what.
 
 Ray puts `ray_` before each name and exports them, with its own, on the metrics port of every node. Workers count what
-they did; the pool, in the driver's process, counts workers and what went wrong with them. All carry the job's name.
+they did; the pool, in the driver's process, counts workers and what went wrong with them. `run` is the name of the run
+directory: `job` is a label of Prometheus' own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ UNIT_SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
 @dataclass(frozen=True)
 class Metric:
-    """A name as Ray is given it; a counter's ends in `_total`. Tags beside `job`."""
+    """A name as Ray is given it; a counter's ends in `_total`. `tags` are those beside `run`."""
 
     name: str
     kind: Literal["Counter", "Gauge", "Histogram"]
@@ -56,10 +57,10 @@ class Maker(Protocol):
 
 
 class Meters:
-    """Some metrics of one job in one process."""
+    """Some metrics of one run in one process."""
 
-    def __init__(self, maker: Maker, metrics: tuple[Metric, ...], job: str) -> None:
-        self.made = {metric: _make(maker, metric, job) for metric in metrics}
+    def __init__(self, maker: Maker, metrics: tuple[Metric, ...], run: str) -> None:
+        self.made = {metric: _make(maker, metric, run) for metric in metrics}
 
     def add(self, metric: Metric, amount: float = 1.0, **tags: str) -> None:
         """Counts."""
@@ -78,8 +79,8 @@ class Meters:
 class WorkerMeters(Meters):
     """What a worker counts after each unit."""
 
-    def __init__(self, maker: Maker, job: str) -> None:
-        super().__init__(maker, OF_WORKERS, job)
+    def __init__(self, maker: Maker, run: str) -> None:
+        super().__init__(maker, OF_WORKERS, run)
         self.process = psutil.Process()
         self.moved = self._moved()
 
@@ -105,8 +106,8 @@ class WorkerMeters(Meters):
 class PoolMeters(Meters):
     """What the pool counts."""
 
-    def __init__(self, maker: Maker, job: str) -> None:
-        super().__init__(maker, OF_THE_POOL, job)
+    def __init__(self, maker: Maker, run: str) -> None:
+        super().__init__(maker, OF_THE_POOL, run)
         self.told_at = time.monotonic()
 
     def worker_died(self, units_in_hand: int) -> None:
@@ -132,15 +133,15 @@ def unit_kind(unit: Unit) -> str:
     return type(unit).__name__.lower()
 
 
-def _make(maker: Maker, metric: Metric, job: str) -> Any:
-    tags = ("job", *metric.tags)
+def _make(maker: Maker, metric: Metric, run: str) -> Any:
+    tags = ("run", *metric.tags)
     if metric.kind == "Histogram":
         made = maker.Histogram(metric.name, metric.description, UNIT_SECONDS, tags)
     else:
         made = getattr(maker, metric.kind)(metric.name, metric.description, tags)
-    return made.set_default_tags({"job": job})
+    return made.set_default_tags({"run": run})
 
 
-def job_name(setup: WorkerConfig) -> str:
+def run_name(setup: WorkerConfig) -> str:
     """What the metrics and Ray's dashboard call a job: its run directory's name."""
     return Path(setup.manifest.run_dir).name if setup.manifest else "evaluation"

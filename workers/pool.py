@@ -35,7 +35,7 @@ from workers.cluster import why_unplaceable
 from workers.config import WorkerConfig
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
-from workers.metrics import PoolMeters, job_name, unit_kind
+from workers.metrics import PoolMeters, run_name, unit_kind
 from workers.tensor_transfer import attach_handles, handle_count
 
 DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
@@ -93,7 +93,7 @@ class RayPool:
         self.starved_since: float | None = None
         self.warned_at = 0.0
         self.members: list[_Member] = []
-        self.meters = PoolMeters(metrics, job_name(setup))
+        self.meters = PoolMeters(metrics, run_name(setup))
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
         self.actor_class: Any = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
         self._await_members(min(workers.min, self.wanted))
