@@ -240,7 +240,25 @@ class Score:
         return f"score/{self.shard}"
 
 
-Unit = Forward | Backward | Reduce | Measure | Predict | Solve | Write | Score
+@dataclass(frozen=True)
+class Compare:
+    """The dense model and the staged layers side by side on a few tokens; the result is JSON.
+
+    Attributes:
+        tokens: ids of whole samples, all of one length.
+        staged: by layer, the record of the compressed one; None: it is as it was.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    staged: tuple[Record | None, ...]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return "compare"
+
+
+Unit = Forward | Backward | Reduce | Measure | Predict | Solve | Write | Score | Compare
 ShardUnit = Forward | Backward | Score  # goes to the worker that holds the shard
 TensorUnit = Forward | Backward | Solve  # its result holds handles of tensors
 

@@ -24,7 +24,7 @@ def _body(arguments: Any) -> int:
     run_dir, workers = RunDirectory(Path(arguments.run_dir)), arguments.workers
     if workers < 1:
         raise InputError(f"--workers {workers}: a job needs at least one; to stop it, send SIGTERM")
-    owner = read_lock(run_dir.path / "lock")
+    owner = read_lock(run_dir.path)
     if owner is None or not owner["alive"]:
         raise InputError(f"{run_dir.path}: no job is running here; set workers.max in its manifest")
     run_dir.ask_for_workers(workers, owner["token"])

@@ -43,7 +43,7 @@ def read_status(path: Path) -> dict[str, Any]:
     ledger = run_dir.ledger
     keys = ledger.keys()
     committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
-    owner = read_lock(path / "lock")
+    owner = read_lock(path)
     complete = ledger.get("complete")
     return {
         "run_dir": str(path),

@@ -8,20 +8,20 @@ Shape suffixes: B samples of a shard, S sequence length, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from stores.arrays import ArrayReader, ArrayStore, ArrayWriter, Record, chunk_shape
+from stores.storage import Place
 
 
 class ActivationStore:
-    """The arrays under one directory (activations.zarr). What is written counts once its record is in the ledger."""
+    """The arrays of one place (activations.zarr). What is written counts once its record is in the ledger."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self._arrays = ArrayStore(directory)
+    def __init__(self, place: Place) -> None:
+        self._arrays = ArrayStore(place)
 
     def write(self, phase: str, layer: int, shard: int, hidden: torch.Tensor, micro_batch: int = 1) -> Record:
         """Stores the hidden states (B, S, D), any floating dtype, that enter `layer`; durable on return.

@@ -12,12 +12,10 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,10 +23,10 @@ import numpy as np
 import torch
 import zarr
 from zarr.codecs import Crc32cCodec
-from zarr.storage import LocalStore
 
-from manifests.errors import CorruptError, InputError
-from stores.durable import fsync_directory, make_directory, storage_errors, sweep_partials, write_durably
+from manifests.errors import CorruptError, InputError, StorageError
+from stores.storage import Place, Storage, open_storage
+from stores.zarr_store import ZarrStore
 
 ARRAY_VERSION = 1
 CHECKSUM_BYTES = 4
@@ -46,10 +44,10 @@ Coordinates = tuple[int, ...]
 
 
 class ArrayStore:
-    """Arrays of one directory. Writers of different arrays never meet; an array has one writer."""
+    """Arrays of one place. Writers of different arrays never meet; an array has one writer."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, place: Place) -> None:
+        self.storage = open_storage(place)
 
     def create(
         self, prefix: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[int], upper_tiles: bool = False
@@ -73,18 +71,18 @@ class ArrayStore:
             "chunks": [min(int(edge), int(size)) for edge, size in zip(chunks, shape, strict=True)],
             "symmetric": upper_tiles,
         }
-        return ArrayWriter(make_directory(self.directory / path), record)
+        return ArrayWriter(self.storage.below(path), record)
 
     def open(self, record: Mapping[str, Any]) -> ArrayReader:
         """A committed array. Raises CorruptError (not there, or not what was committed) and InputError (version)."""
         version = record.get("version")
         if version != ARRAY_VERSION:
             raise InputError(f"array {record.get('path')}: version {version}, this Lamina knows {ARRAY_VERSION}")
-        return ArrayReader(self._locate(record), record)
+        return ArrayReader(self.storage.below(self._locate(record)), record)
 
     def drop(self, record: Mapping[str, Any]) -> None:
         """Removes an array, if it is there; retract or replace its ledger entry first. Raises StorageError."""
-        self._remove(self._locate(record))
+        self.storage.delete_folder(self._locate(record))
 
     def sweep(self, live: Iterable[Mapping[str, Any]]) -> int:
         """Removes every generation that no record in `live` names, and temporary files; returns how many generations.
@@ -92,60 +90,57 @@ class ArrayStore:
         Only for the one process that holds the run's lock, while no worker writes. Raises StorageError.
         """
         kept = {self._locate(record) for record in live}
-        doomed = []
-        with storage_errors("sweeping", self.directory):
-            for parent, children, _ in os.walk(self.directory):
-                generations = [child for child in children if GENERATION.fullmatch(child)]
-                children[:] = [child for child in children if child not in generations]
-                doomed += [path for path in (Path(parent, child) for child in generations) if path not in kept]
+        doomed = [path for path in self._generations("") if path not in kept]
         for path in doomed:
-            self._remove(path)
-        sweep_partials(self.directory)
+            self.storage.delete_folder(path)
+        self.storage.sweep()
         return len(doomed)
 
-    def _locate(self, record: Mapping[str, Any]) -> Path:
+    def _generations(self, folder: str) -> Iterable[str]:
+        for child in self.storage.folders(folder):
+            path = f"{folder}/{child}" if folder else child
+            if GENERATION.fullmatch(child):
+                yield path
+            else:
+                yield from self._generations(path)
+
+    def _locate(self, record: Mapping[str, Any]) -> str:
         path = str(record.get("path"))
         *prefix, generation = path.split("/")
         if not (prefix and all(PART.fullmatch(part) for part in prefix) and GENERATION.fullmatch(generation)):
-            raise CorruptError(f"array {path!r}: no path inside {self.directory}; its record is damaged", path)
-        return self.directory / path
+            raise CorruptError(f"array {path!r}: no path inside {self.storage.at()}; its record is damaged", path)
+        return path
 
     def _make_groups(self, prefix: str) -> None:
         """Group metadata on the way down, so that any Zarr reader can walk the store."""
-        group = make_directory(self.directory / prefix)
-        for directory in (group, *group.parents):
-            if not (directory / METADATA_FILE).exists():
-                write_durably(directory / METADATA_FILE, GROUP_METADATA)
-            if directory == self.directory:
-                return
-
-    def _remove(self, path: Path) -> None:
-        with storage_errors("removing", path):
-            if path.is_dir():
-                shutil.rmtree(path)
-                fsync_directory(path.parent)
+        parts = prefix.split("/")
+        for depth in range(len(parts), -1, -1):
+            name = "/".join([*parts[:depth], METADATA_FILE])
+            try:
+                self.storage.size(name)
+            except FileNotFoundError:
+                self.storage.replace(name, GROUP_METADATA)
 
 
 class ArrayWriter:
     """An array being written, invisible until its record is in the ledger. Leaving the block uncommitted removes it."""
 
-    def __init__(self, path: Path, record: Record) -> None:
-        self.path = path
+    def __init__(self, storage: Storage, record: Record) -> None:
+        self.storage = storage
         self._record = record
         self._committed = False
-        with storage_errors("writing", path):
-            self._array = zarr.create_array(
-                store=LocalStore(path),
-                shape=tuple(record["shape"]),
-                dtype=ZARR_NAMES[record["dtype"]],
-                chunks=tuple(record["chunks"]),
-                filters=None,
-                compressors=Crc32cCodec(),
-                fill_value=0,
-                attributes={"lamina_dtype": record["dtype"], "upper_tiles": record["symmetric"]},
-                chunk_key_encoding={"name": "default", "separator": "."},  # all chunks in one directory: one fsync
-                config={"write_empty_chunks": True},  # chunks are counted: one of zeros must be there, too
-            )
+        self._array = zarr.create_array(
+            store=ZarrStore(storage),
+            shape=tuple(record["shape"]),
+            dtype=ZARR_NAMES[record["dtype"]],
+            chunks=tuple(record["chunks"]),
+            filters=None,
+            compressors=Crc32cCodec(),
+            fill_value=0,
+            attributes={"lamina_dtype": record["dtype"], "upper_tiles": record["symmetric"]},
+            chunk_key_encoding={"name": "default", "separator": "."},  # all chunks in one directory: one fsync
+            config={"write_empty_chunks": True},  # chunks are counted: one of zeros must be there, too
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -156,8 +151,7 @@ class ArrayWriter:
         expected = DTYPES[self._record["dtype"]]
         if values.dtype != expected:
             raise ValueError(f"array {self._record['path']}: {values.dtype} values for {expected}")
-        with storage_errors("writing", self.path):
-            self._array[selection] = _bits(values)
+        self._array[selection] = _bits(values)
 
     def commit(self) -> Record:
         """Makes what was written durable and returns the record that a ledger entry is to hold.
@@ -167,15 +161,12 @@ class ArrayWriter:
             StorageError: no room, or a failing device.
         """
         keys = [_chunk_name(at) for at in _coordinates(self._record)]
-        checksums = [_checksum(self.path / key) for key in keys]
+        checksums = [_checksum(self.storage, key) for key in keys]
         if None in checksums:
             missing = checksums.count(None)
             raise ValueError(f"array {self._record['path']}: {missing} of {len(keys)} chunks were never written")
-        with storage_errors("syncing", self.path):
-            for key in (METADATA_FILE, *keys):
-                _fsync_file(self.path / key)
-            metadata = (self.path / METADATA_FILE).read_bytes()
-        fsync_directory(self.path)
+        self.storage.sync([METADATA_FILE, *keys])
+        metadata = self.storage.read(METADATA_FILE)
         self._committed = True
         return {**self._record, "metadata_sha256": hashlib.sha256(metadata).hexdigest(), "checksums": checksums}
 
@@ -186,14 +177,15 @@ class ArrayWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._committed:
-            shutil.rmtree(self.path, ignore_errors=True)  # nobody names it; what stays, the next sweep removes
+            with suppress(StorageError):  # nobody names it; what stays, the next sweep removes
+                self.storage.delete_folder("")
 
 
 class ArrayReader:
     """A committed array. Every chunk is held against the record before its numbers are given out."""
 
-    def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(self, storage: Storage, record: Mapping[str, Any]) -> None:
+        self.storage = storage
         self._name = str(record["path"])  # what a ledger entry calls it
         self.shape: tuple[int, ...] = tuple(record["shape"])
         self.chunks: tuple[int, ...] = tuple(record["chunks"])
@@ -201,17 +193,16 @@ class ArrayReader:
         self.symmetric = bool(record["symmetric"])
         grid = math.prod(_chunk_counts(record))
         if grid > 2 * len(record["checksums"]):  # before a grid of any size is listed; the upper tiles are over half
-            raise self._corrupt(path, f"{len(record['checksums'])} checksums for a grid of {grid} chunks")
+            raise self._corrupt("", f"{len(record['checksums'])} checksums for a grid of {grid} chunks")
         coordinates = _coordinates(record)
         if len(coordinates) != len(record["checksums"]):
-            raise self._corrupt(path, f"{len(record['checksums'])} checksums for {len(coordinates)} chunks")
+            raise self._corrupt("", f"{len(record['checksums'])} checksums for {len(coordinates)} chunks")
         self._checksums = dict(zip(coordinates, record["checksums"], strict=True))
         self._check_metadata(record)
-        with storage_errors("reading", path):
-            self._array = zarr.open_array(store=LocalStore(path, read_only=True), mode="r")
+        self._array = zarr.open_array(store=ZarrStore(storage, read_only=True), mode="r")
         stored = (self._array.shape, self._array.chunks, self._array.dtype.name)
         if stored != (self.shape, self.chunks, ZARR_NAMES[record["dtype"]]):
-            raise self._corrupt(path, f"{stored}, its record says {self.shape}, {self.chunks}, {record['dtype']}")
+            raise self._corrupt("", f"{stored}, its record says {self.shape}, {self.chunks}, {record['dtype']}")
 
     def read(self, selection: Selection) -> torch.Tensor:
         """The numbers of a selection (slices with step 1, one per axis), on the CPU.
@@ -222,17 +213,16 @@ class ArrayReader:
         """
         selection = tuple(slice(*part.indices(size)) for part, size in zip(selection, self.shape, strict=True))
         for at in self._touched(selection):
-            path = self.path / _chunk_name(at)
-            checksum = _checksum(path)
+            name = _chunk_name(at)
+            checksum = _checksum(self.storage, name)
             if checksum is None:
-                raise self._corrupt(path, "missing or cut short")
+                raise self._corrupt(name, "missing or cut short")
             if checksum != self._checksums[at]:
-                raise self._corrupt(path, f"checksum {checksum}, not the chunk that was committed")
-        with storage_errors("reading", self.path):
-            try:
-                values = np.asarray(self._array[selection])
-            except ValueError as error:  # of the Crc32c codec
-                raise self._corrupt(self.path, str(error)) from error
+                raise self._corrupt(name, f"checksum {checksum}, not the chunk that was committed")
+        try:
+            values = np.asarray(self._array[selection])
+        except ValueError as error:  # of the Crc32c codec
+            raise self._corrupt("", str(error)) from error
         tensor = torch.from_numpy(values)
         return tensor.view(self.dtype) if self.dtype == torch.bfloat16 else tensor
 
@@ -241,14 +231,15 @@ class ArrayReader:
         return itertools.product(*(range(part.start // edge, -(-part.stop // edge)) for part, edge in axes))
 
     def _check_metadata(self, record: Mapping[str, Any]) -> None:
-        path = self.path / METADATA_FILE
-        with storage_errors("reading", path):
-            metadata = path.read_bytes() if path.exists() else b""
+        try:
+            metadata = self.storage.read(METADATA_FILE)
+        except (FileNotFoundError, ValueError):
+            raise self._corrupt(METADATA_FILE, "missing") from None
         if hashlib.sha256(metadata).hexdigest() != record["metadata_sha256"]:
-            raise self._corrupt(path, "damaged" if metadata else "missing")
+            raise self._corrupt(METADATA_FILE, "damaged" if metadata else "missing")
 
-    def _corrupt(self, path: Path, fault: str) -> CorruptError:
-        return CorruptError(f"{path}: stored data is damaged: {fault}", self._name)
+    def _corrupt(self, name: str, fault: str) -> CorruptError:
+        return CorruptError(f"{self.storage.at(name)}: stored data is damaged: {fault}", self._name)
 
 
 def chunk_shape(shape: Sequence[int], edge: int = 1024) -> tuple[int, ...]:
@@ -276,25 +267,13 @@ def _chunk_name(at: Coordinates) -> str:
     return ".".join(["c", *map(str, at)])
 
 
-def _checksum(path: Path) -> str | None:
+def _checksum(storage: Storage, name: str) -> str | None:
     """The CRC32C that the codec appended to a chunk, in hex; None when there is no chunk, or not enough of it."""
-    with storage_errors("reading", path):
-        try:
-            with open(path, "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size < CHECKSUM_BYTES:
-                    return None
-                file.seek(-CHECKSUM_BYTES, os.SEEK_END)
-                return file.read(CHECKSUM_BYTES).hex()
-        except FileNotFoundError:
-            return None
-
-
-def _fsync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        checksum = storage.read(name, -CHECKSUM_BYTES)
+    except (FileNotFoundError, ValueError):
+        return None
+    return checksum.hex() if len(checksum) == CHECKSUM_BYTES else None
 
 
 def _bits(values: torch.Tensor) -> np.ndarray[Any, Any]:

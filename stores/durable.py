@@ -47,7 +47,21 @@ def storage_error(action: str, path: str | Path, error: OSError) -> StorageError
     code = error.errno or (errno.ENOENT if isinstance(error, FileNotFoundError) else 0)  # Zarr's has no number
     reason = error.strerror or (os.strerror(code) if code else str(error) or type(error).__name__)
     advice = ADVICE.get(code, "check the disk or mount, then run the same command again")
-    return StorageError(f"{action} {path}: {reason}; {advice}")
+    place = f" ({_room_at(Path(path))})" if code in (errno.ENOSPC, errno.EDQUOT) else ""
+    return StorageError(f"{action} {path}: {reason}{place}; {advice}")
+
+
+def _room_at(path: Path) -> str:
+    """The filesystem that a path is on, and what is left of it."""
+    try:
+        place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()
+        mount = next(parent for parent in (place, *place.parents) if parent.is_mount())
+        left = os.statvfs(place)
+    except OSError as error:
+        return f"what is left there cannot be told: {error.strerror}"
+    files = f", {left.f_favail:,} of {left.f_files:,} files" if left.f_files else ""
+    free, total = left.f_bavail * left.f_frsize, left.f_blocks * left.f_frsize
+    return f"the filesystem at {mount} has {free / 1e9:,.2f} of {total / 1e9:,.2f} GB{files} free"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,18 @@ def read_header(path: str | Path) -> dict[str, TensorRecord]:
     """
     path = Path(path)
     with storage_errors("reading", path), open(path, "rb") as file:
-        file_bytes = path.stat().st_size
-        prefix = file.read(LENGTH_BYTES)
-        header_bytes = _header_length(path, prefix, file_bytes)
-        text = file.read(header_bytes)
+
+        def read(offset: int, count: int) -> bytes:
+            file.seek(offset)
+            return file.read(count)
+
+        return parse_header(path, read, path.stat().st_size)
+
+
+def parse_header(path: Path, read: Callable[[int, int], bytes], file_bytes: int) -> dict[str, TensorRecord]:
+    """The same of a file that is anywhere: `read(offset, count)` gives its bytes; `path` names it in errors."""
+    header_bytes = _header_length(path, read(0, LENGTH_BYTES), file_bytes)
+    text = read(LENGTH_BYTES, header_bytes)
     if len(text) != header_bytes:
         raise InputError(f"{path}: truncated: expected {header_bytes} bytes of header, got {len(text)}")
     entries = _parse_json(path, text)

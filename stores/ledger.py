@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from manifests.errors import InputError, StorageError
-from stores.durable import create_only, fsync_directory, make_directory, read_whole, storage_errors, sweep_partials
+from stores.storage import Place, open_storage
 
 LEDGER_VERSION = 1
 KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
@@ -28,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class Ledger:
-    """The entries of one directory. One process commits (it holds the run's lock); any may read meanwhile.
+    """The entries of one place. One process commits (it holds the run's lock); any may read meanwhile.
 
     Data that a record names must be durable before `commit`, and may go only after a later `commit` or `retract`.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self._told: set[Path] = set()  # damaged entries are read again and again
+    def __init__(self, place: Place) -> None:
+        self.storage = open_storage(place)
+        self._told: set[str] = set()  # damaged entries are read again and again
 
     def commit(self, key: str, record: dict[str, Any]) -> None:
         """Makes `record` (JSON values only) the one of `key`, durably; then drops what it supersedes.
@@ -61,7 +59,7 @@ class Ledger:
         for _ in range(RACES):
             with suppress(_DroppedMeanwhileError):
                 return self._latest(key)
-        raise StorageError(f"ledger {self.directory}: entries of {key!r} vanish while read; what cleans up there?")
+        raise StorageError(f"ledger {self.storage.at()}: entries of {key!r} vanish while read; what cleans up there?")
 
     def keys(self, prefix: str = "") -> list[str]:
         """The committed keys that begin with `prefix`, ascending."""
@@ -69,83 +67,65 @@ class Ledger:
 
     def sweep(self) -> None:
         """Removes temporary files, superseded generations, and retractions that nothing older needs."""
-        sweep_partials(self.directory)
-        if self.directory.is_dir():
-            fsync_directory(self.directory)  # an owner that was killed may have left names that are not durable yet
+        self.storage.sweep()
         for key in self._all_keys():
             generations = self._generations(key)
-            valid = [number for number, path in generations if self._read(path, key, number) is not None]
+            valid = [number for number, name in generations if self._read(name, key, number) is not None]
             if valid:
                 self._drop_below(key, valid[-1])
                 if self.get(key) is None:  # only now: with an older one there, removing the retraction would undo it
-                    self._unlink([path for number, path in generations if number >= valid[-1]])
+                    self.storage.delete([name for number, name in generations if number >= valid[-1]])
 
     def clear(self) -> None:
         """Forgets everything, durably. A crash halfway leaves entries that are still true."""
-        self._unlink([path for key in self._all_keys() for _, path in self._generations(key)])
-        sweep_partials(self.directory)
+        self.storage.delete([name for key in self._all_keys() for _, name in self._generations(key)])
+        self.storage.sweep()
 
     def _append(self, key: str, record: dict[str, Any] | None) -> None:
         if not KEY.fullmatch(key):
             raise ValueError(f"ledger key {key!r}: expected parts of letters, digits, _ and - with / between them")
-        make_directory(self.directory)
         for _ in range(RACES):
             generation = max((number for number, _ in self._generations(key)), default=0) + 1
             with suppress(FileExistsError):
-                create_only(self._path(key, generation), _encode(key, generation, record))
+                self.storage.put_if_absent(_name(key, generation), _encode(key, generation, record))
                 self._drop_below(key, generation)  # only after the new one is durable
                 return
-        raise StorageError(f"ledger {self.directory}: others commit {key!r} meanwhile; is a second job running?")
+        raise StorageError(f"ledger {self.storage.at()}: others commit {key!r} meanwhile; is a second job running?")
 
     def _drop_below(self, key: str, generation: int) -> None:
-        self._unlink([path for number, path in self._generations(key) if number < generation])
-
-    def _unlink(self, paths: list[Path]) -> None:
-        with storage_errors("removing entries of the ledger", self.directory):
-            for path in paths:
-                path.unlink(missing_ok=True)
-        if paths:
-            fsync_directory(self.directory)
+        self.storage.delete([name for number, name in self._generations(key) if number < generation])
 
     def _latest(self, key: str) -> dict[str, Any] | None:
-        for generation, path in reversed(self._generations(key)):
-            entry = self._read(path, key, generation)
+        for generation, name in reversed(self._generations(key)):
+            entry = self._read(name, key, generation)
             if entry is not None:
                 record: dict[str, Any] | None = entry["record"]
                 return record
         return None
 
-    def _read(self, path: Path, key: str, generation: int) -> dict[str, Any] | None:
+    def _read(self, name: str, key: str, generation: int) -> dict[str, Any] | None:
         try:
-            return _decode(read_whole(path, MAX_ENTRY_BYTES), key, generation)
+            if (size := self.storage.size(name)) > MAX_ENTRY_BYTES:
+                raise _DamagedError(f"{size:,} bytes, more than {MAX_ENTRY_BYTES:,}")
+            return _decode(self.storage.read(name), key, generation)
         except FileNotFoundError as error:
-            if not path.is_symlink():
-                raise _DroppedMeanwhileError(path) from error
-            logger.warning("ledger entry %s is a link to nothing: ignored, its work is done again", path)
-            return None
+            raise _DroppedMeanwhileError(name) from error
         except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+            raise InputError(f"{self.storage.at(name)}: {error}") from None
         except (_DamagedError, ValueError) as error:
-            if path not in self._told:
-                logger.warning("ledger entry %s is damaged (%s): ignored, its work is done again", path, error)
-            self._told.add(path)
+            if name not in self._told:
+                at = self.storage.at(name)
+                logger.warning("ledger entry %s is damaged (%s): ignored, its work is done again", at, error)
+            self._told.add(name)
             return None
 
-    def _generations(self, key: str) -> list[tuple[int, Path]]:
+    def _generations(self, key: str) -> list[tuple[int, str]]:
         start = key.replace("/", ".") + "."
-        names = (name for name in self._names() if name.startswith(start))
-        matches = ((ENTRY_NAME.fullmatch(name), self.directory / name) for name in names)
-        return sorted((int(match["generation"]), path) for match, path in matches if match and _key_of(match) == key)
+        matches = (ENTRY_NAME.fullmatch(name) for name in self.storage.names() if name.startswith(start))
+        return sorted((int(match["generation"]), match[0]) for match in matches if match and _key_of(match) == key)
 
     def _all_keys(self) -> list[str]:
-        return sorted({_key_of(match) for match in map(ENTRY_NAME.fullmatch, self._names()) if match})
-
-    def _names(self) -> list[str]:
-        with storage_errors("listing", self.directory):
-            return os.listdir(self.directory) if self.directory.is_dir() else []
-
-    def _path(self, key: str, generation: int) -> Path:
-        return self.directory / f"{key.replace('/', '.')}.{generation:06d}.json"
+        return sorted({_key_of(match) for match in map(ENTRY_NAME.fullmatch, self.storage.names()) if match})
 
 
 class _DamagedError(Exception):
@@ -154,6 +134,10 @@ class _DamagedError(Exception):
 
 class _DroppedMeanwhileError(Exception):
     """The committing process dropped this generation between listing and reading: a newer one is there."""
+
+
+def _name(key: str, generation: int) -> str:
+    return f"{key.replace('/', '.')}.{generation:06d}.json"
 
 
 def _key_of(match: re.Match[str]) -> str:

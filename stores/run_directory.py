@@ -29,7 +29,7 @@ from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
 
 FINGERPRINT_VERSION = 1
-LOCK = "lock"
+LEDGER = "ledger"
 STATISTICS = "statistics.zarr"
 ACTIVATIONS = "activations.zarr"
 MAX_FINGERPRINT_BYTES = 256 * 1024 * 1024
@@ -54,10 +54,10 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.scale = self.path / "scale.json"
         self.ended = self.path / "ended.json"
-        self.ledger = Ledger(self.path / "ledger")
+        self.ledger = Ledger(self.path / LEDGER)
         self.statistics = StatisticsStore(self.path / STATISTICS)
         self.activations = ActivationStore(self.path / ACTIVATIONS)
-        self.lock = RunLock(self.path / LOCK)
+        self.lock = RunLock(self.path)
 
     def prepare(self, need_bytes: int = 0) -> None:
         """Creates the layout and tries a write.
@@ -68,7 +68,7 @@ class RunDirectory:
         probe = partial_path(self.path / "probe")
         try:
             self._check_foreign_files()
-            for directory in (self.path, self.staged, self.logs, self.path / "ledger"):
+            for directory in (self.path, self.staged, self.logs, self.path / LEDGER):
                 make_directory(directory)
             write_durably(probe, b"probe")
             with storage_errors("measuring", self.path):
@@ -85,7 +85,7 @@ class RunDirectory:
     def foreign_files(self) -> list[str]:
         """What has a name that Lamina would write or remove, though Lamina did not write it. Raises StorageError."""
         with storage_errors("listing", self.path):
-            if not self.path.is_dir() or any(map(ENTRY_NAME.fullmatch, _names(self.ledger.directory))):
+            if not self.path.is_dir() or any(map(ENTRY_NAME.fullmatch, _names(self.path / LEDGER))):
                 return []
             has_note = self.lock.has_note()
             if self.fingerprint.is_file() and (has_note or _is_fingerprint(self.fingerprint)):
@@ -93,7 +93,7 @@ class RunDirectory:
             # Nothing is written before the fingerprint but the locks, what `scale` asks of their owner, and folders.
             files = [self.manifest, self.fingerprint, self.report, self.ended, *([] if has_note else [self.scale])]
             foreign = [path.name for path in files if os.path.lexists(path)]
-            for folder in (self.staged, self.ledger.directory, self.path / STATISTICS, self.path / ACTIVATIONS):
+            for folder in (self.staged, self.path / LEDGER, self.path / STATISTICS, self.path / ACTIVATIONS):
                 foreign += [f"{folder.name}/{name}" for name in sorted(_names(folder)) if not is_hidden(name)]
             return foreign
 

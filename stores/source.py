@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import RawIOBase
@@ -21,14 +21,23 @@ import torch
 from manifests.errors import InputError, StorageError
 from stores.durable import CHUNK_BYTES, read_whole, sha256_file, storage_error, storage_errors
 from stores.headers import TensorRecord, read_header, without_duplicates
+from stores.hub import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    PICKLE_SUFFIXES,
+    SINGLE_FILE,
+    fetch_description,
+    fetch_weights,
+    remote_header,
+    repository_files,
+)
 
-CONFIG_FILE = "config.json"
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+__all__ = [
+    "CONFIG_FILE", "INDEX_FILE", "SINGLE_FILE", "SourceCheckpoint", "is_hub_id", "open_source", "parse_json",
+    "raise_faults",
+]  # fmt: skip
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
-HUB_IGNORED = ["*.py", "*.bin", "*.pt", "*.pth", "*/*"]
 MAX_FAULTS = 20
 MAX_JSON_BYTES = 512 * 1024 * 1024  # an index of a million tensors has 100 MB
 HASH_THREADS = 4
@@ -144,27 +153,68 @@ class SourceCheckpoint:
             )
 
 
-def open_source(source: str, revision: str | None = None) -> SourceCheckpoint:
-    """Opens a directory or a hub id (fetched first) and checks config, index and every header.
+def open_source(
+    source: str, revision: str | None = None, *, weights: bool = True, code: bool = False
+) -> SourceCheckpoint:
+    """Opens a directory or a hub id and checks config, index and every header.
+
+    Args:
+        weights: whether those of a hub id are fetched; else their headers alone are read, by range requests, and the
+            checkpoint describes files that are not there.
+        code: whether Python that lies beside a hub model is fetched, too.
 
     Raises:
         InputError: everything that is wrong, at once (up to 20 faults).
         StorageError: a file cannot be read.
     """
     try:
-        return _open(_locate(source, revision))
+        directory = _locate(source)
+        if directory is not None:
+            return _open(directory)
+        return _open_fetched(source, fetch_description(source, revision, code), weights)
     except OSError as error:
         raise InputError(f"model source {storage_error('reading', error.filename or source, error)}") from error
 
 
-def _open(directory: Path) -> SourceCheckpoint:
+def is_hub_id(source: str) -> bool:
+    """Whether it names a model on the hub, not a directory. Raises InputError when it can be neither."""
+    return _locate(source) is None
+
+
+def _open_fetched(source: str, directory: Path, weights: bool) -> SourceCheckpoint:
+    names = repository_files(source, directory)
+    if weights:
+        faults: list[str] = []
+        files = [SINGLE_FILE] if SINGLE_FILE in names else list(_indexed_names(directory, names, faults))
+        raise_faults(f"{source}: no usable checkpoint", faults)
+        fetch_weights(source, directory, files)
+        return _open(directory)
+
+    def header(file: str) -> dict[str, TensorRecord]:
+        there = directory / file
+        return read_header(there) if there.is_file() else remote_header(source, directory, file)
+
+    return _open(directory, names, header)
+
+
+def _open(
+    directory: Path,
+    names: frozenset[str] | None = None,
+    header: Callable[[str], dict[str, TensorRecord]] | None = None,
+) -> SourceCheckpoint:
+    """`names`: the files of the checkpoint, and `header` of one of them, where they are not all in the directory."""
+    names = frozenset(path.name for path in directory.iterdir() if path.is_file()) if names is None else names
+    header = header or (lambda file: read_header(directory / file))
     faults: list[str] = []
     config = _read_object(directory / CONFIG_FILE, faults)
-    indexed = not (directory / SINGLE_FILE).is_file()  # transformers, too, takes the single file where both are there
-    names_of = _indexed_names(directory, faults) if indexed else {SINGLE_FILE: None}
+    indexed = SINGLE_FILE not in names  # transformers, too, takes the single file where both are there
+    names_of = _indexed_names(directory, names, faults) if indexed else {SINGLE_FILE: None}
     tensors: dict[str, TensorRecord] = {}
-    for file, names in names_of.items():
-        tensors |= _shard_tensors(directory / file, names, faults)
+    for file, wanted in names_of.items():
+        if file in names:
+            tensors |= _shard_tensors(directory / file, wanted, header, faults)
+        else:
+            faults.append(f"{directory / file}: missing, though the index names it; fetch the model anew")
     raise_faults(f"{directory}: no usable checkpoint", faults)
     return SourceCheckpoint(directory, config, tensors, tuple(names_of), indexed)
 
@@ -176,7 +226,8 @@ def raise_faults(what: str, faults: Sequence[str]) -> None:
         raise InputError("\n  ".join([f"{what}:", *faults[:MAX_FAULTS], *more]))
 
 
-def _locate(source: str, revision: str | None) -> Path:
+def _locate(source: str) -> Path | None:
+    """The directory; None for a hub id."""
     directory = Path(source).expanduser()
     if directory.is_dir():
         return directory.resolve()
@@ -186,23 +237,7 @@ def _locate(source: str, revision: str | None) -> Path:
         raise InputError(f"model source {source}: buckets cannot be read yet; copy the model to a directory")
     if not HUB_ID.fullmatch(source):
         raise InputError(f"model source {source}: no such directory")
-    return _fetch(source, revision)
-
-
-def _fetch(source: str, revision: str | None) -> Path:
-    import huggingface_hub
-
-    try:
-        fetched = huggingface_hub.snapshot_download(
-            source, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED
-        )
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors and those of its HTTP client among them
-        raise InputError(
-            f"model source {source}: no such directory, and the hub does not give it"
-            f"{f' at revision {revision}' if revision else ''}: {type(error).__name__}: {error}; "
-            "check the path or id, the network and the access token, or fetch it beforehand and give the directory"
-        ) from error
-    return Path(fetched)
+    return None
 
 
 def _read_object(path: Path, faults: list[str]) -> dict[str, Any]:
@@ -232,11 +267,11 @@ def parse_json(data: bytes) -> Any:
     return json.loads(data, object_pairs_hook=without_duplicates, parse_float=number, parse_constant=number)
 
 
-def _indexed_names(directory: Path, faults: list[str]) -> dict[str, list[str] | None]:
+def _indexed_names(directory: Path, there: frozenset[str], faults: list[str]) -> dict[str, list[str] | None]:
     """The tensor names by file, as the index has them; files ascending."""
     path = directory / INDEX_FILE
-    if not path.is_file():
-        faults.append(_why_no_weights(directory))
+    if INDEX_FILE not in there:
+        faults.append(_why_no_weights(directory, there))
         return {}
     before = len(faults)
     weight_map = _read_object(path, faults).get("weight_map")
@@ -258,8 +293,8 @@ def _is_plain_file_name(file: str) -> bool:
     return file.endswith(".safetensors") and file == os.path.basename(file) and "\\" not in file and "\0" not in file
 
 
-def _why_no_weights(directory: Path) -> str:
-    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
+def _why_no_weights(directory: Path, there: frozenset[str]) -> str:
+    pickles = sorted(name for name in there if name.endswith(PICKLE_SUFFIXES))
     if pickles:
         return (
             f"{directory}: only pickled weights ({', '.join(pickles[:3])}): refused, because "
@@ -269,13 +304,15 @@ def _why_no_weights(directory: Path) -> str:
     return f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}"
 
 
-def _shard_tensors(path: Path, names: list[str] | None, faults: list[str]) -> dict[str, TensorRecord]:
+def _shard_tensors(
+    path: Path,
+    names: list[str] | None,
+    header: Callable[[str], dict[str, TensorRecord]],
+    faults: list[str],
+) -> dict[str, TensorRecord]:
     """The records of the tensors of one file: of those named, or of all."""
-    if not path.is_file():
-        faults.append(f"{path}: missing, though the index names it; fetch the model anew")
-        return {}
     try:
-        records = read_header(path)
+        records = header(path.name)
     except InputError as error:
         faults.append(str(error))
         return {}

@@ -8,21 +8,21 @@ Shape suffixes: G groups (KV heads, or 1), F features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from stores.arrays import ArrayReader, ArrayStore, ArrayWriter, Record, chunk_shape
+from stores.storage import Place
 
 TILE = 1024
 
 
 class StatisticsStore:
-    """The arrays under one directory (statistics.zarr). What is written counts once its record is in the ledger."""
+    """The arrays of one place (statistics.zarr). What is written counts once its record is in the ledger."""
 
-    def __init__(self, directory: str | Path, tile: int = TILE) -> None:
-        self._arrays = ArrayStore(directory)
+    def __init__(self, place: Place, tile: int = TILE) -> None:
+        self._arrays = ArrayStore(place)
         self._tile = tile
 
     def write(self, layer: int, name: str, moment: torch.Tensor) -> Record:

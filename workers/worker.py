@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from torch.nn import functional
 from manifests.errors import CorruptError, LostInputError, NumericsError
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
+from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Curve, Group, Measuring, Moment, Predicting, Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.ports import (
     Backward,
     BackwardDone,
+    Compare,
     Forward,
     ForwardDone,
     Measure,
@@ -41,6 +44,7 @@ from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 from workers.backward import BackwardPass
 from workers.block import Tap, overflow_advice
+from workers.comparing import compare_models
 from workers.config import WorkerConfig
 from workers.embedding_and_head import embedding, head
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
@@ -84,6 +88,7 @@ class Worker:
             Solve: self._solve,
             Write: self._write,
             Score: self._score,
+            Compare: self._compare,
         }
         try:
             # The backward pass builds on autograd, which takes no tensor made in inference mode.
@@ -102,7 +107,7 @@ class Worker:
         block = self.layers.block(unit.layer, unit.staged)
         self.layers.read_ahead(unit.ahead)
         totals: dict[Moment, Tensor] = {}
-        taps = [(moment.point, self._tap(unit.layer, moment, totals)) for moment in unit.moments]
+        taps = [(moment.point, self._tap(unit, moment, totals)) for moment in unit.moments]
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)
         hidden_writer = self._hidden_writer(shard_key, unit.store) if unit.emit else None
         cosine = (0.0, 0)
@@ -188,7 +193,10 @@ class Worker:
         assert held is not None
         return held
 
-    def _tap(self, layer: int, moment: Moment, totals: dict[Moment, Tensor]) -> Tap:
+    def _tap(self, unit: Forward, moment: Moment, totals: dict[Moment, Tensor]) -> Tap:
+        if moment.kind == "sample":
+            return self._sample_tap(unit, moment, totals)
+
         def add(values: Tensor) -> None:
             width = values.shape[-1] // moment.heads
             if moment not in totals:
@@ -197,13 +205,30 @@ class Worker:
                 add_head_moment_(totals[moment], values, moment.heads, moment.groups)
             except ValueError as error:
                 advice = overflow_advice(values.dtype)
-                raise NumericsError(f"layer {layer}: activations at {moment.point}: {error}; {advice}") from error
+                raise NumericsError(f"layer {unit.layer}: activations at {moment.point}: {error}; {advice}") from error
 
         return add
+
+    def _sample_tap(self, unit: Forward, moment: Moment, totals: dict[Moment, Tensor]) -> Tap:
+        """Keeps the values of those tokens of the shard that are among the sample's."""
+        token = self._range(unit.shard)[0] * self._sequence
+
+        def keep(values_BSF: Tensor) -> None:
+            nonlocal token
+            rows_TF = values_BSF.flatten(0, -2)
+            chosen = evenly_spread(token, len(rows_TF), self._calibration_tokens, moment.tokens)
+            kept_TF = rows_TF[chosen.to(rows_TF.device)]
+            totals[moment] = torch.cat((totals[moment], kept_TF[None]), dim=1) if moment in totals else kept_TF[None]
+            token += len(rows_TF)
+
+        return keep
 
     # -- statistics, solving, writing --------------------------------------------------------------------------------
 
     def _reduce(self, unit: Reduce) -> Record:
+        if unit.moment.kind == "sample":
+            parts = [partial["moment"] for partial in get_all(self.transfer, unit.partials)]
+            return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
         totals = ordered_sum(get_all(self.transfer, unit.partials))
         record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", totals["moment"])
         if unit.moment.kind == "value":
@@ -278,6 +303,15 @@ class Worker:
         return write_staged(self.setup.run_dir, unit.layer, tensors)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def _compare(self, unit: Compare) -> dict[str, Any]:
+        """Both models in float32; of each no more than a layer at a time, beside none that was held before."""
+        self.layers.current = None
+        setup = replace(self.setup, dtype=torch.float32)
+        ids_BS = torch.tensor(unit.tokens, dtype=torch.int64, device=self.device)
+        dense, packed = (LayerReader(setup, self.device) for _ in range(2))
+        with self._computing():
+            return compare_models(dense, packed, unit.staged, ids_BS).report()
 
     def _score(self, unit: Score) -> tuple[float, int]:
         inputs = self._inputs(unit, unit.layer)

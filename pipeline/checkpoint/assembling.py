@@ -41,15 +41,12 @@ from stores.checkpoint import (
 )
 from stores.durable import fsync_directory, sweep_partials, write_durably
 from stores.headers import read_header
+from stores.hub import CODE, COMPANIONS
 from stores.source import CONFIG_FILE, INDEX_FILE
 
 SHARD_SUFFIX = ".safetensors"
 CARD_FILE = "README.md"
 TOKENIZER_FILE = "tokenizer_config.json"
-COMPANIONS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -225,6 +222,7 @@ class Assembler:
             "manifest": self.inputs.manifest.semantic(),
             "counts": count(self.inputs, tensors, forms),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
+            "compared": (self.journal.get("compared") or {}).get("compared"),
             "shards": {name: {key: record[key] for key in ("size", "sha256")} for name, record in records.items()},
             "claimed": self._claimed(),
             "tensors": tensors,
@@ -261,7 +259,7 @@ class Assembler:
     def _companions(self) -> list[Path]:
         """The files of the source that travel with the weights, ascending."""
         source, trusted = self.inputs.source.directory, self.inputs.manifest.model.trust_remote_code
-        patterns = (*COMPANIONS, "*.py") if trusted else COMPANIONS
+        patterns = (*COMPANIONS, *CODE) if trusted else COMPANIONS
         return sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
 
     def _write_companions(self) -> list[str]:

@@ -116,7 +116,7 @@ def claim_output(output: Path) -> Iterator[RunLock]:
 
     Raises InUseError, and InputError when nothing can be written there.
     """
-    lock = RunLock(output / LOCK_FILE, temporary=True)
+    lock = RunLock(output, LOCK_FILE, temporary=True)
     made = not os.path.lexists(output)
     try:
         try:

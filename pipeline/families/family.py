@@ -40,6 +40,7 @@ class Geometry:
     """The numbers of one model of a family; everything about shapes and names that planning and solving need.
 
     Attributes:
+        activation: of the MLP, by the name that transformers gives it.
         bits: of a stored number, by which indices are counted.
     """
 
@@ -57,6 +58,7 @@ class Geometry:
     biases: frozenset[str]
     layer_norm: bool
     outer: tuple[tuple[str, tuple[int, ...]], ...]
+    activation: str = "silu"
     bits: int = 16
 
     @property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -100,7 +101,14 @@ def geometry_of(standard: Mapping[str, Any]) -> Geometry:
         biases=frozenset(block["biases"]),
         layer_norm=layer_norm,
         outer=tuple(outer),
+        activation=standard["hidden_act"],
     )
+
+
+def activation_of(geometry: Geometry) -> Callable[[Tensor], Tensor]:
+    """The function between the MLP's input projections and `down`."""
+    found: Callable[[Tensor], Tensor] = ACT2FN[geometry.activation]
+    return found
 
 
 def checkpoint_config(standard: Mapping[str, Any], forms: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from manifests.errors import InputError
 from pipeline.job.inputs import Inputs
 from stores.corpus import evaluation_windows, load_tokenizer, pack_samples, read_documents
 
+SAMPLE_SHAPE = (2, 64)
 PASSAGE = 32  # ids: longer than what different texts share by chance
 HASH_BASE = 0x5851F42D4C957F2D
 
@@ -49,6 +51,17 @@ def tokens_digest(tokens: torch.Tensor | None) -> str | None:
     if tokens is None:
         return None
     return hashlib.sha256(str(tuple(tokens.shape)).encode() + tokens.to(torch.int64).numpy().tobytes()).hexdigest()
+
+
+def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
+    """Token ids (batch, length) that `verify` compares models on, and where they are from: the beginnings of the first
+    calibration samples; of a data-free job, random ones."""
+    batch, length = SAMPLE_SHAPE
+    if calibration is not None:
+        return "calibration", calibration[:batch, :length]
+    length = min(length, config["max_position_embeddings"])
+    generator = torch.Generator().manual_seed(0)
+    return "random", torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
 
 
 def seen_share(calibration: torch.Tensor, evaluation: torch.Tensor, length: int = PASSAGE) -> float:

@@ -14,15 +14,17 @@ from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.console.signals import catch_signals, interrupt_on_signals
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import SCRATCH_PREFIX
+from pipeline.job.calibration import sample_tokens
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
-from pipeline.ports import Record
+from pipeline.ports import Compare, Record
 from pipeline.repair import REPAIRS
 from stores.activations import ActivationStore
 from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
 from workers.config import WorkerConfig
+from workers.pool import RayPool
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
             job.ledger.commit("hardware", dict(pool.hardware))
             job.observer.show_memory_of(pool.peak_bytes)
             Driver(driver_job(job.inputs), pool, job.ledger, cleaner, job.observer).run()
+            _compare(job, pool)
             effort = Effort(pool.seconds, dict(pool.peak_bytes))
         interrupt_on_signals(job.stop)
         job.observer.stage("assemble")
@@ -71,6 +74,25 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
         if attempt < REPAIRS:
             job.observer.repaired("; ".join(damaged.values()), list(damaged))
     raise CorruptError("; ".join(damaged.values()))
+
+
+def _compare(job: JobContext, pool: RayPool) -> None:
+    """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again on OUTPUT."""
+    entries = [job.ledger.get(f"layer/{layer:05d}") for layer in range(job.inputs.geometry.num_layers)]
+    layers = [entry["staged"]["sha256"] if entry else None for entry in entries]
+    origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
+    tokens = tuple(map(tuple, ids_BS.tolist()))
+    entered = job.ledger.get("compared")
+    if entered is not None and entered["layers"] == layers and entered["compared"]["tokens"] == list(map(list, tokens)):
+        return
+    staged = tuple({**entry["staged"], "forms": entry["forms"]} if entry else None for entry in entries)
+    try:
+        pool.submit(Compare(tokens, staged))
+        _, found = pool.wait()
+    except CorruptError as error:  # `damaged_layers` names the layer, and it is made again
+        job.observer.repaired(str(error), ["compared"])
+        return
+    job.ledger.commit("compared", {"layers": layers, "compared": {"origin": origin, "tokens": tokens, **found}})
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:

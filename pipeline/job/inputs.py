@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipeline.methods.method import Method, Remarking, Scores
 from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks, config_fields, layer_gradients
 from pipeline.samples import gradient_count, gradient_samples
 from stores.headers import DTYPES
-from stores.source import SourceCheckpoint
+from stores.source import SourceCheckpoint, is_hub_id
 from workers.config import FORWARD_DTYPES
 
 STORED_NAMES = {
@@ -94,13 +95,22 @@ class Inputs:
         return tuple(shard for shard, count in enumerate(counts) if count)
 
 
-def read_inputs(manifest: Manifest) -> Inputs:
+def read_inputs(manifest: Manifest, weights: bool = True) -> Inputs:
     """Opens the source (headers only) and checks manifest and model against each other.
+
+    `weights`: whether those of a hub id are fetched, after everything else proved right.
 
     Raises:
         InputError: see the message; nothing was written.
     """
-    source, config = open_dense(manifest.model.source, manifest.model.revision)
+    model = manifest.model
+    open_it = partial(open_dense, model.source, model.revision, code=model.trust_remote_code)
+    if not weights or is_hub_id(model.source):
+        inputs = _checked(manifest, *open_it(weights=False))
+    return _checked(manifest, *open_it(weights=True)) if weights else inputs
+
+
+def _checked(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, Any]) -> Inputs:
     geometry = geometry_of(config)
     dtype = layer_dtype(source, geometry)
     geometry = replace(geometry, bits=8 * dtype.itemsize)

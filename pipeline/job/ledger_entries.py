@@ -26,6 +26,7 @@ from rich.console import Console
 
 from lamina import LaminaConfig
 from lamina.layers_lamina import LaminaDecoderLayer
+from pipeline.checkpoint.compression_record import Comparison
 from pipeline.computation import Job, entered_scores
 from pipeline.console.summary import print_summary
 from pipeline.keys import RANKS, curves_key, measured_key
@@ -172,6 +173,11 @@ class _Score(_Entry):
     window: PositiveInt
 
 
+class _Compared(_Entry):
+    layers: list[Sha256 | None]
+    compared: Comparison
+
+
 KINDS: dict[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(entry)
     for kind, entry in {
@@ -189,6 +195,7 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "complete": _Complete,
         "reused": _Reused,
         "score": _Score,
+        "compared": _Compared,
     }.items()
 }
 

@@ -17,23 +17,27 @@ from stores.source import SourceCheckpoint, open_source
 CAUSAL_SUFFIX = "ForCausalLM"
 
 
-def open_dense(source: str, revision: str | None = None) -> tuple[SourceCheckpoint, dict[str, Any]]:
+def open_dense(
+    source: str, revision: str | None = None, *, weights: bool = True, code: bool = False
+) -> tuple[SourceCheckpoint, dict[str, Any]]:
     """A dense checkpoint and its config under standard names, every tensor there with its shape.
+
+    `weights`, `code`: see `open_source`.
 
     Raises:
         InputError: no such model, one of another kind, or config and weights do not fit together.
         StorageError: a file cannot be read.
     """
-    return describe_dense(open_source(source, revision))
+    return describe_dense(open_source(source, revision, weights=weights, code=code), weights)
 
 
-def describe_dense(opened: SourceCheckpoint) -> tuple[SourceCheckpoint, dict[str, Any]]:
+def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[SourceCheckpoint, dict[str, Any]]:
     """The same of one that is open. Raises as `open_dense` does."""
     where = f"{opened.directory}/config.json"
     refuse_other_models(opened.config, where)
     config = standard_config(opened.config)
     check_buildable(config, where)
-    source, config = as_loaded(opened, config)
+    source, config = as_loaded(opened, config, weights)
     source.require(geometry_of(config).expected_tensors())
     return source, config
 
@@ -62,17 +66,20 @@ def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def as_loaded(source: SourceCheckpoint, config: Mapping[str, Any]) -> tuple[SourceCheckpoint, dict[str, Any]]:
+def as_loaded(
+    source: SourceCheckpoint, config: Mapping[str, Any], weights: bool = True
+) -> tuple[SourceCheckpoint, dict[str, Any]]:
     """Source and config with embedding and head tied or not as transformers loads them.
 
     Where the config ties them and the shards hold a head as well, transformers (from 5) keeps both apart if they
-    differ. If they are equal, the head is left out of the tensors: it is the embedding once more.
+    differ. If they are equal, the head is left out of the tensors: it is the embedding once more. Without weights at
+    hand they are taken to be equal, as they are in what transformers wrote.
     """
     block = config["block"]
     embed, head = f"{block['embed']}.weight", f"{block['head']}.weight"
     if not (config["tie_word_embeddings"] and embed in source.tensors and head in source.tensors):
         return source, dict(config)
-    if not source.equal(embed, head):
+    if weights and not source.equal(embed, head):
         return source, {**config, "tie_word_embeddings": False}
     tensors = {name: record for name, record in source.tensors.items() if name != head}
     return replace(source, tensors=tensors), dict(config)

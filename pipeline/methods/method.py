@@ -34,19 +34,24 @@ class Moment:
         groups: the moments of consecutive heads are summed into `groups` of them: (groups, F/heads, F/heads).
         kind: of the activations, over the calibration tokens; or of the gradients of the samples' log-likelihood,
             labels drawn from the model, over the gradient tokens. METHODS §6.2.
+            Or a sample: no moment at all, but the values themselves, (1, tokens, F) in the forward's dtype.
         diagonal: the sums of squares alone, (groups, F/heads).
+        tokens: of a sample, at most; they are spread evenly over the calibration tokens.
     """
 
     point: str
     heads: int = 1
     groups: int = 1
-    kind: Literal["value", "gradient"] = "value"
+    kind: Literal["value", "gradient", "sample"] = "value"
     diagonal: bool = False
+    tokens: int = 0
 
     @property
     def key(self) -> str:
         """A name for files."""
         point = re.sub(r"[:+]", "-", self.point)
+        if self.kind == "sample":
+            return f"sample-{point}-{self.tokens}"
         kind = "gradient-" if self.kind == "gradient" else ""
         return f"{kind}{point}-{self.heads}-{self.groups}{'-diagonal' if self.diagonal else ''}"
 
@@ -57,7 +62,7 @@ class Statistics:
 
     Attributes:
         moments: those that the group asked for. Of values: sums over `tokens`. Of gradients: means per token, shrunk
-            towards their diagonal (`kernels.shrinkage`).
+            towards their diagonal (`kernels.shrinkage`). Samples as they are.
         tokens: calibration tokens that the sums of values run over; 0 for a data-free group.
     """
 

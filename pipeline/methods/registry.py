@@ -98,8 +98,8 @@ def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
 
 
 def layer_moments(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
-    """The moments of activations that a layer needs, each once, in a fixed order."""
-    return tuple(moment for moment in _all_moments(tasks, layer) if moment.kind == "value")
+    """What a layer needs of its activations, each once, in a fixed order."""
+    return tuple(moment for moment in _all_moments(tasks, layer) if moment.kind != "gradient")
 
 
 def layer_gradients(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:

@@ -109,6 +109,8 @@ def point_features(point: str, geometry: Geometry) -> int:
 def moment_bytes(moment: Moment, geometry: Geometry) -> int:
     """Size of a moment in memory."""
     width = point_features(moment.point, geometry) // moment.heads
+    if moment.kind == "sample":
+        return moment.tokens * width * geometry.bits // 8
     return moment.groups * width * width * MOMENT_BYTES
 
 
@@ -148,10 +150,12 @@ def _forward_flops(geometry: Geometry, sequence: int) -> float:
 
 def _moment_flops(moment: Moment, geometry: Geometry) -> float:
     width = point_features(moment.point, geometry) // moment.heads
-    return 2.0 * moment.heads * width * width
+    return 0.0 if moment.kind == "sample" else 2.0 * moment.heads * width * width
 
 
 def _solve_flops(moment: Moment, geometry: Geometry) -> float:
     """About 10 n³ for an eigendecomposition, or a factorisation with an elimination."""
     width = point_features(moment.point, geometry) // moment.heads
+    if moment.kind == "sample":
+        return 2.0 * moment.tokens * geometry.intermediate * (geometry.intermediate + 2 * geometry.hidden)
     return 10.0 * moment.groups * width**3

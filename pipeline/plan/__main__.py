@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _body(arguments: Any) -> int:
     manifest = load_manifest(arguments.manifest, arguments.set)
-    inputs = read_inputs(manifest)
+    inputs = read_inputs(manifest, weights=False)
     plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes).report()
     rate = arguments.tflops or measured_tflops(inputs.dtype, manifest.workers.cpus)
     flops = plan["forward_flops"] + plan["moment_flops"] + plan["solve_flops"]

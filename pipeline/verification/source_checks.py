@@ -6,26 +6,26 @@ Legend: B batch, S sequence, D hidden, V vocabulary.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lamina import MODELLING_FILES
 from pipeline.checkpoint.assembling import CARD_FILE, TOKENIZER_FILE, without_code
 from pipeline.checkpoint.compression_record import describe_bytes
 from pipeline.families.registry import geometry_of
+from pipeline.job.calibration import sample_tokens
 from pipeline.verification.output_checks import Finding
 from stores.durable import sha256_file
 from stores.source import SourceCheckpoint
+from workers.comparing import compare_models, deviation
 from workers.config import WorkerConfig
-from workers.embedding_and_head import embedding, head
 from workers.layers import LayerReader
 
-SAMPLE_SHAPE = (2, 64)  # token ids of the logits check
+SKETCH_BOUND = 1e-3  # healthy ones repeat bit for bit on one machine; see tools/benchmarks/verify_bounds.py
 EXACT_BOUND = 1e-3  # relative error of the logits when no group cut anything off; float32 reaches 1e-5
 ROUNDINGS = 4  # the same in units of the checkpoint's precision, where that is more: the factors are rounded to it
 LOSSY_BOUND = 1.0  # the error of a layer that is left out, and of answering with the mean logits everywhere
@@ -152,31 +152,59 @@ def check_logits(
     compression: Mapping[str, Any],
     bound: float | None,
 ) -> Finding:
-    """Both models on fixed random tokens, side by side in float32: the error of each layer, and of the logits.
+    """Both models on a few tokens, side by side in float32, held against what the job measured on the same ones.
 
-    A layer's error is that of its update on the source's hidden states, so that it is known which layer is wrong. The
-    bounds are tight where no group cut anything off. What a lossy job may do nobody knows beforehand: there a layer has
-    to be better than none, and the logits better than their mean. `bound` takes the place of both.
+    The job's figures are random projections of what each layer, alone on the source's hidden states, does, and of the
+    logits: they come out again to rounding, and differ when anything in the layer does. How much a lossy job may lose
+    nobody knows beforehand: the errors themselves are judged by `bound`, if there is one, and where nothing was cut
+    off. A record without figures is judged on random tokens: a layer has to be better than none, and the logits better
+    than their mean.
     """
-    generator = torch.Generator().manual_seed(0)
-    batch, length = SAMPLE_SHAPE
-    length = min(length, config["max_position_embeddings"])
-    ids_BS = torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
-    streamed = stream_both(original, standard, checkpoint, config, ids_BS)
+    recorded = compression.get("compared")
+    ids_BS = torch.tensor(recorded["tokens"]) if recorded else sample_tokens(None, config)[1]
+    origin = recorded["origin"] if recorded else "random"
+    layers = standard["num_hidden_layers"]
+    found = compare_models(
+        float32_reader(original, standard), float32_reader(checkpoint, config), (None,) * layers, ids_BS
+    ).report()
+    errors, error = found["layer_errors"], found["error"]
     stated, why = (bound, "as given") if bound is not None else default_bound(config, compression)
     faults = [
         f"layer {layer}: relative error {error:.4g} of its update on the source's hidden states is above {stated:g}"
-        for layer, error in enumerate(streamed.layer_errors)
+        for layer, error in enumerate(errors)
         if not error <= stated
     ]
-    if not streamed.error <= stated:
+    if not error <= stated:
         faults.append(
-            f"relative error {streamed.error:.4g} of the logits is above {stated:g} ({why}); "
+            f"relative error {error:.4g} of the logits is above {stated:g} ({why}); "
             "damaged, or cut off too much: if so much was meant to go, say so with --bound"
         )
-    worst = max(streamed.layer_errors)
-    detail = f"relative error {streamed.error:.4g} on {ids_BS.numel()} tokens, of a layer at most {worst:.4g}"
-    return Finding("logits", f"{detail}; bound {stated:g} ({why})", tuple(faults))
+    if recorded:
+        faults += _differing(found, recorded)
+    held = f"; as the job measured, to {SKETCH_BOUND:g}" if recorded else ""
+    detail = f"relative error {error:.4g} on {ids_BS.numel()} {origin} tokens, of a layer at most {max(errors):.4g}"
+    limit = f"; bound {stated:g} ({why})" if math.isfinite(stated) else ""
+    return Finding("logits", f"{detail}{limit}{held}", tuple(faults))
+
+
+def _differing(found: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
+    """Where the figures are not those of the job."""
+    if len(found["sketch"]) != len(recorded["sketch"]):
+        yield f"compression.json: figures of {len(recorded['sketch'])} layers; the model has {len(found['sketch'])}"
+        return
+    *layers, logits = deviation(found, recorded)
+    for layer, apart in enumerate(layers):
+        if not apart <= SKETCH_BOUND:
+            yield (
+                f"layer {layer}: does something else than when the job measured it: its figures are {apart:.4g} apart, "
+                f"bound {SKETCH_BOUND:g}; error then {recorded['layer_errors'][layer]:.4g}, "
+                f"now {found['layer_errors'][layer]:.4g}"
+            )
+    if not logits <= SKETCH_BOUND:
+        yield (
+            f"logits: other than when the job measured them: {logits:.4g} apart, bound {SKETCH_BOUND:g}; "
+            f"error then {recorded['error']:.4g}, now {found['error']:.4g}"
+        )
 
 
 def default_bound(config: Mapping[str, Any], compression: Mapping[str, Any]) -> tuple[float, str]:
@@ -184,6 +212,8 @@ def default_bound(config: Mapping[str, Any], compression: Mapping[str, Any]) -> 
     if cut_nothing(compression):
         rounding = ROUNDINGS * torch.finfo(getattr(torch, config["dtype"])).eps
         return max(EXACT_BOUND, rounding), f"nothing was cut off; rounding of {config['dtype']}"
+    if compression.get("compared"):
+        return math.inf, "lossy"
     return LOSSY_BOUND, "lossy: better than no layer, and than the mean logits"
 
 
@@ -197,47 +227,8 @@ def cut_nothing(compression: Mapping[str, Any]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Streamed:
-    """Relative errors of the compressed model: of its logits, and of each layer's update."""
-
-    error: float
-    layer_errors: tuple[float, ...]
-
-
-@torch.inference_mode()
-def stream_both(
-    original: SourceCheckpoint,
-    standard: Mapping[str, Any],
-    checkpoint: SourceCheckpoint,
-    config: Mapping[str, Any],
-    ids_BS: Tensor,
-) -> Streamed:
-    """Both models side by side, a layer of each in memory (two while the next is read)."""
-    dense, packed = _reader(original, standard), _reader(checkpoint, config)
-    dense_BSD, packed_BSD = embedding(dense)(ids_BS), embedding(packed)(ids_BS)
-    errors = []
-    for layer in range(dense.setup.geometry.num_layers):
-        ahead = layer + 1 if layer + 1 < dense.setup.geometry.num_layers else None
-        for reader in (dense, packed):
-            reader.read_ahead(ahead)
-        after_BSD, alone_BSD = dense.block(layer, None).run(dense_BSD), packed.block(layer, None).run(dense_BSD)
-        packed_BSD = cast(Tensor, packed.block(layer, None).run(packed_BSD))
-        assert after_BSD is not None
-        assert alone_BSD is not None
-        errors.append(_relative(alone_BSD - after_BSD, after_BSD - dense_BSD))
-        dense_BSD = after_BSD
-    logits, found = head(dense)(dense_BSD.flatten(0, 1)), head(packed)(packed_BSD.flatten(0, 1))
-    return Streamed(_relative(found - logits, logits - logits.mean(dim=0)), tuple(errors))
-
-
-def _relative(error: Tensor, whole: Tensor) -> float:
-    """Ratio of two norms; 0 for no error, also of nothing."""
-    lost = error.double().norm().item()
-    return lost / max(whole.double().norm().item(), 1e-150) if lost != 0.0 else 0.0
-
-
-def _reader(source: SourceCheckpoint, config: Mapping[str, Any]) -> LayerReader:
+def float32_reader(source: SourceCheckpoint, config: Mapping[str, Any]) -> LayerReader:
+    """A checkpoint's layers, on this machine's CPU."""
     setup = WorkerConfig(
         source=source,
         config=config,

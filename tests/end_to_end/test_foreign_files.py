@@ -265,7 +265,7 @@ def test_a_volume_of_a_user_without_rights_around_it(tmp_path_factory: pytest.Te
 
 def test_an_output_that_was_not_there_is_gone_with_the_lock(tmp_path: Path) -> None:
     with claim_output(tmp_path / "out"), pytest.raises(InputError, match="held by"):
-        RunLock(tmp_path / "out" / LOCK_FILE).acquire()
+        RunLock(tmp_path / "out", LOCK_FILE).acquire()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").mkdir()
     with claim_output(tmp_path / "out"):

@@ -32,6 +32,9 @@ def make_statistics(where: Geometry, group: Group, seed: int = 0) -> Statistics:
         width = features(where, moment)
         values_TF = torch.randn(TOKENS, width, generator=source, dtype=torch.float64) * torch.logspace(0, -2, width)
         values_TF = values_TF @ torch.randn(width, width, generator=source, dtype=torch.float64)
+        if moment.kind == "sample":
+            moments[moment] = values_TF[None]
+            continue
         scale = 1.0 / TOKENS if moment.kind == "gradient" else 1.0
         whole = values_TF.T @ values_TF * scale
         moments[moment] = whole.diagonal()[None] if moment.diagonal else whole[None]

@@ -22,11 +22,12 @@ def test_gradient_moments_have_keys_of_their_own() -> None:
         Moment("up.out", kind="gradient"),
         Moment("up.out"),
         Moment("pull:q+k", kind="gradient"),
+        Moment("mlp.in", kind="sample", tokens=64),
     ]
     keys = [moment.key for moment in moments]
     assert keys[0] == "gradient-mid-1-1"
     assert keys[3] == "gradient-up.out-1-1-diagonal"
-    assert keys[6] == "gradient-pull-q-k-1-1"
+    assert keys[6:] == ["gradient-pull-q-k-1-1", "sample-mlp.in-64"]
     assert len(set(keys)) == len(keys)
     assert not any(character in key for key in keys for character in ":/+")
 

@@ -92,6 +92,18 @@ def test_killed_anywhere_without_hard_links(killed_anywhere: Callable[..., int])
     assert list(dict.fromkeys(seen)) == [None, b"", b"data"]
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_the_filesystem_that_is_full_is_named(code: int, tmp_path: Path) -> None:
+    """Not only the file: a node has several disks, and each may be out of bytes or of files."""
+    left = os.statvfs(tmp_path)
+    total = f"{left.f_blocks * left.f_frsize / 1e9:,.2f} GB"
+    mount = next(parent for parent in (tmp_path, *tmp_path.parents) if parent.is_mount())
+    with pytest.raises(StorageError) as caught, storage_errors("writing", tmp_path / "missing" / "file"):
+        raise OSError(code, os.strerror(code))
+    assert f"{os.strerror(code)} (the filesystem at {mount} has " in str(caught.value)
+    assert f" of {total}, " in str(caught.value) or f" of {total} free" in str(caught.value)
+
+
 def test_nothing_is_published_on_an_exception(tmp_path: Path) -> None:
     write_durably(tmp_path / "a", b"old")
     with suppress(ZeroDivisionError), durable_file(tmp_path / "a") as file:

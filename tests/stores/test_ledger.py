@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import stores.ledger
 from manifests.errors import InputError, StorageError
+from stores.disk import Disk
 from stores.durable import partial_path
 from stores.ledger import Ledger
 
@@ -129,16 +129,16 @@ def test_a_full_disk_leaves_the_record_before(tmp_path: Path, monkeypatch: pytes
 def test_a_reader_survives_a_commit_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(tmp_path)
     ledger.commit("a", {"n": 1})
-    real = stores.ledger.read_whole
-    raced: list[Path] = []
+    real = Disk.read
+    raced: list[str] = []
 
-    def read_whole(path: Path, limit_bytes: int) -> bytes:
+    def read(self: Disk, name: str) -> bytes:
         if not raced:
-            raced.append(path)
+            raced.append(name)
             Ledger(tmp_path).commit("a", {"n": 2})
-        return real(path, limit_bytes)
+        return real(self, name)
 
-    monkeypatch.setattr(stores.ledger, "read_whole", read_whole)
+    monkeypatch.setattr(Disk, "read", read)
     assert ledger.get("a") == {"n": 2}
 
 

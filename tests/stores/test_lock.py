@@ -28,7 +28,7 @@ from stores.lock import RunLock
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    lock = RunLock(sys.argv[1])
+    lock = RunLock(*sys.argv[1].rsplit("/", 1))
     lock.acquire()
 except InUseError as error:
     print("refused:", error, flush=True)
@@ -68,13 +68,13 @@ def note(path: Path, **changes: Any) -> None:
 
 
 def test_second_acquire_in_one_process_fails(tmp_path: Path) -> None:
-    with RunLock(tmp_path / "lock") as lock:
+    with RunLock(tmp_path) as lock:
         with pytest.raises(InUseError, match="already"):
             lock.acquire()
         with pytest.raises(InUseError, match=f"host {socket.gethostname()}, pid {os.getpid()}"):
-            RunLock(tmp_path / "lock").acquire()
+            RunLock(tmp_path).acquire()
         lock.beat({"layer": 1})
-    with RunLock(tmp_path / "lock"):
+    with RunLock(tmp_path):
         pass
 
 
@@ -95,50 +95,50 @@ def test_a_dead_owner_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with start(tmp_path / "lock", 60) as owner:
         go(owner)
         assert (read_line(owner), read_line(owner)) == ("ready\n", "held\n")
-        alive = read_lock(tmp_path / "lock")
+        alive = read_lock(tmp_path)
         assert alive is not None
         assert (alive["alive"], alive["pid"]) == (True, owner.pid)
         with pytest.raises(InUseError, match=f"pid {owner.pid}"):
-            RunLock(tmp_path / "lock").acquire()
+            RunLock(tmp_path).acquire()
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
-    dead = read_lock(tmp_path / "lock")
+    dead = read_lock(tmp_path)
     assert dead is not None
     assert (dead["alive"], dead["released"]) == (False, None)
-    with RunLock(tmp_path / "lock"):
+    with RunLock(tmp_path):
         assert f"pid {owner.pid}" in caplog.text
         assert "is dead" in caplog.text
 
 
 def test_a_released_lock_is_taken_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with RunLock(tmp_path / "lock"):
+    with RunLock(tmp_path):
         pass
     note(tmp_path / "lock", host="elsewhere")
-    with RunLock(tmp_path / "lock"):
+    with RunLock(tmp_path):
         assert caplog.text == ""
 
 
 def test_another_host_with_a_fresh_heartbeat_is_respected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "lock"
-    with RunLock(path):
+    with RunLock(path.parent):
         pass
     note(path, host="elsewhere", pid=7, released=None, heartbeat=time.time() - 50)
-    owner = read_lock(path)
+    owner = read_lock(path.parent)
     assert owner is not None
     assert owner["alive"]
     with pytest.raises(InUseError, match=r"host elsewhere, pid 7 .* heartbeat 50 s ago"):
-        RunLock(path).acquire()
+        RunLock(path.parent).acquire()
     note(path, heartbeat=time.time() - 61)
-    owner = read_lock(path)
+    owner = read_lock(path.parent)
     assert owner is not None
     assert not owner["alive"]
-    with RunLock(path):
+    with RunLock(path.parent):
         assert "taking over" in caplog.text
 
 
 def test_a_lock_lost_to_another_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with RunLock(path) as lock:
+    with RunLock(path.parent) as lock:
         note(path, token="another", host="elsewhere")
         with pytest.raises(InUseError, match="lock was lost: held by host elsewhere"):
             lock.beat({})
@@ -148,28 +148,28 @@ def test_a_lock_lost_to_another_is_noticed(tmp_path: Path) -> None:
 
 def test_a_removed_lock_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with RunLock(path) as lock:
+    with RunLock(path.parent) as lock:
         path.unlink()
-        with RunLock(path) as second:
+        with RunLock(path.parent) as second:
             second.beat({})
             with pytest.raises(InUseError, match="lost"):
                 lock.beat({})
-        assert read_lock(path) is not None
+        assert read_lock(path.parent) is not None
 
 
 def test_the_note(tmp_path: Path) -> None:
-    assert read_lock(tmp_path / "lock") is None
+    assert read_lock(tmp_path) is None
     before = time.time()
-    with RunLock(tmp_path / "lock") as lock:
+    with RunLock(tmp_path) as lock:
         lock.beat({"layer": 3, "of": 80})
-        owner = read_lock(tmp_path / "lock")
+        owner = read_lock(tmp_path)
         assert owner is not None
         assert owner["alive"]
         assert owner["progress"] == {"layer": 3, "of": 80}
         assert (owner["host"], owner["pid"]) == (socket.gethostname(), os.getpid())
         assert before <= owner["started"] <= owner["heartbeat"] <= time.time()
         assert owner["heartbeat_age_s"] < 10
-    after = read_lock(tmp_path / "lock")
+    after = read_lock(tmp_path)
     assert after is not None
     assert not after["alive"]
     with pytest.raises(InUseError):
@@ -178,21 +178,21 @@ def test_the_note(tmp_path: Path) -> None:
 
 
 def test_reading_does_not_stand_in_the_way(tmp_path: Path) -> None:
-    with RunLock(tmp_path / "lock"):
+    with RunLock(tmp_path):
         pass
     for _ in range(20):
-        read_lock(tmp_path / "lock")
-        with RunLock(tmp_path / "lock"):
+        read_lock(tmp_path)
+        with RunLock(tmp_path):
             pass
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"heartbeat": null}'])
 def test_a_torn_note_leaves_the_decision_to_the_kernel(tmp_path: Path, text: str) -> None:
-    with RunLock(tmp_path / "lock"):
+    with RunLock(tmp_path):
         (tmp_path / "lock.json").write_text(text)
         with pytest.raises(InUseError, match="left no note"):
-            RunLock(tmp_path / "lock").acquire()
-    with RunLock(tmp_path / "lock"):
+            RunLock(tmp_path).acquire()
+    with RunLock(tmp_path):
         pass
 
 
@@ -202,30 +202,30 @@ def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(StorageError, match="choose a directory on another"):
-        RunLock(tmp_path / "lock").acquire()
+        RunLock(tmp_path).acquire()
 
 
 @pytest.mark.slow
 def test_killed_anywhere_it_can_be_taken_again(killed_anywhere: KilledAnywhere) -> None:
     def act(directory: Path) -> None:
-        with RunLock(directory / "run" / "lock") as lock:
+        with RunLock(directory / "run") as lock:
             lock.beat({"layer": 1})
 
     def check(directory: Path) -> None:
-        with RunLock(directory / "run" / "lock") as lock:
+        with RunLock(directory / "run") as lock:
             lock.beat({"layer": 2})
 
     assert killed_anywhere(act, check) >= 8
 
 
 def test_a_temporary_lock_leaves_nothing(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path / "lock", temporary=True)
+    lock = RunLock(tmp_path, temporary=True)
     with lock:
         waiting = os.open(tmp_path / "lock", os.O_RDWR)
         assert sorted(os.listdir(tmp_path)) == ["lock", "lock.json"]
     assert os.listdir(tmp_path) == []
     fcntl.flock(waiting, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who had opened the removed one does not hold the next
-    with RunLock(tmp_path / "lock", temporary=True) as second:
+    with RunLock(tmp_path, temporary=True) as second:
         second.beat({})
         lock.release()
         second.check()
@@ -233,18 +233,18 @@ def test_a_temporary_lock_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_temporary_lock_that_was_lost_is_left_to_its_owner(tmp_path: Path) -> None:
-    with RunLock(tmp_path / "lock", temporary=True):
+    with RunLock(tmp_path, temporary=True):
         note(tmp_path / "lock", token="another", host="elsewhere")
     assert sorted(os.listdir(tmp_path)) == ["lock", "lock.json"]
 
 
 def test_killed_anywhere_a_temporary_lock_can_be_taken_again(killed_anywhere: KilledAnywhere) -> None:
     def act(directory: Path) -> None:
-        with RunLock(directory / "lock", temporary=True) as lock:
+        with RunLock(directory, temporary=True) as lock:
             lock.beat({"layer": 1})
 
     def check(directory: Path) -> None:
-        with RunLock(directory / "lock", temporary=True) as lock:
+        with RunLock(directory, temporary=True) as lock:
             lock.beat({"layer": 2})
         assert all(name.endswith(".partial") for name in os.listdir(directory))
 

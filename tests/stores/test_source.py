@@ -13,7 +13,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import save_file
 
 from manifests.errors import InputError, StorageError
@@ -202,23 +201,6 @@ def refused_name(name: str) -> str:
     with pytest.raises(InputError) as caught:
         open_source(name)
     return str(caught.value)
-
-
-def test_hub_id_is_fetched_without_code_or_pickles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(directory)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert open_source("meta/llama-7b", "main").directory == directory
-    assert (asked["name"], asked["revision"]) == ("meta/llama-7b", "main")
-    files = ["config.json", "m.safetensors", "t.model", "merges.txt", "m.bin", "m.py", "m.pt", "b/c.safetensors"]
-    fetched = list(
-        filter_repo_objects(files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"])
-    )
-    assert fetched == files[:4]
 
 
 def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

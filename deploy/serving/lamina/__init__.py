@@ -15,6 +15,7 @@ __all__ = ["MODELLING_FILES", "LaminaConfig", "LaminaForCausalLM", "LaminaModel"
 # What travels with a checkpoint: the modules of this package that transformers loads with `trust_remote_code`.
 MODELLING_FILES = (
     "block_lamina.py",
+    "checking_lamina.py",
     "configuration_lamina.py",
     "factored_lamina.py",
     "form_lamina.py",

@@ -12,10 +12,12 @@ width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 
 The files that travel together: modeling_lamina (the model), configuration_lamina, block_lamina (what a layer is),
 forms_lamina (how projections may be stored), factored_lamina and tucker_lamina (the modules that they become),
-layers_lamina (norm, rotary embedding, attention, decoder layer), inputs_lamina (positions and masks).
+layers_lamina (norm, rotary embedding, attention, decoder layer), inputs_lamina (positions and masks),
+checking_lamina (whether a checkpoint is whole).
 """
 
 import re
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,6 +30,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .block_lamina import attention_path, in_base
+from .checking_lamina import check_checkpoint, shown
 from .configuration_lamina import LaminaConfig
 from .inputs_lamina import default_position_ids, prepare_layer_inputs
 from .layers_lamina import (
@@ -57,6 +60,25 @@ class LaminaPreTrainedModel(PreTrainedModel):
     def __init__(self, config: LaminaConfig) -> None:
         super().__init__(config)
         self.base_model_prefix = config.block["embed"].partition(".")[0]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own, but a checkpoint that is not whole is an error.
+
+        Raises ValueError where tensors are missing, which would be random numbers, and where the files of a folder
+        are not those of its `compression.json`.
+        """
+        path, with_report = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
+        if path is not None and Path(path).is_dir():
+            check_checkpoint(Path(path, kwargs.get("subfolder", "")))
+        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        model, report = loaded
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(
+                f"{path} lacks {len(missing)} tensors of the model that its config.json describes: {shown(missing)}. "
+                "A shard may be missing, or the files are of different checkpoints; copy it again."
+            )
+        return (model, report) if with_report else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

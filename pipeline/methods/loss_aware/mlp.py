@@ -1,11 +1,11 @@
 """The MLP: channels removed, gate and up at a joint rank on those that stay, down at a rank. METHODS §6.3, MLP.
 
-Legend: D hidden, N intermediate, k channels kept (S), m rows of the stack of gate and up.
+Legend: D hidden, N intermediate, k channels kept, m rows of the stack of gate and up, T tokens of the sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from manifests.schema import LossAware
 from pipeline.families.family import Geometry
+from pipeline.families.registry import activation_of
 from pipeline.kernels.nystrom import eliminate, nested_losses, nystrom_refit
+from pipeline.kernels.refit import Refit, refit
 from pipeline.kernels.sensitivity import (
     Directions,
     input_directions,
@@ -31,6 +33,10 @@ from pipeline.ranks.curves import Point, merged
 WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
 INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
 METRIC = Moment("out", kind="gradient")
+SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
+PROBE_TOKENS = 4  # for each channel; enough to see what a rank of gate and up costs
+PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up
+BATCH = 4096  # tokens that pass the MLP at a time
 
 
 def roles(geometry: Geometry) -> tuple[str, ...]:
@@ -45,7 +51,7 @@ def readers(geometry: Geometry) -> tuple[str, ...]:
 
 def moments(geometry: Geometry) -> tuple[Moment, ...]:
     """The diagonal suffices for the gradient at gate and up."""
-    return (INPUT, HIDDEN, METRIC, *(_gradient(role) for role in readers(geometry)))
+    return (INPUT, HIDDEN, METRIC, _sample(geometry), *(_gradient(role) for role in readers(geometry)))
 
 
 def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
@@ -89,10 +95,15 @@ def solve(
         stored, of_readers = upper.store(parts, directions.encode[:rank], second_mr)
         tensors, forms = tensors | stored, forms | of_readers
     refit_Dk, report = solver.refit(kept)
+    moment_kk = solver.moment(kept)
+    if ranks[GATE_UP] < upper.full and solver.sees(width):
+        again = solver.refit_again(kept, directions, rank, solver.sample_TD)
+        refit_Dk, moment_kk = again.weight, again.moment
+        report |= {"refit_tokens": len(solver.sample_TD)}
     if ranks[DOWN] >= lower.full:
         tensors["down.weight"] = refit_Dk
     else:
-        directions, rank = solver.down_directions(kept, refit_Dk), ranks[DOWN]
+        directions, rank = solver.down_directions(refit_Dk, moment_kk), ranks[DOWN]
         stored, of_down = lower.store(
             {"down": refit_Dk}, directions.encode[:rank] @ refit_Dk, directions.decode[:, :rank]
         )
@@ -111,6 +122,11 @@ class _Solver:
         self.input_DD, self.hidden_NN = found.mean(INPUT)[0], found.mean(HIDDEN)[0]
         self.metric_DD = found.mean(METRIC)[0]
         self.gradients_N = {role: found.mean(_gradient(role))[0] for role in readers(geometry)}
+        self.sample_TD = found.moments[_sample(geometry)][0]
+
+    def sees(self, width: int) -> bool:
+        """Whether the sample has tokens enough to fit so many channels."""
+        return len(self.sample_TD) >= 2 * width
 
     @cached_property
     def priority(self) -> Tensor:
@@ -136,39 +152,106 @@ class _Solver:
         return input_directions(self.input_DD, self._pull(kept_k, by_loss=self.by_loss))
 
     def reader_losses(self, kept_k: Tensor) -> Tensor:
-        """Predicted loss by rank of gate/up."""
+        """Predicted loss by rank of gate/up: the linear one, times what a few ranks are seen to cost on the sample.
+
+        down is fitted again to what is left of gate and up; then little is left of what the activation bends.
+        """
         found = self.reader_directions(kept_k)
         pull_DD = self._pull(kept_k, by_loss=True)
-        return projection_losses(pull_DD, self.input_DD, found.encode[None], found.decode[None])
+        linear = projection_losses(pull_DD, self.input_DD, found.encode[None], found.decode[None])
+        width = kept_k.numel()
+        full = min(len(self.gradients_N) * width, self.geometry.hidden)
+        ranks = sorted({max(1, int(full * share)) for share in PROBES} - {full})
+        probe_TD = self._probe
+        if not self.sees(width) or len(probe_TD) < 2 * width:
+            return linear
+        factors = []
+        for rank in ranks:
+            left_DD = self.refit_again(kept_k, found, rank, probe_TD).residual
+            cost = 0.5 * float((left_DD * self.metric_DD).sum()) - float(self.width_losses[width])
+            factors.append(max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0)
+        by_rank = linear * _between(ranks, factors, linear)
+        return by_rank.flip(0).cummax(0).values.flip(0)  # seen costs waver, but a larger rank never costs more
 
     def refit(self, kept_k: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """down on the channels that stay."""
         refit_Dk, report = nystrom_refit(self.down_DN, self.hidden_NN, kept_k)
         return refit_Dk, dict(report)
 
-    def down_directions(self, kept_k: Tensor, refit_Dk: Tensor) -> Directions:
-        """Of the refitted down."""
+    def refit_again(self, kept_k: Tensor, directions: Directions, rank: int, sample_TD: Tensor) -> Refit:
+        """down on what the channels that stay give with gate and up at a rank."""
+        projection_DD = directions.decode[:, :rank] @ directions.encode[:rank]
+        whole_ND = {role: self.weights[f"{role}.weight"] for role in self.gradients_N}
+        readers_kD = {role: whole[kept_k].double() @ projection_DD for role, whole in whole_ND.items()}
+        biases_k = {role: bias[kept_k] for role, bias in self._biases.items()}
+        start_Dk, _ = self.refit(kept_k)
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for part_TD in sample_TD.split(BATCH):
+                hidden_TN = self._hidden(part_TD, whole_ND, self._biases)
+                targets_TD = hidden_TN @ self.down_DN.to(hidden_TN.dtype).T
+                yield targets_TD, self._hidden(part_TD, readers_kD, biases_k)
+
+        return refit(pairs(), start_Dk)
+
+    def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
+        """Of the refitted down, whose inputs have this moment."""
         metric_DD = self.metric_DD if self.by_loss else torch.eye(len(self.metric_DD)).to(self.metric_DD)
-        return output_directions(refit_Dk, self._moment(kept_k), metric_DD)
+        return output_directions(refit_Dk, moment_kk, metric_DD)
 
     def down_losses(self, kept_k: Tensor) -> Tensor:
         """Predicted loss by rank of down."""
         refit_Dk, _ = self.refit(kept_k)
-        found, spread_DD = self.down_directions(kept_k, refit_Dk), pushed(refit_Dk, self._moment(kept_k))
+        moment_kk = self.moment(kept_k)
+        found, spread_DD = self.down_directions(refit_Dk, moment_kk), pushed(refit_Dk, moment_kk)
         return projection_losses(self.metric_DD, spread_DD, found.encode[None], found.decode[None])
 
-    def _moment(self, kept_k: Tensor) -> Tensor:
+    def moment(self, kept_k: Tensor) -> Tensor:
+        """Of the channels that stay."""
         return self.hidden_NN.index_select(0, kept_k).index_select(1, kept_k)
 
+    @cached_property
+    def _probe(self) -> Tensor:
+        """An even part of the sample."""
+        stride = max(1, len(self.sample_TD) // (PROBE_TOKENS * self.geometry.intermediate))
+        return self.sample_TD[::stride]
+
+    @cached_property
+    def _biases(self) -> dict[str, Tensor]:
+        names = {role: f"{role}.bias" for role in self.gradients_N}
+        return {role: self.weights[name] for role, name in names.items() if name in self.weights}
+
+    def _hidden(self, inputs_TD: Tensor, parts: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> Tensor:
+        """act(gate) ⊙ up, or act(up); float32, or float64 for a float64 sample."""
+        kept = torch.promote_types(inputs_TD.dtype, torch.float32)
+        read = {role: inputs_TD.to(kept) @ part.to(kept).T for role, part in parts.items()}
+        read = {role: values + biases[role].to(kept) if role in biases else values for role, values in read.items()}
+        activation = activation_of(self.geometry)
+        return activation(read["gate"]) * read["up"] if "gate" in read else activation(read["up"])
+
     def _pull(self, kept_k: Tensor, by_loss: bool) -> Tensor:
-        pulls = [
-            pulled(
-                self.weights[f"{role}.weight"][kept_k],
-                square_N[kept_k] if by_loss else torch.ones_like(square_N[kept_k]),
-            )
-            for role, square_N in self.gradients_N.items()
-        ]
-        return torch.stack(pulls).sum(dim=0)
+        pull_DD = torch.zeros_like(self.input_DD)
+        for role, squares_N in self.gradients_N.items():
+            squares_k = squares_N[kept_k] if by_loss else torch.ones_like(squares_N[kept_k])
+            pull_DD += pulled(self.weights[f"{role}.weight"][kept_k], squares_k)
+        return pull_DD
+
+
+def _between(ranks: list[int], factors: list[float], like: Tensor) -> Tensor:
+    """The factors at every rank: linear between those seen, and as at the ends beyond."""
+    if not ranks:
+        return torch.ones_like(like)
+    places = torch.arange(len(like), dtype=torch.float64, device=like.device)
+    seen, values = (torch.tensor(numbers, dtype=torch.float64, device=like.device) for numbers in (ranks, factors))
+    above = torch.searchsorted(seen, places).clamp(1, max(1, len(ranks) - 1)) if len(ranks) > 1 else None
+    if above is None:
+        return values.expand(len(like))
+    share = ((places - seen[above - 1]) / (seen[above] - seen[above - 1])).clamp(0.0, 1.0)
+    return values[above - 1] + share * (values[above] - values[above - 1])
+
+
+def _sample(geometry: Geometry) -> Moment:
+    return Moment("mlp.in", kind="sample", tokens=SAMPLE_TOKENS * geometry.intermediate)
 
 
 def _gradient(role: str) -> Moment:

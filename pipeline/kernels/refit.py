@@ -1,0 +1,71 @@
+"""A weight fitted again to what really reaches it, from the values of some tokens (METHODS §6.6).
+
+T tokens, D outputs, k inputs.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.checks import require_finite
+
+
+class Refit(NamedTuple):
+    """The new weight (D, k); the moment of its inputs (k, k) and of what is left of the targets (D, D), per token."""
+
+    weight: Tensor
+    moment: Tensor
+    residual: Tensor
+
+
+def refit(pairs: Iterable[tuple[Tensor, Tensor]], start_Dk: Tensor, ridge: float = 1e-3) -> Refit:
+    """The weight W of least Σ‖t − W x‖² + λ‖W − `start`‖² over (targets (T, D), inputs (T, k)), batch by batch.
+
+    λ = `ridge` · mean of the inputs' diagonal moment. What is left is corrected for the k numbers that each output
+    fitted to so many tokens: divided by 1 − k / T, of at most twice. float64. Raises ValueError on shapes that do not
+    fit, NaN or infinity, no token at all, or a ridge that is not positive.
+    """
+    if not 0.0 < ridge < float("inf"):
+        raise ValueError(f"ridge must be positive, not {ridge}")
+    start_Dk = start_Dk.detach().to(torch.float64)
+    outputs, inputs = start_Dk.shape
+    moment_kk, cross_Dk = start_Dk.new_zeros(inputs, inputs), torch.zeros_like(start_Dk)
+    power_DD, tokens = start_Dk.new_zeros(outputs, outputs), 0
+    for targets_TD, inputs_Tk in pairs:
+        if targets_TD.shape[1:] != (outputs,) or inputs_Tk.shape != (len(targets_TD), inputs):
+            shapes = f"{tuple(targets_TD.shape)} and {tuple(inputs_Tk.shape)}"
+            raise ValueError(f"targets (T, D) and inputs (T, k) do not fit a weight {outputs} x {inputs}: {shapes}")
+        require_finite("targets", targets_TD)
+        require_finite("inputs", inputs_Tk)
+        targets_TD, inputs_Tk = targets_TD.to(torch.float64), inputs_Tk.to(torch.float64)
+        moment_kk.addmm_(inputs_Tk.T, inputs_Tk)
+        cross_Dk.addmm_(targets_TD.T, inputs_Tk)
+        power_DD.addmm_(targets_TD.T, targets_TD)
+        tokens += len(targets_TD)
+    if tokens == 0:
+        raise ValueError("a refit needs tokens")
+    moment_kk, cross_Dk, power_DD = moment_kk / tokens, cross_Dk / tokens, power_DD / tokens
+    mean = float(moment_kk.diagonal().mean())
+    weight_Dk = start_Dk
+    if mean > 0.0:
+        damped_kk = moment_kk + ridge * mean * torch.eye(inputs, dtype=torch.float64, device=moment_kk.device)
+        factor_kk = torch.linalg.cholesky(damped_kk)
+        weight_Dk = start_Dk + torch.cholesky_solve((cross_Dk - start_Dk @ moment_kk).T, factor_kk).T
+    fitted_DD = weight_Dk @ cross_Dk.T
+    residual_DD = power_DD - fitted_DD - fitted_DD.T + weight_Dk @ moment_kk @ weight_Dk.T
+    return Refit(weight_Dk, moment_kk, residual_DD / max(0.5, 1.0 - inputs / tokens))
+
+
+def evenly_spread(start: int, count: int, total: int, wanted: int) -> Tensor:
+    """Which of `count` tokens, numbered from `start` of `total`, are among `wanted` that are spread evenly over all.
+
+    Token t is, where ⌊(t + 1) · wanted / total⌋ > ⌊t · wanted / total⌋: exactly `wanted` of all, or all if there are
+    fewer. Positions within the `count`, int64. Raises ValueError unless 0 <= start and start + count <= total.
+    """
+    if not 0 <= start <= start + count <= total:
+        raise ValueError(f"tokens {start} to {start + count} are not of {total}")
+    tokens_t = torch.arange(start, start + count)
+    wanted = min(wanted, total)
+    return ((tokens_t + 1) * wanted // total > tokens_t * wanted // total).nonzero()[:, 0]

@@ -1,0 +1,209 @@
+"""Storage on a disk: files below a directory, made durable by fsync and rename. See `stores.storage.Storage`."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from manifests.errors import StorageError
+from stores.durable import (
+    PARTIAL_NAME,
+    create_only,
+    durable_file,
+    fsync_directory,
+    make_directory,
+    partial_path,
+    storage_error,
+    storage_errors,
+    sweep_partials,
+)
+
+NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The files below `root`, which need not be there yet. Holds nothing open; equal ones name the same place."""
+
+    root: Path
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        object.__setattr__(self, "root", Path(root))
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        make_directory((self.root / name).parent)
+        create_only(self.root / name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        with self.writer(name) as file:
+            file.write(data)
+
+    @contextmanager
+    def writer(self, name: str) -> Iterator[BinaryIO]:
+        make_directory((self.root / name).parent)
+        with durable_file(self.root / name) as file:
+            yield file
+
+    def write(self, name: str, data: Any) -> None:
+        path = self.root / name
+        make_directory(path.parent)
+        temporary = partial_path(path)
+        with storage_errors("writing", path):
+            try:
+                with open(temporary, "xb") as file:
+                    file.write(data)
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+
+    def sync(self, names: Iterable[str]) -> None:
+        paths = [self.root / name for name in names]
+        for path in paths:
+            with storage_errors("syncing", path):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        for directory in dict.fromkeys(path.parent for path in paths):
+            fsync_directory(directory)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        path = self.root / name
+        size = self.size(name)
+        start = max(0, size + begin) if begin < 0 else begin
+        with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            return _read_fully(file, max(0, (size if end is None else min(end, size)) - start))
+
+    def size(self, name: str) -> int:
+        path = self.root / name
+        try:
+            status = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if path.is_symlink():
+                raise ValueError("a link to nothing") from None
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(path)) from error
+        except OSError as error:
+            raise storage_error("reading", path, error) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("no regular file")
+        return status.st_size
+
+    def names(self, folder: str = "") -> list[str]:
+        names = []
+        with storage_errors("listing", self.root / folder):
+            for parent, _, files in os.walk(self.root / folder, onerror=_raise_unless_missing):
+                within = Path(parent).relative_to(self.root)
+                names += [(within / file).as_posix() for file in files if not PARTIAL_NAME.fullmatch(file)]
+        return sorted(names)
+
+    def folders(self, folder: str = "") -> list[str]:
+        directory = self.root / folder
+        with storage_errors("listing", directory):
+            if not directory.is_dir():
+                return []
+            return sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
+
+    def delete(self, names: Iterable[str]) -> None:
+        paths = [self.root / name for name in names]
+        for path in paths:
+            with storage_errors("removing", path):
+                path.unlink(missing_ok=True)
+        for directory in dict.fromkeys(path.parent for path in paths):
+            if directory.is_dir():
+                fsync_directory(directory)
+
+    def delete_folder(self, folder: str) -> None:
+        path = self.root / folder
+        with storage_errors("removing", path):
+            if path.is_dir():
+                shutil.rmtree(path)
+                fsync_directory(path.parent)
+
+    def sweep(self, below: bool = True) -> int:
+        removed = sweep_partials(self.root, below)
+        if self.root.is_dir():
+            fsync_directory(self.root)
+        return removed
+
+    def hold(self, name: str) -> FileLock:
+        path = self.root / name
+        make_directory(path.parent)
+        while True:
+            with storage_errors("opening the lock", path):
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            held = FileLock(path, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.release()
+                raise
+            except OSError as error:
+                held.release()
+                hint = "; this filesystem has no locks: choose a directory on another"
+                hint = hint if error.errno in NO_FLOCK else ""
+                raise StorageError(f"locking {path}: {error.strerror}{hint}") from error
+            if held.is_ours():
+                return held
+            held.release()  # somebody removed the file between open and flock: lock the new one
+
+    def is_held(self, name: str) -> bool:
+        path = self.root / name
+        with storage_errors("reading the lock", path):
+            if not path.exists():
+                return False
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(descriptor)
+            return False
+
+    def below(self, folder: str) -> Disk:
+        return Disk(self.root / folder)
+
+    def at(self, name: str = "") -> str:
+        return str(self.root / name)
+
+
+class FileLock:
+    """See `stores.storage.Hold`: the kernel's lock of an open file, which ends with its process."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    def is_ours(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+
+def _read_fully(file: Any, num_bytes: int) -> bytes:
+    """One read may give less: at most 2 GiB, and a signal may cut it short."""
+    pieces = []
+    while num_bytes and (piece := file.read(num_bytes)):
+        pieces.append(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error

@@ -1,0 +1,89 @@
+"""A Zarr store on a storage: what Zarr reads and writes goes through the one protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.core.buffer.core import default_buffer_prototype
+
+from stores.storage import Storage
+
+
+class ZarrStore(Store):
+    """Keys are the names of `storage`. What is set is durable after `storage.sync` only.
+
+    An error of the storage comes through as it is; a key that is not there is None, as Zarr has it.
+    """
+
+    supports_writes = True
+    supports_deletes = True
+    supports_listing = True
+
+    def __init__(self, storage: Storage, *, read_only: bool = False) -> None:
+        super().__init__(read_only=read_only)
+        self.storage = storage
+
+    def with_read_only(self, read_only: bool = False) -> ZarrStore:
+        return ZarrStore(self.storage, read_only=read_only)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ZarrStore) and other.storage == self.storage
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        begin, end = _range(byte_range)
+        try:
+            data = await asyncio.to_thread(self.storage.read, key, begin, end)
+        except FileNotFoundError:
+            return None
+        return (prototype or default_buffer_prototype()).buffer.from_bytes(data)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+
+    async def exists(self, key: str) -> bool:
+        try:
+            await asyncio.to_thread(self.storage.size, key)
+        except (FileNotFoundError, ValueError):
+            return False
+        return True
+
+    async def set(self, key: str, value: Buffer) -> None:
+        self._check_writable()
+        await asyncio.to_thread(self.storage.write, key, value.as_buffer_like())
+
+    async def delete(self, key: str) -> None:
+        self._check_writable()
+        await asyncio.to_thread(self.storage.delete, [key])
+
+    async def list(self) -> AsyncIterator[str]:
+        for name in await asyncio.to_thread(self.storage.names):
+            yield name
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        async for name in self.list():
+            if name.startswith(prefix):
+                yield name
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        start = f"{prefix.rstrip('/')}/" if prefix else ""
+        inside = [name.removeprefix(start) async for name in self.list_prefix(start)]
+        for name in sorted({name.partition("/")[0] for name in inside}):
+            yield name
+
+
+def _range(byte_range: ByteRequest | None) -> tuple[int, int | None]:
+    match byte_range:
+        case RangeByteRequest(start, end):
+            return start, end
+        case OffsetByteRequest(offset):
+            return offset, None
+        case SuffixByteRequest(suffix):
+            return -suffix, None
+    return 0, None

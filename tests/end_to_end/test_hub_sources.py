@@ -1,0 +1,146 @@
+"""Models on the hub, by the real client against a hub on loopback: what is fetched, when, and what never is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.hub_server import COMMIT, HubServer
+from tests.end_to_end.jobs import Job, command, file_digests
+
+MakeJob = Callable[..., Job]
+DONE, WRONG_INPUT = 0, 2
+REPOSITORY = "someone/small-llama"
+EXTRAS = {
+    "chat_template.jinja": b"{{ messages }}",
+    "LICENSE.txt": b"as you like",
+    "NOTICE": b"note",
+    "USE_POLICY.md": b"be kind",
+    "qwen.tiktoken": b"IQ== 0\n",
+    "generation_config.json": b"{}",
+}
+UNWANTED = {
+    "consolidated.safetensors": b"x" * 300_000,
+    "pytorch_model.bin": b"pickle" * 1000,
+    "tokenization_x.py": b"print('code')",
+    "README.md": b"card",
+    "original/consolidated.00.pth": b"pickle",
+    "onnx/model.safetensors": b"x",
+}
+
+
+@pytest.fixture
+def files(llama: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in llama.iterdir()} | EXTRAS | UNWANTED
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes]) -> Iterator[HubServer]:
+    with HubServer(REPOSITORY, files) as server:
+        yield server
+
+
+def ask(name: str, made: Job, hub: HubServer, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command as a user gives it, with a cache of its own."""
+    home = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(made.root / "hub"), "HF_HUB_OFFLINE": "0"}
+    arguments = [sys.executable, "-m", f"pipeline.{name}", str(made.manifest), "--json"]
+    variables = {**os.environ, **home, "no_proxy": "*", **environment}
+    return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=300, check=False)
+
+
+def on_hub(job: MakeJob, **changes: Any) -> Job:
+    return job(**{"model.source": REPOSITORY, **changes})
+
+
+def weight_bytes(files: Mapping[str, bytes]) -> int:
+    return sum(len(content) for name, content in files.items() if name.startswith("model-"))
+
+
+def test_plan_reads_configs_and_headers_only(hub: HubServer, job: MakeJob, llama: Path) -> None:
+    made = on_hub(job)
+    ended = ask("plan", made, hub)
+    assert ended.returncode == DONE, ended.stderr
+    local = command("plan", str(job(llama).manifest), "--json", "--tflops", "1").json
+    plan = json.loads(ended.stdout)
+    for field in ("source_bytes", "expected_numbers", "dense_numbers", "read_bytes", "worker_peak_bytes"):
+        assert plan[field] == local[field], field
+    weights = [asked for asked in hub.asked if asked[1].endswith(".safetensors")]
+    assert {name for _, name, _ in weights} == {name for name in hub.files if name.startswith("model-")}
+    assert all(method == "GET" and part is not None for method, _, part in weights)
+    snapshot = made.root / "hub" / "hub" / f"models--{REPOSITORY.replace('/', '--')}" / "snapshots" / COMMIT
+    assert not list(snapshot.glob("*.safetensors"))
+
+
+def test_a_header_longer_than_the_first_request(job: MakeJob, files: dict[str, bytes]) -> None:
+    name = next(name for name in sorted(files) if name.startswith("model-"))
+    header = json.loads(files[name][8 : 8 + int.from_bytes(files[name][:8], "little")])
+    padded = json.dumps({**header, "__metadata__": {"format": "pt", "long": "x" * 200_000}}).encode()
+    body = files[name][8 + int.from_bytes(files[name][:8], "little") :]
+    files[name] = len(padded).to_bytes(8, "little") + padded + body
+    with HubServer(REPOSITORY, files) as hub:
+        ended = ask("plan", on_hub(job), hub)
+        assert ended.returncode == DONE, ended.stderr
+        parts = [part for _, asked, part in hub.asked if asked == name]
+        assert len(parts) == 2
+        assert parts[1] == (8, 8 + len(padded) - 1)
+
+
+def test_a_job_fetches_what_it_needs_and_takes_it_along(hub: HubServer, job: MakeJob, llama: Path) -> None:
+    made, here = on_hub(job), job(llama)
+    ended = ask("run", made, hub)
+    assert ended.returncode == DONE, ended.stderr
+    fetched = {name for method, name, part in hub.asked if method == "GET" and part is None}
+    assert not fetched & UNWANTED.keys()
+    assert EXTRAS.keys() <= fetched
+    for name, content in EXTRAS.items():
+        assert (made.output / name).read_bytes() == content
+    assert sum(hub.sent_bytes[name] for name in hub.files if name.startswith("model-")) <= 2 * weight_bytes(hub.files)
+    assert command("run", str(here.manifest), "--json").code == DONE
+    ours, theirs = file_digests(made.output), file_digests(here.output)
+    assert {name for name in ours if name.endswith(".safetensors") and ours[name] != theirs[name]} == set()
+    before = len(hub.asked)
+    assert json.loads(ask("run", made, hub).stdout)["already_finished"] is True
+    assert not [asked for asked in hub.asked[before:] if asked[1].endswith(".safetensors") and asked[2] is None]
+    offline = ask("run", made, hub, HF_HUB_OFFLINE="1")
+    assert offline.returncode == DONE, offline.stderr
+
+
+@pytest.mark.parametrize("name", ["plan", "run"])
+def test_a_wrong_manifest_ends_before_weights_are_fetched(name: str, hub: HubServer, job: MakeJob) -> None:
+    ended = ask(name, on_hub(job, **{"calibration.sequence_length": 9999}), hub)
+    assert ended.returncode == WRONG_INPUT
+    assert "9999 is longer than the model's max_position_embeddings" in ended.stderr
+    assert not [asked for asked in hub.asked if asked[1].endswith(".safetensors") and asked[2] is None]
+    hub.asked.clear()
+    ended = ask(name, on_hub(job, **{"budget.keep": 7}), hub)
+    assert ended.returncode == WRONG_INPUT
+    assert hub.asked == []
+
+
+def test_pickles_only_is_said(job: MakeJob, files: dict[str, bytes]) -> None:
+    kept = {name: content for name, content in files.items() if not name.endswith(("safetensors", "index.json"))}
+    with HubServer(REPOSITORY, kept) as hub:
+        for name in ("plan", "run"):
+            ended = ask(name, on_hub(job), hub)
+            assert ended.returncode == WRONG_INPUT
+            assert "only pickled weights (pytorch_model.bin): refused" in ended.stderr, ended.stderr
+        assert not [asked for asked in hub.asked if asked[1] == "pytorch_model.bin"]
+
+
+def test_a_server_without_range_requests_is_named(job: MakeJob, files: dict[str, bytes]) -> None:
+    with HubServer(REPOSITORY, files, ranges=False) as hub:
+        ended = ask("plan", on_hub(job), hub)
+        assert (ended.returncode, "answers no range requests" in ended.stderr) == (WRONG_INPUT, True), ended.stderr
+
+
+def test_no_such_model(hub: HubServer, job: MakeJob) -> None:
+    ended = ask("plan", on_hub(job, **{"model.source": "someone/nothing"}), hub)
+    assert ended.returncode == WRONG_INPUT
+    assert "the hub does not give it" in ended.stderr

@@ -1,0 +1,107 @@
+"""A dense model and what was made of it, side by side on a few tokens in float32, a layer in memory at a time.
+
+Legend: B batch, S sequence, D hidden, V vocabulary, K directions of a sketch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.ports import Record
+from workers.embedding_and_head import embedding, head
+from workers.layers import LayerReader
+
+DIRECTIONS = 4
+SEED = 0x5EED
+_NOTHING = 1e-150
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the compressed layers do, and how far from the dense ones.
+
+    Attributes:
+        layer_errors: ‖update of the compressed layer − of the dense one‖ / ‖of the dense one‖, both on the dense
+            model's hidden states.
+        error: the same of the logits, beside their mean over tokens; of the whole compressed model.
+        sketch: by layer, the compressed layer's update on K random directions, by the norm of the dense one: numbers
+            of size one that differ when anything in the layer does.
+        logits_sketch: the same of the compressed model's logits.
+    """
+
+    layer_errors: tuple[float, ...]
+    error: float
+    sketch: tuple[tuple[float, ...], ...]
+    logits_sketch: tuple[float, ...]
+
+    def report(self) -> dict[str, Any]:
+        """As JSON."""
+        report: dict[str, Any] = asdict(self)
+        return report
+
+
+@torch.inference_mode()
+def compare_models(
+    dense: LayerReader, packed: LayerReader, staged: Sequence[Record | None], ids_BS: Tensor
+) -> Comparison:
+    """`staged`: by layer, the record of the compressed one; None: as `packed` reads it from its own checkpoint.
+
+    Both readers give float32. Raises as reading does.
+    """
+    dense_BSD, packed_BSD = embedding(dense)(ids_BS), embedding(packed)(ids_BS)
+    errors, sketches = [], []
+    for layer, record in enumerate(staged):
+        after_BSD = _run(dense.block(layer, None).run(dense_BSD))
+        dense.current = None
+        block = packed.block(layer, record)
+        alone_BSD, packed_BSD = _run(block.run(dense_BSD)), _run(block.run(packed_BSD))
+        update_BSD = after_BSD - dense_BSD
+        errors.append(relative(alone_BSD - after_BSD, update_BSD))
+        sketches.append(sketch(alone_BSD - dense_BSD, update_BSD, layer))
+        dense_BSD = after_BSD
+    dense.current = packed.current = None
+    logits_TV = head(dense)(dense_BSD.flatten(0, 1))
+    found_TV = head(packed)(packed_BSD.flatten(0, 1))
+    spread_TV = logits_TV - logits_TV.mean(dim=0)
+    whole = sketch(found_TV - logits_TV.mean(dim=0), spread_TV, len(staged))
+    return Comparison(tuple(errors), relative(found_TV - logits_TV, spread_TV), tuple(sketches), whole)
+
+
+def relative(error: Tensor, whole: Tensor) -> float:
+    """Ratio of two norms; 0 for no error, also of nothing."""
+    lost = error.double().norm().item()
+    return lost / max(whole.double().norm().item(), _NOTHING) if lost != 0.0 else 0.0
+
+
+def sketch(tensor: Tensor, unit: Tensor, layer: int) -> tuple[float, ...]:
+    """⟨random signs, tensor⟩ / ‖unit‖ for K tensors of signs, which the layer's number seeds."""
+    norm = max(unit.double().norm().item(), _NOTHING)
+    generator = torch.Generator().manual_seed(SEED + layer)
+    flat = tensor.double().flatten().cpu()
+    found = []
+    for _ in range(DIRECTIONS):
+        signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8) * 2 - 1
+        found.append(float(signs.double() @ flat) / norm)
+    return tuple(found)
+
+
+def deviation(found: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[float]:
+    """How far two reports' sketches are apart, by layer and of the logits last; as shares where they are above one."""
+    pairs = [
+        *zip(found["sketch"], recorded["sketch"], strict=True),
+        (found["logits_sketch"], recorded["logits_sketch"]),
+    ]
+    return [
+        max(abs(one - other) / max(1.0, abs(other)) for one, other in zip(ours, theirs, strict=True))
+        for ours, theirs in pairs
+    ]
+
+
+def _run(result: Tensor | None) -> Tensor:
+    assert result is not None
+    return result
