@@ -133,6 +133,21 @@ def unit_kind(unit: Unit) -> str:
     return type(unit).__name__.lower()
 
 
+def unit_line(unit: Unit, outcome: Any, worker: str) -> dict[str, Any]:
+    """A unit that has just been done, as the log of units has it."""
+    return {
+        "unit": unit.key,
+        "kind": unit_kind(unit),
+        "worker": worker,
+        "ended": time.time(),
+        "seconds": outcome.seconds,
+        "compute_seconds": outcome.compute_seconds,
+        "peak_bytes": outcome.peak_bytes,
+        "tokens": outcome.result.tokens if isinstance(outcome.result, ForwardDone) else 0,
+        "error": str(outcome.error) if outcome.error is not None else None,
+    }
+
+
 def _make(maker: Maker, metric: Metric, run: str) -> Any:
     tags = ("run", *metric.tags)
     if metric.kind == "Histogram":

@@ -35,7 +35,7 @@ from workers.cluster import why_unplaceable
 from workers.config import WorkerConfig
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
-from workers.metrics import PoolMeters, run_name, unit_kind
+from workers.metrics import PoolMeters, run_name, unit_kind, unit_line
 from workers.tensor_transfer import attach_handles, handle_count
 
 DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
@@ -93,6 +93,7 @@ class RayPool:
         self.starved_since: float | None = None
         self.warned_at = 0.0
         self.members: list[_Member] = []
+        self.trace: Callable[[dict[str, Any]], None] = lambda _: None  # takes a line for each unit that is done
         self.meters = PoolMeters(metrics, run_name(setup))
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
         self.actor_class: Any = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
@@ -269,6 +270,7 @@ class RayPool:
         for position, amount in enumerate((1, outcome.seconds, outcome.compute_seconds)):
             spent[position] += amount
         self.peak_bytes[_name(member)] = outcome.peak_bytes
+        self.trace(unit_line(unit, outcome, _name(member)))
 
     def _replace(self, member: _Member, error: Exception) -> None:
         """Queues a dead worker's units again; another will be started for it."""

@@ -18,6 +18,7 @@ from pipeline.job.calibration import sample_tokens
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
+from pipeline.job.unit_log import units_logged
 from pipeline.ports import Compare, Record
 from pipeline.repair import REPAIRS
 from stores.activations import ActivationStore
@@ -60,7 +61,11 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
     cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, tokens)
     for attempt in range(REPAIRS + 1):
         catch_signals(job.stop)
-        with worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool, heartbeat.attending(pool):
+        with (
+            worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool,
+            heartbeat.attending(pool),
+            units_logged(pool, job.run_dir.logs),
+        ):
             job.ledger.commit("hardware", dict(pool.hardware))
             job.observer.show_memory_of(pool.peak_bytes)
             Driver(driver_job(job.inputs), pool, job.ledger, cleaner, job.observer).run()

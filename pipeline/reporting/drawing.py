@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -50,6 +51,15 @@ STYLE: dict[Any, Any] = {  # matplotlib's types list every name
     "xtick.color": MUTED,
     "ytick.color": MUTED,
 }
+
+
+@dataclass(frozen=True)
+class Plot:
+    """An SVG element, what it shows in one sentence, and the section it belongs to."""
+
+    section: str
+    svg: str
+    caption: str
 
 
 def depth_colour(share: float) -> str:

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, MUTED, SERIES, by_layer, depth_colour, draw
+from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, MUTED, SERIES, Plot, by_layer, depth_colour, draw
 from pipeline.reporting.reading import Run
-
-COMMITTED = {
-    "dense": "dense pass",
-    "gradient": "gradient pass",
-    "curves": "loss curves",
-    "measured": "measured weights",
-    "statistics": "statistics",
-    "layer": "compressed",
-}
-MINUTE_S, HOUR_S = 60.0, 3600.0
-
-
-@dataclass(frozen=True)
-class Plot:
-    """An SVG element, what it shows in one sentence, and the section it belongs to."""
-
-    section: str
-    svg: str
-    caption: str
+from pipeline.reporting.time_figures import time_plots
 
 
 def all_plots(run: Run) -> list[Plot]:
     """In the order of the page."""
     plots = [_importance(run), *_ranks(run), _stored(run), *_curves(run), _predicted_loss(run)]
-    plots += [_errors(run), _conditions(run), _commits(run), _phases(run)]
+    plots += [_errors(run), _conditions(run), *time_plots(run)]
     return [plot for plot in plots if plot is not None]
 
 
@@ -218,54 +199,6 @@ def _lines(run: Run, name: str, label: str, found: Mapping[str, Mapping[int, flo
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
 
     return draw(name, plot, height_inches=3.1)
-
-
-def _commits(run: Run) -> Plot | None:
-    times: dict[str, list[float]] = {}
-    for when, key in run.commits:
-        if key.split("/")[0] in COMMITTED and "/" in key:
-            times.setdefault(key.split("/")[0], []).append(when)
-    if not times:
-        return None
-    start = min(when for found in times.values() for when in found)
-    span = max(when for found in times.values() for when in found) - start
-    unit, name = (
-        (HOUR_S, "hours") if span > 3 * HOUR_S else (MINUTE_S, "minutes") if span > 3 * MINUTE_S else (1, "seconds")
-    )
-
-    def plot(axes: Axes) -> None:
-        for place, kind in enumerate(kind for kind in COMMITTED if kind in times):
-            passed = [(when - start) / unit for when in sorted(times[kind])]
-            counts = list(range(1, len(passed) + 1))
-            (drawn,) = axes.step(passed, counts, where="post", label=COMMITTED[kind], color=SERIES[place])
-            drawn.set(linestyle=DASHES[place], marker=MARKERS[place], markersize=2.5)
-        axes.axhline(run.geometry.num_layers, color=MUTED, linestyle=":", linewidth=1.0)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel(f"{name} since the first commit")
-        axes.set_ylabel("layers")
-        axes.set_title("layers committed")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
-
-    told = "When each layer was committed, the last time it was: a flat stretch is a wait or an interruption."
-    return Plot("time", draw("commits", plot, height_inches=3.1), told)
-
-
-def _phases(run: Run) -> Plot | None:
-    phases = (run.summary or {}).get("seconds", {}).get("phases", {})
-    if not phases:
-        return None
-
-    def plot(axes: Axes) -> None:
-        names = list(phases)[::-1]
-        bars = axes.barh(names, [phases[name] for name in names], color=SERIES[0], height=0.6)
-        axes.bar_label(bars, [f"{phases[name]:,.1f}" for name in names], padding=3, color=INK, fontsize=8.5)
-        axes.grid(visible=False, axis="y")
-        axes.margins(x=0.15)
-        axes.set_xlabel("seconds")
-        axes.set_title("seconds by phase")
-
-    told = "Wall time of the last run, by phase."
-    return Plot("time", draw("phases", plot, height_inches=1.0 + 0.28 * len(phases)), told)
 
 
 def _colour(group: str, place: int) -> str:

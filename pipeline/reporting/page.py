@@ -6,7 +6,8 @@ import math
 from html import escape
 
 from pipeline.reporting import tables
-from pipeline.reporting.figures import Plot, all_plots, chosen_point
+from pipeline.reporting.drawing import Plot
+from pipeline.reporting.figures import all_plots, chosen_point
 from pipeline.reporting.reading import Run
 from pipeline.reporting.style import STYLE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from manifests.loading import load_manifest
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
+from pipeline.job.unit_log import SUFFIX
 from pipeline.methods.registry import Task, build_methods, claim_tasks
 from pipeline.plan import MOMENT_BYTES, Plan, make_plan
 from stores.headers import DTYPES
@@ -24,6 +26,7 @@ from stores.lock import read_lock
 from stores.run_directory import RunDirectory
 
 LOG_LINES = 60
+OF_A_UNIT = {"unit", "kind", "worker", "ended", "seconds", "peak_bytes", "tokens"}
 KINDS = ("layer", "curves", "ranks", "complete", "dense", "gradient", "statistics")
 
 
@@ -40,6 +43,7 @@ class Run:
         ranks, importance, curves: what the ranks follow, as far as it is chosen. `curves` are by task.
         summary: the job's own, once it was done.
         statistics_bytes: layer -> bytes of its moments in memory.
+        units: what the last run's workers did, in the order in which they were done (`pipeline.job.unit_log`).
         log: the last lines of the last log, and the warnings before them.
     """
 
@@ -58,6 +62,7 @@ class Run:
     summary: Mapping[str, Any] | None = None
     record_sha256: str | None = None
     statistics_bytes: Mapping[int, int] = field(default_factory=dict)
+    units: tuple[Mapping[str, Any], ...] = ()
     log: tuple[str, ...] = ()
 
     @cached_property
@@ -138,6 +143,7 @@ def read_run(path: Path) -> Run:
         summary=complete.get("summary"),
         record_sha256=complete.get("contract_sha256"),
         statistics_bytes=_statistics_bytes(entries),
+        units=_units(run_dir.logs),
         log=_log(run_dir.logs),
     )
 
@@ -180,6 +186,16 @@ def _commits(ledger: Path, keys: list[str]) -> tuple[tuple[float, str], ...]:
         key = path.name.rsplit(".", 2)[0].replace(".", "/")
         times[key] = max(times.get(key, 0.0), path.stat().st_mtime)
     return tuple(sorted((times[key], key) for key in keys if key in times))
+
+
+def _units(logs: Path) -> tuple[Mapping[str, Any], ...]:
+    """Lines that a kill has cut off are left out."""
+    files = sorted(logs.glob(f"*{SUFFIX}"))
+    found = []
+    for line in files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return tuple(unit for unit in found if isinstance(unit, dict) and unit.keys() >= OF_A_UNIT)
 
 
 def _log(logs: Path) -> tuple[str, ...]:

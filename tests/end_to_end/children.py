@@ -33,8 +33,10 @@ from pipeline.ports import Unit
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS
+from workers.actor import Outcome
 from workers.config import WorkerConfig
 from workers.hardware import describe_hardware
+from workers.metrics import unit_line
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
 
@@ -55,6 +57,7 @@ class InlinePool:
         self.size = self.wanted = 1
         self.hardware = describe_hardware(self.worker.device)
         self.waiting: deque[Unit] = deque()
+        self.trace: Callable[[dict[str, Any]], None] = lambda _: None
         self.seconds: dict[str, list[float]] = {}
         self.peak_bytes: dict[str, int] = {}
 
@@ -65,7 +68,11 @@ class InlinePool:
         if self.stop.is_set():
             raise Interrupted("stopped by a signal; run the same command again to go on")
         unit = self.waiting.popleft()
-        return unit, self.worker.execute(unit)
+        began, computed = time.perf_counter(), self.worker.compute_seconds
+        result = self.worker.execute(unit)
+        seconds, computing = time.perf_counter() - began, self.worker.compute_seconds - computed
+        self.trace(unit_line(unit, Outcome(result, None, seconds, computing, 2**20), "inline"))
+        return unit, result
 
     def cancel_pending(self) -> None:
         self.waiting.clear()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.reporting.time_figures import joined_bars
 from stores.headers import DTYPES
 from stores.ledger import Ledger
 from tests.end_to_end.jobs import Job, command
@@ -117,6 +118,7 @@ def test_of_a_job_that_was_killed(done: Job) -> None:
 
 def test_of_a_job_that_has_just_begun(done: Job) -> None:
     Ledger(done.run_dir / "ledger").clear()
+    shutil.rmtree(done.run_dir / "logs")
     page = report(done)
     assert "0 of 3" in page.text
     assert page.captions == []
@@ -163,6 +165,40 @@ def test_loss_curves(done: Job) -> None:
     assert rows.keys() == {(task.split("/")[0], task.split("/")[2]) for task in expected}
     assert rows["2", "mlp"] == ["400", "0.4000", "3.000e-02"]
     assert f"{math.fsum(expected.values()):.4g}" in page.text
+
+
+def test_what_the_workers_did(done: Job) -> None:
+    """A line for each unit, which the last run's summary counts; cut off by a kill, the rest is still drawn."""
+    (path,) = (done.run_dir / "logs").glob("*.units.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = {line["kind"] for line in lines}
+    assert kinds >= {"forward", "reduce", "solve", "write"}
+    assert len({line["unit"] for line in lines if line["kind"] == "solve"}) == 6
+    assert all(line["seconds"] >= 0 and line["compute_seconds"] <= line["seconds"] * 1.01 + 1e-3 for line in lines)
+    assert sum(line["tokens"] for line in lines) == (3 + 3 + 2) * 12 * 24
+    assert sorted(line["ended"] for line in lines) == [line["ended"] for line in lines]
+    with_units = report(done)
+    assert sum("idle time" in caption for caption in with_units.captions) == 1
+    with open(path, "a") as file:
+        file.write('{"unit": "solve/00002')
+    assert report(done).captions == with_units.captions
+    path.unlink()
+    assert len(report(done).captions) == len(with_units.captions) - 3
+
+
+def test_bars_that_all_but_touch_are_one() -> None:
+    def line(kind: str, began: float, ended: float, worker: str = "a") -> dict[str, Any]:
+        return {"kind": kind, "worker": worker, "ended": ended, "seconds": ended - began}
+
+    units = [line("solve", 10, 11), line("solve", 11.05, 12), line("write", 12, 13), line("solve", 13, 14)]
+    units += [line("solve", 10, 20, worker="b"), line("solve", 13.5, 13.75)]
+    bars = joined_bars(units, "a", "solve", 10.0, 0.1)
+    assert bars == [(0.0, 2.0), (3.0, 1.0)]
+    assert joined_bars(units, "a", "solve", 10.0, 0.01) == [
+        (0.0, 1.0),
+        (pytest.approx(1.05), pytest.approx(0.95)),
+        (3.0, 1.0),
+    ]
 
 
 def test_what_is_not_html_stays_text(done: Job) -> None:
