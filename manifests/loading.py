@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from manifests.errors import InputError
-from manifests.schema import Block, Manifest, MethodEntry
+from manifests.schema import TEXT_TAGS, Block, Manifest, MethodEntry
 from manifests.strict_yaml import read_yaml, write_yaml
 
 B = TypeVar("B", bound=Block)
@@ -148,7 +148,8 @@ def _describe(fault: Any) -> str:
 
 def _without_tag(loc: Sequence[str | int]) -> tuple[str | int, ...]:
     """`methods.0.flat_llm.ridge` as the user wrote it: `methods.0.ridge`."""
-    return (*loc[:2], *loc[3:]) if loc[:1] == ("methods",) else tuple(loc)
+    loc = (*loc[:2], *loc[3:]) if loc[:1] == ("methods",) else tuple(loc)
+    return tuple(part for part in loc if part not in TEXT_TAGS)
 
 
 def _describe_method(where: str, fault: Any) -> str:

@@ -10,7 +10,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PositiveInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 MANIFEST_VERSION = 1
 RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks, and nothing that is measured on text
@@ -73,6 +83,15 @@ class Text(Block):
         return self
 
 
+TEXT_TAGS = ("one text", "several texts")  # in pydantic's places of errors
+
+
+class SharedText(Text):
+    """One of several calibration texts, and the share of the samples that come from it."""
+
+    share: Share
+
+
 class Gradient(Block):
     """The backward pass, for methods that follow the loss: over how many of the calibration samples, and of what.
 
@@ -85,15 +104,42 @@ class Gradient(Block):
 
 
 class Calibration(Block):
-    """The calibration text and how it is cut: `samples` of `sequence_length` tokens in `shards` fixed parts."""
+    """The calibration text and how it is cut: `samples` of `sequence_length` tokens in `shards` fixed parts.
 
-    text: Text
+    `text` may be a list of texts with shares that add up to 1: a few percent of another domain keep most of it.
+    """
+
+    text: Annotated[
+        Annotated[Text, Tag(TEXT_TAGS[0])] | Annotated[tuple[SharedText, ...], Listed, Tag(TEXT_TAGS[1])],
+        Discriminator(lambda given: TEXT_TAGS[isinstance(given, list | tuple)]),
+    ]
     samples: PositiveInt = 256
     sequence_length: Annotated[int, Field(ge=2)] = 2048
     shards: PositiveInt = 16
     micro_batch: PositiveInt = 1
     propagate: Literal["compressed", "dense"] = "compressed"
     gradient: Gradient = Gradient()
+
+    @property
+    def texts(self) -> tuple[tuple[Text, int], ...]:
+        """Every text, and how many samples are drawn from it: its share, rounded so that all of them are `samples`."""
+        if isinstance(self.text, Text):
+            return ((self.text, self.samples),)
+        ends = [round(self.samples * sum(text.share for text in self.text[: end + 1])) for end in range(len(self.text))]
+        counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        return tuple(zip(self.text, counts, strict=True))
+
+    @model_validator(mode="after")
+    def _texts_share_the_samples(self) -> Self:
+        if isinstance(self.text, Text):
+            return self
+        total = sum(text.share for text in self.text)
+        if not self.text or abs(total - 1.0) > 1e-6:
+            raise ValueError(f"text: the shares of its {len(self.text)} texts add up to {total:g}, not to 1")
+        for position, (_, count) in enumerate(self.texts):
+            if count < 1:
+                raise ValueError(f"text.{position}.share: leaves it without one of {self.samples} samples")
+        return self
 
     @model_validator(mode="after")
     def _gradient_samples_are_among_the_samples(self) -> Self:

@@ -1,1 +1,7 @@
 """What is computed, in which order. `python -m pipeline.run MANIFEST` is the job."""
+
+from manifests.packages import check_packages, find_serving_package
+
+PROJECT = "Lamina"
+find_serving_package()
+check_packages()

@@ -19,7 +19,7 @@ import torch
 from manifests.errors import InputError
 from manifests.loading import parse_block
 from manifests.schema import Text, Workers
-from pipeline.console.arguments import parser, run_command
+from pipeline.console.arguments import add_address, parser, run_command
 from pipeline.console.progress import JobObserver
 from pipeline.evaluation.perplexity import measure_perplexity
 from workers.cluster import connect
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--scratch", type=Path, help="for hidden states beyond a worker's memory; default: its node's temporary folder"
     )
-    options.add_argument("--address", help="a running Ray cluster; default: RAY_ADDRESS, or a local one")
+    add_address(options)
     options.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return run_command(_body, options.parse_args(argv))
 
@@ -62,7 +62,7 @@ def _body(arguments: Any) -> int:
 
     def start() -> None:
         with deferred_signals(stop):
-            connect(arguments.address, workers)
+            connect(arguments.address, workers, arguments.connect_timeout, stop.is_set)
 
     interrupt_on_signals(stop)
     with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints, too

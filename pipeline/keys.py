@@ -8,6 +8,8 @@ compressed layer.
 from __future__ import annotations
 
 RANKS = "ranks"
+HELD_OUT = "held_out"  # tokens beyond the calibration samples, and what leaves the dense model's last layer on them
+HELD_OUT_SCORE = "held_out_score"  # of the compressed layers on these tokens
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
 
 

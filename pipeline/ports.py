@@ -241,6 +241,38 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Diverge:
+    """What the head makes of one shard of windows behind compressed layers, against what it makes behind dense ones.
+
+    The result is a `Divergence`. `dense`: the record of the dense model's last outputs. The rest as in `Score`, of the
+    compressed layers.
+    """
+
+    layer: int
+    shard: int
+    dense: Record
+    replay: tuple[Record | None, ...] = ()
+    lineage: Lineage = "compressed"
+    base: int = 0
+    base_record: Record | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"diverge/{self.shard}"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Sums over `tokens`: Σ KL(dense‖compressed), and the negative log likelihood under either, in nats."""
+
+    divergence: float
+    dense_loss: float
+    compressed_loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Compare:
     """The dense model and the staged layers side by side on a few tokens; the result is JSON.
 
@@ -258,8 +290,8 @@ class Compare:
         return "compare"
 
 
-Unit = Forward | Backward | Reduce | Measure | Predict | Solve | Write | Score | Compare
-ShardUnit = Forward | Backward | Score  # goes to the worker that holds the shard
+Unit = Forward | Backward | Reduce | Measure | Predict | Solve | Write | Score | Diverge | Compare
+ShardUnit = Forward | Backward | Score | Diverge  # goes to the worker that holds the shard
 TensorUnit = Forward | Backward | Solve  # its result holds handles of tensors
 
 

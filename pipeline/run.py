@@ -13,13 +13,18 @@ import threading
 from contextlib import redirect_stdout
 from typing import Any
 
-from manifests.loading import load_manifest
 from manifests.schema import Manifest
-from pipeline.console.arguments import parser, run_command
+from pipeline.console.arguments import CONNECT_TIMEOUT_S, add_address, add_manifest, parser, read_manifest, run_command
 
 
 def run_job(
-    manifest: Manifest, *, fresh: bool, address: str | None, stop: threading.Event, quiet: bool = False
+    manifest: Manifest,
+    *,
+    fresh: bool,
+    address: str | None,
+    stop: threading.Event,
+    quiet: bool = False,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> dict[str, Any]:
     """Runs a job to its end, or goes on with one that was interrupted. Returns the summary.
 
@@ -37,10 +42,11 @@ def run_job(
             return summary
         with job.observer, stages.recorded(job), stages.heartbeat(job) as heartbeat:
             stages.begin(job, faults, finished)
-            stages.join_cluster(job, address)
+            stages.join_cluster(job, address, connect_timeout_s)
             if summary and finished:
                 return stages.score_again(job, summary)
             effort = stages.compress_layers(job, heartbeat)
+            stages.score_held_out(job, heartbeat)
             compression = stages.assemble_output(job)
             scores = stages.evaluate_output(job, compression)
             return stages.finish(job, effort, compression, scores)
@@ -49,10 +55,9 @@ def run_job(
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = parser("run", "Compresses a model by a manifest; run again, it goes on where it was.")
-    options.add_argument("manifest", help="the job, in YAML")
-    options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a manifest field")
+    add_manifest(options)
     options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
-    options.add_argument("--address", help="a running Ray cluster; default: RAY_ADDRESS, or a local one")
+    add_address(options)
     options.add_argument("--json", action="store_true", help="print the summary as JSON")
     return run_command(_body, options.parse_args(argv))
 
@@ -60,9 +65,15 @@ def main(argv: list[str] | None = None) -> int:
 def _body(arguments: Any) -> int:
     stop = threading.Event()
     interrupt_on_signals(stop)
-    manifest = load_manifest(arguments.manifest, arguments.set)
+    manifest = read_manifest(arguments)
     with redirect_stdout(sys.stderr):  # Ray prints what its nodes say, which is no JSON
-        summary = run_job(manifest, fresh=arguments.fresh, address=arguments.address, stop=stop)
+        summary = run_job(
+            manifest,
+            fresh=arguments.fresh,
+            address=arguments.address,
+            stop=stop,
+            connect_timeout_s=arguments.connect_timeout,
+        )
     if arguments.json:
         print(json.dumps(summary))
     else:

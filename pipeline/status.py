@@ -15,6 +15,9 @@ from stores.lock import read_lock
 from stores.run_directory import RunDirectory
 
 LOG_LINES = 5
+GO_ON = "; run the same command again to go on"
+ADVICE = {"interrupted": GO_ON, "stopped": GO_ON, "killed": f" (SIGKILL, or its machine is gone){GO_ON}"}
+ADVICE["failed"] = "; run the same command again when the cause is mended"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,12 +47,13 @@ def read_status(path: Path) -> dict[str, Any]:
     keys = ledger.keys()
     committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
     owner = read_lock(path)
-    complete = ledger.get("complete")
+    complete, ended = ledger.get("complete"), read_record(run_dir.ended)
     return {
         "run_dir": str(path),
         "output": manifest.output if manifest else None,
-        "state": _state(owner, complete),
+        "state": _state(owner, complete, ended),
         "owner": owner,
+        "last_run": _last_run(owner, ended),
         "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
         "last_commit": max((entry.stat().st_mtime for entry in (path / "ledger").glob("*.json")), default=None),
         "summary": (complete or {}).get("summary"),
@@ -57,10 +61,32 @@ def read_status(path: Path) -> dict[str, Any]:
     }
 
 
-def _state(owner: dict[str, Any] | None, complete: Any) -> str:
+def read_record(path: Path) -> dict[str, Any] | None:
+    """How a run ended, as it wrote it (pipeline/job/run_record.py); None when no run has ended, or not legibly."""
+    try:
+        record = json.loads(path.read_bytes())
+        return record if record["version"] == 1 and record["outcome"] and "exit_code" in record else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _state(owner: dict[str, Any] | None, complete: Any, ended: dict[str, Any] | None) -> str:
     if owner is not None and owner.get("alive"):
         return "running"
-    return "finished" if complete else "stopped; run the same command again to go on"
+    if _was_killed(owner, ended):
+        return "killed" if not complete else "finished"
+    if ended is not None and ended["outcome"] != "done":
+        return str(ended["outcome"])
+    return "finished" if complete else "stopped"
+
+
+def _was_killed(owner: dict[str, Any] | None, ended: dict[str, Any] | None) -> bool:
+    """Whether the last owner of the lock left without a word: no record with its token, no release."""
+    return owner is not None and not owner.get("released") and (ended or {}).get("run") != owner.get("token")
+
+
+def _last_run(owner: dict[str, Any] | None, ended: dict[str, Any] | None) -> dict[str, Any] | None:
+    return ended if ended is not None and owner is not None and ended.get("run") == owner.get("token") else None
 
 
 def _last_lines(logs: Path) -> list[str]:
@@ -69,7 +95,10 @@ def _last_lines(logs: Path) -> list[str]:
 
 
 def _print(state: dict[str, Any]) -> None:
-    print(f"{state['run_dir']}: {state['state']}")
+    print(f"{state['run_dir']}: {state['state']}{ADVICE.get(state['state'], '')}")
+    if (run := state["last_run"]) and run["exit_code"]:
+        print(f"exit code {run['exit_code']}, {run.get('where') or 'before any phase'}: {run['error']}")
+        print(f"log: {run['log']}")
     print(f"output: {state['output']}")
     for name, number in state["layers"].items():
         print(f"layers committed, {name.replace('_', ' ')}: {number}")
@@ -79,10 +108,12 @@ def _print(state: dict[str, Any]) -> None:
     if owner and owner.get("alive"):
         print(f"held by process {owner['pid']} on {owner['host']}, heartbeat {owner['heartbeat_age_s']:.0f} s ago")
         progress = owner.get("progress") or {}
-        print(
-            f"phase {progress.get('phase')}: layer {progress.get('layer')}, "
-            f"{progress.get('done')} of {progress.get('of')} units"
-        )
+        where = [f"phase {progress.get('phase', 'checks')}"]
+        if progress.get("layer") is not None:
+            where.append(f"layer {progress['layer']}")
+        if progress.get("of"):
+            where.append(f"{progress['done']} of {progress['of']} units")
+        print(", ".join(where))
         if pool := progress.get("pool"):
             print(f"workers: {pool['ready']} ready, {pool['wanted']} wanted")
         for worker, unit in (progress.get("workers") or {}).items():

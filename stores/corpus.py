@@ -72,34 +72,70 @@ def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> Pr
 def pack_samples(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, samples: int, sequence_length: int, seed: int
 ) -> torch.Tensor:
-    """Calibration samples (samples, sequence_length) int64: windows of the tokenised documents put end to end.
+    """Calibration samples (samples, sequence_length) int64: see `draw_samples`, which draws the same."""
+    return draw_samples(documents, tokenizer, samples, 0, sequence_length, seed)[0]
 
-    Each non-empty document begins with the tokenizer's BOS where it has one; no other special token is added. Windows
-    do not overlap. Among the first 32 * samples of them (all, in most corpora) the seed chooses, and the choice keeps
-    their order; the rest of the corpus is not read.
+
+def draw_samples(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    held_out: int,
+    sequence_length: int,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Calibration samples (samples, sequence_length) int64, and as many others as there are, up to `held_out`.
+
+    They are windows of the tokenised documents put end to end. Each non-empty document begins with the tokenizer's BOS
+    where it has one; no other special token is added. Windows do not overlap. Among the first 32 * samples of them
+    (all, in most corpora) the seed chooses, and the choice keeps their order; the rest of the corpus is not read. The
+    samples do not depend on how many others are drawn.
 
     Raises:
         InputError: fewer tokens than samples * sequence_length.
     """
-    generator = random.Random(seed)
-    chosen: list[tuple[int, torch.Tensor]] = []
+    chosen, others = _Reservoir(samples, seed), _Reservoir(held_out, f"held out {seed}")
     num_tokens = 0
     for position, window in enumerate(_windows(_token_pieces(documents, tokenizer), sequence_length)):
         num_tokens += len(window)
         if len(window) < sequence_length or position == POOL_FACTOR * samples:
             break
-        # Algorithm R: every window so far is equally likely to be among the chosen; memory for `samples` only.
-        slot = position if position < samples else generator.randrange(position + 1)
-        if position < samples:
-            chosen.append((position, window.clone()))  # a view would keep its whole piece in memory
-        elif slot < samples:
-            chosen[slot] = (position, window.clone())
-    if len(chosen) < samples:
+        left_out = chosen.offer((position, window))
+        if left_out is not None:
+            others.offer(left_out)
+    if len(chosen.held) < samples:
         raise InputError(
             f"calibration text: {num_tokens} tokens, but {samples} samples of {sequence_length} need "
             f"{samples * sequence_length}; give more text, or lower calibration.samples or sequence_length"
         )
-    return torch.stack([window for _, window in sorted(chosen, key=lambda item: item[0])])
+    return chosen.stacked(sequence_length), others.stacked(sequence_length)
+
+
+class _Reservoir:
+    """Algorithm R: every window offered so far is equally likely to be held; memory for `size` only."""
+
+    def __init__(self, size: int, seed: int | str) -> None:
+        self.size = size
+        self.generator = random.Random(seed)
+        self.held: list[tuple[int, torch.Tensor]] = []
+        self.offered = 0
+
+    def offer(self, item: tuple[int, torch.Tensor]) -> tuple[int, torch.Tensor] | None:
+        """Takes a window with its position, or not; returns the one that is left out, if any."""
+        self.offered += 1
+        if len(self.held) < self.size:
+            self.held.append((item[0], item[1].clone()))  # a view would keep its whole piece in memory
+            return None
+        slot = self.generator.randrange(self.offered)
+        if slot >= self.size:
+            return item
+        left_out, self.held[slot] = self.held[slot], (item[0], item[1].clone())
+        return left_out
+
+    def stacked(self, length: int) -> torch.Tensor:
+        """The windows held, in the order of the text."""
+        windows = [window for _, window in sorted(self.held, key=lambda item: item[0])]
+        return torch.stack(windows) if windows else torch.empty(0, length, dtype=torch.int64)
 
 
 def evaluation_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, window: int) -> torch.Tensor:

@@ -7,12 +7,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manifests.errors import InputError, StorageError
 from manifests.schema import completed
-from stores.activations import ActivationStore
 from stores.durable import (
     fsync_directory,
     is_hidden,
@@ -25,8 +25,10 @@ from stores.durable import (
 )
 from stores.ledger import ENTRY_NAME, Ledger
 from stores.lock import RunLock
-from stores.staging import sweep_staged
-from stores.statistics import StatisticsStore
+
+if TYPE_CHECKING:
+    from stores.activations import ActivationStore
+    from stores.statistics import StatisticsStore
 
 FINGERPRINT_VERSION = 1
 LEDGER = "ledger"
@@ -55,9 +57,21 @@ class RunDirectory:
         self.scale = self.path / "scale.json"
         self.ended = self.path / "ended.json"
         self.ledger = Ledger(self.path / LEDGER)
-        self.statistics = StatisticsStore(self.path / STATISTICS)
-        self.activations = ActivationStore(self.path / ACTIVATIONS)
         self.lock = RunLock(self.path)
+
+    @cached_property
+    def statistics(self) -> StatisticsStore:
+        """What was measured of each layer."""
+        from stores.statistics import StatisticsStore  # imports torch, for which `status` need not wait
+
+        return StatisticsStore(self.path / STATISTICS)
+
+    @cached_property
+    def activations(self) -> ActivationStore:
+        """Hidden states and calibration tokens."""
+        from stores.activations import ActivationStore
+
+        return ActivationStore(self.path / ACTIVATIONS)
 
     def prepare(self, need_bytes: int = 0) -> None:
         """Creates the layout and tries a write.
@@ -156,6 +170,8 @@ class RunDirectory:
         self.ledger.clear()
         self.statistics.sweep([])
         self.activations.sweep([])
+        from stores.staging import sweep_staged  # imports torch
+
         sweep_staged(self.path, [])
         make_directory(self.staged)
         with storage_errors("removing", self.report):

@@ -82,6 +82,16 @@ def test_example_of_the_design(tmp_path: Path) -> None:
     assert manifest.evaluation.perplexity.text.files == ("wiki.test.txt",)
 
 
+def test_several_calibration_texts_share_the_samples() -> None:
+    texts = [{"files": ["a.txt"], "share": 0.9}, {"dataset": "b", "share": 0.1}]
+    calibration = parse_manifest(document(calibration={"text": texts, "samples": 64})).calibration
+    assert calibration is not None
+    assert [(text.files or text.dataset, count) for text, count in calibration.texts] == [(("a.txt",), 58), ("b", 6)]
+    one = parse_manifest(document(calibration={"text": {"dataset": "b"}, "samples": 64})).calibration
+    assert one is not None
+    assert [count for _, count in one.texts] == [64]
+
+
 def test_minimal_manifest(tmp_path: Path) -> None:
     manifest = load(tmp_path, MINIMAL)
     assert (manifest.seed, manifest.workers.max, manifest.resume.every) == (0, 1, 1)
@@ -144,6 +154,15 @@ def test_minimal_manifest(tmp_path: Path) -> None:
         ({"environment": "HOME"}, "environment", "'HOME'", "a list"),
         ({"evaluation": {"tasks": "piqa"}}, "evaluation.tasks", "'piqa'", "a list"),
         ({"calibration": {"text": {"files": "a.txt"}}}, "calibration.text.files", "'a.txt'", "a list"),
+        ({"calibration": {"text": [{"files": ["a"], "share": 0.5}]}}, "calibration", "0.5", "add up to 0.5, not to 1"),
+        ({"calibration": {"text": [{"files": ["a"]}]}}, "calibration.text.0.share", "", "missing"),
+        (
+            {"calibration": {"text": [{"files": ["a"], "share": 0.99}, {"dataset": "b", "share": 0.01}], "samples": 9}},
+            "calibration",
+            "0.01",
+            "text.1.share: leaves it without one of 9 samples",
+        ),
+        ({"calibration": {"text": {"files": ["a"]}, "gradient": {"samples": 300}}}, "calibration", "300", "than sampl"),
         ({"calibration": {"text": {"files": []}}}, "calibration.text", "[]", "either `files`"),
         ({"calibration": {"text": {"files": ["a"], "dataset": "b"}}}, "calibration.text", "'b'", "not both"),
         (

@@ -23,7 +23,6 @@ from ray.experimental.internal_kv import _internal_kv_get
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 
-CONNECT_TIMEOUT_S = 30.0
 LOOK_SECONDS = 0.2  # how soon a signal is noticed
 STARTS = 2  # of a Ray of our own, on a machine that may be busy
 TOO_SLOW = "timed out during startup"  # what Ray says of its own node
@@ -32,7 +31,7 @@ TOO_SLOW = "timed out during startup"  # what Ray says of its own node
 def connect(
     address: str | None,
     workers: Workers,
-    timeout_s: float = CONNECT_TIMEOUT_S,
+    timeout_s: float = 30.0,
     stopped: Callable[[], bool] = lambda: False,
 ) -> str:
     """Joins a running Ray cluster, or starts one on this machine that listens on loopback only. Returns its address.

@@ -27,6 +27,8 @@ from pipeline.ports import (
     Backward,
     BackwardDone,
     Compare,
+    Diverge,
+    Divergence,
     Forward,
     ForwardDone,
     Measure,
@@ -89,6 +91,7 @@ class Worker:
             Write: self._write,
             Score: self._score,
             Compare: self._compare,
+            Diverge: self._diverge,
         }
         try:
             # The backward pass builds on autograd, which takes no tensor made in inference mode.
@@ -147,7 +150,7 @@ class Worker:
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
         )
 
-    def _inputs(self, unit: Forward | Score, layer: int) -> HiddenReader:
+    def _inputs(self, unit: Forward | Score | Diverge, layer: int) -> HiddenReader:
         """The hidden states that go into a layer: held, committed, or made from the last that are.
 
         The way back ends at `unit.base`, whose inputs are in the store, or are the embeddings if it is 0.
@@ -162,7 +165,7 @@ class Worker:
             held = self._replay(unit, before, held)
         return held
 
-    def _base_inputs(self, unit: Forward | Score) -> HiddenReader:
+    def _base_inputs(self, unit: Forward | Score | Diverge) -> HiddenReader:
         shard_key = (unit.lineage, unit.base, unit.shard)
         if unit.base_record is not None:
             return self.hidden.load(shard_key, unit.base_record)
@@ -178,7 +181,7 @@ class Worker:
         assert held is not None
         return held
 
-    def _replay(self, unit: Forward | Score, layer: int, inputs: HiddenReader) -> HiddenReader:
+    def _replay(self, unit: Forward | Score | Diverge, layer: int, inputs: HiddenReader) -> HiddenReader:
         """A layer once more, for its outputs alone."""
         shard_key = (unit.lineage, layer + 1, unit.shard)
         block = self.layers.block(layer, unit.replay[layer - unit.base])
@@ -314,21 +317,37 @@ class Worker:
             return compare_models(dense, packed, unit.staged, ids_BS).report()
 
     def _score(self, unit: Score) -> tuple[float, int]:
-        inputs = self._inputs(unit, unit.layer)
-        logits = head(self.layers)
-        first, _ = self._range(unit.shard)
         total, count = 0.0, 0
-        for start, stop in self._micro_batches(unit.shard):
-            hidden_TD = inputs.read(start, stop).to(self.device)[:, :-1].flatten(0, 1)
+        for (logits_TV,), target_T in self._logits(unit.shard, self._inputs(unit, unit.layer)):
+            total += functional.cross_entropy(logits_TV, target_T, reduction="none").double().sum().item()
+            count += len(target_T)
+        return total, count
+
+    def _diverge(self, unit: Diverge) -> Divergence:
+        sums, count = torch.zeros(3, dtype=torch.float64), 0
+        dense = self.activations.open(unit.dense)
+        for (dense_TV, compressed_TV), target_T in self._logits(unit.shard, dense, self._inputs(unit, unit.layer)):
+            dense_TV, compressed_TV = (logits.log_softmax(dim=1) for logits in (dense_TV, compressed_TV))
+            divergence_T = (dense_TV.exp() * (dense_TV - compressed_TV)).sum(dim=1, dtype=torch.float64)
+            losses = [-log_p.gather(1, target_T[:, None]).double().sum() for log_p in (dense_TV, compressed_TV)]
+            sums += torch.stack([divergence_T.sum(), *losses]).cpu()
+            count += len(target_T)
+        divergence, dense_loss, compressed_loss = sums.tolist()
+        return Divergence(divergence, dense_loss, compressed_loss, count)
+
+    def _logits(self, shard: int, *inputs: HiddenReader) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        """Logits (T, V) behind each of some last outputs, and the tokens that came; some rows at a time."""
+        logits = head(self.layers)
+        first, _ = self._range(shard)
+        for start, stop in self._micro_batches(shard):
+            hidden = [reader.read(start, stop).to(self.device)[:, :-1].flatten(0, 1) for reader in inputs]
             target_T = self._tokens(first + start, first + stop)[:, 1:].flatten()
             for rows in range(0, len(target_T), ROWS_PER_LOGITS):
                 part = slice(rows, rows + ROWS_PER_LOGITS)
-                loss_T = functional.cross_entropy(logits(hidden_TD[part]), target_T[part], reduction="none")
-                if not torch.isfinite(loss_T).all():
+                found = tuple(logits(hidden_TD[part]) for hidden_TD in hidden)
+                if not all(torch.isfinite(logits_TV).all() for logits_TV in found):
                     raise NumericsError("evaluation: the logits hold NaN or infinity")
-                total += loss_T.double().sum().item()
-            count += len(target_T)
-        return total, count
+                yield found, target_T[part]
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -6,10 +6,15 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from manifests.errors import LaminaError
+from manifests.loading import load_manifest
+from manifests.schema import Manifest
 from pipeline.console.endings import ending_of
+from pipeline.console.places import settle_places
 
+CONNECT_TIMEOUT_S = 30.0
 EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run again to go on), 1 failed"
 
 
@@ -18,6 +23,32 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=f"python -m pipeline.{command}", description=description, epilog=EXIT_CODES)
     made.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     return made
+
+
+def add_address(options: argparse.ArgumentParser) -> None:
+    """The arguments of a command that needs Ray."""
+    options.add_argument("--address", help="a running Ray cluster; default: RAY_ADDRESS, or a local one")
+    options.add_argument(
+        "--connect-timeout",
+        type=float,
+        default=CONNECT_TIMEOUT_S,
+        metavar="SECONDS",
+        help="how long a cluster is waited for; default: %(default)s",
+    )
+
+
+def add_manifest(options: argparse.ArgumentParser) -> None:
+    """The arguments of a command that reads a manifest: see `read_manifest`."""
+    options.add_argument("manifest", help="the job, in YAML")
+    options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a manifest field")
+    options.add_argument(
+        "--base", type=Path, metavar="DIR", help="what relative paths in the manifest are relative to; default: here"
+    )
+
+
+def read_manifest(arguments: argparse.Namespace) -> Manifest:
+    """The manifest that `add_manifest` asks for, its places settled. Raises InputError."""
+    return settle_places(load_manifest(arguments.manifest, arguments.set), arguments.base)
 
 
 def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from manifests.errors import Interrupted, LaminaError
 
@@ -67,8 +67,12 @@ def deferred_signals(stop: threading.Event) -> Iterator[None]:
 def catch_signals(stop: threading.Event) -> None:
     """Sets `stop`, for the pool to notice between units; the second signal exits at once."""
 
-    def request_stop(*_: object) -> None:
+    def request_stop(number: int, _: object) -> None:
         _exit_if_set(stop)
+        name = signal.Signals(number).name
+        said = f"{name}: stopping; what is in hand is given up, what is committed stays; once more to end at once\n"
+        with suppress(OSError):
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, said.encode())  # print might be interrupted
 
     for name in STOP_SIGNALS:
         signal.signal(name, request_stop)

@@ -25,10 +25,20 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     peaks = summary["peak_bytes"]
     workers = ", ".join(f"{peak / 2**20:,.0f}" for peak in peaks["workers"].values())
     say(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
+    if held_out := summary.get("held_out"):
+        say(held_out_line(held_out))
     if "perplexity" in summary["evaluation"]:
         found = summary["evaluation"]["perplexity"]
         say(f"perplexity {found['perplexity']:.4f} ({found['tokens']:,} tokens, windows of {found['window']})")
     say(f"output: {summary['output']}")
+
+
+def held_out_line(found: Mapping[str, Any]) -> str:
+    """How much was lost on text like the calibration text, but not of it."""
+    return (
+        f"held-out calibration text: perplexity {found['perplexity']:.4f}, dense {found['dense_perplexity']:.4f}; "
+        f"divergence {found['divergence']:.3g} nats per token ({found['tokens']:,} tokens)"
+    )
 
 
 def seen_warning(seen: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,36 @@ import torch
 
 from manifests.errors import InputError
 from pipeline.job.inputs import Inputs
-from stores.corpus import evaluation_windows, load_tokenizer, pack_samples, read_documents
+from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
 
+HELD_OUT = 10  # one window held out for so many samples
 SAMPLE_SHAPE = (2, 64)
 PASSAGE = 32  # ids: longer than what different texts share by chance
 HASH_BASE = 0x5851F42D4C957F2D
 
 
-def calibration_tokens(inputs: Inputs) -> torch.Tensor | None:
-    """Token ids (samples, sequence), or None for a data-free job. Raises InputError about the text."""
+@dataclass(frozen=True)
+class CalibrationTokens:
+    """Token ids int64, (samples, sequence) and (windows, sequence): what statistics are taken on, and windows of the
+    same texts beyond it, a tenth as many where the texts have them."""
+
+    samples: torch.Tensor
+    held_out: torch.Tensor
+
+
+def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
+    """None for a data-free job. Raises InputError about the text."""
     calibration = inputs.manifest.calibration
     if calibration is None or not inputs.needs_calibration:
         return None
     tokenizer = load_tokenizer(inputs.source.directory, inputs.manifest.model.trust_remote_code)
-    documents = read_documents(calibration.text)
-    tokens = pack_samples(documents, tokenizer, calibration.samples, calibration.sequence_length, inputs.manifest.seed)
-    check_ids(tokens, inputs.geometry.vocab)
+    length, seed = calibration.sequence_length, inputs.manifest.seed
+    drawn = [
+        draw_samples(read_documents(text), tokenizer, count, -(-count // HELD_OUT), length, seed)
+        for text, count in calibration.texts
+    ]
+    tokens = CalibrationTokens(*(torch.cat(parts) for parts in zip(*drawn, strict=True)))
+    check_ids(tokens.samples, inputs.geometry.vocab)
     return tokens
 
 

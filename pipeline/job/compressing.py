@@ -19,6 +19,7 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
+from pipeline.keys import HELD_OUT
 from pipeline.ports import Compare, Record
 from pipeline.repair import REPAIRS
 from stores.activations import ActivationStore
@@ -37,12 +38,12 @@ class Effort:
 
 
 class StoreCleaner:
-    """See `pipeline.ports.Cleaner`; the calibration tokens always stay."""
+    """See `pipeline.ports.Cleaner`; the arrays of `always` stay."""
 
-    def __init__(self, activations: ActivationStore, statistics: StatisticsStore, tokens: Record | None) -> None:
+    def __init__(self, activations: ActivationStore, statistics: StatisticsStore, always: tuple[Record, ...]) -> None:
         self.activations = activations
         self.statistics = statistics
-        self.always = (tokens,) if tokens else ()
+        self.always = always
 
     def retain_activations(self, records: tuple[Record, ...]) -> None:
         """Drops all stored hidden states but these."""
@@ -57,8 +58,10 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
     """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again."""
     tokens = _stored_tokens(job)
     _sweep(job)
-    setup = _worker_config(job, tokens)
-    cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, tokens)
+    setup = worker_config(job, tokens)
+    held_out = job.ledger.get(HELD_OUT) or {"tokens": None, "outputs": []}
+    always = tuple(record for record in (tokens, held_out["tokens"], *held_out["outputs"]) if record)
+    cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, always)
     for attempt in range(REPAIRS + 1):
         catch_signals(job.stop)
         with (
@@ -114,7 +117,8 @@ def _assembler(job: JobContext) -> Assembler:
     return Assembler(job.inputs, job.ledger, job.run_dir.path, job.source_files, job.run_dir.lock.check)
 
 
-def _worker_config(job: JobContext, tokens: Record | None) -> WorkerConfig:
+def worker_config(job: JobContext, tokens: Record | None) -> WorkerConfig:
+    """What workers of this job are told."""
     manifest, calibration = job.manifest, job.manifest.calibration
     return WorkerConfig(
         source=job.inputs.source,

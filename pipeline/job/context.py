@@ -25,7 +25,7 @@ from pipeline.job.calibration import calibration_tokens, evaluation_tokens
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.keys import RANKS
+from pipeline.keys import HELD_OUT_SCORE, RANKS
 from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.plan import Plan, make_plan
 from stores.durable import write_durably
@@ -40,6 +40,7 @@ class JobContext:
 
     Attributes:
         tokens: calibration token ids (samples, sequence); None for a data-free job.
+        held_out: token ids (windows, sequence) of the same texts beyond the samples; None where there are none.
         evaluation: token ids (windows, window) that OUTPUT is scored on; None: no perplexity is asked for.
         source_files: file of the source -> size, times and sha256.
         locks: of the run directory and of OUTPUT, held.
@@ -50,6 +51,7 @@ class JobContext:
 
     inputs: Inputs
     tokens: torch.Tensor | None
+    held_out: torch.Tensor | None
     evaluation: torch.Tensor | None
     source_files: Mapping[str, Any]
     run_dir: RunDirectory
@@ -90,7 +92,9 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
     started, observer = time.monotonic(), JobObserver(quiet=quiet)
     observer.stage("checks")
     inputs = read_inputs(manifest)
-    tokens, evaluation = calibration_tokens(inputs), evaluation_tokens(inputs)
+    drawn, evaluation = calibration_tokens(inputs), evaluation_tokens(inputs)
+    tokens = drawn.samples if drawn else None
+    held_out = drawn.held_out if drawn and len(drawn.held_out) else None
     run_dir, output = RunDirectory(manifest.run_dir), Path(manifest.output)
     plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
     with ExitStack() as stack:
@@ -106,7 +110,9 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
         run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
         run_dir.ledger.commit("source", source_files)
         check_entries(run_dir.ledger, driver_job(inputs), inputs.config)
-        yield JobContext(inputs, tokens, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started)
+        yield JobContext(
+            inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started
+        )
 
 
 def driver_job(inputs: Inputs) -> Job:
@@ -169,7 +175,7 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
     seconds = summary.get("seconds_saved", 0.0) + phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
     if summary:
         ledger.commit("reused", {"seconds": seconds})
-    undone = ["complete", *ledger.keys("layer/"), RANKS, *ledger.keys("measured/")]
+    undone = ["complete", HELD_OUT_SCORE, *ledger.keys("layer/"), RANKS, *ledger.keys("measured/")]
     if not all(name.startswith("budget") for name in names):
         undone += ledger.keys("curves/")
     for key in undone:

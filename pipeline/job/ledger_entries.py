@@ -149,6 +149,17 @@ class _Tokens(_Entry):
     tokens: _Array
 
 
+class _HeldOut(_Tokens):
+    outputs: list[_Array]
+
+
+class _HeldOutScore(_Entry):
+    divergence: Share
+    dense_perplexity: Share
+    perplexity: Share
+    tokens: PositiveInt
+
+
 class _Assembling(_Entry):
     output: str
     files: list[str] | None = None
@@ -190,6 +201,8 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "gradient": _Gradient,
         "curves": _Curves,
         "tokens": _Tokens,
+        "held_out": _HeldOut,
+        "held_out_score": _HeldOutScore,
         "rest": _Shard,
         "assembling": _Assembling,
         "complete": _Complete,

@@ -11,8 +11,10 @@ from pipeline.console.signals import deferred_signals
 from pipeline.job.compressing import Effort, assemble_output, compress_layers
 from pipeline.job.context import JobContext, begin, open_job
 from pipeline.job.heartbeat import Heartbeat
+from pipeline.job.held_out import score_held_out
 from pipeline.job.run_record import recorded
 from pipeline.job.scoring import missing_scores, score_output, scores
+from pipeline.keys import HELD_OUT_SCORE
 from workers.cluster import connect
 from workers.memory import peak_bytes
 
@@ -29,6 +31,7 @@ __all__ = [
     "open_job",
     "recorded",
     "score_again",
+    "score_held_out",
 ]
 
 
@@ -37,11 +40,12 @@ def heartbeat(job: JobContext) -> Heartbeat:
     return Heartbeat(job.locks, job.run_dir, job.stop, lambda: job.observer.state)
 
 
-def join_cluster(job: JobContext, address: str | None) -> None:
+def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None:
     """Connects to Ray. Raises InputError when no cluster answers."""
     job.observer.stage("start")
     with deferred_signals(job.stop):
-        job.observer.say(f"Ray at {connect(address, job.manifest.workers)}")
+        found = connect(address, job.manifest.workers, timeout_s, job.stop.is_set)
+    job.observer.say(f"Ray at {found}")
 
 
 def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
@@ -82,6 +86,7 @@ def finish(
         "counts": compression["counts"],
         "layers": compression["layers"],
         "evaluation": dict(evaluation),
+        "held_out": job.ledger.get(HELD_OUT_SCORE),
         "seconds": {"phases": job.observer.seconds, "units": effort.units, "total": job.seconds()},
         "seconds_saved": (job.ledger.get("reused") or {}).get("seconds", 0.0),
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},

@@ -6,7 +6,6 @@ With g the gradient of the loss at an output and x the input, a change Δ of the
 m outputs, D inputs, F = H·d features of all heads, d head dimension, r rank.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -116,9 +115,10 @@ def diagonal_blocks(moment_FF: Tensor, heads: int, groups: int) -> Tensor:
     return blocks_Hdd.reshape(groups, heads // groups, width, width).sum(dim=1)
 
 
-def change_loss(changes: Sequence[Tensor], moment_FF: Tensor, metric: Tensor) -> float:
-    """½ tr(G Δ C Δᵀ) of one change Δ, given in parts along its rows, G (m, m) or its diagonal (m,)."""
-    change_mF = torch.cat([part.detach().to(torch.float64) for part in changes])
+def change_loss(change_mF: Tensor, moment_FF: Tensor, metric: Tensor) -> float:
+    """½ tr(G Δ C Δᵀ) of one change Δ, G (m, m) or its diagonal (m,). Raises ValueError on shapes that do not fit."""
+    if tuple(moment_FF.shape) != (change_mF.shape[1],) * 2:
+        raise ValueError(f"change {tuple(change_mF.shape)} and moment {tuple(moment_FF.shape)} do not fit")
     return 0.5 * float((pulled(change_mF, metric) * moment_FF.to(torch.float64)).sum())
 
 

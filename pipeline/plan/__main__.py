@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from manifests.loading import load_manifest
-from pipeline.console.arguments import parser, run_command
+from pipeline.console.arguments import add_manifest, parser, read_manifest, run_command
 from pipeline.job.inputs import read_inputs
 from pipeline.plan import make_plan
 
@@ -21,8 +20,7 @@ from pipeline.plan import make_plan
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = parser("plan", "Says what a job would read, hold, write and compute; computes nothing on the model.")
-    options.add_argument("manifest", help="the job, in YAML")
-    options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a manifest field")
+    add_manifest(options)
     options.add_argument(
         "--tflops", type=float, help="of one worker, for the estimated time; default: this machine, measured"
     )
@@ -31,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    manifest = load_manifest(arguments.manifest, arguments.set)
+    manifest = read_manifest(arguments)
     inputs = read_inputs(manifest, weights=False)
     plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes).report()
     rate = arguments.tflops or measured_tflops(inputs.dtype, manifest.workers.cpus)

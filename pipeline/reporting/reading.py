@@ -123,7 +123,7 @@ def read_run(path: Path) -> Run:
     keys = ledger.keys()
     entries = {key: ledger.get(key) or {} for key in keys if key.split("/")[0] in KINDS}
     complete, ranks = entries.get("complete", {}), entries.get("ranks", {})
-    owner, ended = read_lock(path / "lock"), _json(run_dir.ended)
+    owner, ended = read_lock(path), _json(run_dir.ended)
     if ended and owner and ended.get("run") != owner["token"]:
         ended = None  # of an earlier run
     curves = [entry["curves"] for key, entry in entries.items() if key.startswith("curves/")]

@@ -105,7 +105,10 @@ def plan_and_measurement(run: Run) -> str:
     pairs = {
         "stored numbers": (plan.expected_numbers, counts.get("parameters", {}).get("compressed")),
         "output bytes": (plan.output_bytes, counts.get("bytes", {}).get("compressed")),
-        "peak bytes of a worker": (plan.worker_peak_bytes, max(peaks.get("workers", {}).values(), default=None)),
+        "peak bytes of a worker": (
+            plan.worker_peak_bytes,
+            max([*peaks.get("workers", {}).values(), *(line["peak_bytes"] for line in run.units)], default=None),
+        ),
         "peak bytes of the driver": (plan.driver_peak_bytes, peaks.get("driver")),
         "bytes of statistics, largest layer": (
             plan.statistics_bytes_per_layer,

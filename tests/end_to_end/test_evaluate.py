@@ -204,7 +204,7 @@ def test_status_before_while_and_after(tmp_path: Path, job: MakeJob) -> None:
     assert "compress layer 0 committed" in shown
     child.kill()
     state = command("status", str(made.run_dir), "--json").json
-    assert state["state"] == "stopped; run the same command again to go on"
+    assert state["state"] == "killed"
     assert Child("run", [str(made.manifest)], made.root / "log").end() == 0
     before = {path: path.stat().st_mtime_ns for path in made.run_dir.rglob("*")}
     state = command("status", str(made.run_dir), "--json").json

@@ -205,7 +205,7 @@ def test_killed_with_ray_then_stopped_then_finished(
     first.kill()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
-    assert command("status", str(made.run_dir), "--json").json["state"].startswith("stopped")
+    assert command("status", str(made.run_dir), "--json").json["state"] == "killed"
 
     second = subprocess.Popen(
         [sys.executable, "-m", "pipeline.run", str(made.manifest)],

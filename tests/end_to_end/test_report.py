@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.reporting.time_figures import joined_bars
 from stores.headers import DTYPES
 from stores.ledger import Ledger
+from stores.run_directory import RunDirectory
 from tests.end_to_end.jobs import Job, command
 from tests.end_to_end.report_page import Page
 
@@ -114,6 +115,13 @@ def test_of_a_job_that_was_killed(done: Job) -> None:
     assert sorted(set(page.column("layers", "layer"))) == ["0", "1"]
     assert page.row("plan", "output bytes")[1:] == ["", ""]
     assert "kept" not in page.tables
+
+
+def test_of_a_job_that_runs(done: Job) -> None:
+    with RunDirectory(done.run_dir).lock:
+        page = report(done)
+    assert page.content.count('<p class="state running">running</p>') == 1
+    assert "stopped without a word" in report(done).text  # that owner left no record of its end
 
 
 def test_of_a_job_that_has_just_begun(done: Job) -> None:

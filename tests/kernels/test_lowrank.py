@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.kernels import lowrank
 from pipeline.kernels.lowrank import (
     InputRoots,
     input_roots,
@@ -161,3 +162,31 @@ def test_arguments() -> None:
         truncated_svd(torch.ones(3), 1)
     with pytest.raises(ValueError, match="floor"):
         log_condition(eye, 0.0)
+
+
+def test_tall_stacks_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that do not divide the rows give what one block gives, and the stack that is never built."""
+    weights = [matrix(23, 6, seed=1), matrix(10, 6, seed=2)]
+    first, seconds, values = joint_low_rank(weights, 4)
+    stack = torch.cat(weights)
+    product = torch.cat(seconds) @ first
+    assert float((stack - product).square().sum()) == pytest.approx(float(values[4:].square().sum()), rel=1e-9)
+    monkeypatch.setattr(lowrank, "_BLOCK_ROWS", 4)
+    for found, expected in zip(joint_low_rank(weights, 4)[1], seconds, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_rank_limit_is_a_whole_number() -> None:
+    limit = rank_limit(11, 7)
+    assert isinstance(limit, int)
+    assert limit * 18 < 77 <= (limit + 1) * 18
+
+
+@pytest.mark.parametrize("outputs", [3, 8])
+def test_factors_of_half_weights_are_float32(outputs: int) -> None:
+    weight = matrix(outputs, 5).to(torch.bfloat16)
+    found = low_rank(weight, 2)
+    assert (found.first.dtype, found.second.dtype, found.values.dtype) == (torch.float32, torch.float32, torch.float64)
+    exact = low_rank(weight.double(), 2)
+    torch.testing.assert_close(found.second @ found.first, (exact.second @ exact.first).float(), rtol=1e-5, atol=1e-6)
+    assert log_condition(weight)[0] == pytest.approx(log_condition(weight.double())[0], rel=1e-12)

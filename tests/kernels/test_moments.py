@@ -201,3 +201,16 @@ def test_cosine_arguments() -> None:
         cosine_sums(torch.ones(2, 3), torch.tensor([[1.0, math.nan, 0.0], [0.0, 0.0, 1.0]]))
     with pytest.raises(ValueError, match="x: 1 of 2"):
         cosine_sums(torch.tensor([[math.inf, 0.0]]), torch.ones(1, 2))
+
+
+def test_cosines_never_pass_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        x_TD = torch.randn(1, 7, generator=generator)
+        for other, sign in ((3.0 * x_TD, 1.0), (-x_TD, -1.0)):
+            total, rows = cosine_sums(x_TD, other)
+            assert rows == 1
+            assert abs(total) <= 1.0
+            assert total == pytest.approx(sign, abs=1e-12)
+    with pytest.raises(ValueError, match="one shape"):
+        cosine_sums(torch.tensor(1.0), torch.tensor(1.0))

@@ -307,3 +307,17 @@ def test_nested_losses_wrong_input() -> None:
         nested_losses(moment, weight, torch.eye(3), torch.arange(4))
     with pytest.raises(ValueError, match="NaN"):
         nested_losses(moment, weight, torch.full((2, 2), float("nan")), torch.arange(4))
+
+
+def test_reports_say_what_was_done() -> None:
+    moment, weight, _ = problem(12, 5, 200)
+    refit, report = nystrom_refit(weight, moment, torch.arange(9))
+    assert (report["jitter"], report["fallback"], report["dropped"]) == (0.0, False, 0)
+    assert refit.dtype == torch.float64
+    assert select_leverage(moment, 4).jitter == 0.0
+    few, weight, _ = problem(12, 5, 6)
+    _, report = nystrom_refit(weight, few, torch.arange(10))
+    assert (report["fallback"], report["dropped"]) == (True, 4)  # six tokens carry six directions
+    correlations = few[:10, :10] / few.diagonal()[:10].sqrt() / few.diagonal()[:10].sqrt()[:, None]
+    kept = torch.linalg.eigvalsh(correlations).flip(0)[:6]
+    assert report["condition"] == pytest.approx(float(kept[0] / kept[-1]), rel=1e-6)

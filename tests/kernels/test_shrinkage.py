@@ -76,3 +76,22 @@ def test_wrong_input() -> None:
         shrink(torch.zeros(1, 3, 3), torch.zeros(1), 2, 0)
     with pytest.raises(ValueError, match="NaN"):
         shrink(torch.full((1, 3, 3), float("nan")), torch.zeros(1), 2, 4)
+
+
+def test_sums_of_any_type_are_reckoned_in_float64() -> None:
+    sums = sequence_sums(3, 4).to(torch.float32)
+    total, norms, count = stored(sums.double())
+    single = shrink(total.float(), norms.float(), count, tokens=1)
+    assert single.dtype == torch.float64
+    torch.testing.assert_close(single, shrink(total.float().double(), norms.float().double(), count, tokens=1))
+    for sequences in (1, 3):
+        assert shrink_share(total.float(), norms.float(), sequences).dtype == torch.float64
+        assert shrink_share(torch.zeros(2, 4, 4), torch.zeros(2), sequences).dtype == torch.float64
+
+
+def test_a_peak_of_one_is_a_moment_like_any_other() -> None:
+    total, norms, count = stored(sequence_sums(3, 4))
+    peak = float(total.abs().max())
+    expected = shrink_share(total, norms, count)
+    assert bool((expected > 0).all())
+    torch.testing.assert_close(shrink_share(total / peak, norms / peak**2, count), expected)

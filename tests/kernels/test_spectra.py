@@ -215,3 +215,23 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match="output_gram: 9 of 9"):
         weighted_head_pca(eye, eye * math.nan, 1)
     assert 0 < spectra.FLOOR < 1
+
+
+def test_weighted_pca_treats_each_head_by_itself() -> None:
+    """Heads of very different output sizes: the factors of each are those of the head alone."""
+    values = correlated(3, 50, 6)
+    moment_Gdd = moment_of(values)
+    gram_Gdd = (
+        moment_of(correlated(3, 20, 6, seed=1)) * torch.tensor([1e-6, 1.0, 1e5], dtype=torch.float64)[:, None, None]
+    )
+    together = weighted_head_pca(moment_Gdd, gram_Gdd, 4)
+    for head in range(3):
+        alone = weighted_head_pca(moment_Gdd[head : head + 1], gram_Gdd[head : head + 1], 4)
+        for whole, part in zip(together[:3], alone[:3], strict=True):
+            torch.testing.assert_close(whole[head], part[0])
+
+
+def test_weighted_pca_clips_at_the_floor_it_is_given() -> None:
+    moment_Gdd = moment_of(correlated(1, 50, 4))
+    gram_Gdd = torch.diag(torch.tensor([1.0, 0.4, 0.2, 1e-3], dtype=torch.float64))[None]
+    assert [weighted_head_pca(moment_Gdd, gram_Gdd, 2, floor)[3] for floor in (1e-10, 1e-2, 0.3, 1.0)] == [0, 1, 2, 3]

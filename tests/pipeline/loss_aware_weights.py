@@ -67,7 +67,7 @@ def rebuild(solution: Solution, where: Geometry, weights: Mapping[str, Tensor]) 
     small: dict[str, Tensor] = {}
     for name in {form["group"] for form in forms.values() if form["form"] == "pivoted"}:
         members = [role for role in weight_roles(weights) if forms.get(role, {}).get("group") == name]
-        path = f"{name}.pivoted_{name}"
+        path = f"{name}.pivoted"
         whole = expand(
             Pivoted(
                 tensors[f"{path}.rows.weight"],

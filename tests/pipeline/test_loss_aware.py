@@ -132,23 +132,18 @@ def test_values_lose_what_their_point_says(geometry: str, entry: dict[str, Any])
     context_FF = statistics.mean(Moment("o.in"))[0]
     metric_DD = statistics.mean(Moment("mid", kind="gradient"))[0]
     seen = 0
-    for point in points:
-        full = min(where.hidden, where.heads * point.ranks["value"])
-        if point.ranks["output"] < full and point.ranks["value"] < where.head_dim:
-            continue  # the two errors are added as if they were not correlated
+    for point in a_few(points, 12):
         again = rebuild(method.compress(group, where, weights, statistics, point.ranks), where, weights)
-        value = where.head_dim
+        value, effective = where.head_dim, again["o"]
         if point.ranks["value"] < value:
-            # o · v is all that counts: what reaches the output of each context is o times the basis' projection.
+            # o · v is all that counts: what reaches the output of each context is o times the basis of its head.
             flat = torch.linalg.lstsq(weights["v.weight"].T, again["v"].T).solution.T
             heads = flat.view(where.kv_heads, value, where.kv_heads, value)
             blocks = [heads[g, :, g] for g in range(where.kv_heads) for _ in range(where.heads // where.kv_heads)]
-            effective = again["o"] @ torch.block_diag(*blocks)
-        else:
-            effective = again["o"]
+            effective = effective @ torch.block_diag(*blocks)
+            seen += 1
         change = weights["o.weight"] - effective
-        assert loss_of(change, context_FF, metric_DD) == pytest.approx(point.loss, rel=1e-4, abs=1e-8)
-        seen += 1
+        assert loss_of(change, context_FF, metric_DD) == pytest.approx(point.loss, rel=1e-3, abs=1e-7)
     assert seen > 1
 
 

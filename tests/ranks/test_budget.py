@@ -157,3 +157,72 @@ def test_bad_knobs_and_wants() -> None:
     for cap, multiple in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="must be at least 1"):
             RankVariable(1, "mlp", "mlp", cap, multiple, linear(1))
+
+
+def test_neighbours_of_a_rank() -> None:
+    variable = RankVariable(0, "mlp", "mlp", 10, 4, linear(1))
+    assert [variable.nearest(want) for want in (0.0, 5.9, 6.0, 6.1, 9.0, 9.5, 99.0)] == [4, 4, 4, 8, 8, 10, 10]
+    assert [variable.above(rank) for rank in (4, 5, 8, 10)] == [8, 8, 10, None]
+    assert [variable.below(rank) for rank in (4, 5, 8, 10)] == [None, 4, 4, 8]
+
+
+def test_the_ratio_stays_within_its_range_and_gets_as_small_as_needed() -> None:
+    asked: list[float] = []
+
+    def cost_at(ratio: float) -> float:
+        asked.append(ratio)
+        return 0.0 if ratio < 1e-30 else 10.0
+
+    assert 0.0 < solve_ratio(cost_at, 5.0) < 1e-30
+    assert 0.0 < min(asked) <= max(asked) <= 1.0
+    assert solve_ratio(lambda ratio: 10 * ratio, 10.0) == 1.0
+
+
+def test_only_proportions_of_the_targets_count() -> None:
+    variables = [RankVariable(layer, "mlp", "mlp", 50, 1, linear(3 + layer)) for layer in range(4)]
+    targets = {variable.key: 10.0 + 7 * variable.layer for variable in variables}
+    expected = fit_ranks(variables, targets, 400)
+    for scale in (1e-6, 1e-3, 30.0):
+        assert fit_ranks(variables, {key: scale * want for key, want in targets.items()}, 400) == expected
+    with pytest.raises(ValueError, match="a rank that is finite"):
+        fit_ranks(variables, {key: math.inf for key in targets}, 400)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_steps_are_compared_by_what_one_costs(offset: float) -> None:
+    """A rank of few, wide steps is the coarser one, though its whole range is the cheaper."""
+    wide = RankVariable(0, "attention", "value", 64, 16, linear(30))
+    fine = RankVariable(0, "mlp", "mlp", 1000, 1, lambda rank: offset + 100 * rank)
+    targets = {wide.key: 32.0, fine.key: 500.0}
+    assert fit_ranks([wide, fine], targets, offset + 30 * 32 + 100 * 505) == {wide.key: 32, fine.key: 505}
+
+
+def test_steps_are_taken_as_the_docstring_says() -> None:
+    """Alike variables: up goes the one furthest below its target relative to its cap, down the one furthest above."""
+    dice = random.Random(4)
+    for _ in range(200):
+        variables = [RankVariable(layer, "mlp", "mlp", dice.choice([7, 20, 90]), 1, linear(1)) for layer in range(5)]
+        targets = {variable.key: dice.uniform(1, variable.cap) for variable in variables}
+        target = dice.randint(5, sum(variable.cap for variable in variables) - 1)
+        assert fit_ranks(variables, targets, target) == _step_by_step(variables, targets, target)
+
+
+def _step_by_step(variables: list[RankVariable], targets: dict[Key, float], target: int) -> dict[Key, int]:
+    def scaled_by(factor: float) -> dict[Key, float]:
+        return {v.key: min(max(factor * targets[v.key], 1.0), v.cap) for v in variables}
+
+    low, high = 0.0, 1e6
+    for _ in range(300):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if sum(scaled_by(middle).values()) <= target else (low, middle)
+    scaled = scaled_by(low)
+    ranks = {v.key: v.nearest(scaled[v.key]) for v in variables}
+    while sum(ranks.values()) > target:
+        movable = [v for v in variables if ranks[v.key] > 1]
+        chosen = max(movable, key=lambda v: ((ranks[v.key] - scaled[v.key]) / v.cap, [-part for part in v.key[:1]]))
+        ranks[chosen.key] -= 1
+    while sum(ranks.values()) < target:
+        movable = [v for v in variables if ranks[v.key] < v.cap]
+        chosen = max(movable, key=lambda v: ((scaled[v.key] - ranks[v.key]) / v.cap, [-part for part in v.key[:1]]))
+        ranks[chosen.key] += 1
+    return ranks

@@ -77,3 +77,19 @@ def test_refusals() -> None:
     for bad in ([], [math.inf, 1.0]):
         with pytest.raises(ValueError, match="finite cumulative"):
             progressive_shares(bad, 0.5)
+
+
+def test_the_limits_of_skipping_and_of_the_floor() -> None:
+    decades = math.log(10.0)
+    assert progressive_shares([10.3 * 1.01 * decades, decades], 0.8, skip_above=10.3).skipped == (0,)
+    assert progressive_shares([8.0 * decades, decades], 0.8, skip_above=8.0).skipped == ()  # only what exceeds it
+    with pytest.raises(ValueError, match=r"keep a share of 0\.500 alone"):
+        progressive_shares([20 * decades, decades], 0.5, skip_above=10.0)
+    with pytest.raises(ValueError, match=r"keep a share of 0\.667 alone"):
+        progressive_shares([20 * decades, 20 * decades, decades], 0.5, skip_above=10.0)
+    assert progressive_shares([3.0, 2.0, 1.0], 0.4, floor=1.0).shares == pytest.approx((0.4, 0.4, 0.4))
+
+
+def test_equal_layers_have_one_share_for_the_least_and_the_most() -> None:
+    found = progressive_shares([4.0, 4.0, 4.0], 0.3)
+    assert (found.least, found.most) == (pytest.approx(0.3), pytest.approx(0.3))

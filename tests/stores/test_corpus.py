@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from manifests.errors import InputError
 from manifests.schema import Text
 from stores import corpus
-from stores.corpus import evaluation_windows, load_tokenizer, pack_samples, read_documents
+from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, pack_samples, read_documents
 
 DOCUMENTS = ["w1 w2\nw3", "", "w4"]
 BOS = 1
@@ -149,6 +149,25 @@ def test_the_choice_is_the_seeds_and_keeps_the_order() -> None:
     assert counts.sum() == 2000
     assert counts.min() > 4  # expected 20 each, deviation 4.2: every window has its chance, the first and last too
     assert counts.max() < 42
+
+
+def test_windows_held_out_are_others_and_change_no_sample() -> None:
+    tokenizer = make_tokenizer(None)
+    documents = [words(0, 1000)]  # a hundred windows
+    held_out_counts = torch.zeros(100)
+    for seed in range(200):
+        samples, held_out = draw_samples(documents, tokenizer, 10, 5, 10, seed)
+        assert torch.equal(samples, pack_samples(documents, tokenizer, 10, 10, seed))
+        starts = [(row[0] - 2) // 10 for row in held_out.tolist()]
+        assert len(starts) == len(set(starts)) == 5
+        assert starts == sorted(starts)
+        assert not set(starts) & {(row[0] - 2) // 10 for row in samples.tolist()}
+        held_out_counts[starts] += 1
+    assert held_out_counts.sum() == 1000
+    assert held_out_counts.min() > 1  # expected 10 each, deviation 3.1
+    assert held_out_counts.max() < 24
+    assert draw_samples(documents, tokenizer, 97, 5, 10, 0)[1].shape == (3, 10)
+    assert draw_samples(documents, tokenizer, 100, 5, 10, 0)[1].shape == (0, 10)
 
 
 def test_a_large_corpus_is_not_read_to_its_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from manifests.errors import NumericsError
 from pipeline.methods.method import Moment
-from pipeline.ports import Forward, ForwardDone, Reduce, Score, Solve
+from pipeline.ports import Diverge, Forward, ForwardDone, Reduce, Score, Solve
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,
@@ -31,6 +32,7 @@ from tests.workers.bench import (
     write_unit,
 )
 from workers.config import WorkerConfig
+from workers.embedding_and_head import head
 from workers.worker import Worker
 
 
@@ -48,8 +50,8 @@ def moment_of(values: Tensor, moment: Moment) -> Tensor:
     """Σ y yᵀ in float64, head by head."""
     rows = values.reshape(-1, moment.heads, values.shape[-1] // moment.heads).double()
     total = torch.zeros(moment.groups, rows.shape[-1], rows.shape[-1], dtype=torch.float64)
-    for head in range(moment.heads):
-        total[head * moment.groups // moment.heads] += rows[:, head].T @ rows[:, head]
+    for part in range(moment.heads):
+        total[part * moment.groups // moment.heads] += rows[:, part].T @ rows[:, part]
     return total
 
 
@@ -361,3 +363,30 @@ def test_setup_cuts_samples_in_fixed_parts(llama: Path, tmp_path: Path) -> None:
     setup: WorkerConfig = make_setup(llama, tmp_path / "run", shards=3)
     ranges = [setup.shard_range(shard, 11) for shard in range(3)]
     assert ranges == [(0, 3), (3, 7), (7, 11)]
+
+
+def test_divergence_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:
+    """The dense last outputs stored, the compressed ones held: divergence and both losses, summed over the tokens."""
+    setup = make_setup(model, tmp_path / "run", EVERYTHING)
+    worker, reference = make_worker(setup), Reference(model, setup)
+    layers = setup.geometry.num_layers
+    staged: list[Any] = [None] * layers
+    staged[1] = solve_layer(worker, 1, LOW)[0]
+    for shard in range(2):
+        last = Forward("dense", layers - 1, shard, store=True, replay=(None,) * (layers - 1))
+        dense = worker.execute(last).activation
+        found = worker.execute(Diverge(layers, shard, dense, tuple(staged)))
+        logits = reference.shard(reference.logits_MSV, shard)[:, :-1].flatten(0, 1).double().log_softmax(-1)
+        target = reference.shard(reference.ids_MS, shard)[:, 1:].flatten()
+        assert found.tokens == len(target)
+        assert found.dense_loss == pytest.approx(functional.nll_loss(logits, target, reduction="sum").item(), rel=1e-5)
+        hidden_TD = held(worker, "compressed", layers, shard)[:, :-1].flatten(0, 1)
+        with torch.no_grad():
+            other = head(worker.layers)(hidden_TD).double().log_softmax(-1)
+        expected = functional.kl_div(other, logits, reduction="sum", log_target=True).item()
+        assert found.divergence == pytest.approx(expected, rel=1e-3)
+        assert found.divergence > 1e-3
+        loss = functional.nll_loss(other, target, reduction="sum").item()
+        assert found.compressed_loss == pytest.approx(loss, rel=1e-5)
+        same = make_worker(setup).execute(Diverge(layers, shard, dense, (None,) * layers))
+        assert abs(same.divergence) < 1e-4

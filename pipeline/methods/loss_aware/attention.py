@@ -1,4 +1,4 @@
-"""Values and the output projection: a basis for each KV head, then a rank of o. METHODS §6.3, v and o.
+"""Values and the output projection: a basis for each KV head, o refitted behind it, then a rank of o. METHODS §6.3.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, F = H·d, r directions kept of a head.
 """
@@ -14,13 +14,15 @@ from torch import Tensor
 from manifests.schema import LossAware
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import (
-    Directions,
+    change_loss,
     diagonal_blocks,
     output_directions,
     projection_losses,
     pulled,
+    pushed,
 )
 from pipeline.kernels.spectra import weighted_head_pca
+from pipeline.kernels.value_output import fit_value_output
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Form, Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, steps
@@ -33,30 +35,34 @@ MOMENTS = (CONTEXT, METRIC)
 BASES = 16  # ranks of the value basis that are compared at most; each takes an eigenproblem of D × D
 
 
-class Basis(NamedTuple):
-    """Of every KV head, (G, d, d): the leading r rows of `encode` and columns of `decode` are its basis of rank r."""
+class Reduced(NamedTuple):
+    """v and o at r numbers a KV head: `encode` (G, r, d), None at the full rank; W_o (D, R) and the moment (R, R) of
+    its input behind it. The refit of W_o leaves an error that is uncorrelated with what it reads, so what a rank of o
+    costs adds to what the basis costs exactly.
+    """
 
-    encode: Tensor
-    decode: Tensor
+    encode: Tensor | None
+    output: Tensor
+    moment: Tensor
 
 
 def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Every rank of o on each of a few ranks of the value basis."""
     output_DF = weights["o.weight"].double()
     context_FF, metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
-    basis = _basis(entry, geometry, output_DF, context_FF, metric_DD)
-    by_rank = projection_losses(pulled(output_DF, metric_DD), context_FF, *basis)
+    solving_DD = _solving_metric(entry, metric_DD)
+    heads_Gdd = _directions_of_heads(geometry, output_DF, context_FF, solving_DD)
     options = []
     for rank in steps(geometry.head_dim, entry.rank_multiple, count=BASES):
-        reduced_DF, moment_FF = _on_basis(geometry, output_DF, context_FF, basis, rank)
+        reduced = _reduced(output_DF, context_FF, solving_DD, heads_Gdd[:, :rank])
         stack = _stack(entry, geometry, rank)
-        directions = _directions(entry, reduced_DF, moment_FF, metric_DD)
-        spread_DD = reduced_DF @ moment_FF @ reduced_DF.T
+        directions = output_directions(reduced.output, reduced.moment, solving_DD)
+        spread_DD = pushed(reduced.output, reduced.moment)
         losses = projection_losses(metric_DD, spread_DD, directions.encode[None], directions.decode[None])
-        dropped = 0.0 if rank == geometry.head_dim else float(by_rank[rank])
-        numbers = _other_numbers(geometry, rank)
+        dropped = _dropped(output_DF, context_FF, metric_DD, reduced)
+        numbers, cache = _other_numbers(geometry, rank), geometry.kv_heads * rank
         options += [
-            Point({VALUE: rank, **point.ranks}, numbers + point.numbers, dropped + point.loss, geometry.kv_heads * rank)
+            Point({VALUE: rank, **point.ranks}, numbers + point.numbers, dropped + point.loss, cache)
             for point in stack.points(losses, entry.rank_multiple)
         ]
     return options
@@ -76,22 +82,23 @@ def solve(
     whole_basis, whole_output = rank >= geometry.head_dim, ranks[OUTPUT] >= stack.full
     if whole_basis and whole_output:
         return Solution(dict(weights), {}, {"dense": True})
-    context_FF, metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
+    context_FF, metric_DD = found.mean(CONTEXT)[0], _solving_metric(entry, found.mean(METRIC)[0])
     output_DF, tensors = weights["o.weight"].double(), dict(weights)
     forms: dict[str, Form] = {}
-    if not whole_basis:
-        basis = _basis(entry, geometry, output_DF, context_FF, metric_DD)
-        output_DF, context_FF = _on_basis(geometry, output_DF, context_FF, basis, rank)
-        tensors["v.weight"] = _encoded(basis, rank, weights["v.weight"])
+    heads_Gdd = _directions_of_heads(geometry, output_DF, context_FF, metric_DD)
+    reduced = _reduced(output_DF, context_FF, metric_DD, heads_Gdd[:, :rank])
+    if reduced.encode is not None:
+        tensors["v.weight"] = _encoded(reduced.encode, weights["v.weight"])
         if "v.bias" in weights:
-            tensors["v.bias"] = _encoded(basis, rank, weights["v.bias"][:, None])[:, 0]
-        tensors["o.weight"] = output_DF
+            tensors["v.bias"] = _encoded(reduced.encode, weights["v.bias"][:, None])[:, 0]
+        tensors["o.weight"] = reduced.output
         form: Form = {"form": "head_pca", "rank": rank}
         forms = dict.fromkeys(ROLES, form)
     if not whole_output:
-        directions = _directions(entry, output_DF, context_FF, metric_DD)
-        first_rF, second_Dr = directions.encode[: ranks[OUTPUT]] @ output_DF, directions.decode[:, : ranks[OUTPUT]]
-        stored, of_output = stack.store({"o": output_DF}, first_rF, second_Dr)
+        directions = output_directions(reduced.output, reduced.moment, metric_DD)
+        kept = ranks[OUTPUT]
+        first_rR, second_Dr = directions.encode[:kept] @ reduced.output, directions.decode[:, :kept]
+        stored, of_output = stack.store({"o": reduced.output}, first_rR, second_Dr)
         del tensors["o.weight"]
         tensors, forms = tensors | stored, forms | of_output
     return Solution(tensors | biases_of(weights, ("o",)), forms)
@@ -103,46 +110,49 @@ def _other_numbers(geometry: Geometry, rank: int) -> int:
     return rows * (geometry.hidden + ("v" in geometry.biases)) + geometry.hidden * ("o" in geometry.biases)
 
 
-def _basis(entry: LossAware, geometry: Geometry, output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor) -> Basis:
-    """METHODS §1 (context, output), with G_mid in the outputs' metric."""
-    metric = metric_DD if entry.weighting == "loss" else torch.ones_like(metric_DD[0])
+def _solving_metric(entry: LossAware, metric_DD: Tensor) -> Tensor:
+    """What errors of the output are weighed by where factors are chosen: the gradient, or nothing."""
+    if entry.weighting == "loss":
+        return metric_DD
+    return torch.eye(metric_DD.shape[0], dtype=metric_DD.dtype, device=metric_DD.device)
+
+
+def _directions_of_heads(geometry: Geometry, output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor) -> Tensor:
+    """(G, d, d): of each KV head by itself, leading rows first; where the fit of all heads together starts."""
     heads, groups = geometry.heads, geometry.kv_heads
-    gram_Gdd = diagonal_blocks(pulled(output_DF, metric), heads, groups)
-    moment_Gdd = diagonal_blocks(context_FF, heads, groups)
-    encode_Gdd, decode_Gdd, _, _ = weighted_head_pca(moment_Gdd, gram_Gdd, geometry.head_dim)
-    return Basis(encode_Gdd, decode_Gdd)
+    gram_Gdd = diagonal_blocks(pulled(output_DF, metric_DD), heads, groups)
+    return weighted_head_pca(diagonal_blocks(context_FF, heads, groups), gram_Gdd, geometry.head_dim)[0]
 
 
-def _on_basis(
-    geometry: Geometry, output_DF: Tensor, context_FF: Tensor, basis: Basis, rank: int
-) -> tuple[Tensor, Tensor]:
-    """W_o and the context's moment on the leading directions of each head; themselves at the full rank."""
-    if rank >= geometry.head_dim:
-        return output_DF, context_FF
-    heads = geometry.heads
-    decode_Hdr = basis.decode[..., :rank].repeat_interleave(heads // geometry.kv_heads, dim=0)
-    encode_Hdr = basis.encode[:, :rank].mT.repeat_interleave(heads // geometry.kv_heads, dim=0)
-    half_FR = _by_heads(context_FF, encode_Hdr)
-    return _by_heads(output_DF, decode_Hdr), _by_heads(half_FR.T.contiguous(), encode_Hdr)
+def _reduced(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, start_Grd: Tensor) -> Reduced:
+    """Values and o at the rank of the start."""
+    groups, rank, width = start_Grd.shape
+    if rank >= width:
+        return Reduced(None, output_DF, context_FF)
+    fitted = fit_value_output(output_DF, metric_DD, context_FF, start_Grd)
+    wide_Hdr = fitted.encode.mT.repeat_interleave(output_DF.shape[1] // (groups * width), dim=0)
+    half_FR = _by_heads(context_FF, wide_Hdr)
+    return Reduced(fitted.encode, fitted.output, _by_heads(half_FR.T.contiguous(), wide_Hdr))
 
 
-def _by_heads(matrix_xF: Tensor, basis_Hdr: Tensor) -> Tensor:
-    """The d columns of each head times its d × r."""
-    blocks_Hxd = matrix_xF.unflatten(1, (basis_Hdr.shape[0], -1)).transpose(0, 1)
-    return torch.bmm(blocks_Hxd, basis_Hdr).transpose(0, 1).flatten(1).contiguous()
+def _dropped(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, reduced: Reduced) -> float:
+    """What the value basis costs, in nats per token: ½ tr(G Δ C Δᵀ)."""
+    if reduced.encode is None:
+        return 0.0
+    groups, _, width = reduced.encode.shape
+    wide_Hrd = reduced.encode.repeat_interleave(output_DF.shape[1] // (groups * width), dim=0)
+    return max(0.0, change_loss(output_DF - _by_heads(reduced.output, wide_Hrd), context_FF, metric_DD))
 
 
-def _encoded(basis: Basis, rank: int, weight: Tensor) -> Tensor:
+def _by_heads(matrix_xI: Tensor, basis_Hio: Tensor) -> Tensor:
+    """The i columns of each head times its i × o."""
+    blocks_Hxi = matrix_xI.unflatten(1, (basis_Hio.shape[0], -1)).transpose(0, 1)
+    return torch.bmm(blocks_Hxi, basis_Hio).transpose(0, 1).flatten(1).contiguous()
+
+
+def _encoded(encode_Grd: Tensor, weight: Tensor) -> Tensor:
     """(G, r, d) times the G row blocks of (G·d, …) -> (G·r, …)."""
-    encode_Grd = basis.encode[:, :rank]
     return torch.bmm(encode_Grd, weight.double().unflatten(0, (encode_Grd.shape[0], -1))).flatten(0, 1)
-
-
-def _directions(entry: LossAware, output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor) -> Directions:
-    metric = (
-        metric_DD if entry.weighting == "loss" else torch.eye(metric_DD.shape[0], dtype=torch.float64).to(metric_DD)
-    )
-    return output_directions(output_DF, context_FF, metric)
 
 
 def _stack(entry: LossAware, geometry: Geometry, rank: int) -> Stack:

@@ -67,7 +67,7 @@ class Stack:
         rank = first_rF.shape[0]
         if self.pivoted:
             found = pivoted(first_rF, second_mr)
-            path = f"{self.name}.pivoted_{self.name}"
+            path = f"{self.name}.pivoted"
             tensors = {
                 f"{path}.rows.weight": found.rows,
                 f"{path}.coefficients.weight": found.coefficients,

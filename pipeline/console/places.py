@@ -1,0 +1,71 @@
+"""Where a job's files are: paths that stay what they mean, whoever starts the job and wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError
+from manifests.schema import Manifest
+
+PACKAGE_FOLDERS = ("working_dir_files", "py_modules_files")  # of Ray's runtime environments
+FIELDS = ("output", "run_dir", "model.source")
+
+
+def settle_places(manifest: Manifest, base: Path | None) -> Manifest:
+    """The manifest with relative paths resolved against `base`, if there is one.
+
+    Raises:
+        InputError: a bucket where only a directory will do; or a relative path in a folder that Ray made of
+            `--working-dir`, where what is written is lost.
+    """
+    faults = [fault for field in FIELDS if (fault := _fault(field, _value(manifest, field), base))]
+    if faults:
+        raise InputError("\n".join(faults))
+    return manifest if base is None else Manifest.model_validate(_resolved(manifest.model_dump(), base.resolve()))
+
+
+def _fault(field: str, path: str, base: Path | None) -> str | None:
+    if "://" in path:
+        return f"{field}: {path} is a bucket's address, which is not supported yet; give a directory"
+    if base is not None or Path(path).is_absolute() or not _in_package_folder():
+        return None
+    if field == "model.source" and not Path(path).exists():
+        return None  # a hub id
+    return (
+        f"{field}: {path} is relative, and this job runs in {Path.cwd()}, the copy that Ray made of --working-dir: "
+        "what is written there is lost, and the next submission would not find it. Write an absolute path that every "
+        'node sees, or submit with `--base "$PWD"` if the nodes see the folder that you submit from'
+    )
+
+
+def _in_package_folder() -> bool:
+    return any(name in Path.cwd().parts for name in PACKAGE_FOLDERS)
+
+
+def _value(manifest: Manifest, field: str) -> str:
+    value: Any = manifest
+    for name in field.split("."):
+        value = getattr(value, name)
+    return str(value)
+
+
+def _resolved(document: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    if not base.is_dir():
+        raise InputError(f"--base {base}: no directory that this machine sees")
+    settled = {**document, "output": str(base / document["output"]), "run_dir": str(base / document["run_dir"])}
+    source = base / document["model"]["source"]
+    if source.is_dir():
+        settled["model"] = {**document["model"], "source": str(source)}
+    for block in ("calibration", "evaluation"):
+        settled[block] = _with_files(document[block], base)
+    return settled
+
+
+def _with_files(block: Any, base: Path) -> Any:
+    """The `files` of all texts in a block."""
+    if not isinstance(block, Mapping):
+        return block
+    settled = {name: _with_files(value, base) for name, value in block.items()}
+    return {**settled, "files": tuple(str(base / file) for file in block["files"])} if block.get("files") else settled

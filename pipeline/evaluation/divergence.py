@@ -1,0 +1,62 @@
+"""How far the compressed layers are from the dense model on windows of tokens, streamed layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.ports import Diverge, Divergence, Forward, Lineage, Observer, Pool, Record, Unit
+from pipeline.steps import do_units
+
+
+def dense_outputs(pool: Pool, num_layers: int, shards: int, observer: Observer) -> list[Record]:
+    """The stored outputs of the dense model's last layer, by shard."""
+    observer.phase("held-out text, dense", num_layers, shards)
+    return [done.activation for done in _through(pool, "dense", [None] * num_layers, shards, observer, store=True)]
+
+
+def compare(pool: Pool, staged: Sequence[Record | None], dense: Sequence[Record], observer: Observer) -> dict[str, Any]:
+    """Divergence and perplexities, per token, of the layers as staged (None: a dense one).
+
+    Returns `divergence` (KL(dense‖compressed), nats per token), `dense_perplexity`, `perplexity` and `tokens`; sums
+    are added in shard order.
+    """
+    observer.phase("held-out text", len(staged), len(dense))
+    _through(pool, "compressed", staged, len(dense), observer, store=False)
+    units = [Diverge(len(staged), shard, record, tuple(staged)) for shard, record in enumerate(dense)]
+    return _per_token(do_units(pool, units, observer))
+
+
+def _through(
+    pool: Pool, lineage: Lineage, staged: Sequence[Record | None], shards: int, observer: Observer, *, store: bool
+) -> list[Any]:
+    """All shards through all layers; what came of the last."""
+    done: list[Any] = []
+    last = len(staged) - 1
+    for layer, record in enumerate(staged):
+        units: list[Unit] = [
+            Forward(
+                lineage,
+                layer,
+                shard,
+                staged=record,
+                store=store and layer == last,
+                replay=tuple(staged[:layer]),
+                ahead=layer + 1 if layer < last and staged[layer + 1] is None else None,
+            )
+            for shard in range(shards)
+        ]
+        done = do_units(pool, units, observer)
+        observer.layer_done("held-out text", layer, {})
+    return done
+
+
+def _per_token(parts: Sequence[Divergence]) -> dict[str, Any]:
+    tokens = sum(part.tokens for part in parts)
+    return {
+        "divergence": sum(part.divergence for part in parts) / tokens,
+        "dense_perplexity": math.exp(sum(part.dense_loss for part in parts) / tokens),
+        "perplexity": math.exp(sum(part.compressed_loss for part in parts) / tokens),
+        "tokens": tokens,
+    }

@@ -1,0 +1,84 @@
+"""A guard against the wrong text: the compressed layers, scored on windows of the calibration texts beyond the samples.
+
+What leaves the dense model on them is stored once and serves every try at a size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from manifests.errors import CorruptError
+from pipeline.console.signals import catch_signals
+from pipeline.console.summary import held_out_line
+from pipeline.evaluation.divergence import compare, dense_outputs
+from pipeline.job.compressing import worker_config
+from pipeline.job.context import JobContext, driver_job
+from pipeline.job.heartbeat import Heartbeat
+from pipeline.job.pool import worker_pool
+from pipeline.keys import HELD_OUT, HELD_OUT_SCORE, layer_key
+from pipeline.ports import Pool, Record
+from workers.config import WorkerConfig
+
+
+def score_held_out(job: JobContext, heartbeat: Heartbeat) -> dict[str, Any] | None:
+    """Divergence from the dense model and both perplexities, entered once; None where the texts have no more tokens.
+
+    Raises:
+        Interrupted: a signal came; what is entered stays.
+    """
+    if job.held_out is None:
+        return None
+    entered = job.ledger.get(HELD_OUT_SCORE)
+    if entered is None:
+        try:
+            entered = _measured(job, heartbeat)
+        except CorruptError as error:
+            job.observer.repaired(str(error), [HELD_OUT])
+            job.ledger.retract(HELD_OUT)
+            entered = _measured(job, heartbeat)
+        job.ledger.commit(HELD_OUT_SCORE, entered)
+        if not driver_job(job.inputs).keep_statistics:
+            _drop(job)  # no other size will be tried
+        job.observer.say(held_out_line(entered))
+    return entered
+
+
+def _measured(job: JobContext, heartbeat: Heartbeat) -> dict[str, Any]:
+    assert job.held_out is not None
+    catch_signals(job.stop)
+    entered = job.ledger.get(HELD_OUT)
+    tokens = entered["tokens"] if entered else job.run_dir.activations.write_tokens(job.held_out.to(torch.int32))
+    setup = _worker_config(job, tokens)
+    with worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool, heartbeat.attending(pool):
+        outputs = entered["outputs"] if entered else _dense_outputs(job, pool, setup.shards)
+        if entered is None:
+            job.ledger.commit(HELD_OUT, {"tokens": tokens, "outputs": outputs})
+        return compare(pool, _staged(job), outputs, job.observer)
+
+
+def _drop(job: JobContext) -> None:
+    entered = job.ledger.get(HELD_OUT)
+    if entered is not None:
+        job.ledger.retract(HELD_OUT)
+        for record in (entered["tokens"], *entered["outputs"]):
+            job.run_dir.activations.drop(record)
+
+
+def _dense_outputs(job: JobContext, pool: Pool, shards: int) -> list[Record]:
+    return dense_outputs(pool, job.inputs.geometry.num_layers, shards, job.observer)
+
+
+def _worker_config(job: JobContext, tokens: Record) -> WorkerConfig:
+    """In float32, or in float64 if the model is: what rounding does is not what compression does."""
+    setup = worker_config(job, tokens)
+    windows = int(tokens["shape"][0])
+    dtype = torch.promote_types(setup.dtype, torch.float32)
+    return replace(setup, shards=min(setup.shards, windows), dtype=dtype, gradient_samples=0)
+
+
+def _staged(job: JobContext) -> list[Record | None]:
+    entries = [job.ledger.get(layer_key(layer)) for layer in range(job.inputs.geometry.num_layers)]
+    return [{**entry["staged"], "forms": entry["forms"]} if entry else None for entry in entries]

@@ -1,0 +1,92 @@
+"""The tutorials, followed word by word in a copy of the repository."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GemmaConfig, GemmaForCausalLM
+
+from tests import factories
+from tests.docs.walkthrough import ROOT, Block, apply, blocks, copy_of_the_repository, edited, run
+
+TUTORIALS = ROOT / "docs" / "tutorials"
+
+
+def _follow(name: str, folder: Path) -> tuple[Path, list[Block]]:
+    """The tree after everything is added, and the commands that are left to run."""
+    tree = copy_of_the_repository(folder)
+    found = blocks(TUTORIALS / f"{name}.md")
+    for block in found:
+        if block.path:
+            apply(block, tree)
+    commands = [block for block in found if block.language == "bash"]
+    assert commands
+    return tree, commands
+
+
+def _lint(tree: Path) -> None:
+    new = [block for name in TUTORIALS.glob("*.md") for block in blocks(name) if block.path.endswith(".py")]
+    paths = sorted({block.path for block in new if (tree / block.path).exists()})
+    ruff = [Path(sys.executable).parent / "ruff"]
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run([*ruff, *command, *paths], cwd=tree, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", [page.stem for page in sorted(TUTORIALS.glob("*.md"))])
+def test_what_it_adds_passes_its_tests(name: str, tmp_path: Path) -> None:
+    tree, commands = _follow(name, tmp_path)
+    _lint(tree)
+    tests = [block for block in commands if "pytest" in block.text]
+    assert tests
+    for block in tests:
+        assert " passed" in run(block, tree)
+
+
+@pytest.mark.ray
+def test_a_method_in_a_job(tmp_path: Path) -> None:
+    tensors = _job("adding-a-method", tmp_path, lambda tree: factories.make_model(tree / "model"))
+    origins = Counter(entry["origin"] for name, entry in tensors.items() if ".o_proj." in name)
+    assert origins == {"output_svd": 6}  # two factors in each of three layers
+
+
+@pytest.mark.ray
+def test_a_family_in_a_job(tmp_path: Path) -> None:
+    tensors = _job("adding-a-family", tmp_path, _gemma)
+    origins = Counter(entry["origin"] for name, entry in tensors.items() if name.endswith("self_attn.v_proj.weight"))
+    assert origins == {"flat_llm": 2}
+
+
+def _job(name: str, folder: Path, make_model: Callable[[Path], object]) -> dict[str, Any]:
+    """Runs the job of a tutorial on a model made for it. Returns the tensors of its compression record."""
+    tree, commands = _follow(name, folder)
+    make_model(tree)
+    factories.write_text(tree / "text.txt", 20_000)
+    jobs = [block for block in commands if "pipeline.run" in block.text]
+    assert jobs
+    for block in jobs:
+        run(block, tree)
+    tensors: dict[str, Any] = json.loads((tree / "output" / "compression.json").read_text())["tensors"]
+    return tensors
+
+
+def _gemma(tree: Path) -> None:
+    config = GemmaConfig(**{**factories.GEOMETRY, "num_hidden_layers": 2, "tie_word_embeddings": True})
+    GemmaForCausalLM(config).save_pretrained(tree / "model", max_shard_size="60KB")
+    factories.make_tokenizer().save_pretrained(tree / "model")
+
+
+def test_a_hunk_fits_one_place_only() -> None:
+    text = "a = [1, 2]\nb = 3\nb = 3\n"
+    assert edited(text, ["-a = [… 2]", "+a = [… 2, 4]", "+c = 5"]) == "a = [1, 2, 4]\nc = 5\nb = 3\nb = 3\n"
+    assert edited(text, [" a = …", "+c = 5"]).startswith("a = [1, 2]\nc = 5\nb")
+    for hunk in ([" b = 3", "+c = 5"], [" d = …"], ["-a = [1]"]):
+        with pytest.raises(AssertionError, match="places fit"):
+            edited(text, hunk)

@@ -1,0 +1,117 @@
+"""A tutorial as a program: its code blocks, applied to a copy of the repository in their order, its commands run there.
+
+A block says behind its language what it is: a language and a path is a new file, `diff` and a path an edit of a file
+that is there, `bash` commands. Hunks of a diff begin with `@@`; `…` in a line stands for whatever is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = (
+    "manifests",
+    "pipeline",
+    "stores",
+    "workers",
+    "deploy",
+    "tests",
+    "tools",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+)
+BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WAIT_S = 280
+
+
+@dataclass(frozen=True)
+class Block:
+    """One code block of a page."""
+
+    language: str
+    path: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """The code blocks of a page, in order."""
+    return [Block(language, path, text) for language, path, text in BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+def copy_of_the_repository(folder: Path) -> Path:
+    """What a tutorial is played in."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(source, folder / name)
+    return folder
+
+
+def apply(block: Block, tree: Path) -> None:
+    """A new file, or an edit. Raises AssertionError where the page does not fit the tree."""
+    path = tree / block.path
+    if block.language == "diff":
+        text = path.read_text(encoding="utf-8")
+        for hunk in re.split(r"^@@.*\n", block.text, flags=re.MULTILINE)[1:]:
+            text = edited(text, hunk.splitlines())
+        path.write_text(text, encoding="utf-8")
+        return
+    assert not path.exists(), f"{block.path} is there already"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.text, encoding="utf-8")
+
+
+def edited(text: str, hunk: list[str]) -> str:
+    """`text` with one hunk applied at the only place where its context fits."""
+    assert hunk
+    assert all(line[:1] in " +-" for line in hunk), hunk
+    before = "\n".join(_pattern(line[1:]) for line in hunk if not line.startswith("+"))
+    found = list(re.finditer(f"^{before}$", text, re.MULTILINE))
+    assert len(found) == 1, f"{len(found)} places fit {hunk}"
+    captured = iter(found[0].groups())
+    lines, removed = [], []
+    for line in hunk:
+        kept = [next(captured) for _ in range(line.count("…"))] if not line.startswith("+") else []
+        if line.startswith("-"):
+            removed += kept
+        elif line.startswith("+"):
+            lines.append(_filled(line[1:], removed))
+        else:
+            lines.append(_filled(line[1:], kept))
+    return text[: found[0].start()] + "\n".join(lines) + text[found[0].end() :]
+
+
+def _pattern(line: str) -> str:
+    return "(.*?)".join(map(re.escape, line.split("…")))
+
+
+def _filled(line: str, captured: list[str]) -> str:
+    for found in captured[: line.count("…")]:
+        line = line.replace("…", found, 1)
+    assert "…" not in line, line
+    return line
+
+
+def run(block: Block, tree: Path) -> str:
+    """The commands of a block, one after another, in the tree. Returns what they print; raises when one fails."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "deploy" / "serving")])}
+    printed = ""
+    for line in block.text.splitlines():
+        python, *words = shlex.split(line)
+        assert python == "python", line
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True, timeout=WAIT_S
+        )
+        assert done.returncode == 0, f"{line}:\n{done.stdout}\n{done.stderr}"
+        printed += done.stdout
+    return printed

@@ -1,0 +1,66 @@
+"""What a job says of calibration text that it was not calibrated on, and of calibration by several texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from manifests.schema import Text
+from stores.corpus import draw_samples, read_documents
+from tests import factories
+from tests.end_to_end.jobs import Job, command, file_digests
+
+pytestmark = pytest.mark.usefixtures("inline")
+
+MakeJob = Callable[..., Job]
+
+
+def test_summary_tells_what_is_lost_beyond_the_samples(llama: Path, job: MakeJob) -> None:
+    """Against transformers on both checkpoints: twelve samples, two windows held out."""
+    made = job()
+    found = made.run().json["held_out"]
+    documents = read_documents(Text(files=(str(made.text),)))
+    ids_BT = draw_samples(documents, AutoTokenizer.from_pretrained(llama), 12, 2, 24, seed=3)[1]
+    log_p = []
+    for model in (llama, made.output):
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()(ids_BT).logits
+        log_p.append(logits[:, :-1].flatten(0, 1).double().log_softmax(-1))
+    target_T = ids_BT[:, 1:].flatten()
+    assert found["tokens"] == len(target_T) == 46
+    divergence = functional.kl_div(log_p[1], log_p[0], reduction="batchmean", log_target=True)
+    assert found["divergence"] == pytest.approx(divergence.item(), rel=1e-3)
+    assert found["divergence"] > 0.01
+    for name, table in zip(("dense_perplexity", "perplexity"), log_p, strict=True):
+        assert found[name] == pytest.approx(functional.nll_loss(table, target_T).exp().item(), rel=1e-4)
+    assert "held-out calibration text: perplexity" in command("run", str(made.manifest)).out
+
+
+def test_text_without_more_tokens_says_nothing(tmp_path: Path, llama: Path, job: MakeJob) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    text = factories.write_text(tmp_path / "long.txt", 20_000).read_text()
+    while len(tokenizer(text)["input_ids"]) >= 13 * 24:
+        text = text[: -max(1, len(text) // 50)]
+    few = tmp_path / "few.txt"
+    few.write_text(text)
+    assert len(tokenizer(text)["input_ids"]) >= 12 * 24
+    made = job(**{"calibration.text": {"files": [str(few)]}})
+    assert made.run().json["held_out"] is None
+
+
+def test_two_texts_give_their_shares(tmp_path: Path, llama: Path, job: MakeJob) -> None:
+    """Bytes are those of the samples, whichever files they came from."""
+    other = factories.write_text(tmp_path / "other.txt", 20_000, seed=9)
+    made = job()
+    both = [{"files": [str(made.text)], "share": 0.75}, {"files": [str(other)], "share": 0.25}]
+    mixed = job(**{"calibration.text": both})
+    assert mixed.run().json["held_out"]["tokens"] == 2 * 23
+    assert made.run().code == 0
+    again = job(**{"calibration.text": both})
+    assert again.run().code == 0
+    assert file_digests(again.output) == file_digests(mixed.output) != file_digests(made.output)
