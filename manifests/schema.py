@@ -1,4 +1,4 @@
-"""The manifest: what a job reads, writes and computes. DESIGN §4.
+"""The manifest: what a job reads, writes and computes. docs/manifest.md.
 
 One pydantic model per block; unknown fields, wrong types and impossible values are refused, all of them at once.
 """
@@ -117,7 +117,7 @@ class Calibration(Block):
     sequence_length: Annotated[int, Field(ge=2)] = 2048
     shards: PositiveInt = 16
     micro_batch: PositiveInt = 1
-    propagate: Literal["compressed", "dense"] = "compressed"
+    propagate: Literal["compressed", "dense"] = "dense"
     gradient: Gradient = Gradient()
 
     @property
@@ -208,14 +208,17 @@ class FlatLLMRanks(Block):
 
 
 class FlatLLM(MethodEntry):
-    """FLAT-LLM, METHODS §1. Defaults are ours; the paper's are basis: value, weighting: none, selection: leverage."""
+    """FLAT-LLM, docs/methods.md#flat-llm. Defaults are ours.
+
+    The paper's are basis: value, weighting: none, selection: leverage.
+    """
 
     method: Literal["flat_llm"]
     attention: bool = True
     mlp: bool = True
-    allocation: Literal["importance", "uniform"] = "importance"
+    allocation: Literal["importance", "uniform", "loss"] = "importance"
     basis: Literal["value", "context"] = "context"
-    weighting: Literal["none", "output"] = "output"
+    weighting: Literal["none", "output", "loss"] = "output"
     selection: Literal["leverage", "eliminate"] = "eliminate"
     query_key: Literal["none", "head_pca"] = "none"
     ridge: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
@@ -228,19 +231,31 @@ class FlatLLM(MethodEntry):
             raise ValueError("attention, mlp and query_key are all off: the method would claim nothing")
         if self.ranks is not None and self.keep is not None:
             raise ValueError("give `ranks` or `keep`, not both")
+        if self.allocation == "loss" and self.query_key != "none":
+            raise ValueError("query_key: head_pca has no prediction of the loss; leave it out of allocation: loss")
+        if self.allocation == "loss" and self.ranks is not None:
+            raise ValueError("give `ranks` or allocation: loss, not both")
         return self
 
 
 class LoRC(MethodEntry):
-    """LoRC, METHODS §2: the cache holds latents. `cache_keep`: the mean share of it; null: by the budget."""
+    """LoRC, docs/methods.md#lorc: the cache holds latents. `cache_keep`: the mean share of it; null: by the budget."""
 
     method: Literal["lorc"]
     key: bool = True
     value: bool = True
     cache_keep: Share | None = None
-    allocation: Literal["progressive", "uniform"] = "progressive"
-    weighting: Literal["none", "input"] = "none"
+    allocation: Literal["progressive", "uniform", "loss"] = "uniform"
+    weighting: Literal["none", "input", "loss"] = "none"
     skip_above: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _thresholds_mean_progressive(cls, entry: Any) -> Any:
+        """`skip_above` compares condition numbers, as only progressive ranks do."""
+        if isinstance(entry, Mapping) and entry.get("skip_above") is not None and "allocation" not in entry:
+            return {**entry, "allocation": "progressive"}
+        return entry
 
     @model_validator(mode="after")
     def _claims_something(self) -> Self:
@@ -248,7 +263,7 @@ class LoRC(MethodEntry):
             raise ValueError("key and value are both off: the method would claim nothing")
         if self.cache_keep is not None and self.keep is not None:
             raise ValueError("give `cache_keep` or `keep`, not both")
-        if self.skip_above is not None and self.allocation == "uniform":
+        if self.skip_above is not None and self.allocation != "progressive":
             raise ValueError("skip_above goes with allocation: progressive, which knows the condition numbers")
         return self
 
@@ -261,12 +276,13 @@ class JointRanks(Block):
 
 
 class JointRankK(MethodEntry):
-    """Joint rank-k, METHODS §4. `mlp` true means joint."""
+    """Joint rank-k, docs/methods.md#joint-rank-k. `mlp` true means joint."""
 
     method: Literal["joint_rank_k"]
     query_key: Literal["joint", "separate", "joint_per_head", "none"] = "joint"
     mlp: bool | Literal["joint", "separate", "none"] = True
-    weighting: Literal["none", "input"] = "none"
+    allocation: Literal["uniform", "loss"] = "uniform"
+    weighting: Literal["none", "input", "loss"] = "none"
     ranks: JointRanks | None = None
 
     @property
@@ -285,11 +301,15 @@ class JointRankK(MethodEntry):
             missing = [name for name, claimed in wanted.items() if claimed and getattr(self.ranks, name) is None]
             if missing:
                 raise ValueError(f"ranks: {', '.join(missing)} missing, although it is claimed")
+        if self.ranks is not None and self.allocation == "loss":
+            raise ValueError("give `ranks` or allocation: loss, not both")
+        if self.query_key == "joint_per_head" and self.needs_gradient:
+            raise ValueError("query_key: joint_per_head has no prediction of the loss; use joint or separate")
         return self
 
 
 class LeSTD(MethodEntry):
-    """LeSTD, METHODS §3: shared-subspace Tucker with a sparse core. `ranks` [R1, R2, R3]; null: searched.
+    """LeSTD, docs/methods.md#lestd: shared-subspace Tucker with a sparse core. `ranks` [R1, R2, R3]; null: searched.
 
     `prune` false keeps the core dense. `refine_sweeps` turn the factors to fit the sparse core, which is beyond the
     paper (0: its algorithm). `threshold: model` cuts all layers' cores at one magnitude. `core`: in memory, served.
@@ -336,7 +356,7 @@ class LeSTD(MethodEntry):
 
 
 class LossAware(MethodEntry):
-    """Ranks, metrics and forms by what the loss feels, METHODS §6. Ranks follow predicted loss, always.
+    """Ranks, metrics and forms by what the loss feels, docs/methods.md#loss-aware. Ranks follow predicted loss, always.
 
     `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
     compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from manifests.records import Key
 from pipeline.keys import curves_key, dense_key, measured_key
 from pipeline.methods.method import Curve, Scores
 from pipeline.methods.registry import Task, layer_gradients, layer_importance
@@ -51,7 +52,7 @@ class Job:
         return list(range(asking[0], self.num_layers)) if asking else []
 
 
-def entered_scores(job: Job, entry: Callable[[str], Mapping[str, Any]], importance: Mapping[int, float]) -> Scores:
+def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
     """What ranks may follow, from the ledger's entries. `entry` gives the entry of a key or raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
@@ -62,7 +63,7 @@ def entered_scores(job: Job, entry: Callable[[str], Mapping[str, Any]], importan
     return Scores(importance, measured, curves)
 
 
-def entered_importance(job: Job, entry: Callable[[str], Mapping[str, Any]]) -> dict[int, float]:
+def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, float]:
     """Of every layer, from the cosines of all shards, summed in shard order; empty when no ranks follow it."""
     if "importance" not in job.scores:
         return {}

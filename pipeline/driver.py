@@ -8,9 +8,19 @@ data is dropped last.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from manifests.errors import CorruptError, LostInputError
+from manifests.records import (
+    ActivationsEntry,
+    ArrayRecord,
+    CurvesEntry,
+    DenseEntry,
+    GroupReport,
+    LayerEntry,
+    MeasuredEntry,
+    StagedLayer,
+)
 from pipeline.computation import Job, RanksOf, entered_importance, entered_scores
 from pipeline.gradient_pass import GradientPass
 from pipeline.keys import (
@@ -34,7 +44,6 @@ from pipeline.ports import (
     Observer,
     Pool,
     Predict,
-    Record,
     Solve,
     SolveDone,
     Unit,
@@ -91,11 +100,15 @@ class Driver:
 
     def _retain_statistics(self) -> None:
         """Drops the moments that no entry names, as an interruption leaves them, and those of finished layers."""
-        live: list[Record] = []
+        live: list[ArrayRecord] = []
         for layer in range(self.job.num_layers):
             if self.job.keep_statistics or self.journal.get(layer_key(layer)) is None:
-                for key in (dense_key(layer), gradient_key(layer), statistics_key(layer)):
-                    live += (self.journal.get(key) or {}).get("statistics", {}).values()
+                for entry in (
+                    self.journal.get(dense_key(layer)),
+                    self.journal.get(gradient_key(layer)),
+                    self.journal.get(statistics_key(layer)),
+                ):
+                    live += entry["statistics"].values() if entry else ()
         self.cleaner.retain_statistics(tuple(live))
 
     # -- the dense pass: importance, and with propagate: dense every statistic --------------------------------------
@@ -110,7 +123,8 @@ class Driver:
         phase = "statistics" if with_moments else "importance"
         self.observer.phase(phase, len(missing), self.job.shards)
         for layer in missing:
-            found = (self.journal.get(dense_key(layer)) or {}).get("statistics", {})
+            entered = self.journal.get(dense_key(layer))
+            found = entered["statistics"] if entered else {}
             wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
             moments = tuple(moment for moment in wanted if moment.key not in found)
             store = self.job.is_boundary(layer + 1) and layer < last
@@ -118,7 +132,7 @@ class Driver:
                 "dense", layer, None, moments, base, cosine=True, emit=layer < last, store=store, keep=layer in span
             )
             done, statistics = self.steps.sum_moments("dense", layer, moments, units)
-            entry: Record = {"cosine": [result.cosine for result in done], "statistics": {**found, **statistics}}
+            entry: DenseEntry = {"cosine": [result.cosine for result in done], "statistics": {**found, **statistics}}
             if layer in span:
                 entry["inputs"] = [result.inputs for result in done]
             if store:
@@ -143,10 +157,10 @@ class Driver:
         entered = self.journal.get(RANKS)
         if entered is None:
             scores = entered_scores(self.job, self.steps.entry, entered_importance(self.job, self.steps.entry))
-            entered = {"ranks": self.job.allocate(scores), "importance": scores.importance}
-            self.steps.enter(RANKS, _with_text_keys(entered))
-        chosen: RanksOf = entered["ranks"]
-        return chosen
+            importance = {str(layer): value for layer, value in scores.importance.items()}  # as JSON keeps it
+            entered = {"ranks": self.job.allocate(scores), "importance": importance}
+            self.steps.enter(RANKS, entered)
+        return entered["ranks"]
 
     def _measure(self) -> None:
         """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
@@ -156,7 +170,7 @@ class Driver:
             batch, pending = self.steps.batch(pending)
             units = [Measure(task) for task in self.job.measures if task.group.layer in batch]
             for layer, found in self._found(batch, units).items():
-                self.steps.enter(measured_key(layer), {"measured": found})
+                self.steps.enter(measured_key(layer), MeasuredEntry(measured=found))
                 self.observer.layer_done("measure", layer, {})
 
     def _predict(self) -> None:
@@ -169,7 +183,7 @@ class Driver:
                 Predict(task, self._statistics_of(task)) for task in self.job.predicts if task.group.layer in batch
             ]
             for layer, found in self._found(batch, units).items():
-                self.steps.enter(curves_key(layer), {"curves": found})
+                self.steps.enter(curves_key(layer), CurvesEntry(curves=found))
                 self.observer.layer_done("curves", layer, {})
 
     def _found(self, layers: list[int], units: Sequence[Measure | Predict]) -> dict[int, dict[str, Any]]:
@@ -192,18 +206,17 @@ class Driver:
                 live = [self._dense_statistics(layer) for layer in pending]
                 self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
 
-    def _dense_statistics(self, layer: int) -> Mapping[str, Record]:
+    def _dense_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
         """The moments of a layer that the dense pass and the backward pass have entered, by key."""
         values = self.steps.entry(dense_key(layer))["statistics"] if layer_moments(self.job.tasks, layer) else {}
         return {**values, **self._gradient_statistics(layer)}
 
-    def _gradient_statistics(self, layer: int) -> dict[str, Record]:
+    def _gradient_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
         if not layer_gradients(self.job.tasks, layer):
             return {}
-        statistics: dict[str, Record] = self.steps.entry(gradient_key(layer))["statistics"]
-        return statistics
+        return self.steps.entry(gradient_key(layer))["statistics"]
 
-    def _statistics_of(self, task: Task) -> dict[Moment, Record]:
+    def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
         entered = self._dense_statistics(task.group.layer)
         return {moment: entered[moment.key] for moment in task.group.moments}
 
@@ -225,21 +238,20 @@ class Driver:
             if layer < last and self.job.is_boundary(layer + 1):
                 base = self._propagate(layer, base)
 
-    def _walk_statistics(self, layer: int, base: int) -> Mapping[str, Record]:
+    def _walk_statistics(self, layer: int, base: int) -> Mapping[str, ArrayRecord]:
         entered = self.journal.get(statistics_key(layer))
         if entered is None:
             moments = layer_moments(self.job.tasks, layer)
             units = self._forward("compressed", layer, None, moments, base, emit=False) if moments else []
             entered = {"statistics": self.steps.sum_moments("compressed", layer, moments, units)[1]}
             self.steps.enter(statistics_key(layer), entered)
-        statistics: dict[str, Record] = entered["statistics"]
-        return statistics
+        return entered["statistics"]
 
     def _propagate(self, layer: int, base: int) -> int:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
         done = self.steps.do(self._forward("compressed", layer, self._staged(layer), (), base, store=True))
         activations = [result.activation for result in done]
-        self.steps.enter(activations_key(layer + 1), {"activations": activations})
+        self.steps.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
         self.cleaner.retain_activations(tuple(record for record in activations if record))
         return layer + 1
 
@@ -249,7 +261,7 @@ class Driver:
         self,
         lineage: Lineage,
         layer: int,
-        staged: Record | None,
+        staged: StagedLayer | None,
         moments: tuple[Moment, ...],
         base: int,
         *,
@@ -280,7 +292,7 @@ class Driver:
             for shard in range(self.job.shards)
         ]
 
-    def _compress(self, statistics: Mapping[int, Mapping[str, Record]], ranks: RanksOf) -> None:
+    def _compress(self, statistics: Mapping[int, Mapping[str, ArrayRecord]], ranks: RanksOf) -> None:
         """Solves every group of some layers, then writes and enters each layer."""
         solves: list[Unit] = [
             Solve(
@@ -301,23 +313,27 @@ class Driver:
         for layer, record in zip(statistics, staged, strict=True):
             solved = parts(solutions, layer)
             groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved}
-            entry = {"staged": record, "forms": dict(_write_unit(layer, solved).forms), "groups": groups}
+            forms = dict(_write_unit(layer, solved).forms)
+            entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
             self.steps.enter(layer_key(layer), entry)
             self.observer.layer_done("compress", layer, groups)
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
-    def _staged(self, layer: int) -> Record | None:
+    def _staged(self, layer: int) -> StagedLayer | None:
         """The committed compressed layer: its file and its forms."""
         entry = self.journal.get(layer_key(layer))
-        return {**entry["staged"], "forms": entry["forms"]} if entry else None
+        return StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None
 
-    def _activations(self, lineage: Lineage, layer: int) -> list[Record] | None:
+    def _activations(self, lineage: Lineage, layer: int) -> list[ArrayRecord] | None:
         """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""
         if layer == 0:
             return None
-        entry = self.journal.get(dense_key(layer - 1) if lineage == "dense" else activations_key(layer))
-        return entry.get("activations") if entry else None
+        if lineage == "dense":
+            dense = self.journal.get(dense_key(layer - 1))
+            return dense.get("activations") if dense else None
+        walked = self.journal.get(activations_key(layer))
+        return walked["activations"] if walked else None
 
 
 def _layers(tasks: Sequence[Task]) -> list[int]:

@@ -1,4 +1,6 @@
-"""The backward pass: the layers in reverse, each from what the dense pass stored of its inputs. METHODS §6.2.
+"""The backward pass: the layers in reverse, each from what the dense pass stored of its inputs.
+
+docs/methods.md#gradient-moments.
 
 A gradient travels back as a hidden state travels forth: it belongs to a shard, stays with its worker, and is committed
 every `resume.every` layers. The inputs of a layer are dropped when the gradient that has passed it is committed.
@@ -6,10 +8,13 @@ every `resume.every` layers. The inputs of a layer are dropped when the gradient
 
 from __future__ import annotations
 
+from typing import cast
+
+from manifests.records import ArrayRecord, GradientEntry, GradientRecord
 from pipeline.computation import Job
 from pipeline.keys import dense_key, gradient_key
 from pipeline.methods.registry import layer_gradients
-from pipeline.ports import Backward, Cleaner, Record, Unit
+from pipeline.ports import Backward, Cleaner, Unit
 from pipeline.steps import Steps
 
 
@@ -34,7 +39,7 @@ class GradientPass:
             moments = layer_gradients(self.job.tasks, layer)
             units = self._units(layer, base if self.job.gradient == "model" else layer + 1, emit=emit, store=store)
             done, statistics = self.steps.sum_moments("dense", layer, moments, units)
-            entry: Record = {"statistics": statistics}
+            entry: GradientEntry = {"statistics": cast("dict[str, GradientRecord]", statistics)}
             if store:
                 entry["activations"] = [result.activation for result in done]
                 base = layer
@@ -50,7 +55,7 @@ class GradientPass:
         pending = self._pending()
         return range(pending[0], self._base(pending[-1])) if pending else range(0)
 
-    def stored_inputs(self, layers: range) -> list[Record]:
+    def stored_inputs(self, layers: range) -> list[ArrayRecord]:
         """The records of the stored inputs of some layers, where the dense pass has been there."""
         entries = [self.steps.journal.get(dense_key(layer)) for layer in layers]
         return [record for entry in entries if entry for record in entry.get("inputs", ()) if record]
@@ -71,7 +76,7 @@ class GradientPass:
         above = range(layer + 1, self.job.num_layers)
         return next((base for base in above if self._gradients(base) is not None), self.job.num_layers)
 
-    def _gradients(self, layer: int) -> list[Record] | None:
+    def _gradients(self, layer: int) -> list[ArrayRecord] | None:
         entry = self.steps.journal.get(gradient_key(layer))
         return entry.get("activations") if entry else None
 
@@ -83,7 +88,7 @@ class GradientPass:
             Backward(
                 layer=layer,
                 shard=shard,
-                inputs=tuple(records[shard] for records in inputs),
+                inputs=tuple(_stored(records[shard]) for records in inputs),
                 moments=layer_gradients(self.job.tasks, layer),
                 probe=self.job.gradient == "local",
                 emit=emit,
@@ -93,3 +98,8 @@ class GradientPass:
             )
             for place, shard in enumerate(self.job.gradient_shards)
         ]
+
+
+def _stored(record: ArrayRecord | None) -> ArrayRecord:
+    assert record is not None, "the dense pass stores the inputs of every shard of the backward pass"
+    return record

@@ -7,45 +7,85 @@ compressed layer.
 
 from __future__ import annotations
 
-RANKS = "ranks"
-HELD_OUT = "held_out"  # tokens beyond the calibration samples, and what leaves the dense model's last layer on them
-HELD_OUT_SCORE = "held_out_score"  # of the compressed layers on these tokens
+from collections.abc import Mapping
+from typing import Any
+
+from manifests.records import (
+    ActivationsEntry,
+    AssemblingEntry,
+    CompleteEntry,
+    CurvesEntry,
+    DenseEntry,
+    GradientEntry,
+    HeldOutEntry,
+    HeldOutScoreEntry,
+    Key,
+    LayerEntry,
+    MeasuredEntry,
+    RanksEntry,
+    ReusedEntry,
+    ScoreEntry,
+    ShardRecord,
+    StatisticsEntry,
+    TokensEntry,
+)
+
+RANKS: Key[RanksEntry] = Key("ranks")
+HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration samples, and the dense model's outputs
+HELD_OUT_SCORE: Key[HeldOutScoreEntry] = Key("held_out_score")  # of the compressed layers on these tokens
+TOKENS: Key[TokensEntry] = Key("tokens")
+SOURCE: Key[Mapping[str, Mapping[str, Any]]] = Key("source")  # file -> size, times and sha256
+HARDWARE: Key[dict[str, Any]] = Key("hardware")
+COMPARED: Key[dict[str, Any]] = Key("compared")
+ASSEMBLING: Key[AssemblingEntry] = Key("assembling")
+COMPLETE: Key[CompleteEntry] = Key("complete")
+REUSED: Key[ReusedEntry] = Key("reused")
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
 
 
-def dense_key(layer: int) -> str:
+def dense_key(layer: int) -> Key[DenseEntry]:
     """The dense pass through a layer: cosines, moments, hidden states."""
-    return _layer_key("dense", layer)
+    return Key(_layer_key("dense", layer))
 
 
-def gradient_key(layer: int) -> str:
+def gradient_key(layer: int) -> Key[GradientEntry]:
     """The backward pass through a layer: moments of gradients, gradients at its inputs."""
-    return _layer_key("gradient", layer)
+    return Key(_layer_key("gradient", layer))
 
 
-def measured_key(layer: int) -> str:
+def measured_key(layer: int) -> Key[MeasuredEntry]:
     """What a layer's dense weights tell."""
-    return _layer_key("measured", layer)
+    return Key(_layer_key("measured", layer))
 
 
-def curves_key(layer: int) -> str:
+def curves_key(layer: int) -> Key[CurvesEntry]:
     """The predicted loss of a layer's groups, by size."""
-    return _layer_key("curves", layer)
+    return Key(_layer_key("curves", layer))
 
 
-def statistics_key(layer: int) -> str:
+def statistics_key(layer: int) -> Key[StatisticsEntry]:
     """The moments of the walk behind compressed layers."""
-    return _layer_key("statistics", layer)
+    return Key(_layer_key("statistics", layer))
 
 
-def activations_key(layer: int) -> str:
+def activations_key(layer: int) -> Key[ActivationsEntry]:
     """The hidden states of the walk that enter a layer."""
-    return _layer_key("activations", layer)
+    return Key(_layer_key("activations", layer))
 
 
-def layer_key(layer: int) -> str:
+def layer_key(layer: int) -> Key[LayerEntry]:
     """A compressed layer."""
-    return _layer_key("layer", layer)
+    return Key(_layer_key("layer", layer))
+
+
+def rest_key(shard: str) -> Key[ShardRecord]:
+    """A shard of OUTPUT that no layer was compressed into, by its name without the suffix."""
+    return Key(f"rest/{shard}")
+
+
+def score_key(model: str, digest: str) -> Key[ScoreEntry]:
+    """A score of the `output` or the `dense` model; `digest` is of model and text."""
+    return Key(f"score/{model}/{digest}")
 
 
 def _layer_key(kind: str, layer: int) -> str:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
+from manifests.records import ArrayRecord, E, Key, StagedLayer
 from pipeline.methods.method import Form, Moment
 from pipeline.methods.registry import Task, ranks_key
 
-Lineage = Literal["dense", "compressed"]
-Record = dict[str, Any]
+Lineage = Literal["dense", "compressed", "held_out_dense", "held_out"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Forward:
     """One calibration shard through one layer.
 
     Attributes:
-        lineage: whose hidden states come in and go out: those of the dense model or of the compressed one.
+        lineage: whose hidden states come in and go out: those of the dense model or of the compressed one, on the
+            calibration samples or on what is held out.
         staged: the committed record of the compressed layer to use; None: the layer's dense weights.
         moments: statistics to take.
         cosine: whether to sum the cosines between input and output.
@@ -36,15 +37,15 @@ class Forward:
     lineage: Lineage
     layer: int
     shard: int
-    staged: Record | None = None
+    staged: StagedLayer | None = None
     moments: tuple[Moment, ...] = ()
     cosine: bool = False
     emit: bool = True
     store: bool = False
     keep_inputs: bool = False
     base: int = 0
-    base_record: Record | None = None
-    replay: tuple[Record | None, ...] = ()
+    base_record: ArrayRecord | None = None
+    replay: tuple[StagedLayer | None, ...] = ()
     ahead: int | None = None
 
     @property
@@ -64,9 +65,9 @@ class ForwardDone:
 
     partials: Mapping[Moment, Any]
     cosine: tuple[float, int] | None
-    activation: Record | None
+    activation: ArrayRecord | None
     tokens: int
-    inputs: Record | None = None
+    inputs: ArrayRecord | None = None
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """With `made(handle)` in place of each handle."""
@@ -75,7 +76,9 @@ class ForwardDone:
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradient samples of one calibration shard back through a layer, by its dense weights. METHODS §6.2.
+    """The gradient samples of one calibration shard back through a layer, by its dense weights.
+
+    docs/methods.md#gradient-moments.
 
     Attributes:
         inputs: records of the stored inputs of this layer and of those above it, up to the first whose gradients are
@@ -91,12 +94,12 @@ class Backward:
 
     layer: int
     shard: int
-    inputs: tuple[Record, ...]
+    inputs: tuple[ArrayRecord, ...]
     moments: tuple[Moment, ...] = ()
     probe: bool = False
     emit: bool = True
     store: bool = False
-    base_record: Record | None = None
+    base_record: ArrayRecord | None = None
     ahead: int | None = None
 
     @property
@@ -120,7 +123,7 @@ class BackwardDone:
     """What came of a `Backward`: handles of the partial moments of gradients, the record of the stored gradients."""
 
     partials: Mapping[Moment, Any]
-    activation: Record | None
+    activation: ArrayRecord | None
     tokens: int
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
@@ -150,7 +153,7 @@ class Solve:
 
     task: Task
     ranks: Mapping[str, int]
-    statistics: Mapping[Moment, Record]
+    statistics: Mapping[Moment, ArrayRecord]
 
     @property
     def key(self) -> str:
@@ -212,7 +215,7 @@ class Predict:
     """The curve of one group: what each of its sizes is predicted to cost the loss; the result is JSON."""
 
     task: Task
-    statistics: Mapping[Moment, Record]
+    statistics: Mapping[Moment, ArrayRecord]
 
     @property
     def key(self) -> str:
@@ -231,8 +234,8 @@ class Score:
     shard: int
     lineage: Lineage = "dense"
     base: int = 0
-    base_record: Record | None = None
-    replay: tuple[Record | None, ...] = ()
+    base_record: ArrayRecord | None = None
+    replay: tuple[StagedLayer | None, ...] = ()
 
     @property
     def key(self) -> str:
@@ -250,11 +253,11 @@ class Diverge:
 
     layer: int
     shard: int
-    dense: Record
-    replay: tuple[Record | None, ...] = ()
-    lineage: Lineage = "compressed"
+    dense: ArrayRecord
+    replay: tuple[StagedLayer | None, ...] = ()
+    lineage: Lineage = "held_out"
     base: int = 0
-    base_record: Record | None = None
+    base_record: ArrayRecord | None = None
 
     @property
     def key(self) -> str:
@@ -282,7 +285,7 @@ class Compare:
     """
 
     tokens: tuple[tuple[int, ...], ...]
-    staged: tuple[Record | None, ...]
+    staged: tuple[StagedLayer | None, ...]
 
     @property
     def key(self) -> str:
@@ -324,11 +327,11 @@ class Pool(Protocol):
 class Journal(Protocol):
     """The ledger as the driver sees it: small immutable entries by key."""
 
-    def commit(self, key: str, record: Record) -> None:
+    def commit(self, key: Key[E], record: E) -> None:
         """Durably enters a record."""
         ...
 
-    def get(self, key: str) -> Record | None:
+    def get(self, key: Key[E]) -> E | None:
         """The valid record of a key, if any."""
         ...
 
@@ -360,10 +363,10 @@ class Observer(Protocol):
 class Cleaner(Protocol):
     """Drops stored data that no entry will need again."""
 
-    def retain_activations(self, records: tuple[Record, ...]) -> None:
+    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored hidden states but these."""
         ...
 
-    def retain_statistics(self, records: tuple[Record, ...]) -> None:
+    def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored moments but these."""
         ...

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
+from manifests.records import Key
 from pipeline.keys import activations_key, dense_key, gradient_key, layer_key, statistics_key
 from pipeline.ports import Journal, Observer
 
@@ -20,8 +21,8 @@ class Repairs:
         self.journal = journal
         self.observer = observer
         self.counts: Counter[str] = Counter()  # by entry; "": what was lost since the last commit
-        keys = (dense_key, gradient_key, statistics_key, activations_key, layer_key)
-        self.keys = [key(layer) for key in keys for layer in range(num_layers + 1)]
+        kinds: list[Callable[[int], Key[Any]]] = [dense_key, gradient_key, statistics_key, activations_key, layer_key]
+        self.keys: list[Key[Any]] = [kind(layer) for kind in kinds for layer in range(num_layers + 1)]
 
     def progress(self) -> None:
         """Something was committed: what was lost before is made up for."""
@@ -36,7 +37,7 @@ class Repairs:
         named = [key for key in self.keys if path and (entry := self.journal.get(key)) and _names(entry, path)]
         if isinstance(error, CorruptError) and not named:
             raise error
-        places = named or [""]
+        places: list[str] = [*named] or [""]
         self.counts.update(places)
         if any(self.counts[place] > REPAIRS for place in places):
             raise error
@@ -71,7 +72,7 @@ class Repairs:
                 else:
                     self._strip(key, "activations")
 
-    def _strip(self, key: str, field: str) -> None:
+    def _strip(self, key: Key[Any], field: str) -> None:
         """Enters an entry again without a field, if it has it."""
         entry = self.journal.get(key)
         if entry is not None and field in entry:

@@ -1,4 +1,7 @@
-"""`python -m pipeline.report RUN_DIR`: one HTML file about a job that is done, or not yet, or failed. DESIGN §5."""
+"""`python -m pipeline.report RUN_DIR`: one HTML file about a job that is done, or not yet, or failed.
+
+docs/formats.md#run_dir.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`python -m pipeline.run MANIFEST`: the job, from a manifest to a checkpoint that loads and scores. DESIGN §2."""
+"""`python -m pipeline.run MANIFEST`: the job, from a manifest to a checkpoint that loads and scores.
+
+docs/architecture.md#the-way-of-a-layer.
+"""
 
 from __future__ import annotations
 

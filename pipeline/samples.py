@@ -16,5 +16,5 @@ def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:
 
 def gradient_samples(asked: int | None, samples: int, sequence_length: int, hidden: int) -> int:
     """How many samples the backward pass takes: as many as give 16 tokens for each of `hidden` numbers, unless asked
-    for otherwise; at most all. METHODS §6.2."""
+    for otherwise; at most all. docs/methods.md#gradient-moments."""
     return min(samples, asked if asked is not None else -(-16 * hidden // sequence_length))

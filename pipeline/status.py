@@ -11,6 +11,7 @@ from typing import Any
 from manifests.errors import InputError
 from manifests.loading import load_manifest
 from pipeline.console.arguments import parser, run_command
+from pipeline.keys import COMPLETE
 from stores.lock import read_lock
 from stores.run_directory import RunDirectory
 
@@ -47,7 +48,7 @@ def read_status(path: Path) -> dict[str, Any]:
     keys = ledger.keys()
     committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
     owner = read_lock(path)
-    complete, ended = ledger.get("complete"), read_record(run_dir.ended)
+    complete, ended = ledger.get(COMPLETE), read_record(run_dir.ended)
     return {
         "run_dir": str(path),
         "output": manifest.output if manifest else None,
@@ -56,7 +57,7 @@ def read_status(path: Path) -> dict[str, Any]:
         "last_run": _last_run(owner, ended),
         "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
         "last_commit": max((entry.stat().st_mtime for entry in (path / "ledger").glob("*.json")), default=None),
-        "summary": (complete or {}).get("summary"),
+        "summary": complete["summary"] if complete else None,
         "log": _last_lines(run_dir.logs),
     }
 

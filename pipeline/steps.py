@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
+from manifests.records import ArrayRecord, E, Key
 from pipeline.methods.method import Moment
-from pipeline.ports import BackwardDone, ForwardDone, Journal, Lineage, Observer, Pool, Record, Reduce, Unit
+from pipeline.ports import BackwardDone, ForwardDone, Journal, Lineage, Observer, Pool, Reduce, Unit
 from pipeline.repair import Repairs
 
 
@@ -56,7 +57,7 @@ class Steps:
 
     def sum_moments(
         self, lineage: Lineage, layer: int, moments: Sequence[Moment], units: Sequence[Unit]
-    ) -> tuple[list[Any], dict[str, Record]]:
+    ) -> tuple[list[Any], dict[str, ArrayRecord]]:
         """Does the units of all shards, then adds their moments: key -> record of the stored sum over all shards.
 
         The results are returned without their partial sums, so that nobody holds those while the next layer's are made.
@@ -71,12 +72,12 @@ class Steps:
         sums = {moment.key: record for moment, record in zip(moments, records, strict=True)}
         return [replace(result, partials={}) for result in done], sums
 
-    def enter(self, key: str, record: Record) -> None:
+    def enter(self, key: Key[E], record: E) -> None:
         """Commits an entry."""
         self.journal.commit(key, record)
         self.repairs.progress()
 
-    def entry(self, key: str) -> Record:
+    def entry(self, key: Key[E]) -> E:
         """An entry that must be there. Raises CorruptError."""
         entry = self.journal.get(key)
         if entry is None:

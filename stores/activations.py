@@ -7,13 +7,14 @@ Shape suffixes: B samples of a shard, S sequence length, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
-from stores.arrays import ArrayReader, ArrayStore, ArrayWriter, Record, chunk_shape
+from manifests.records import ArrayRecord
+from stores.arrays import ArrayReader, ArrayStore, ArrayWriter, chunk_shape
 from stores.storage import Place
 
 
@@ -23,7 +24,7 @@ class ActivationStore:
     def __init__(self, place: Place) -> None:
         self._arrays = ArrayStore(place)
 
-    def write(self, phase: str, layer: int, shard: int, hidden: torch.Tensor, micro_batch: int = 1) -> Record:
+    def write(self, phase: str, layer: int, shard: int, hidden: torch.Tensor, micro_batch: int = 1) -> ArrayRecord:
         """Stores the hidden states (B, S, D), any floating dtype, that enter `layer`; durable on return.
 
         Chunks hold `micro_batch` samples. Returns the record for the ledger entry. Raises StorageError.
@@ -41,7 +42,7 @@ class ActivationStore:
         prefix = f"{phase}/layer-{layer:05d}/shard-{shard:05d}"
         return ActivationWriter(self._arrays.create(prefix, shape, dtype, (micro_batch, *shape[1:])), micro_batch)
 
-    def write_tokens(self, ids: torch.Tensor) -> Record:
+    def write_tokens(self, ids: torch.Tensor) -> ArrayRecord:
         """Stores token ids (B, S), int32 or int64; durable on return. Raises StorageError."""
         if ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 2:
             raise ValueError(f"token ids: {ids.dtype} {tuple(ids.shape)}, expected int32 or int64 (samples, sequence)")
@@ -49,15 +50,15 @@ class ActivationStore:
             writer.write_((slice(ids.shape[0]), slice(ids.shape[1])), ids)
             return writer.commit()
 
-    def open(self, record: Mapping[str, Any]) -> ActivationReader:
+    def open(self, record: ArrayRecord) -> ActivationReader:
         """A committed shard or the tokens. Raises CorruptError when it is not what was committed."""
         return ActivationReader(self._arrays.open(record))
 
-    def drop(self, record: Mapping[str, Any]) -> None:
+    def drop(self, record: ArrayRecord) -> None:
         """Removes an array; retract or replace its ledger entry first. Raises StorageError."""
         self._arrays.drop(record)
 
-    def sweep(self, live: Iterable[Mapping[str, Any]]) -> int:
+    def sweep(self, live: Iterable[ArrayRecord]) -> int:
         """Removes what no record in `live` names; only while nobody writes. Returns how many generations."""
         return self._arrays.sweep(live)
 
@@ -81,7 +82,7 @@ class ActivationWriter:
         self._array.write_((slice(self._done, stop), *(slice(size) for size in rest)), hidden_BSD)
         self._done = stop
 
-    def commit(self) -> Record:
+    def commit(self) -> ArrayRecord:
         """Makes the shard durable and returns its record. Raises ValueError (samples missing), StorageError."""
         if self._done != self._array.shape[0]:
             raise ValueError(f"{self._done} of {self._array.shape[0]} samples were written")

@@ -1,7 +1,8 @@
 """Zarr 3 arrays that are written once under a fresh generation and read only against the record of their commit.
 
-What is kept out (FACTS §2.2): a missing chunk, which Zarr reads as zeros; a flipped bit (Crc32c in the codec chain); a
-chunk of another array or time (the record lists each chunk's checksum, in C order, and the digest of the metadata).
+docs/formats.md#arrays. What is kept out: a missing chunk, which Zarr reads as zeros; a flipped bit (Crc32c in the codec
+chain); a chunk of another array or time (the record lists each chunk's checksum, in C order, and the digest of the
+metadata).
 
     <directory>/<prefix>/<generation>/zarr.json, c.0.0, c.0.1, ...
 """
@@ -14,7 +15,7 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +26,7 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from manifests.errors import CorruptError, InputError, StorageError
+from manifests.records import ARRAY_DTYPES, ArrayRecord
 from stores.storage import Place, Storage, open_storage
 from stores.zarr_store import ZarrStore
 
@@ -34,11 +36,9 @@ METADATA_FILE = "zarr.json"
 GROUP_METADATA = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
 GENERATION = re.compile(r"[0-9a-f]{32}")
 PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ARRAY_DTYPES}
 ZARR_NAMES = {name: name for name in DTYPES} | {"bfloat16": "uint16"}  # Zarr has no bfloat16: its bits are stored
 
-Record = dict[str, Any]
 Selection = tuple[slice, ...]
 Coordinates = tuple[int, ...]
 
@@ -63,28 +63,30 @@ class ArrayStore:
             raise ValueError(f"prefix {prefix!r}: expected parts of letters, digits, _ . and - with / between them")
         path = f"{prefix}/{uuid.uuid4().hex}"
         self._make_groups(prefix)
-        record = {
+        record: ArrayRecord = {
             "version": ARRAY_VERSION,
             "path": path,
             "shape": [int(size) for size in shape],
             "dtype": dtype_name,
             "chunks": [min(int(edge), int(size)) for edge, size in zip(chunks, shape, strict=True)],
             "symmetric": upper_tiles,
+            "metadata_sha256": "",  # these two with `commit`
+            "checksums": [],
         }
         return ArrayWriter(self.storage.below(path), record)
 
-    def open(self, record: Mapping[str, Any]) -> ArrayReader:
+    def open(self, record: ArrayRecord) -> ArrayReader:
         """A committed array. Raises CorruptError (not there, or not what was committed) and InputError (version)."""
         version = record.get("version")
         if version != ARRAY_VERSION:
             raise InputError(f"array {record.get('path')}: version {version}, this Lamina knows {ARRAY_VERSION}")
         return ArrayReader(self.storage.below(self._locate(record)), record)
 
-    def drop(self, record: Mapping[str, Any]) -> None:
+    def drop(self, record: ArrayRecord) -> None:
         """Removes an array, if it is there; retract or replace its ledger entry first. Raises StorageError."""
         self.storage.delete_folder(self._locate(record))
 
-    def sweep(self, live: Iterable[Mapping[str, Any]]) -> int:
+    def sweep(self, live: Iterable[ArrayRecord]) -> int:
         """Removes every generation that no record in `live` names, and temporary files; returns how many generations.
 
         Only for the one process that holds the run's lock, while no worker writes. Raises StorageError.
@@ -104,7 +106,7 @@ class ArrayStore:
             else:
                 yield from self._generations(path)
 
-    def _locate(self, record: Mapping[str, Any]) -> str:
+    def _locate(self, record: ArrayRecord) -> str:
         path = str(record.get("path"))
         *prefix, generation = path.split("/")
         if not (prefix and all(PART.fullmatch(part) for part in prefix) and GENERATION.fullmatch(generation)):
@@ -125,7 +127,7 @@ class ArrayStore:
 class ArrayWriter:
     """An array being written, invisible until its record is in the ledger. Leaving the block uncommitted removes it."""
 
-    def __init__(self, storage: Storage, record: Record) -> None:
+    def __init__(self, storage: Storage, record: ArrayRecord) -> None:
         self.storage = storage
         self._record = record
         self._committed = False
@@ -153,7 +155,7 @@ class ArrayWriter:
             raise ValueError(f"array {self._record['path']}: {values.dtype} values for {expected}")
         self._array[selection] = _bits(values)
 
-    def commit(self) -> Record:
+    def commit(self) -> ArrayRecord:
         """Makes what was written durable and returns the record that a ledger entry is to hold.
 
         Raises:
@@ -161,9 +163,8 @@ class ArrayWriter:
             StorageError: no room, or a failing device.
         """
         keys = [_chunk_name(at) for at in _coordinates(self._record)]
-        checksums = [_checksum(self.storage, key) for key in keys]
-        if None in checksums:
-            missing = checksums.count(None)
+        checksums = [checksum for key in keys if (checksum := _checksum(self.storage, key)) is not None]
+        if missing := len(keys) - len(checksums):
             raise ValueError(f"array {self._record['path']}: {missing} of {len(keys)} chunks were never written")
         self.storage.sync([METADATA_FILE, *keys])
         metadata = self.storage.read(METADATA_FILE)
@@ -184,7 +185,7 @@ class ArrayWriter:
 class ArrayReader:
     """A committed array. Every chunk is held against the record before its numbers are given out."""
 
-    def __init__(self, storage: Storage, record: Mapping[str, Any]) -> None:
+    def __init__(self, storage: Storage, record: ArrayRecord) -> None:
         self.storage = storage
         self._name = str(record["path"])  # what a ledger entry calls it
         self.shape: tuple[int, ...] = tuple(record["shape"])
@@ -230,7 +231,7 @@ class ArrayReader:
         axes = zip(selection, self.chunks, strict=True)
         return itertools.product(*(range(part.start // edge, -(-part.stop // edge)) for part, edge in axes))
 
-    def _check_metadata(self, record: Mapping[str, Any]) -> None:
+    def _check_metadata(self, record: ArrayRecord) -> None:
         try:
             metadata = self.storage.read(METADATA_FILE)
         except (FileNotFoundError, ValueError):
@@ -252,13 +253,13 @@ def chunk_shape(shape: Sequence[int], edge: int = 1024) -> tuple[int, ...]:
     return tuple(reversed(chunks))
 
 
-def _coordinates(record: Mapping[str, Any]) -> list[Coordinates]:
+def _coordinates(record: ArrayRecord) -> list[Coordinates]:
     """Positions in the chunk grid of all chunks that are stored, in C order."""
     everything = itertools.product(*map(range, _chunk_counts(record)))
     return [at for at in everything if not record["symmetric"] or at[-2] <= at[-1]]
 
 
-def _chunk_counts(record: Mapping[str, Any]) -> list[int]:
+def _chunk_counts(record: ArrayRecord) -> list[int]:
     """Chunks along each axis."""
     return [-(-size // edge) for size, edge in zip(record["shape"], record["chunks"], strict=True)]
 

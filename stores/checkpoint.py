@@ -1,4 +1,6 @@
-"""The output's files: safetensors shards written in one pass, shards copied or linked, the index. FACTS §3.
+"""The output's files: safetensors shards written in one pass, shards copied or linked, the index.
+
+docs/formats.md#output.
 
 Each file is durable and whole when it gets its name. The index goes last: a directory without it is no checkpoint.
 """
@@ -16,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from manifests.errors import CorruptError, InputError, NumericsError, StorageError
+from manifests.records import ShardRecord, TensorDescription
 from stores.durable import (
     CHUNK_BYTES,
     NO_HARD_LINKS,
@@ -33,7 +36,6 @@ METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 CHECKED_NUMBERS = 16 * 1024 * 1024
 
 Spec = tuple[str, str, tuple[int, ...]]
-ShardRecord = dict[str, Any]
 
 
 def write_shard(
@@ -90,7 +92,7 @@ def link_or_copy(source: str | Path, target: str | Path) -> bool:
     return True
 
 
-def verify_shard(path: str | Path, record: Mapping[str, Any]) -> None:
+def verify_shard(path: str | Path, record: ShardRecord) -> None:
     """Holds a shard against its record, streaming it. Raises CorruptError, naming the tensors that differ."""
     path, named = Path(path), str(record.get("path", ""))
     if not path.is_file():
@@ -114,7 +116,8 @@ def describe_shard(path: str | Path) -> ShardRecord:
     path = Path(path)
     found = read_header(path)
     tensors = {
-        name: {"dtype": at.dtype, "shape": list(at.shape), "sha256": _digest(path, at)} for name, at in found.items()
+        name: TensorDescription(dtype=at.dtype, shape=list(at.shape), sha256=_digest(path, at))
+        for name, at in found.items()
     }
     return {"file": path.name, "size": path.stat().st_size, "sha256": sha256_file(path), "tensors": tensors}
 
@@ -146,7 +149,7 @@ def _write(
         shard.write(header)
         digests = {record.name: _write_tensor(shard, record, pieces(record.name)) for record in records}
     tensors = {
-        record.name: {"dtype": record.dtype, "shape": list(record.shape), "sha256": digests[record.name]}
+        record.name: TensorDescription(dtype=record.dtype, shape=list(record.shape), sha256=digests[record.name])
         for record in records
     }
     return {"file": path.name, "size": shard.num_bytes, "sha256": shard.digest.hexdigest(), "tensors": tensors}
@@ -204,7 +207,7 @@ def copy_file(source: Path, target: Path) -> None:
             file.write(piece)
 
 
-def _differing(path: Path, record: Mapping[str, Any]) -> str:
+def _differing(path: Path, record: ShardRecord) -> str:
     try:
         found = read_header(path)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""Writes that survive a crash: temp name, fsync, rename or link, fsync of the directory. DESIGN §3.
+"""Writes that survive a crash: temp name, fsync, rename or link, fsync of the directory. docs/formats.md#commits.
 
 What is written appears whole or not at all. Temporary files end in `.partial`; nobody reads those, and `sweep_partials`
 removes what a killed writer left.

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read without trusting it. FACTS §3.
+"""The header of a safetensors file, read without trusting it. docs/formats.md#output.
 
 Layout: 8 bytes little-endian length n, n bytes JSON, then the tensors' bytes without gaps to the end of the file.
 """

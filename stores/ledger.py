@@ -1,4 +1,4 @@
-"""What is done: one small immutable file per commit. DESIGN §3.
+"""What is done: one small immutable file per commit. docs/formats.md#commits.
 
 `layer/00003` committed for the second time is `layer.00003.000002.json`, created whole and never changed. The highest
 generation that validates counts; a retraction is a generation without a record.
@@ -11,9 +11,10 @@ import json
 import logging
 import re
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from manifests.errors import InputError, StorageError
+from manifests.records import E, Key
 from stores.storage import Place, open_storage
 
 LEDGER_VERSION = 1
@@ -35,7 +36,7 @@ class Ledger:
         self.storage = open_storage(place)
         self._told: set[str] = set()  # damaged entries are read again and again
 
-    def commit(self, key: str, record: dict[str, Any]) -> None:
+    def commit(self, key: Key[E], record: E) -> None:
         """Makes `record` (JSON values only) the one of `key`, durably; then drops what it supersedes.
 
         Raises:
@@ -49,7 +50,7 @@ class Ledger:
         if self._generations(key):
             self._append(key, None)
 
-    def get(self, key: str) -> dict[str, Any] | None:
+    def get(self, key: Key[E]) -> E | None:
         """The record of `key`; None when it was never committed, was retracted or is damaged (a warning says so).
 
         Raises:
@@ -58,10 +59,10 @@ class Ledger:
         """
         for _ in range(RACES):
             with suppress(_DroppedMeanwhileError):
-                return self._latest(key)
+                return cast("E | None", self._latest(key))
         raise StorageError(f"ledger {self.storage.at()}: entries of {key!r} vanish while read; what cleans up there?")
 
-    def keys(self, prefix: str = "") -> list[str]:
+    def keys(self, prefix: str = "") -> list[Key[Any]]:
         """The committed keys that begin with `prefix`, ascending."""
         return [key for key in self._all_keys() if key.startswith(prefix) and self.get(key) is not None]
 
@@ -81,7 +82,7 @@ class Ledger:
         self.storage.delete([name for key in self._all_keys() for _, name in self._generations(key)])
         self.storage.sweep()
 
-    def _append(self, key: str, record: dict[str, Any] | None) -> None:
+    def _append(self, key: str, record: object) -> None:
         if not KEY.fullmatch(key):
             raise ValueError(f"ledger key {key!r}: expected parts of letters, digits, _ and - with / between them")
         for _ in range(RACES):
@@ -124,8 +125,8 @@ class Ledger:
         matches = (ENTRY_NAME.fullmatch(name) for name in self.storage.names() if name.startswith(start))
         return sorted((int(match["generation"]), match[0]) for match in matches if match and _key_of(match) == key)
 
-    def _all_keys(self) -> list[str]:
-        return sorted({_key_of(match) for match in map(ENTRY_NAME.fullmatch, self.storage.names()) if match})
+    def _all_keys(self) -> list[Key[Any]]:
+        return sorted({Key(_key_of(match)) for match in map(ENTRY_NAME.fullmatch, self.storage.names()) if match})
 
 
 class _DamagedError(Exception):
@@ -144,7 +145,7 @@ def _key_of(match: re.Match[str]) -> str:
     return match["key"].replace(".", "/")
 
 
-def _encode(key: str, generation: int, record: dict[str, Any] | None) -> bytes:
+def _encode(key: str, generation: int, record: object) -> bytes:
     entry = {"version": LEDGER_VERSION, "key": key, "generation": generation, "record": record}
     entry = json.loads(json.dumps(entry, allow_nan=False))  # tuples and int keys as they will be read back
     return _canonical({**entry, "sha256": hashlib.sha256(_canonical(entry)).hexdigest()})

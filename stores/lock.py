@@ -1,4 +1,4 @@
-"""One writer per place: a name held until its owner ends, and a note saying who that is. DESIGN §3.
+"""One writer per place: a name held until its owner ends, and a note saying who that is. docs/formats.md#run_dir.
 
 The name `lock` is held, and removed, if at all, by the one who holds it (whoever waited sees that and makes another);
 `lock.json` beside it holds {host, pid, started, heartbeat, released, command, progress, token}, times in Unix seconds.

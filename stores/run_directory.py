@@ -1,4 +1,4 @@
-"""RUN_DIR: its layout, whether it can be used, and whether it belongs to the job at hand. DESIGN §3."""
+"""RUN_DIR: its layout, whether it can be used, and whether it belongs to the job at hand. docs/formats.md#run_dir."""
 
 from __future__ import annotations
 

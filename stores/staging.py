@@ -7,12 +7,12 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from manifests.errors import CorruptError, InputError
-from stores.checkpoint import ShardRecord, write_shard
+from manifests.records import StagedRecord
+from stores.checkpoint import write_shard
 from stores.durable import PARTIAL_NAME, storage_errors
 from stores.headers import read_header
 from stores.source import read_tensor
@@ -21,7 +21,7 @@ STAGED = "staged"
 STAGED_NAME = re.compile(r"layer-\d{5,}\.[0-9a-f]{32}\.safetensors")
 
 
-def write_staged(run_dir: Path, layer: int, tensors: Mapping[str, torch.Tensor]) -> ShardRecord:
+def write_staged(run_dir: Path, layer: int, tensors: Mapping[str, torch.Tensor]) -> StagedRecord:
     """Writes a layer under a name nobody reads yet; its record, with `path` relative to RUN_DIR, goes to the ledger.
 
     Raises NumericsError (a tensor is not finite) and StorageError.
@@ -30,7 +30,7 @@ def write_staged(run_dir: Path, layer: int, tensors: Mapping[str, torch.Tensor])
     return {**write_shard(run_dir / path, tensors), "path": str(path)}
 
 
-def sweep_staged(run_dir: Path, live: Iterable[Mapping[str, Any]]) -> int:
+def sweep_staged(run_dir: Path, live: Iterable[StagedRecord]) -> int:
     """Removes staged layers that no record names, as a crash before their entry leaves them. Returns how many.
 
     Touches no file that `write_staged` did not name. Raises StorageError.
@@ -45,7 +45,7 @@ def sweep_staged(run_dir: Path, live: Iterable[Mapping[str, Any]]) -> int:
     return len(strays)
 
 
-def read_staged(run_dir: Path, record: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read_staged(run_dir: Path, record: StagedRecord) -> dict[str, torch.Tensor]:
     """The tensors of a staged layer, each held against its digest. Raises CorruptError."""
     path = run_dir / record["path"]
     if not path.is_file():

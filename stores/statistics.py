@@ -1,18 +1,19 @@
 """Sums of calibration statistics, one array each: `layer-00003/<name>/<generation>`.
 
-A float64 moment that equals its transpose bit for bit is stored by its upper tiles only (-44 % at 8192, FACTS §2.1).
+A float64 moment that equals its transpose bit for bit is stored by its upper tiles only
+(-44 % at 8192; docs/formats.md#arrays).
 
 Shape suffixes: G groups (KV heads, or 1), F features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from stores.arrays import ArrayReader, ArrayStore, ArrayWriter, Record, chunk_shape
+from manifests.records import ArrayRecord
+from stores.arrays import ArrayReader, ArrayStore, ArrayWriter, chunk_shape
 from stores.storage import Place
 
 TILE = 1024
@@ -25,7 +26,7 @@ class StatisticsStore:
         self._arrays = ArrayStore(place)
         self._tile = tile
 
-    def write(self, layer: int, name: str, moment: torch.Tensor) -> Record:
+    def write(self, layer: int, name: str, moment: torch.Tensor) -> ArrayRecord:
         """Stores a statistic durably under a fresh generation: read back, it is the same bit for bit.
 
         `moment`: (G, F, F) float64 sums, or anything else (stored plainly). Returns the record for the ledger entry.
@@ -41,7 +42,7 @@ class StatisticsStore:
                 _write_plain_(writer, moment, chunks)
             return writer.commit()
 
-    def read(self, record: Mapping[str, Any]) -> torch.Tensor:
+    def read(self, record: ArrayRecord) -> torch.Tensor:
         """The whole statistic in the dtype it was written in (float64 for moments), both triangles.
 
         Raises:
@@ -53,11 +54,11 @@ class StatisticsStore:
             return reader.read(tuple(slice(size) for size in reader.shape))
         return self._read_upper(reader)
 
-    def drop(self, record: Mapping[str, Any]) -> None:
+    def drop(self, record: ArrayRecord) -> None:
         """Removes a statistic; retract its ledger entry first. Raises StorageError."""
         self._arrays.drop(record)
 
-    def sweep(self, live: Iterable[Mapping[str, Any]]) -> int:
+    def sweep(self, live: Iterable[ArrayRecord]) -> int:
         """Removes what no record in `live` names; only while nobody writes. Returns how many generations."""
         return self._arrays.sweep(live)
 

@@ -9,8 +9,10 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,17 @@ from tests import factories
 settings.register_profile("lamina", derandomize=True, deadline=None, database=None)
 settings.load_profile("lamina")
 torch.set_num_threads(1)  # results do not depend on the machine's cores, and workers share them
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says how many tests were skipped, and why: a green run without the trained models is none with them."""
+    reasons = Counter(
+        str(report.longrepr[2]).removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple)
+    )
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"{count} skipped: {reason}", yellow=True)
 
 
 @pytest.fixture(scope="session")

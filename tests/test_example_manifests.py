@@ -17,7 +17,7 @@ MANIFESTS = sorted(
 
 def test_every_paper_has_its_manifests() -> None:
     methods = {entry.method for path in MANIFESTS for entry in load_manifest(path).methods}
-    assert methods == {"flat_llm", "lorc", "lestd", "joint_rank_k"}
+    assert methods == {"flat_llm", "lorc", "lestd", "joint_rank_k", "loss_aware"}
     assert {load_manifest(path).model.source for path in MANIFESTS} == CONFIGS.keys()
 
 

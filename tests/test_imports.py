@@ -1,4 +1,4 @@
-"""DESIGN §1: who may import whom. The whole tree is read with `ast`; nothing is imported to find out.
+"""Who may import whom (docs/architecture.md). The whole tree is read with `ast`; nothing is imported to find out.
 
 Every import counts: at the top of a file, inside a function, under TYPE_CHECKING, and `import_module("literal")`.
 """
@@ -144,7 +144,7 @@ def _fault(module: str, target: str) -> str | None:
         return None
     if top in OWN:
         if not _allowed_own(module, target):
-            return "not in the table of DESIGN §1"
+            return "not in the table of docs/architecture.md#who-imports-whom"
         method = _method(target)
         if method and _layer(module) is LAYERS["pipeline"]:
             return "plan and driver name no method: go through the registry"

@@ -6,6 +6,7 @@ python -m tools.manifest_reference [--check]
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ def _section(model: type[BaseModel]) -> str:
     besides = [f"Besides, the fields of {_link(schema.MethodEntry)}.", ""] if shared else []
     table = ["| field | value | default |", "|---|---|---|", *rows]
     text = (model.__doc__ or "").strip().replace("\n    ", "\n")
+    text = re.sub(r"\bdocs/([\w-]+\.md(?:#[\w-]+)?)", r"[\1](\1)", text)
     return "\n".join([f"## {_title(model)}", "", text, "", *besides, *table, ""])
 
 

@@ -1,4 +1,4 @@
-"""A shard's gradient samples back through a layer, on a worker. METHODS §6.2.
+"""A shard's gradient samples back through a layer, on a worker. docs/methods.md#gradient-moments.
 
 The gradient is that of a sample's summed log-likelihood of labels drawn from the model's own distribution. Labels and
 random gradients follow from the manifest's seed, the sample and the position, whoever draws them.
@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifests.errors import NumericsError
+from manifests.records import ArrayRecord
 from pipeline.kernels.gradients import add_sample_moment_, draw_labels
 from pipeline.methods.method import Moment
 from pipeline.ports import Backward
@@ -49,7 +49,7 @@ class BackwardPass:
         self.activations = activations
         self.computing = computing
 
-    def run(self, unit: Backward) -> tuple[dict[Moment, dict[str, Tensor]], Mapping[str, Any] | None]:
+    def run(self, unit: Backward) -> tuple[dict[Moment, dict[str, Tensor]], ArrayRecord | None]:
         """The partial moments, and the record of the gradients at the layer's inputs if they are stored.
 
         Raises:
@@ -88,7 +88,7 @@ class BackwardPass:
         *,
         emit: bool,
         store: bool,
-    ) -> Mapping[str, Any] | None:
+    ) -> ArrayRecord | None:
         """All samples back through one layer; what comes out at its inputs is held."""
         inputs = self.activations.open(unit.inputs[layer - unit.layer])
         block = self.layers.differentiable_block(layer)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.ports import Record
+from manifests.records import StagedLayer
 from workers.embedding_and_head import embedding, head
 from workers.layers import LayerReader
 
@@ -47,7 +47,7 @@ class Comparison:
 
 @torch.inference_mode()
 def compare_models(
-    dense: LayerReader, packed: LayerReader, staged: Sequence[Record | None], ids_BS: Tensor
+    dense: LayerReader, packed: LayerReader, staged: Sequence[StagedLayer | None], ids_BS: Tensor
 ) -> Comparison:
     """`staged`: by layer, the record of the compressed one; None: as `packed` reads it from its own checkpoint.
 

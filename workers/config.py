@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from manifests.records import ArrayRecord
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.samples import gradient_count, shard_range
@@ -37,7 +38,7 @@ class WorkerConfig:
     config: Mapping[str, Any]
     geometry: Geometry
     run_dir: Path
-    tokens: Mapping[str, Any] | None
+    tokens: ArrayRecord | None
     shards: int
     micro_batch: int
     dtype: torch.dtype
@@ -55,7 +56,8 @@ class WorkerConfig:
         if self.token_ids is not None:
             samples, sequence = self.token_ids.shape
             return samples, sequence
-        return tuple(self.tokens["shape"]) if self.tokens else (0, 0)
+        samples, sequence = self.tokens["shape"] if self.tokens else (0, 0)
+        return samples, sequence
 
     def shard_range(self, shard: int, samples: int) -> tuple[int, int]:
         """See `pipeline.samples.shard_range`."""

@@ -54,7 +54,7 @@ class DifferentiableBlock:
     def pull_back(
         self, hidden_SD: Tensor, gradient_of: Callable[[Tensor], Tensor], points: Sequence[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradients at the layer's input (S, D), and at each point (S, F). METHODS §6.2.
+        """The gradients at the layer's input (S, D), and at each point (S, F). docs/methods.md#gradient-moments.
 
         Args:
             gradient_of: output (S, D) -> gradient at the output (S, D).

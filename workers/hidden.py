@@ -5,12 +5,12 @@ Legend: M samples of a shard, S sequence, D hidden, B micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from manifests.records import ArrayRecord
 from stores.activations import ActivationStore
 
 ShardKey = tuple[str, int, int]  # lineage, layer, shard
@@ -55,9 +55,9 @@ class HiddenWriter:
             self.writer.append(host_BSD)
         self.filled += len(host_BSD)
 
-    def finish(self) -> Mapping[str, Any] | None:
+    def finish(self) -> ArrayRecord | None:
         """Makes the stored copy durable; its record, if there is one."""
-        record: Mapping[str, Any] | None = self.writer.commit() if self.writer is not None else None
+        record: ArrayRecord | None = self.writer.commit() if self.writer is not None else None
         return record
 
 
@@ -68,13 +68,13 @@ class HiddenStates:
         self.store = store
         self.limit_bytes = limit_bytes
         self.held: dict[ShardKey, HiddenReader] = {}
-        self.spilled: dict[ShardKey, Mapping[str, Any]] = {}
+        self.spilled: dict[ShardKey, ArrayRecord] = {}
 
     def get(self, shard_key: ShardKey) -> HiddenReader | None:
         """What is held, if anything."""
         return self.held.get(shard_key)
 
-    def load(self, shard_key: ShardKey, record: Mapping[str, Any]) -> HiddenReader:
+    def load(self, shard_key: ShardKey, record: ArrayRecord) -> HiddenReader:
         """Committed hidden states, read from the store when asked for."""
         self.held[shard_key] = self.store.open(record)
         return self.held[shard_key]
@@ -89,7 +89,7 @@ class HiddenStates:
         writer = self.store.writer(lineage, layer, shard, shape_MSD, dtype, batch) if store or not fits else None
         return HiddenWriter(shape_MSD, dtype, writer, in_memory=fits, spilled=not store and not fits)
 
-    def keep(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> Mapping[str, Any] | None:
+    def keep(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> ArrayRecord | None:
         """Holds what was collected instead of anything older of the shard. Returns the record if it was stored."""
         record = hidden_writer.finish()
         lineage, _, shard = shard_key

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lamina import LaminaConfig
 from manifests.errors import NumericsError
+from manifests.records import StagedLayer
 from stores.staging import read_staged
 from workers.block import Block
 from workers.config import WorkerConfig
@@ -30,7 +31,7 @@ class LayerReader:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
 
-    def block(self, layer: int, staged: Mapping[str, Any] | None) -> Block:
+    def block(self, layer: int, staged: StagedLayer | None) -> Block:
         """The layer with its dense weights, or as staged."""
         if staged is None:
             block = self._placed((layer, "dense"), lambda: self._source_block(layer))
@@ -78,7 +79,7 @@ class LayerReader:
             tensors = self._read_layer(layer)
         return Block(self.config, layer, tensors, self.device)
 
-    def _staged_block(self, layer: int, staged: Mapping[str, Any]) -> Block:
+    def _staged_block(self, layer: int, staged: StagedLayer) -> Block:
         config = copy.copy(self.config)
         config.forms = [dict(staged["forms"]) if index == layer else {} for index in range(config.num_hidden_layers)]
         tensors = read_staged(self.setup.run_dir, staged)

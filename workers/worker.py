@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
+from manifests.records import ArrayRecord, GradientRecord
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
 from pipeline.kernels.refit import evenly_spread
@@ -33,7 +34,6 @@ from pipeline.ports import (
     ForwardDone,
     Measure,
     Predict,
-    Record,
     Reduce,
     Score,
     Solve,
@@ -128,12 +128,12 @@ class Worker:
         return ForwardDone(
             partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
             cosine=cosine if unit.cosine else None,
-            activation=dict(record) if record and unit.store else None,
+            activation=record if unit.store else None,
             tokens=self._samples(unit.shard) * self._sequence,
             inputs=kept_inputs,
         )
 
-    def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> Record:
+    def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> ArrayRecord:
         """Stores the inputs of the samples that the backward pass will take."""
         count = self.setup.gradient_count(unit.shard)
         shape_MSD = (count, self._sequence, self.setup.geometry.hidden)
@@ -146,7 +146,7 @@ class Worker:
         partials, record = self.backward.run(unit)
         return BackwardDone(
             partials={moment: self.transfer.put(partial) for moment, partial in partials.items()},
-            activation=dict(record) if record and unit.store else None,
+            activation=record if unit.store else None,
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
         )
 
@@ -228,7 +228,7 @@ class Worker:
 
     # -- statistics, solving, writing --------------------------------------------------------------------------------
 
-    def _reduce(self, unit: Reduce) -> Record:
+    def _reduce(self, unit: Reduce) -> ArrayRecord:
         if unit.moment.kind == "sample":
             parts = [partial["moment"] for partial in get_all(self.transfer, unit.partials)]
             return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
@@ -237,12 +237,12 @@ class Worker:
         if unit.moment.kind == "value":
             return record
         sequences = self.setup.gradient_samples
-        return {
+        return GradientRecord(
             **record,
-            "square_norms": totals["square_norms"].tolist(),
-            "sequences": sequences,
-            "tokens": sequences * self._sequence,
-        }
+            square_norms=totals["square_norms"].tolist(),
+            sequences=sequences,
+            tokens=sequences * self._sequence,
+        )
 
     def _measure(self, unit: Measure) -> Any:
         method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
@@ -257,14 +257,15 @@ class Worker:
         with self._computing():
             return method.curve(unit.task.group, self.setup.geometry, weights, statistics)
 
-    def _statistics(self, records: Mapping[Moment, Record]) -> Statistics:
+    def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""
         moments = {}
         for moment, record in records.items():
             found = self.statistics.read(record).to(self.device)
             if moment.kind == "gradient":
-                squares_G = torch.tensor(record["square_norms"], dtype=torch.float64, device=self.device)
-                found = shrink(found, squares_G, record["sequences"], record["tokens"])
+                gradient = cast(GradientRecord, record)
+                squares_G = torch.tensor(gradient["square_norms"], dtype=torch.float64, device=self.device)
+                found = shrink(found, squares_G, gradient["sequences"], gradient["tokens"])
             moments[moment] = found
         return Statistics(moments, self._calibration_tokens)
 

@@ -15,6 +15,7 @@ from typing import Any
 from lamina import MODELLING_FILES, modelling_source
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError
+from manifests.records import LayerEntry, ShardRecord
 from pipeline.checkpoint.compression_record import (
     RECORD_FILE,
     RECORD_VERSION,
@@ -28,8 +29,9 @@ from pipeline.checkpoint.counting import count
 from pipeline.checkpoint.model_card import model_card
 from pipeline.families.registry import checkpoint_config
 from pipeline.job.inputs import Inputs
+from pipeline.keys import COMPARED, layer_key, rest_key
 from pipeline.methods.registry import config_fields
-from pipeline.ports import Journal, Record
+from pipeline.ports import Journal
 from stores.checkpoint import (
     copy_file,
     copy_shard,
@@ -137,9 +139,9 @@ class Assembler:
 
     def damaged_layers(self) -> dict[str, str]:
         """Ledger key -> fault of every staged layer that is not what was committed. Their entries are taken back."""
-        damaged = {}
+        damaged: dict[str, str] = {}
         for layer in range(self.inputs.geometry.num_layers):
-            entry = self.journal.get(key := f"layer/{layer:05d}")
+            entry = self.journal.get(key := layer_key(layer))
             try:
                 if entry is not None:
                     verify_shard(self.run_dir / entry["staged"]["path"], entry["staged"])
@@ -157,15 +159,15 @@ class Assembler:
             if name.endswith(SHARD_SUFFIX):
                 (self.output / name).unlink(missing_ok=True)
 
-    def _place(self, plan: ShardPlan) -> Record:
+    def _place(self, plan: ShardPlan) -> ShardRecord:
         target = self.output / plan.name
         if plan.layer is not None:
             entry = self._entry(plan.layer)
             assert entry is not None
             link_or_copy(self.run_dir / entry["staged"]["path"], target)
-            staged: Record = entry["staged"]
-            return staged
-        entered = self.journal.get(f"rest/{plan.name.removesuffix(SHARD_SUFFIX)}")
+            return entry["staged"]
+        key = rest_key(plan.name.removesuffix(SHARD_SUFFIX))
+        entered = self.journal.get(key)
         if entered is not None and _is_whole(target, entered):
             return entered
         assert plan.source_file is not None
@@ -174,16 +176,16 @@ class Assembler:
             record = describe_shard(target)
         else:
             record = copy_shard(target, self.inputs.source, plan.tensors)
-        self.journal.commit(f"rest/{plan.name.removesuffix(SHARD_SUFFIX)}", record)
+        self.journal.commit(key, record)
         return record
 
     def _forms(self) -> list[dict[str, Any]]:
         entries = [self._entry(layer) for layer in range(self.inputs.geometry.num_layers)]
         return [entry["forms"] if entry else {} for entry in entries]
 
-    def _entry(self, layer: int) -> Record | None:
+    def _entry(self, layer: int) -> LayerEntry | None:
         """What was committed of a layer; None when nobody claims it. Raises CorruptError: an entry has vanished."""
-        entry = self.journal.get(f"layer/{layer:05d}")
+        entry = self.journal.get(layer_key(layer))
         if entry is None and any(task.group.layer == layer for task in self.inputs.tasks):
             raise CorruptError(
                 f"{self.run_dir}: the ledger no longer holds layer {layer}; was a mount lost? Mount it again, then run "
@@ -196,7 +198,7 @@ class Assembler:
         config = checkpoint_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
         return config | config_fields(self.inputs.methods)
 
-    def _record(self, plans: Sequence[ShardPlan], records: Mapping[str, Record]) -> dict[str, Any]:
+    def _record(self, plans: Sequence[ShardPlan], records: Mapping[str, ShardRecord]) -> dict[str, Any]:
         geometry, forms = self.inputs.geometry, self._forms()
         owners = {(task.group.layer, role): task for task in self.inputs.tasks for role in task.group.roles}
         tensors: dict[str, Any] = {}
@@ -222,7 +224,7 @@ class Assembler:
             "manifest": self.inputs.manifest.semantic(),
             "counts": count(self.inputs, tensors, forms),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
-            "compared": (self.journal.get("compared") or {}).get("compared"),
+            "compared": (self.journal.get(COMPARED) or {}).get("compared"),
             "shards": {name: {key: record[key] for key in ("size", "sha256")} for name, record in records.items()},
             "claimed": self._claimed(),
             "tensors": tensors,
@@ -288,7 +290,7 @@ def without_code(tokenizer_config: bytes) -> bytes:
     return json.dumps(fields, indent=2).encode()
 
 
-def _is_whole(path: Path, record: Record) -> bool:
+def _is_whole(path: Path, record: ShardRecord) -> bool:
     try:
         verify_shard(path, record)
     except (CorruptError, InputError):

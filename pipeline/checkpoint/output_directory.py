@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from manifests.errors import CorruptError, InputError, StorageError
+from manifests.records import AssemblingEntry, StagedRecord
 from pipeline.checkpoint.compression_record import RECORD_FILE, SEAL, read_record
+from pipeline.keys import ASSEMBLING, COMPLETE
 from stores.durable import is_hidden, partial_path, storage_errors, sweep_partials, write_durably
 from stores.ledger import Ledger
 from stores.lock import RunLock
 
 LOCK_FILE = ".lamina.lock"
-ENTRY = "assembling"
 SHOWN_FILES = 20
 
 
@@ -67,18 +67,19 @@ def survey_output(output: Path, ledger: Ledger, fresh: bool = False) -> OutputFi
         found = [entry for entry in os.scandir(output) if not is_hidden(entry.name)] if output.is_dir() else []
     files = {entry.name for entry in found if not entry.is_dir(follow_symlinks=False)}
     recorded, seal = _recorded(output) if RECORD_FILE in files else (frozenset(), None)
-    entered = ledger.get(ENTRY) or {}
-    begun_here = entered.get("output") == str(output.resolve())
-    finished = (ledger.get("complete") or {}).get("contract_sha256")
-    ours = set(entered.get("files", files)) & files if begun_here and _still_there(output, files, entered) else set()
-    if seal is not None and seal == finished:
+    entered = ledger.get(ASSEMBLING)
+    ours: set[str] = set()
+    if entered and entered["output"] == str(output.resolve()) and _still_there(output, files, entered):
+        ours = files.intersection(entered.get("files", files))
+    finished = ledger.get(COMPLETE)
+    if finished and seal == finished["contract_sha256"]:
         ours |= recorded & files
     of_lamina = (recorded & files) - ours
     foreign = sorted({entry.name for entry in found} - ours - of_lamina)
     return OutputFiles(output, frozenset(ours), frozenset(of_lamina), tuple(foreign), fresh)
 
 
-def claim_files(ledger: Ledger, output: Path, names: Iterable[str], shards: Iterable[Mapping[str, Any]]) -> None:
+def claim_files(ledger: Ledger, output: Path, names: Iterable[str], shards: Iterable[StagedRecord]) -> None:
     """Enters that files of these names in OUTPUT are this job's, before the first is written or replaced.
 
     `shards`: records of some of them; by their sizes a folder that took OUTPUT's place later is told from it.
@@ -86,10 +87,11 @@ def claim_files(ledger: Ledger, output: Path, names: Iterable[str], shards: Iter
     names = sorted(names)
     sizes = {record["size"] for record in shards}
     sizes |= {(output / name).stat().st_size for name in names if _is_shard(name) and (output / name).is_file()}
-    ledger.commit(ENTRY, {"output": str(output.resolve()), "files": names, "shard_bytes": sorted(sizes)})
+    entry = AssemblingEntry(output=str(output.resolve()), files=names, shard_bytes=sorted(sizes))
+    ledger.commit(ASSEMBLING, entry)
 
 
-def _still_there(output: Path, files: set[str], entered: Mapping[str, Any]) -> bool:
+def _still_there(output: Path, files: set[str], entered: AssemblingEntry) -> bool:
     """Whether the folder is the one that was written to: holds the record, or a shard of a size that it had."""
     sizes = entered.get("shard_bytes")
     if not sizes or RECORD_FILE in files:

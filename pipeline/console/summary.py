@@ -1,15 +1,22 @@
-"""The end of a job as a person reads it: ranks and errors per layer, what is kept, where the time went."""
+"""The end of a job as a person reads it: ranks and errors per layer, what is kept, scores, where the time went."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 SEEN_LIMIT = 0.1  # of the passages of an evaluation text: what different texts share by themselves is less
+FIGURES = re.compile(r".*error.*|tucker_ranks.*|numbers|predicted.*")  # of a group's report, beside its ranks
+NOTES = re.compile(r"(fallback|dropped|clipped|jitter|selection_jitter|scaled|dense|repaired).*")
+ROOM = 24  # characters a column of notes needs at least
+GAP = 2  # between columns, one of it the table's divider
 
 
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
@@ -19,17 +26,17 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     if summary.get("already_finished"):
         now = "scored now" if summary.get("scored_now") else "nothing to do (`pipeline.verify` reads every byte)"
         say(f"{summary['output']}: finished before; {now}")
-    console.print(_layer_table(summary["layers"]))
-    console.print(_count_table(summary["counts"]))
+    for table in (*layer_tables(summary["layers"], console.width), _count_table(summary["counts"])):
+        console.print(table)
+        console.print()
     say(_time_line(summary["seconds"]))
     peaks = summary["peak_bytes"]
     workers = ", ".join(f"{peak / 2**20:,.0f}" for peak in peaks["workers"].values())
     say(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
     if held_out := summary.get("held_out"):
         say(held_out_line(held_out))
-    if "perplexity" in summary["evaluation"]:
-        found = summary["evaluation"]["perplexity"]
-        say(f"perplexity {found['perplexity']:.4f} ({found['tokens']:,} tokens, windows of {found['window']})")
+    for line in score_lines(summary["evaluation"]):
+        say(line)
     say(f"output: {summary['output']}")
 
 
@@ -46,6 +53,20 @@ def seen_warning(seen: float) -> str:
     return f"{seen:.0%} of the evaluation text occurs in the calibration samples, which flatters; score another text"
 
 
+def score_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each perplexity, the dense model's beside it where it is known; a warning where it flatters."""
+    now, dense = evaluation.get("perplexity"), evaluation.get("dense")
+    if now:
+        ratio = (
+            f", dense {dense['perplexity']:.4f}, {now['perplexity'] / dense['perplexity']:.3f} times" if dense else ""
+        )
+        yield f"perplexity {now['perplexity']:.4f}{ratio} ({_extent(now)})"
+        if now.get("seen", 0.0) > SEEN_LIMIT:
+            yield f"  {seen_warning(now['seen'])}"
+    for entry in evaluation.get("earlier", ()):
+        yield f"earlier: perplexity {entry['perplexity']:.4f} ({_extent(entry)})"
+
+
 def compute_share(seconds: Mapping[str, Any]) -> float:
     """Share of the workers' busy time inside matrix products and decompositions."""
     units = seconds["units"].values()
@@ -53,25 +74,70 @@ def compute_share(seconds: Mapping[str, Any]) -> float:
     return sum(computing for _, _, computing in units) / busy if busy else 0.0
 
 
-def _layer_table(layers: list[Mapping[str, Any]]) -> Table:
-    table = Table("layer", "group", "ranks", "relative error", "notes")
-    for layer, entry in enumerate(layers):
-        for group, report in entry["groups"].items():
-            ranks = ", ".join(f"{name} {rank}" for name, rank in report["ranks"].items())
-            error = report.get("error")
-            notes = ", ".join(
-                f"{key} {_short(value)}" for key, value in report.items() if key not in ("ranks", "error", "method")
-            )
-            table.add_row(str(layer), group, ranks, f"{error:.3e}" if error is not None else "", notes)
-    return table
+def layer_tables(layers: Sequence[Mapping[str, Any]], width: int) -> list[Table]:
+    """A row for each layer, the same figures in each; as many tables as the width asks for. The last one has the notes,
+    if there are any."""
+    rows = [dict(_figures(entry["groups"])) for entry in layers]
+    headings = list(dict.fromkeys(heading for row in rows for heading in row))
+    notes = [", ".join(_notes(entry["groups"])) for entry in layers]
+    widths = {heading: GAP + max(map(len, [*heading, *(row.get(heading, "") for row in rows)])) for heading in headings}
+    room = width - GAP - len("layer")
+    parts: list[list[tuple[str, str]]] = [[]]
+    for heading in headings:
+        if parts[-1] and sum(widths[one] for one in parts[-1]) + widths[heading] > room:
+            parts.append([])
+        parts[-1].append(heading)
+    if any(notes) and parts[-1] and sum(widths[one] for one in parts[-1]) + ROOM > room:
+        parts.append([])
+    tables = [_table(["layer", *(f"{group}\n{name}" if name else group for group, name in part)]) for part in parts]
+    if any(notes):
+        tables[-1].add_column("notes", overflow="fold")
+    for table, part in zip(tables, parts, strict=True):
+        for layer, row in enumerate(rows):
+            last = [notes[layer]] if any(notes) and table is tables[-1] else []
+            table.add_row(str(layer), *(row.get(heading, "") for heading in part), *last)
+    return tables
+
+
+def _figures(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[str, str], str]]:
+    """(Group, figure) -> as shown."""
+    for group, report in groups.items():
+        for name, rank in report["ranks"].items():
+            yield (group, "rank" if name == group else name), f"{rank:,}"
+        for name, value in report.items():
+            if value is not None and FIGURES.fullmatch(name):
+                yield (group, name.replace("_", " ")), _short(value)
+
+
+def _notes(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """What is out of the ordinary in a layer."""
+    for group, report in groups.items():
+        for name, value in report.items():
+            if NOTES.fullmatch(name) and value:
+                yield f"{group} {name.replace('_', ' ')}{'' if value is True else f' {_short(value)}'}"
 
 
 def _count_table(counts: Mapping[str, Mapping[str, int]]) -> Table:
-    table = Table("", "dense", "compressed", "kept")
+    table = _table(["", "dense", "compressed", "kept"])
+    table.columns[0].justify = "left"
     for name, pair in counts.items():
         share = pair["compressed"] / pair["dense"] if pair["dense"] else 1.0
         table.add_row(name.replace("_", " "), f"{pair['dense']:,}", f"{pair['compressed']:,}", f"{share:.4f}")
     return table
+
+
+def _table(headings: Sequence[str]) -> Table:
+    """Columns of numbers: right-aligned, never cut."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _extent(entry: Mapping[str, Any]) -> str:
+    text = entry.get("text", {})
+    named = text.get("dataset") or ", ".join(Path(name).name for name in text.get("files", ()))
+    return f"{f'{named}, ' if named else ''}{entry['tokens']:,} tokens, windows of {entry['window']}"
 
 
 def _time_line(seconds: Mapping[str, Any]) -> str:
@@ -81,4 +147,6 @@ def _time_line(seconds: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, list | tuple):
+        return "×".join(map(_short, value))
+    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)

@@ -6,30 +6,35 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.ports import Diverge, Divergence, Forward, Lineage, Observer, Pool, Record, Unit
+from manifests.records import ArrayRecord, HeldOutScoreEntry, StagedLayer
+from pipeline.ports import Diverge, Divergence, Forward, Lineage, Observer, Pool, Unit
 from pipeline.steps import do_units
 
 
-def dense_outputs(pool: Pool, num_layers: int, shards: int, observer: Observer) -> list[Record]:
+def dense_outputs(pool: Pool, num_layers: int, shards: int, observer: Observer) -> list[ArrayRecord]:
     """The stored outputs of the dense model's last layer, by shard."""
     observer.phase("held-out text, dense", num_layers, shards)
-    return [done.activation for done in _through(pool, "dense", [None] * num_layers, shards, observer, store=True)]
+    return [
+        done.activation for done in _through(pool, "held_out_dense", [None] * num_layers, shards, observer, store=True)
+    ]
 
 
-def compare(pool: Pool, staged: Sequence[Record | None], dense: Sequence[Record], observer: Observer) -> dict[str, Any]:
+def compare(
+    pool: Pool, staged: Sequence[StagedLayer | None], dense: Sequence[ArrayRecord], observer: Observer
+) -> HeldOutScoreEntry:
     """Divergence and perplexities, per token, of the layers as staged (None: a dense one).
 
     Returns `divergence` (KL(dense‖compressed), nats per token), `dense_perplexity`, `perplexity` and `tokens`; sums
     are added in shard order.
     """
     observer.phase("held-out text", len(staged), len(dense))
-    _through(pool, "compressed", staged, len(dense), observer, store=False)
+    _through(pool, "held_out", staged, len(dense), observer, store=False)
     units = [Diverge(len(staged), shard, record, tuple(staged)) for shard, record in enumerate(dense)]
     return _per_token(do_units(pool, units, observer))
 
 
 def _through(
-    pool: Pool, lineage: Lineage, staged: Sequence[Record | None], shards: int, observer: Observer, *, store: bool
+    pool: Pool, lineage: Lineage, staged: Sequence[StagedLayer | None], shards: int, observer: Observer, *, store: bool
 ) -> list[Any]:
     """All shards through all layers; what came of the last."""
     done: list[Any] = []
@@ -52,7 +57,7 @@ def _through(
     return done
 
 
-def _per_token(parts: Sequence[Divergence]) -> dict[str, Any]:
+def _per_token(parts: Sequence[Divergence]) -> HeldOutScoreEntry:
     tokens = sum(part.tokens for part in parts)
     return {
         "divergence": sum(part.divergence for part in parts) / tokens,

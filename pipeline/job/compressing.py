@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from manifests.errors import CorruptError
+from manifests.records import ArrayRecord, StagedLayer
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.console.signals import catch_signals, interrupt_on_signals
@@ -19,8 +20,8 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
-from pipeline.keys import HELD_OUT
-from pipeline.ports import Compare, Record
+from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS, layer_key
+from pipeline.ports import Compare
 from pipeline.repair import REPAIRS
 from stores.activations import ActivationStore
 from stores.staging import sweep_staged
@@ -40,16 +41,18 @@ class Effort:
 class StoreCleaner:
     """See `pipeline.ports.Cleaner`; the arrays of `always` stay."""
 
-    def __init__(self, activations: ActivationStore, statistics: StatisticsStore, always: tuple[Record, ...]) -> None:
+    def __init__(
+        self, activations: ActivationStore, statistics: StatisticsStore, always: tuple[ArrayRecord, ...]
+    ) -> None:
         self.activations = activations
         self.statistics = statistics
         self.always = always
 
-    def retain_activations(self, records: tuple[Record, ...]) -> None:
+    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored hidden states but these."""
         self.activations.sweep((*records, *self.always))
 
-    def retain_statistics(self, records: tuple[Record, ...]) -> None:
+    def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored moments but these."""
         self.statistics.sweep(records)
 
@@ -59,8 +62,8 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
     tokens = _stored_tokens(job)
     _sweep(job)
     setup = worker_config(job, tokens)
-    held_out = job.ledger.get(HELD_OUT) or {"tokens": None, "outputs": []}
-    always = tuple(record for record in (tokens, held_out["tokens"], *held_out["outputs"]) if record)
+    held_out = job.ledger.get(HELD_OUT)
+    always = ((tokens,) if tokens else ()) + ((held_out["tokens"], *held_out["outputs"]) if held_out else ())
     cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, always)
     for attempt in range(REPAIRS + 1):
         catch_signals(job.stop)
@@ -69,7 +72,7 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
             heartbeat.attending(pool),
             units_logged(pool, job.run_dir.logs),
         ):
-            job.ledger.commit("hardware", dict(pool.hardware))
+            job.ledger.commit(HARDWARE, dict(pool.hardware))
             job.observer.show_memory_of(pool.peak_bytes)
             Driver(driver_job(job.inputs), pool, job.ledger, cleaner, job.observer).run()
             _compare(job, pool)
@@ -86,21 +89,21 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
 
 def _compare(job: JobContext, pool: RayPool) -> None:
     """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again on OUTPUT."""
-    entries = [job.ledger.get(f"layer/{layer:05d}") for layer in range(job.inputs.geometry.num_layers)]
+    entries = [job.ledger.get(layer_key(layer)) for layer in range(job.inputs.geometry.num_layers)]
     layers = [entry["staged"]["sha256"] if entry else None for entry in entries]
     origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
     tokens = tuple(map(tuple, ids_BS.tolist()))
-    entered = job.ledger.get("compared")
+    entered = job.ledger.get(COMPARED)
     if entered is not None and entered["layers"] == layers and entered["compared"]["tokens"] == list(map(list, tokens)):
         return
-    staged = tuple({**entry["staged"], "forms": entry["forms"]} if entry else None for entry in entries)
+    staged = tuple(StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None for entry in entries)
     try:
         pool.submit(Compare(tokens, staged))
         _, found = pool.wait()
     except CorruptError as error:  # `damaged_layers` names the layer, and it is made again
         job.observer.repaired(str(error), ["compared"])
         return
-    job.ledger.commit("compared", {"layers": layers, "compared": {"origin": origin, "tokens": tokens, **found}})
+    job.ledger.commit(COMPARED, {"layers": layers, "compared": {"origin": origin, "tokens": tokens, **found}})
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def _assembler(job: JobContext) -> Assembler:
     return Assembler(job.inputs, job.ledger, job.run_dir.path, job.source_files, job.run_dir.lock.check)
 
 
-def worker_config(job: JobContext, tokens: Record | None) -> WorkerConfig:
+def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
     """What workers of this job are told."""
     manifest, calibration = job.manifest, job.manifest.calibration
     return WorkerConfig(
@@ -134,15 +137,15 @@ def worker_config(job: JobContext, tokens: Record | None) -> WorkerConfig:
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
         gradient_samples=job.inputs.gradient_samples,
-        hardware=job.ledger.get("hardware"),
+        hardware=job.ledger.get(HARDWARE),
     )
 
 
-def _stored_tokens(job: JobContext) -> Record | None:
+def _stored_tokens(job: JobContext) -> ArrayRecord | None:
     """The record of the calibration tokens, where every worker reads them."""
     if job.tokens is None:
         return None
-    store, entered = job.run_dir.activations, job.ledger.get("tokens")
+    store, entered = job.run_dir.activations, job.ledger.get(TOKENS)
     try:
         if entered is not None:
             store.open(entered["tokens"]).read(0, len(job.tokens))
@@ -151,9 +154,8 @@ def _stored_tokens(job: JobContext) -> Record | None:
         job.observer.repaired(str(error), ["tokens"])
     if entered is None:
         entered = {"tokens": store.write_tokens(job.tokens.to(torch.int32))}
-        job.ledger.commit("tokens", entered)
-    record: Record = entered["tokens"]
-    return record
+        job.ledger.commit(TOKENS, entered)
+    return entered["tokens"]
 
 
 def _sweep(job: JobContext) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.loading import dump_manifest
+from manifests.records import Key, ReusedEntry
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.assembling import free_bytes
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
@@ -25,7 +26,7 @@ from pipeline.job.calibration import calibration_tokens, evaluation_tokens
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.keys import HELD_OUT_SCORE, RANKS
+from pipeline.keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE
 from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.plan import Plan, make_plan
 from stores.durable import write_durably
@@ -100,15 +101,15 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
         locks = (stack.enter_context(run_dir.lock), stack.enter_context(claim_output(output)))
-        source_files = inputs.source.file_digests(run_dir.ledger.get("source") or {})
-        if source_files != run_dir.ledger.get("source"):
+        source_files = inputs.source.file_digests(run_dir.ledger.get(SOURCE) or {})
+        if source_files != run_dir.ledger.get(SOURCE):
             check_copied(inputs)
         found = survey_output(output, run_dir.ledger, fresh)
-        if fresh or run_dir.ledger.get("complete") is None:
+        if fresh or run_dir.ledger.get(COMPLETE) is None:
             found.replaceable()  # a finished job may find that nothing is to be written
         adapt = partial(_solve_again, manifest, run_dir.ledger, found.replaceable)
         run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
-        run_dir.ledger.commit("source", source_files)
+        run_dir.ledger.commit(SOURCE, source_files)
         check_entries(run_dir.ledger, driver_job(inputs), inputs.config)
         yield JobContext(
             inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started
@@ -156,7 +157,7 @@ def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
             f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
         )
     write_durably(job.run_dir.manifest, dump_manifest(job.manifest).encode())
-    if reused := job.ledger.get("reused"):
+    if reused := job.ledger.get(REUSED):
         job.observer.say(f"statistics of an earlier run serve again: {reused['seconds']:.1f} s of forward passes saved")
 
 
@@ -170,12 +171,13 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
     if not ranks_only or manifest.calibration is None or manifest.calibration.propagate != "dense":
         return False
     check()
-    summary = (ledger.get("complete") or {}).get("summary", {})
+    done = ledger.get(COMPLETE)
+    summary = done["summary"] if done else {}
     phases = summary.get("seconds", {}).get("phases", {})
     seconds = summary.get("seconds_saved", 0.0) + phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
     if summary:
-        ledger.commit("reused", {"seconds": seconds})
-    undone = ["complete", HELD_OUT_SCORE, *ledger.keys("layer/"), RANKS, *ledger.keys("measured/")]
+        ledger.commit(REUSED, ReusedEntry(seconds=seconds))
+    undone: list[Key[Any]] = [COMPLETE, HELD_OUT_SCORE, *ledger.keys("layer/"), RANKS, *ledger.keys("measured/")]
     if not all(name.startswith("budget") for name in names):
         undone += ledger.keys("curves/")
     for key in undone:

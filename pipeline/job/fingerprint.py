@@ -1,4 +1,7 @@
-"""What decides the output's bytes: a run directory with another fingerprint belongs to another job. DESIGN §3."""
+"""What decides the output's bytes: a run directory with another fingerprint belongs to another job.
+
+docs/formats.md#run_dir.
+"""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ What leaves the dense model on them is stored once and serves every try at a siz
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from manifests.errors import CorruptError
+from manifests.records import ArrayRecord, HeldOutEntry, HeldOutScoreEntry, StagedLayer
 from pipeline.console.signals import catch_signals
 from pipeline.console.summary import held_out_line
 from pipeline.evaluation.divergence import compare, dense_outputs
@@ -19,11 +19,11 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.keys import HELD_OUT, HELD_OUT_SCORE, layer_key
-from pipeline.ports import Pool, Record
+from pipeline.ports import Pool
 from workers.config import WorkerConfig
 
 
-def score_held_out(job: JobContext, heartbeat: Heartbeat) -> dict[str, Any] | None:
+def score_held_out(job: JobContext, heartbeat: Heartbeat) -> HeldOutScoreEntry | None:
     """Divergence from the dense model and both perplexities, entered once; None where the texts have no more tokens.
 
     Raises:
@@ -46,7 +46,7 @@ def score_held_out(job: JobContext, heartbeat: Heartbeat) -> dict[str, Any] | No
     return entered
 
 
-def _measured(job: JobContext, heartbeat: Heartbeat) -> dict[str, Any]:
+def _measured(job: JobContext, heartbeat: Heartbeat) -> HeldOutScoreEntry:
     assert job.held_out is not None
     catch_signals(job.stop)
     entered = job.ledger.get(HELD_OUT)
@@ -55,7 +55,7 @@ def _measured(job: JobContext, heartbeat: Heartbeat) -> dict[str, Any]:
     with worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool, heartbeat.attending(pool):
         outputs = entered["outputs"] if entered else _dense_outputs(job, pool, setup.shards)
         if entered is None:
-            job.ledger.commit(HELD_OUT, {"tokens": tokens, "outputs": outputs})
+            job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=tokens, outputs=outputs))
         return compare(pool, _staged(job), outputs, job.observer)
 
 
@@ -67,11 +67,11 @@ def _drop(job: JobContext) -> None:
             job.run_dir.activations.drop(record)
 
 
-def _dense_outputs(job: JobContext, pool: Pool, shards: int) -> list[Record]:
+def _dense_outputs(job: JobContext, pool: Pool, shards: int) -> list[ArrayRecord]:
     return dense_outputs(pool, job.inputs.geometry.num_layers, shards, job.observer)
 
 
-def _worker_config(job: JobContext, tokens: Record) -> WorkerConfig:
+def _worker_config(job: JobContext, tokens: ArrayRecord) -> WorkerConfig:
     """In float32, or in float64 if the model is: what rounding does is not what compression does."""
     setup = worker_config(job, tokens)
     windows = int(tokens["shape"][0])
@@ -79,6 +79,6 @@ def _worker_config(job: JobContext, tokens: Record) -> WorkerConfig:
     return replace(setup, shards=min(setup.shards, windows), dtype=dtype, gradient_samples=0)
 
 
-def _staged(job: JobContext) -> list[Record | None]:
+def _staged(job: JobContext) -> list[StagedLayer | None]:
     entries = [job.ledger.get(layer_key(layer)) for layer in range(job.inputs.geometry.num_layers)]
-    return [{**entry["staged"], "forms": entry["forms"]} if entry else None for entry in entries]
+    return [StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None for entry in entries]

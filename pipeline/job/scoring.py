@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 
+from manifests.records import Key, ScoreEntry
 from pipeline.console.signals import catch_signals
 from pipeline.console.summary import SEEN_LIMIT, seen_warning
 from pipeline.evaluation.perplexity import SCRATCH_PREFIX, score_tokens
 from pipeline.job.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext
+from pipeline.keys import COMPLETE, score_key
 
 
-def missing_scores(job: JobContext) -> list[str]:
+def missing_scores(job: JobContext) -> list[Key[ScoreEntry]]:
     """The ledger keys that evaluating the finished OUTPUT would enter."""
-    done = job.ledger.get("complete")
+    done = job.ledger.get(COMPLETE)
     return [key for key in _wanted(job, done["contract_sha256"]) if job.ledger.get(key) is None] if done else []
 
 
@@ -51,13 +53,17 @@ def score_output(job: JobContext, seal: str) -> None:
         )
         wanted = job.manifest.evaluation.perplexity
         assert wanted is not None
-        entry = {
+        entry: ScoreEntry = {
             "kind": "perplexity",
             "model": "dense" if key.startswith("score/dense/") else "compressed",
             "seal": seal,
             "text": wanted.text.model_dump(mode="json", exclude_none=True),
             "seen": _seen(job),
-            **found,
+            "perplexity": found["perplexity"],
+            "loss": found["loss"],
+            "tokens": found["tokens"],
+            "windows": found["windows"],
+            "window": found["window"],
         }
         job.ledger.commit(key, entry)
         which = "of the dense model " if entry["model"] == "dense" else ""
@@ -86,22 +92,22 @@ def _seen(job: JobContext) -> float:
     return seen_share(job.tokens, job.evaluation)
 
 
-def _wanted(job: JobContext, seal: str) -> dict[str, str]:
+def _wanted(job: JobContext, seal: str) -> dict[Key[ScoreEntry], str]:
     """Ledger key -> the model to be scored."""
     if job.evaluation is None:
         return {}
-    wanted = {f"score/output/{_digest(seal, tokens_digest(job.evaluation))}": job.manifest.output}
+    wanted = {score_key("output", _digest(seal, tokens_digest(job.evaluation))): job.manifest.output}
     if job.manifest.evaluation.perplexity and job.manifest.evaluation.perplexity.dense:
         wanted |= dict.fromkeys(_dense_key(job), str(job.inputs.source.directory))
     return wanted
 
 
-def _dense_key(job: JobContext) -> tuple[str, ...]:
+def _dense_key(job: JobContext) -> tuple[Key[ScoreEntry], ...]:
     """Where the score of the source on these tokens is, or would be."""
     if job.evaluation is None:
         return ()
     source = {file: found["sha256"] for file, found in job.source_files.items()}
-    return (f"score/dense/{_digest(source, tokens_digest(job.evaluation))}",)
+    return (score_key("dense", _digest(source, tokens_digest(job.evaluation))),)
 
 
 def _digest(*parts: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from manifests.records import CompleteEntry
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.console.signals import deferred_signals
 from pipeline.job.compressing import Effort, assemble_output, compress_layers
@@ -14,7 +15,7 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import score_held_out
 from pipeline.job.run_record import recorded
 from pipeline.job.scoring import missing_scores, score_output, scores
-from pipeline.keys import HELD_OUT_SCORE
+from pipeline.keys import COMPLETE, HELD_OUT_SCORE, REUSED
 from workers.cluster import connect
 from workers.memory import peak_bytes
 
@@ -50,23 +51,24 @@ def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None
 
 def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
     """The summary of a job that is done in this OUTPUT, and what is wrong with the files there."""
-    done = job.ledger.get("complete")
+    done = job.ledger.get(COMPLETE)
     if done is None or done["output"] != job.output:
         return None, []
-    seal = done.get("contract_sha256", "")
+    seal = done["contract_sha256"]
     summary = {**done["summary"], "evaluation": scores(job, seal), "already_finished": True}
     return summary, quick_faults(Path(job.manifest.output), seal)
 
 
 def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
     """What a finished job is asked for besides: scores that are missing. Returns the summary with all of them."""
-    done = job.ledger.get("complete")
+    done = job.ledger.get(COMPLETE)
     assert done is not None
     job.observer.say(f"{job.manifest.output}: finished before; only scores are missing")
     score_output(job, done["contract_sha256"])
     job.observer.stage(None)
     evaluation = scores(job, done["contract_sha256"])
-    job.ledger.commit("complete", {**done, "summary": {**done["summary"], "evaluation": evaluation}})
+    done["summary"] = {**done["summary"], "evaluation": evaluation}
+    job.ledger.commit(COMPLETE, done)
     return {**summary, "evaluation": evaluation, "scored_now": True}
 
 
@@ -88,9 +90,10 @@ def finish(
         "evaluation": dict(evaluation),
         "held_out": job.ledger.get(HELD_OUT_SCORE),
         "seconds": {"phases": job.observer.seconds, "units": effort.units, "total": job.seconds()},
-        "seconds_saved": (job.ledger.get("reused") or {}).get("seconds", 0.0),
+        "seconds_saved": reused["seconds"] if (reused := job.ledger.get(REUSED)) else 0.0,
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},
         "plan": job.plan.report(),
     }
-    job.ledger.commit("complete", {"output": job.output, "contract_sha256": compression[SEAL], "summary": summary})
+    done = CompleteEntry(output=job.output, contract_sha256=compression[SEAL], summary=summary)
+    job.ledger.commit(COMPLETE, done)
     return summary

@@ -1,4 +1,4 @@
-"""What the backward pass sums, and the labels it starts from (METHODS §6.2).
+"""What the backward pass sums, and the labels it starts from (docs/methods.md#gradient-moments).
 
 S tokens of one sample, F features, H heads, G groups of heads, d = F / H, R = S · H / G rows of a group, V vocabulary.
 """

@@ -1,4 +1,6 @@
-"""Two factors for one matrix, or for a stack that shares its input (METHODS §2 and §4), and condition numbers.
+"""Two factors for one matrix, or for a stack that shares its input, and condition numbers.
+
+docs/methods.md#lorc, #joint-rank-k.
 
 m outputs, D inputs, n = min(m, D), r rank; weights (out, in), so W ≈ second_mr @ first_rD and first_rD x is the latent.
 """
@@ -73,10 +75,10 @@ def input_roots(moment_DD: Tensor, floor: float = FLOOR) -> InputRoots:
 def low_rank(weight_mD: Tensor, rank: int, roots: InputRoots | None = None, balanced: bool = False) -> LowRank:
     """The best two factors of rank r: of W, or with `roots` of its outputs on the calibration inputs.
 
-    METHODS §2: S Wᵀ = U Σ Vᵀ with S = M^{1/2} (the identity without `roots`); first = U_rᵀ S⁻¹, second = V_r Σ_r. With
-    `balanced` (§4) √Σ goes into each factor. With `roots` the error is that on inputs of mean square 1. At full rank
-    the product is W. Computed in float64; the factors are float64 for a float64 weight, else float32. Raises ValueError
-    as `truncated_svd`, and if the roots do not fit.
+    docs/methods.md#lorc: S Wᵀ = U Σ Vᵀ with S = M^{1/2} (the identity without `roots`); first = U_rᵀ S⁻¹, second = V_r
+    Σ_r. With `balanced` (#joint-rank-k) √Σ goes into each factor. With `roots` the error is that on inputs of mean
+    square 1. At full rank the product is W. Computed in float64; the factors are float64 for a float64 weight, else
+    float32. Raises ValueError as `truncated_svd`, and if the roots do not fit.
     """
     first_rD, seconds, values_n = _factors([weight_mD], rank, roots, balanced)
     return LowRank(first_rD, seconds[0], values_n)
@@ -87,8 +89,9 @@ def joint_low_rank(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """One first factor (r, D) for a stack of weights (m_i, D), one second factor (m_i, r) each, singular values (n,).
 
-    METHODS §4: [W_1; W_2; …] ≈ U_r Σ_r V_rᵀ with √Σ in each factor. A tall stack is never built: its Gram matrix is
-    summed block by block. Raises ValueError as `low_rank`, and if the weights do not share their input width.
+    docs/methods.md#joint-rank-k: [W_1; W_2; …] ≈ U_r Σ_r V_rᵀ with √Σ in each factor. A tall stack is never built: its
+    Gram matrix is summed block by block. Raises ValueError as `low_rank`, and if the weights do not share their input
+    width.
     """
     return _factors(weights, rank, roots, balanced=True)
 
@@ -158,12 +161,15 @@ def _product(weight_mD: Tensor, right_Dr: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rank_limit(outputs: int, inputs: int) -> int:
-    """The largest rank whose two factors store fewer numbers than m x D: r (m + D) < m D (METHODS §4); may be 0."""
+    """The largest rank whose two factors store fewer numbers than m x D: r (m + D) < m D; may be 0.
+
+    docs/methods.md#joint-rank-k.
+    """
     return (outputs * inputs - 1) // (outputs + inputs)
 
 
 def log_condition(weight_mD: Tensor, floor: float = torch.finfo(torch.float64).eps) -> tuple[float, bool]:
-    """ln(σ_max / σ_min) of a matrix, and whether σ_min was clipped at `floor` x σ_max (METHODS §2).
+    """ln(σ_max / σ_min) of a matrix, and whether σ_min was clipped at `floor` x σ_max (docs/methods.md#lorc).
 
     A zero matrix counts as clipped. Raises ValueError unless the matrix is finite and 0 < floor < 1.
     """

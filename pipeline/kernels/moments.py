@@ -64,7 +64,7 @@ def add_head_moment_(
 
 
 def cosine_sums(x_TD: Tensor, y_TD: Tensor) -> tuple[float, int]:
-    """The float64 sum over rows of cos(x_t, y_t), and the number of rows (METHODS §1, importance).
+    """The float64 sum over rows of cos(x_t, y_t), and the number of rows (docs/methods.md#importance).
 
     Row by row in float64, each row scaled by its largest magnitude, so that nothing overflows. The cosine of two zero
     rows is 1, of a zero row and another 0. Raises ValueError on unequal shapes and on NaN or infinity.

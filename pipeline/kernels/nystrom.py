@@ -1,4 +1,4 @@
-"""Which MLP channels to keep, and the best refit of W_down on them (METHODS §1, MLP).
+"""Which MLP channels to keep, and the best refit of W_down on them (docs/methods.md#mlp).
 
 N channels, D hidden size, k kept channels S, R = the removed ones, C = Σ h hᵀ their moment, n channels still standing,
 m removals of one panel. Selection and refit work on correlations: C and W_down scaled so that diag C = 1. That
@@ -84,7 +84,7 @@ def select_leverage(moment_NN: Tensor, count: int, ridge: float = 1.0) -> Select
 
 
 def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Selection:
-    """The `count` channels that stay after greedy elimination (METHODS §1, `selection: eliminate`).
+    """The `count` channels that stay after greedy elimination (docs/methods.md#mlp, `selection: eliminate`).
 
     Removes, one after another, the channel whose removal adds least output error after the best refit of W_down:
     ‖b_j‖² / [C⁻¹]_jj with B the refitted W_down so far; of equal ones the lower index stays. Exact for every `block`:
@@ -132,8 +132,8 @@ def nested_losses(moment_NN: Tensor, weight_DN: Tensor, metric_DD: Tensor, prior
     """(N + 1,): ½ tr(G ΔW C ΔWᵀ) of the best refit of W on the first k channels of `priority_N`, for k = 0 … N.
 
     All at once: with C = L Lᵀ in the order of the priority, the refit on the first k leaves the columns of W L from k
-    on. METHODS §6.3, any selection. A singular C gets a relative jitter. Raises ValueError on shapes that do not fit,
-    NaN, infinity, on a priority that is no permutation, or if C is not positive semidefinite.
+    on. Of any selection: docs/methods.md#curves. A singular C gets a relative jitter. Raises ValueError on shapes that
+    do not fit, NaN, infinity, on a priority that is no permutation, or if C is not positive semidefinite.
     """
     size = _check_down(moment_NN, weight_DN)
     if tuple(metric_DD.shape) != (weight_DN.shape[0],) * 2:

@@ -1,4 +1,4 @@
-"""A matrix of rank r as r of its own rows and what makes the others from them (METHODS §6.5).
+"""A matrix of rank r as r of its own rows and what makes the others from them (docs/methods.md#pivoted-factors).
 
 m outputs, D inputs, r rank, P the pivot rows, t the numerical rank.
 """

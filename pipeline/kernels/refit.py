@@ -1,4 +1,4 @@
-"""A weight fitted again to what really reaches it, from the values of some tokens (METHODS §6.6).
+"""A weight fitted again to what really reaches it, from the values of some tokens (docs/methods.md#solve).
 
 T tokens, D outputs, k inputs.
 """

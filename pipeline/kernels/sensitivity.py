@@ -1,4 +1,4 @@
-"""What a change of a weight costs the model's loss, and the changes that cost least (METHODS §6.3).
+"""What a change of a weight costs the model's loss, and the changes that cost least (docs/methods.md#curves).
 
 With g the gradient of the loss at an output and x the input, a change Δ of the weight between them costs about
 ½ E[(gᵀ Δ x)²] ≈ ½ tr(G Δ C Δᵀ) nats per token, G = E[g gᵀ] and C = E[x xᵀ]. Moments here are means per token.

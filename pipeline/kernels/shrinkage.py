@@ -1,4 +1,4 @@
-"""Moments of gradients from few tokens (METHODS §6.2).
+"""Moments of gradients from few tokens (docs/methods.md#gradient-moments).
 
 G groups, F features, S sequences, A_s the sum of g gᵀ over the tokens of sequence s, A = Σ_s A_s.
 """

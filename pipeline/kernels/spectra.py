@@ -1,4 +1,4 @@
-"""Eigenvectors and roots of second moments, and head-wise PCA (METHODS §1).
+"""Eigenvectors and roots of second moments, and head-wise PCA (docs/methods.md#value-and-output).
 
 G KV heads, H query heads, d head dimension, D hidden size, r rank. A leading batch dimension is always allowed.
 """
@@ -56,8 +56,8 @@ def symmetric_root(moment: Tensor, floor: float = FLOOR) -> tuple[Tensor, Tensor
 def head_pca(moment_Gdd: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The `rank` leading eigenvectors Q̃ (G, d, r) of each head's moment, and all its eigenvalues (G, d), descending.
 
-    METHODS §1: W̃_v^g = Q̃ᵀ W_v^g, W̃_o^h = W_o^h Q̃; the squared error Σ‖y − Q̃Q̃ᵀy‖² is the sum of the eigenvalues
-    beyond `rank`. float64. Raises ValueError as `eigh_descending`, and unless 1 <= rank <= d.
+    docs/methods.md#value-and-output: W̃_v^g = Q̃ᵀ W_v^g, W̃_o^h = W_o^h Q̃; the squared error Σ‖y − Q̃Q̃ᵀy‖² is the sum
+    of the eigenvalues beyond `rank`. float64. Raises ValueError as `eigh_descending`, and unless 1 <= rank <= d.
     """
     require_rank("rank", rank, require_square("moment", moment_Gdd))
     values_Gd, vectors_Gdd = eigh_descending(moment_Gdd)
@@ -67,7 +67,9 @@ def head_pca(moment_Gdd: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def weighted_head_pca(
     moment_Gdd: Tensor, output_gram_Gdd: Tensor, rank: int, floor: float = FLOOR
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Encoder UᵀN (G, r, d), decoder N⁻¹U (G, d, r), eigenvalues (G, d), clipped: METHODS §1, `weighting: output`.
+    """Encoder UᵀN (G, r, d), decoder N⁻¹U (G, d, r), eigenvalues (G, d), clipped: `weighting: output`.
+
+    docs/methods.md#value-and-output.
 
     U are the leading eigenvectors of N C N for the value moment C, and N = (M / mean diag M)^{1/2} for the output
     gram M (its eigenvalues clipped from below at `floor` x the largest): normalised, so that the factors keep the

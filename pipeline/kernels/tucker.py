@@ -1,4 +1,4 @@
-"""Tucker decomposition with shared subspaces, and its sparse core (METHODS §3; eq. 3 to 6 of LeSTD).
+"""Tucker decomposition with shared subspaces, and its sparse core (docs/methods.md#lestd; eq. 3 to 6 of LeSTD).
 
 A problem is a list of tensors (D, d, t, h) that share U₁ (D, R₁) and U₂ (d, R₂); each has its own U₃ (t, R₃) and core
 (R₁, R₂, R₃, h); the last mode (heads) is not factored. MHA: one tensor, t = 4, h = H. GQA: [q, o] with h = H and [k, v]

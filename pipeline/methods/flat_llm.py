@@ -1,4 +1,4 @@
-"""FLAT-LLM: value/output by head-wise PCA, MLP by Nyström, ranks by importance. METHODS §1.
+"""FLAT-LLM: value/output by head-wise PCA, MLP by Nyström, ranks by importance. docs/methods.md#flat-llm.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, r and k the ranks kept.
 """
@@ -14,13 +14,25 @@ from torch import Tensor
 
 from manifests.schema import FlatLLM
 from pipeline.families.family import Geometry
-from pipeline.kernels.nystrom import nystrom_refit, output_error, select_eliminate, select_leverage
-from pipeline.kernels.spectra import head_pca, output_gram, weighted_head_pca
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.kernels.nystrom import (
+    eliminate,
+    nested_losses,
+    nystrom_refit,
+    output_error,
+    ridge_leverage,
+    select_eliminate,
+    select_leverage,
+)
+from pipeline.kernels.sensitivity import diagonal_blocks, projection_losses, pulled
+from pipeline.kernels.spectra import head_pca, output_gram, symmetric_root, weighted_head_pca
+from pipeline.methods.by_loss import curve_of, least_numbers
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
 MLP_ROLES = ("gate", "up", "down")
+HIDDEN, CONTEXT = Moment("down.in"), Moment("o.in")
+AFTER_ATTENTION, AFTER_LAYER = Moment("mid", kind="gradient"), Moment("out", kind="gradient")
 
 
 @dataclass(frozen=True)
@@ -56,11 +68,11 @@ class FlatLLMMethod:
         groups = []
         for layer in self.entry.chosen_layers(geometry.num_layers):
             if self.entry.attention:
-                groups.append(Group(layer, "attention", ("v", "o"), (self._value_moment(geometry),)))
+                groups.append(Group(layer, "attention", ("v", "o"), self._attention_moments(geometry)))
             if self.entry.query_key == "head_pca":
                 groups.append(Group(layer, "query_key", ("q", "k"), _query_key_moments(geometry)))
             if self.entry.mlp:
-                groups.append(Group(layer, "mlp", _mlp_roles(geometry), (Moment("down.in"),)))
+                groups.append(Group(layer, "mlp", _mlp_roles(geometry), self._mlp_moments()))
         return tuple(groups)
 
     def _check_ranks(self, geometry: Geometry) -> None:
@@ -72,6 +84,55 @@ class FlatLLMMethod:
                 raise ValueError(f"ranks.{name}: {rank} is given, but this entry does not compress it")
             if rank is not None and rank > full[name]:
                 raise ValueError(f"ranks.{name}: {rank} is beyond the full rank {full[name]}")
+
+    def _attention_moments(self, geometry: Geometry) -> tuple[Moment, ...]:
+        return (self._value_moment(geometry), *((CONTEXT, AFTER_ATTENTION) if self.entry.needs_gradient else ()))
+
+    def _mlp_moments(self) -> tuple[Moment, ...]:
+        return (HIDDEN, *((AFTER_LAYER,) if self.entry.needs_gradient else ()))
+
+    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
+        """All that is claimed, with `allocation: loss`."""
+        return self.claims(geometry) if self.entry.allocation == "loss" else ()
+
+    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+        """Stored at the smallest rank."""
+        return least_numbers(_rank_variable(group, geometry, self.entry.rank_multiple))
+
+    def cache_target(self, geometry: Geometry) -> float | None:
+        """Stored numbers are what is budgeted."""
+        return None
+
+    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+        """Predicted loss by rank of the values, or by width of the MLP."""
+        variable = _rank_variable(group, geometry, self.entry.rank_multiple)
+        if group.name == "mlp":
+            metric_DD, down_DN = statistics.mean(AFTER_LAYER)[0], weights["down.weight"].double()
+            hidden_NN = statistics.mean(HIDDEN)[0]
+            priority_N = self._priority(hidden_NN, down_DN, metric_DD, variable.least)
+            losses = nested_losses(hidden_NN, down_DN, metric_DD, priority_N)
+            return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: 0)
+        output_DF = weights["o.weight"].double()
+        encode_Gdd, decode_Gdd, _, _ = self._basis(geometry, output_DF, statistics, geometry.head_dim)
+        metric_FF = pulled(output_DF, statistics.mean(AFTER_ATTENTION)[0])
+        losses = projection_losses(metric_FF, statistics.mean(CONTEXT)[0], encode_Gdd, decode_Gdd)
+        return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: geometry.kv_heads * rank)
+
+    def _priority(self, hidden_NN: Tensor, down_DN: Tensor, metric_DD: Tensor, least: int) -> Tensor:
+        """The channels in the order in which widths take them in."""
+        if self.entry.selection == "leverage":
+            scores_N, _ = ridge_leverage(hidden_NN, self.entry.ridge)
+            return torch.sort(scores_N, descending=True, stable=True).indices
+        order_n = eliminate(hidden_NN, self._felt(down_DN, metric_DD), least).order
+        stays_N = torch.ones(len(hidden_NN), dtype=torch.bool, device=order_n.device).index_fill_(0, order_n, False)
+        return torch.cat((stays_N.nonzero()[:, 0], order_n.flip(0)))
+
+    def _felt(self, down_DN: Tensor, metric_DD: Tensor | None) -> Tensor:
+        """W_down, its rows as the loss feels them with `weighting: loss`."""
+        if self.entry.weighting != "loss" or metric_DD is None:
+            return down_DN
+        felt_DN: Tensor = symmetric_root(metric_DD)[0] @ down_DN
+        return felt_DN
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
@@ -99,12 +160,11 @@ class FlatLLMMethod:
         ranks: Ranks,
     ) -> Solution:
         """Dispatches on the group; see the three functions below."""
-        moments = statistics.moments
         if group.name == "attention":
-            return self._compress_attention(geometry, weights, moments[self._value_moment(geometry)], ranks["value"])
+            return self._compress_attention(geometry, weights, statistics, ranks["value"])
         if group.name == "query_key":
-            return _compress_query_key(geometry, weights, moments, ranks["query_key"])
-        return self._compress_mlp(geometry, weights, moments[Moment("down.in")], ranks["mlp"])
+            return _compress_query_key(geometry, weights, statistics.moments, ranks["query_key"])
+        return self._compress_mlp(geometry, weights, statistics, ranks["mlp"])
 
     def _value_moment(self, geometry: Geometry) -> Moment:
         if self.entry.basis == "context":
@@ -112,16 +172,11 @@ class FlatLLMMethod:
         return Moment("v.out", heads=geometry.kv_heads, groups=geometry.kv_heads)
 
     def _compress_attention(
-        self, geometry: Geometry, weights: Mapping[str, Tensor], moment_Gdd: Tensor, rank: int
+        self, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
     ) -> Solution:
         """W̃_v = E W_v and W̃_o = W_o D for the encoder E (r × d) and decoder D (d × r) of each KV head."""
-        clipped = 0
-        if self.entry.weighting == "output":
-            gram_Gdd = output_gram(weights["o.weight"].double(), geometry.heads, geometry.kv_heads)
-            encoder_Grd, decoder_Gdr, eigenvalues_Gd, clipped = weighted_head_pca(moment_Gdd, gram_Gdd, rank)
-        else:
-            decoder_Gdr, eigenvalues_Gd = head_pca(moment_Gdd, rank)
-            encoder_Grd = decoder_Gdr.transpose(1, 2)
+        output_DF = weights["o.weight"].double()
+        encoder_Grd, decoder_Gdr, eigenvalues_Gd, clipped = self._basis(geometry, output_DF, statistics, rank)
         tensors = {
             "v.weight": _encode(encoder_Grd, weights["v.weight"]),
             "o.weight": _decode(weights["o.weight"], decoder_Gdr, geometry.heads),
@@ -134,15 +189,31 @@ class FlatLLMMethod:
         report = {"error": _dropped_share(eigenvalues_Gd, rank)} | ({"clipped": clipped} if clipped else {})
         return Solution(tensors, {"v": form, "o": form}, report)
 
+    def _basis(
+        self, geometry: Geometry, output_DF: Tensor, statistics: Statistics, rank: int
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Encoder (G, r, d), decoder (G, d, r), eigenvalues (G, d), clipped: as `weighted_head_pca`."""
+        moment_Gdd = statistics.moments[self._value_moment(geometry)]
+        if self.entry.weighting == "none":
+            decoder_Gdr, eigenvalues_Gd = head_pca(moment_Gdd, rank)
+            return decoder_Gdr.transpose(1, 2), decoder_Gdr, eigenvalues_Gd, 0
+        if self.entry.weighting == "loss":
+            metric_FF = pulled(output_DF, statistics.mean(AFTER_ATTENTION)[0])
+            gram_Gdd = diagonal_blocks(metric_FF, geometry.heads, geometry.kv_heads)
+        else:
+            gram_Gdd = output_gram(output_DF, geometry.heads, geometry.kv_heads)
+        return weighted_head_pca(moment_Gdd, gram_Gdd, rank)
+
     def _compress_mlp(
-        self, geometry: Geometry, weights: Mapping[str, Tensor], moment_1NN: Tensor, rank: int
+        self, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
     ) -> Solution:
         """Keeps `rank` channels and refits the down projection on them."""
-        moment_NN, down_DN = moment_1NN[0], weights["down.weight"].double()
+        moment_NN, down_DN = statistics.moments[HIDDEN][0], weights["down.weight"].double()
         if self.entry.selection == "leverage":
             kept_k, jitter = select_leverage(moment_NN, rank, self.entry.ridge)
         else:
-            kept_k, jitter = select_eliminate(moment_NN, down_DN, rank)
+            metric_DD = statistics.mean(AFTER_LAYER)[0] if self.entry.weighting == "loss" else None
+            kept_k, jitter = select_eliminate(moment_NN, self._felt(down_DN, metric_DD), rank)
         refit_Dk, fallbacks = nystrom_refit(down_DN, moment_NN, kept_k)
         tensors = {"down.weight": refit_Dk}
         for role in _mlp_roles(geometry)[:-1]:

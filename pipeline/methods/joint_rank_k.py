@@ -1,4 +1,4 @@
-"""Joint rank-k: SVD of stacked matrices that read the same input. METHODS §4.
+"""Joint rank-k: SVD of stacked matrices that read the same input. docs/methods.md#joint-rank-k.
 
 Legend: D hidden, m rows of a stack, k rank, H query heads, d head_dim.
 """
@@ -15,8 +15,10 @@ from manifests.schema import JointRankK
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.kernels.scales import of_one_size, scale_report
-from pipeline.methods.method import Form, Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.methods.by_loss import curve_of, directions, factors, least_numbers, losses_by_rank, pull
+from pipeline.methods.method import Curve, Form, Group, Key, Moment, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.importance import preserve_importance
 
 INPUTS = {"query_key": Moment("attention.in"), "mlp": Moment("mlp.in")}
 ROLES = {"query_key": ("q", "k"), "mlp": ("gate", "up")}
@@ -52,10 +54,47 @@ class JointRankKMethod:
         self._check(geometry)
         names = [name for name in ROLES if self._form(name) != "none"]
         layers = self.entry.chosen_layers(geometry.num_layers)
-        weighted = self.entry.weighting == "input"
-        return tuple(
-            Group(layer, name, ROLES[name], (INPUTS[name],) if weighted else ()) for layer in layers for name in names
-        )
+        return tuple(Group(layer, name, ROLES[name], self._moments(name)) for layer in layers for name in names)
+
+    def _moments(self, name: str) -> tuple[Moment, ...]:
+        if self.entry.needs_gradient:
+            return (INPUTS[name], *(pull(*roles) for roles in self._stacked(name)))
+        return (INPUTS[name],) if self.entry.weighting == "input" else ()
+
+    def _stacked(self, name: str) -> list[tuple[str, ...]]:
+        """The roles that are decomposed together."""
+        return [(role,) for role in ROLES[name]] if self._form(name) == "separate" else [ROLES[name]]
+
+    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
+        """All that is claimed, with `allocation: loss`."""
+        return self.claims(geometry) if self.entry.allocation == "loss" else ()
+
+    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+        """Stored at rank 1."""
+        return least_numbers(self._variable(group, geometry))
+
+    def cache_target(self, geometry: Geometry) -> float | None:
+        """Stored numbers are what is budgeted."""
+        return None
+
+    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+        """Predicted loss by rank; of separate weights the sum, without what correlates between them."""
+        input_DD = statistics.mean(INPUTS[group.name])[0]
+        lines = []
+        for roles, stack in zip(self._stacked(group.name), self._stacks(geometry, group.name), strict=True):
+            parts, _ = of_one_size([weights[f"{role}.weight"] for role in roles])
+            pull_DD = statistics.mean(pull(*roles))[0]
+            found = directions(parts, self.entry.weighting, input_DD, pull_DD)
+            lines.append((stack, losses_by_rank(found, input_DD, pull_DD)))
+
+        def loss_at(rank: int) -> float:
+            return sum(0.0 if _saves_nothing(stack, rank) else float(losses[rank]) for stack, losses in lines)
+
+        cache = geometry.weight_shape("k")[0] if group.name == "query_key" else 0
+        return curve_of(self._variable(group, geometry), loss_at, lambda rank: cache)
+
+    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
+        return next(found for found in self.rank_variables(geometry) if found.key[:2] == (group.layer, group.name))
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group, named like the group."""
@@ -72,12 +111,20 @@ class JointRankKMethod:
         )
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
-        """The ranks given, or the rank that stores `ratio` of the dense numbers, in every layer."""
+        """The ranks given, or those that store `ratio` of the dense numbers: in every layer, or on average.
+
+        Where another method of the budget follows the layers' importance (IPRS), so does this one.
+        """
         if self.entry.ranks is not None:
             given = self.entry.ranks.model_dump()
             return {variable.key: float(given[variable.name]) for variable in self.rank_variables(geometry)}
+        layers = self.entry.chosen_layers(geometry.num_layers)
+        shares = [ratio] * len(layers)
+        if scores.importance and self.entry.keep is None:
+            shares = preserve_importance([scores.importance[layer] for layer in layers], ratio)
+        share_of = dict(zip(layers, shares, strict=True))
         return {
-            variable.key: min(self._rank_at(geometry, variable.name, ratio), float(variable.cap))
+            variable.key: min(self._rank_at(geometry, variable.name, share_of[variable.layer]), float(variable.cap))
             for variable in self.rank_variables(geometry)
         }
 
@@ -93,10 +140,12 @@ class JointRankKMethod:
         rank, name = ranks[group.name], group.name
         if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, name)):
             return Solution(dict(weights), {}, {"dense": True})
-        moments = statistics.moments
-        roots = input_roots(moments[INPUTS[name]][0]) if moments else None
         stacked = {role: weights[f"{role}.weight"] for role in group.roles}
         biases = {key: bias for key, bias in weights.items() if key.endswith(".bias")}
+        if self.entry.weighting == "loss":
+            solution = self._by_loss(name, stacked, rank, statistics)
+            return Solution(solution.tensors | biases, solution.forms, solution.report)
+        roots = input_roots(statistics.moments[INPUTS[name]][0]) if self.entry.weighting == "input" else None
         if self._form(name) == "separate":
             solution = _separate(stacked, rank, roots)
         elif self._form(name) == "joint_per_head":
@@ -105,6 +154,27 @@ class JointRankKMethod:
             solution = _joint(stacked, rank, roots, NAMES[name])
         clipped = {"clipped": roots.clipped} if roots else {}
         return Solution(solution.tensors | biases, solution.forms, solution.report | clipped)
+
+    def _by_loss(self, name: str, stacked: Mapping[str, Tensor], rank: int, statistics: Statistics) -> Solution:
+        """Each stack in the metric of the loss. METHODS §6.3."""
+        tensors: dict[str, Tensor] = {}
+        forms: dict[str, Form] = {}
+        input_DD, report = statistics.mean(INPUTS[name])[0], {}
+        for roles in self._stacked(name):
+            weights = [stacked[role] for role in roles]
+            if len(roles) == 1 and rank > rank_limit(*weights[0].shape):
+                tensors[f"{roles[0]}.weight"] = weights[0]
+                continue
+            pull_DD = statistics.mean(pull(*roles))[0]
+            found = directions(weights, "loss", input_DD, pull_DD)
+            first_rD, seconds = factors(found, rank, weights)
+            tensors[f"{roles[0]}.first.weight"] = first_rD
+            tensors |= {f"{role}.second.weight": second for role, second in zip(roles, seconds, strict=True)}
+            joint: Form = {"form": "joint_low_rank", "rank": rank, "group": NAMES[name]}
+            forms |= dict.fromkeys(roles, {"form": "low_rank", "rank": rank} if len(roles) == 1 else joint)
+            lost = float(losses_by_rank(found, input_DD, pull_DD)[rank])
+            report["_".join((*roles, "predicted"))] = lost
+        return Solution(tensors, forms, report)
 
     def _form(self, name: str) -> str:
         return self.entry.query_key if name == "query_key" else self.entry.mlp_form

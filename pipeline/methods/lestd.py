@@ -1,4 +1,6 @@
-"""LeSTD: attention, or MLP, of a layer as a Tucker decomposition with shared factors and a sparse core. METHODS §3.
+"""LeSTD: attention, or MLP, of a layer as a Tucker decomposition with shared factors and a sparse core.
+
+docs/methods.md#lestd.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, p projections of the MLP.
 """

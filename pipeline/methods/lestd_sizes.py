@@ -1,4 +1,4 @@
-"""What a sparse Tucker decomposition stores, and which ranks give the least error at a size. METHODS §3.
+"""What a sparse Tucker decomposition stores, and which ranks give the least error at a size. docs/methods.md#lestd.
 
 Legend: D hidden, W width of mode 2 (head_dim d, or N), t projections stacked, h heads, R1 R2 R3 ranks, g core entries.
 """

@@ -1,4 +1,4 @@
-"""LoRC: keys and values of a layer as latents that the cache holds; progressive ranks. METHODS §2.
+"""LoRC: keys and values of a layer as latents that the cache holds; progressive ranks. docs/methods.md#lorc.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, r latents.
 """
@@ -17,7 +17,8 @@ from torch import Tensor
 from manifests.schema import LoRC
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.methods.by_loss import curve_of, directions, factors, least_numbers, losses_by_rank, pull
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable, solve_ratio
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
@@ -53,9 +54,45 @@ class LoRCMethod:
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Groups `key` (k) and `value` (v, o) of every chosen layer."""
         names = [name for name in ROLES if getattr(self.entry, name)]
-        moments = (INPUT,) if self.entry.weighting == "input" else ()
         layers = self.entry.chosen_layers(geometry.num_layers)
-        return tuple(Group(layer, name, ROLES[name], moments) for layer in layers for name in names)
+        return tuple(Group(layer, name, ROLES[name], self._moments(name)) for layer in layers for name in names)
+
+    def _moments(self, name: str) -> tuple[Moment, ...]:
+        if self.entry.needs_gradient:
+            return INPUT, pull(ROLES[name][0])
+        return (INPUT,) if self.entry.weighting == "input" else ()
+
+    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
+        """All that is claimed, with `allocation: loss`."""
+        return self.claims(geometry) if self.entry.allocation == "loss" else ()
+
+    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+        """Stored at rank 1."""
+        return least_numbers(self._variable(group, geometry))
+
+    def cache_target(self, geometry: Geometry) -> float | None:
+        """`cache_keep` of what is claimed of the dense cache."""
+        share = self.entry.cache_keep
+        return None if share is None else share * len(self.claims(geometry)) * _cached(geometry)
+
+    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+        """Predicted loss by rank; the cache holds the latents."""
+        role = group.roles[0]
+        input_DD, pull_DD = statistics.mean(INPUT)[0], statistics.mean(pull(role))[0]
+        found = directions([weights[f"{role}.weight"]], self.entry.weighting, input_DD, pull_DD)
+        losses = losses_by_rank(found, input_DD, pull_DD)
+
+        def dense(rank: int) -> bool:
+            return self._stays_dense(geometry, group.name, rank)
+
+        return curve_of(
+            self._variable(group, geometry),
+            lambda rank: 0.0 if dense(rank) else float(losses[min(rank, geometry.hidden)]),
+            lambda rank: _cached(geometry) if dense(rank) else rank,
+        )
+
+    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
+        return next(found for found in self.rank_variables(geometry) if found.key[:2] == (group.layer, group.name))
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group: `key`, `value`, cap min(C, D); from C on the group stays as it is."""
@@ -128,9 +165,7 @@ class LoRCMethod:
         rank, role = ranks[group.name], group.roles[0]
         if self._stays_dense(geometry, group.name, rank):
             return Solution(dict(weights), {}, {"dense": True})
-        roots = input_roots(statistics.moments[INPUT][0]) if statistics.moments else None
-        first_rD, second_Cr, values = low_rank(weights[f"{role}.weight"], rank, roots)
-        report = {"error": _dropped_share(values, rank)} | ({"clipped": roots.clipped} if roots else {})
+        first_rD, second_Cr, report = self._latent(role, weights[f"{role}.weight"], rank, statistics)
         tensors = {f"{role}.first.weight": first_rD}
         if role == "v" and _absorbs(geometry, rank):
             tensors |= _absorbed_output(geometry, weights, second_Cr)
@@ -140,6 +175,23 @@ class LoRCMethod:
         tensors |= {name: weight for name, weight in weights.items() if name != f"{role}.weight"}
         form = {"form": "latent", "rank": rank} | ({"absorbed": False} if role == "v" else {})
         return Solution(tensors, {role: form}, report)
+
+    def _latent(
+        self, role: str, weight_CD: Tensor, rank: int, statistics: Statistics
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """first (r, D), second (C, r), and the figures for the report."""
+        if self.entry.weighting == "loss":
+            input_DD, pull_DD = statistics.mean(INPUT)[0], statistics.mean(pull(role))[0]
+            found = directions([weight_CD], "loss", input_DD, pull_DD)
+            first_rD, (second_Cr,) = factors(found, rank, [weight_CD])
+            return first_rD, second_Cr, {"predicted": float(losses_by_rank(found, input_DD, pull_DD)[rank])}
+        roots = input_roots(statistics.moments[INPUT][0]) if self.entry.weighting == "input" else None
+        first_rD, second_Cr, values = low_rank(weight_CD, rank, roots)
+        return (
+            first_rD,
+            second_Cr,
+            {"error": _dropped_share(values, rank)} | ({"clipped": roots.clipped} if roots else {}),
+        )
 
     def _stays_dense(self, geometry: Geometry, name: str, rank: int) -> bool:
         """At full rank; and, when stored numbers are what is saved, where the factors would save none."""

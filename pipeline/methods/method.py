@@ -33,7 +33,7 @@ class Moment:
         heads: the F features are cut in `heads` equal parts, each with a moment of its own.
         groups: the moments of consecutive heads are summed into `groups` of them: (groups, F/heads, F/heads).
         kind: of the activations, over the calibration tokens; or of the gradients of the samples' log-likelihood,
-            labels drawn from the model, over the gradient tokens. METHODS §6.2.
+            labels drawn from the model, over the gradient tokens. docs/methods.md#gradient-moments.
             Or a sample: no moment at all, but the values themselves, (1, tokens, F) in the forward's dtype.
         diagonal: the sums of squares alone, (groups, F/heads).
         tokens: of a sample, at most; they are spread evenly over the calibration tokens.
@@ -80,7 +80,7 @@ class Scores:
     """What ranks may follow; only what a method of the job asks for is filled in.
 
     Attributes:
-        importance: layer -> t_l, how far it turns its input on calibration text. METHODS §1.
+        importance: layer -> t_l, how far it turns its input on calibration text. docs/methods.md#importance.
         measured: what `Measuring.measure` gave, by `LAYER/GROUP` (with the method's position between the two until the
             registry hands a method its own). None before anything is measured: all layers then count as alike.
         curves: what `Predicting.curve` gave, by `ranks_key`. None before any is taken.

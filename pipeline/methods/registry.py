@@ -151,7 +151,7 @@ def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:
 
 
 def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
-    """Layer -> t_l, from the mean cosine between each layer's input and output. METHODS §1."""
+    """Layer -> t_l, from the mean cosine between each layer's input and output. docs/methods.md#importance."""
     return dict(enumerate(angular_importance(mean_cosines)))
 
 

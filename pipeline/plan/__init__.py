@@ -1,4 +1,6 @@
-"""What a job would read, hold, write and compute: from the manifest and the geometry alone. DESIGN §5.
+"""What a job would read, hold, write and compute: from the manifest and the geometry alone.
+
+docs/architecture.md#the-way-of-a-layer.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, T calibration tokens.
 """

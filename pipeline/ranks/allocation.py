@@ -1,4 +1,7 @@
-"""Ranks for a budget: one common ratio over the entries that share it, or least predicted loss. METHODS §1, §6.4."""
+"""Ranks for a budget: one common ratio over the entries that share it, or least predicted loss.
+
+docs/methods.md#budget, #allocation.
+"""
 
 from __future__ import annotations
 

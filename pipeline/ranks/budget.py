@@ -1,4 +1,7 @@
-"""Exact budgets: integers near the wanted ranks whose stored numbers meet a target and never pass it (METHODS §1)."""
+"""Exact budgets: integers near the wanted ranks whose stored numbers meet a target and never pass it.
+
+docs/methods.md#budget.
+"""
 
 import heapq
 import math

@@ -1,6 +1,6 @@
 """Ranks by predicted loss: curves of (numbers, loss), their lower hulls, and the choice that a budget allows.
 
-METHODS §6.4. A curve is kept as columns that JSON has; here it is a sequence of points.
+docs/methods.md#allocation. A curve is kept as columns that JSON has; here it is a sequence of points.
 """
 
 from __future__ import annotations

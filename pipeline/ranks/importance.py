@@ -1,4 +1,4 @@
-"""Layer ratios by importance: IPRS (METHODS §1; Algorithm 1 of FLAT-LLM)."""
+"""Layer ratios by importance: IPRS (docs/methods.md#importance; Algorithm 1 of FLAT-LLM)."""
 
 import math
 from collections.abc import Sequence

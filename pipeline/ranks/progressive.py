@@ -1,4 +1,4 @@
-"""Progressive ranks by cumulative condition numbers (METHODS §2; eq. 12 and 13 of LoRC)."""
+"""Progressive ranks by cumulative condition numbers (docs/methods.md#lorc; eq. 12 and 13 of LoRC)."""
 
 import math
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -121,7 +121,7 @@ def read_run(path: Path) -> Run:
         raise InputError(f"{path}: no run directory (it has no fingerprint.json and manifest.yaml)")
     ledger = run_dir.ledger
     keys = ledger.keys()
-    entries = {key: ledger.get(key) or {} for key in keys if key.split("/")[0] in KINDS}
+    entries: dict[str, Any] = {key: ledger.get(key) or {} for key in keys if key.split("/")[0] in KINDS}
     complete, ranks = entries.get("complete", {}), entries.get("ranks", {})
     owner, ended = read_lock(path), _json(run_dir.ended)
     if ended and owner and ended.get("run") != owner["token"]:
@@ -180,7 +180,7 @@ def _statistics_bytes(entries: Mapping[str, Mapping[str, Any]]) -> dict[int, int
     return {layer: size for layer, size in found.items() if size}
 
 
-def _commits(ledger: Path, keys: list[str]) -> tuple[tuple[float, str], ...]:
+def _commits(ledger: Path, keys: Sequence[str]) -> tuple[tuple[float, str], ...]:
     times: dict[str, float] = {}
     for path in ledger.glob("*.json"):
         key = path.name.rsplit(".", 2)[0].replace(".", "/")

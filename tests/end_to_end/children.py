@@ -25,8 +25,6 @@ import torch
 
 import pipeline.job.pool
 import pipeline.job.stages
-import workers.actor
-import workers.worker
 from manifests.errors import Interrupted
 from manifests.schema import Workers
 from pipeline.ports import Unit
@@ -34,6 +32,7 @@ from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS
 from workers.actor import Outcome
+from workers.backward import BackwardPass
 from workers.config import WorkerConfig
 from workers.hardware import describe_hardware
 from workers.metrics import unit_line
@@ -207,22 +206,29 @@ def _main(
 
 
 def _note_forward_work(path: Path) -> None:
-    """One line for every time that a shard goes through a layer, be it a unit or on the way back to a lost one."""
-    forward, replay = Worker._forward, Worker._replay
+    """A line for every time that a calibration shard goes through a layer: a unit, or on the way to a lost one."""
+    forward, replay, through = Worker._forward, Worker._replay, BackwardPass._through
 
     def note(line: str) -> None:
         with path.open("a") as file:
             file.write(line + "\n")
 
     def noted_forward(self: Worker, unit: Any) -> Any:
-        note(unit.key)
+        if not unit.lineage.startswith("held_out"):  # scores, which are measured whole
+            note(unit.key)
         return forward(self, unit)
 
     def noted_replay(self: Worker, unit: Any, layer: int, inputs: Any) -> Any:
-        note(f"replay/{unit.lineage}/{layer}/{unit.shard}")
+        if not unit.lineage.startswith("held_out"):
+            note(f"replay/{unit.lineage}/{layer}/{unit.shard}")
         return replay(self, unit, layer, inputs)
 
-    workers.worker.Worker._forward, workers.worker.Worker._replay = noted_forward, noted_replay  # type: ignore[method-assign]
+    def noted_through(self: BackwardPass, unit: Any, layer: int, *arguments: Any, **options: Any) -> Any:
+        note(unit.key if layer == unit.layer else f"replay/backward/{layer}/{unit.shard}")
+        return through(self, unit, layer, *arguments, **options)
+
+    Worker._forward, Worker._replay = noted_forward, noted_replay  # type: ignore[method-assign]
+    BackwardPass._through = noted_through  # type: ignore[method-assign]
 
 
 def _install(hook: Hook) -> None:

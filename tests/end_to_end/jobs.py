@@ -81,6 +81,7 @@ class Job:
             "seed": 3,
             "budget": {"keep": 0.7},
             "calibration": {
+                "propagate": "compressed",
                 "text": {"files": [str(self.text)]},
                 "samples": 12,
                 "sequence_length": 24,

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import spectra
-from pipeline.kernels.spectra import eigh_descending, head_pca, output_gram, symmetric_root, weighted_head_pca
+from pipeline.kernels.spectra import (
+    eigh_descending,
+    fix_signs,
+    head_pca,
+    output_gram,
+    symmetric_root,
+    weighted_head_pca,
+)
 
 
 def correlated(groups: int, tokens: int, width: int, seed: int = 0) -> Tensor:
@@ -67,6 +74,24 @@ def test_signs_do_not_depend_on_the_solver(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sign_of_equal_components_is_the_first_ones() -> None:
     _, vectors = eigh_descending(torch.tensor([[2.0, -1.0], [-1.0, 2.0]]))
     assert bool((vectors[0] > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("components", "kept"),
+    [
+        ([1.0, -1.0], True),  # the first of two equal ones decides
+        ([-1.0, 1.0], False),
+        ([1.0 - 1e-12, -1.0], True),  # equal but for rounding
+        ([-1.0 + 1e-12, 1.0], False),
+        ([1.0 - 1e-6, -1.0], False),  # not equal: the largest decides
+        ([0.5, -0.25, -1.0], False),
+        ([0.0, 0.0], True),
+    ],
+)
+def test_which_component_decides_the_sign(components: list[float], kept: bool) -> None:
+    column = torch.tensor(components, dtype=torch.float64)[:, None]
+    for scale in (1.0, 1e-200, 1e200):
+        assert torch.equal(fix_signs(scale * column), scale * (column if kept else -column))
 
 
 def test_a_failing_solver_is_tried_again_and_then_reported(monkeypatch: pytest.MonkeyPatch) -> None:

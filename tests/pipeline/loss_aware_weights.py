@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pipeline.families.family import Geometry
 from pipeline.kernels.pivoted import Pivoted, expand
+from pipeline.kernels.sensitivity import diagonal_blocks
 from pipeline.methods.method import Group, Moment, Solution, Statistics
 
 TOKENS = 300
@@ -26,9 +28,9 @@ def make_weights(where: Geometry, roles: tuple[str, ...], seed: int = 0) -> dict
 
 def make_statistics(where: Geometry, group: Group, seed: int = 0) -> Statistics:
     """Moments of random values with a falling spectrum; gradients' as means."""
-    source = torch.Generator().manual_seed(seed + 1)
     moments = {}
     for moment in group.moments:
+        source = torch.Generator().manual_seed(zlib.crc32(moment.point.encode()) + seed)
         width = features(where, moment)
         values_TF = torch.randn(TOKENS, width, generator=source, dtype=torch.float64) * torch.logspace(0, -2, width)
         values_TF = values_TF @ torch.randn(width, width, generator=source, dtype=torch.float64)
@@ -37,6 +39,9 @@ def make_statistics(where: Geometry, group: Group, seed: int = 0) -> Statistics:
             continue
         scale = 1.0 / TOKENS if moment.kind == "gradient" else 1.0
         whole = values_TF.T @ values_TF * scale
+        if moment.heads > 1:
+            moments[moment] = diagonal_blocks(whole, moment.heads, moment.groups)
+            continue
         moments[moment] = whole.diagonal()[None] if moment.diagonal else whole[None]
     return Statistics(moments, TOKENS)
 

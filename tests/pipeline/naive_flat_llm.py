@@ -1,4 +1,4 @@
-"""FLAT-LLM written a second time, as METHODS §1 says it, head by head in float64, with loops and no shortcuts.
+"""docs/methods.md#flat-llm written a second time, head by head in float64, with loops and no shortcuts.
 
 D hidden, H query heads, G KV heads, d head_dim, N channels, r and k what is kept, T tokens.
 """

@@ -24,7 +24,6 @@ from pipeline.ports import (
     ForwardDone,
     Measure,
     Predict,
-    Record,
     Reduce,
     Solve,
     SolveDone,
@@ -76,7 +75,7 @@ class World:
             if self.fuel < 0:
                 raise Killed
 
-    def store(self, kind: str, value: str) -> Record:
+    def store(self, kind: str, value: str) -> dict[str, Any]:
         path = f"{kind}/{len(self.values)}"
         self.values[path] = value
         self.stores[kind][path] = value
@@ -111,13 +110,13 @@ class MemoryJournal:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def commit(self, key: str, record: Record) -> None:
+    def commit(self, key: str, record: dict[str, Any]) -> None:
         self.world.happen()
         self.world.entries[key] = json.dumps(record)
         self.world.events.append(("commit", key))
         self.world.happen()
 
-    def get(self, key: str) -> Record | None:
+    def get(self, key: str) -> dict[str, Any] | None:
         text = self.world.entries.get(key)
         return json.loads(text) if text is not None else None
 
@@ -132,13 +131,13 @@ class WorldCleaner:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def retain_activations(self, records: tuple[Record, ...]) -> None:
+    def retain_activations(self, records: tuple[dict[str, Any], ...]) -> None:
         self._retain("activation", records)
 
-    def retain_statistics(self, records: tuple[Record, ...]) -> None:
+    def retain_statistics(self, records: tuple[dict[str, Any], ...]) -> None:
         self._retain("statistic", records)
 
-    def _retain(self, kind: str, records: Sequence[Record]) -> None:
+    def _retain(self, kind: str, records: Sequence[dict[str, Any]]) -> None:
         self.world.happen()
         kept = {record["path"] for record in records}
         self.world.stores[kind] = {path: value for path, value in self.world.stores[kind].items() if path in kept}
@@ -278,7 +277,7 @@ class SimulatedPool:
             tokens=1,
         )
 
-    def _through(self, layer: int, staged: Record | None, hidden: str) -> str:
+    def _through(self, layer: int, staged: dict[str, Any] | None, hidden: str) -> str:
         self.world.passes += 1
         weights = "dense"
         if staged is not None:

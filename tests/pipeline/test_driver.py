@@ -12,7 +12,8 @@ import pytest
 
 from pipeline.computation import Job
 from pipeline.driver import Driver
-from pipeline.ports import Forward, Reduce, Solve, Write
+from pipeline.methods.registry import layer_moments
+from pipeline.ports import Forward, Reduce, Solve, Unit, Write
 from tests.pipeline.simulation import (
     ALL,
     JOBS,
@@ -337,3 +338,22 @@ def test_statistics_of_the_dense_pass_are_kept_until_their_layer_is_entered() ->
     run(JOBS["dense-dropped"](), world, SimulatedPool(world, size=1))
     kept: Sequence[int] = [int(key.split()[1]) for event, key in world.events if event == "retain" and "stat" in key]
     assert kept == [0, 9, 6, 3, 0, 0]
+
+
+def test_the_walk_drops_the_statistics_of_a_layer_as_soon_as_it_is_entered() -> None:
+    """Or a 70B model's would pile up to 265 GB, to be dropped at the end."""
+    world, live = World(), []
+
+    class Watching(SimulatedPool):
+        def wait(self) -> tuple[Unit, Any]:
+            live.append(len(world.stores["statistic"]))
+            return super().wait()
+
+    job = make_job(make_tasks(ALL), keep_statistics=False)
+    assert job.propagate == "compressed"
+    run(job, world, Watching(world))
+    assert max(live) == max(len(layer_moments(job.tasks, layer)) for layer in ALL) > 0
+    kept = make_job(make_tasks(ALL), keep_statistics=True)
+    world, live = World(), []
+    run(kept, world, Watching(world))
+    assert len(world.stores["statistic"]) == sum(len(layer_moments(kept.tasks, layer)) for layer in ALL)

@@ -1,4 +1,4 @@
-"""FLAT-LLM's groups against a naive second writing of METHODS §1, on random weights and moments."""
+"""FLAT-LLM's groups against a naive second writing of docs/methods.md#flat-llm, on random weights and moments."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_value_and_output_at_full_rank_are_the_dense_ones(geometry: Geometry, ba
 
 
 def test_the_paper_s_theorem(geometry: Geometry) -> None:
-    """Σ‖y − Q̃Q̃ᵀy‖² over values equals the dropped eigenvalues (METHODS §1), with y made by the weights."""
+    """Σ‖y − Q̃Q̃ᵀy‖² over values equals the dropped eigenvalues (docs/methods.md#value-and-output), y by weights."""
     method, d, rank = method_of(basis="value", weighting="none"), geometry.head_dim, geometry.head_dim // 2
     (group, *_) = method.claims(geometry)
     weights = weights_of(geometry, group.roles)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manifests.loading import parse_manifest
-from manifests.schema import Manifest
+from manifests.schema import LoRC, Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Method, Moment, Remarking, Scores, Solution, Statistics
@@ -222,3 +222,27 @@ def test_two_claims_on_a_tensor_name_both() -> None:
     methods = build_methods(manifest({"method": "flat_llm"}, {"method": "lorc", "cache_keep": 0.5}))
     with pytest.raises(ValueError, match=r"methods\.0 \(flat_llm, attention\) and by methods\.1 \(lorc, value\)"):
         claim_tasks(methods, geometry())
+
+
+def test_joint_ranks_follow_the_importance_that_shares_their_budget() -> None:
+    """IPRS where another method of the budget asks for it; one ratio for all layers alone, or with a `keep`."""
+    where, scores = geometry(), Scores({layer: 0.1 + 0.1 * layer for layer in range(geometry().num_layers)})
+    joint = {"method": "joint_rank_k", "mlp": False}
+
+    def ranks(entry: dict[str, Any], scores: Scores) -> list[float]:
+        (method,) = build_methods(manifest(entry))
+        return list(method.target_ranks(where, 0.4, scores).values())
+
+    assert ranks(joint, scores) == sorted(set(ranks(joint, scores)))
+    assert len(set(ranks(joint, Scores()))) == len(set(ranks({**joint, "keep": 0.4}, scores))) == 1
+    assert sum(ranks(joint, scores)) == pytest.approx(sum(ranks(joint, Scores())))
+
+
+@pytest.mark.parametrize(
+    ("entry", "allocation"),
+    [({}, "uniform"), ({"skip_above": 30.0}, "progressive"), ({"allocation": "progressive"}, "progressive")],
+)
+def test_ranks_of_lorc_are_uniform_unless_a_threshold_means_otherwise(entry: dict[str, Any], allocation: str) -> None:
+    (lorc,) = manifest({"method": "lorc", "cache_keep": 0.5, **entry}).methods
+    assert isinstance(lorc, LoRC)
+    assert lorc.allocation == allocation

@@ -25,7 +25,8 @@ MODEL = 6 * LAYER + 2 * 320 * 48 + 48
 
 
 def calibration(**changes: Any) -> dict[str, Any]:
-    return {"text": TEXT, "samples": 10, "sequence_length": 32, "shards": 4, "micro_batch": 2, **changes}
+    cut = {"samples": 10, "sequence_length": 32, "shards": 4, "micro_batch": 2}
+    return {"text": TEXT, **cut, "propagate": "compressed", **changes}
 
 
 def plan_of(job: Manifest, geometry: Geometry, itemsize: int = 2, source_bytes: int = 1000) -> Plan:

@@ -118,6 +118,26 @@ def test_who_joins_late_gets_shards(make: Any) -> None:
     assert [shards_of(actor, 11) for actor in fake.actors] == [shards_of(actor, 10) for actor in fake.actors]
 
 
+def test_one_shard_more_is_no_reason_to_take_one_over(make: Any) -> None:
+    """Who has nothing to do while another's units wait leaves them where their hidden states are."""
+    fake = FakeRay((0, 9, None), (100, 3, None))
+    pool = make(fake, min=1, shards=19)
+    for layer in range(20):
+        do(pool, forward(layer, 19))
+    assert [len(shards_of(actor, 19)) for actor in fake.actors] == [10, 9]
+    assert [shards_of(actor, 19) for actor in fake.actors] == [shards_of(actor, 15) for actor in fake.actors]
+
+
+def test_two_shards_more_are_shared(make: Any) -> None:
+    """Who joins late takes over until nobody holds two more than it does, and no further."""
+    fake = FakeRay((0, 5, None), (150, 5, None))
+    pool = make(fake, min=1, shards=4)
+    for layer in range(20):
+        do(pool, forward(layer, 4))
+    assert pool.size == 2
+    assert [len(shards_of(actor, 19)) for actor in fake.actors] == [2, 2]
+
+
 def test_who_joins_in_the_middle_of_a_layer_takes_part(make: Any) -> None:
     fake = FakeRay((0, 10, None), (25, 10, None))
     pool = make(fake, min=1, shards=8)

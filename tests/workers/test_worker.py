@@ -380,7 +380,7 @@ def test_divergence_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:
         target = reference.shard(reference.ids_MS, shard)[:, 1:].flatten()
         assert found.tokens == len(target)
         assert found.dense_loss == pytest.approx(functional.nll_loss(logits, target, reduction="sum").item(), rel=1e-5)
-        hidden_TD = held(worker, "compressed", layers, shard)[:, :-1].flatten(0, 1)
+        hidden_TD = held(worker, "held_out", layers, shard)[:, :-1].flatten(0, 1)
         with torch.no_grad():
             other = head(worker.layers)(hidden_TD).double().log_softmax(-1)
         expected = functional.kl_div(other, logits, reduction="sum", log_target=True).item()

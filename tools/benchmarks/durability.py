@@ -46,6 +46,7 @@ def main() -> int:
             "budget": {"keep": 0.7},
             "methods": [{"method": "flat_llm"}],
             "calibration": {
+                "propagate": "compressed",
                 "text": {"files": [arguments.text]},
                 "samples": 128,
                 "sequence_length": 256,

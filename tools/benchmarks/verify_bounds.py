@@ -38,7 +38,7 @@ from workers.comparing import compare_models, deviation
 
 METHODS: dict[str, list[dict[str, Any]]] = {
     "flat_llm": [{"method": "flat_llm"}],
-    "lorc": [{"method": "lorc", "allocation": "uniform"}],
+    "lorc": [{"method": "lorc", "allocation": "uniform", "cache_keep": 1.0}],  # its keep is of the cache
     "lestd": [{"method": "lestd", "target": "attention", "sweeps": 2, "refine_sweeps": 1}],
     "joint_rank_k": [{"method": "joint_rank_k"}],
 }
@@ -56,10 +56,16 @@ class Tampered(SourceCheckpoint):
 REPLACED: dict[str, Tensor] = {}
 
 
-def damages(checkpoint: SourceCheckpoint, prefix: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """What is damaged, and the tensors in place of those that are stored. Nothing that changes no number."""
+def damages(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """What is damaged, and the tensors in place of those that are stored.
+
+    Nothing that changes no number; and no bias of keys without rotary embeddings, which adds the same to all scores of
+    a query and so has no effect at all.
+    """
+    block = config["block"]
+    prefix, key_bias = f"{block['layers']}.", f"{block['modules']['k']}.bias"
     for name, record in sorted(checkpoint.tensors.items()):
-        if not record.torch_dtype.is_floating_point:
+        if not record.torch_dtype.is_floating_point or (name.endswith(key_bias) and block["rotary"] is None):
             continue
         tensor = checkpoint.read([name])[name]
         if tensor.any():
@@ -91,7 +97,7 @@ def measure(model: str, output: Path) -> dict[str, Any]:
     random = compared(checkpoint, sample_tokens(None, config)[1])
     least, weakest = float("inf"), ""
     error = float("inf")
-    for what, replaced in damages(checkpoint, f"{config['block']['layers']}."):
+    for what, replaced in damages(checkpoint, config):
         REPLACED.clear()
         REPLACED.update(replaced)
         found = compared(tampered, ids_BS)
@@ -112,12 +118,14 @@ def measure(model: str, output: Path) -> dict[str, Any]:
 
 def job(model: str, text: str, methods: list[dict[str, Any]], keep: float, folder: Path) -> Path:
     """One OUTPUT."""
+    if "cache_keep" in methods[0]:
+        methods = [{**methods[0], "cache_keep": keep}]
     document: dict[str, Any] = {
         "version": 1,
         "model": {"source": model},
         "output": str(folder / "output"),
         "run_dir": str(folder / "run"),
-        "budget": {"keep": keep},
+        "budget": None if "cache_keep" in methods[0] else {"keep": keep},
         "methods": methods,
         "calibration": {
             "text": {"files": [text]}, "samples": 16, "sequence_length": 128, "shards": 2, "micro_batch": 8,

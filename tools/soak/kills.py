@@ -1,9 +1,10 @@
 """A hundred kills and more: every method's job, killed at named points, at power cuts and at random times, to its end.
 
-    python -m tools.soak.kills [--kills N] [--ray N] [--seed S] [--only NAME]
+    python -m tools.soak.kills [--kills N] [--ray N] [--seed S] [--only NAME] [--match TEXT]
 
 Each job is started again after each kill until it ends, and its OUTPUT is compared byte for byte with that of a run
-that nobody disturbed. Prints a line per job; exits 1 if any differs.
+that nobody disturbed. Prints a line per job; exits 1 if any differs. `--only loss_aware --match gradient --ray 0` kills
+during the backward pass alone: where the ledger key or the path of what becomes durable holds the text.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.end_to_end.children import Child, Hook, end_group
 from tests.end_to_end.jobs import Job, file_digests
 from tools.benchmarks.jobs import markdown_row
 
-FLAT, LESTD, JOINT = ({"method": name} for name in ("flat_llm", "lestd", "joint_rank_k"))
+FLAT, LESTD, JOINT, LOSS = ({"method": name} for name in ("flat_llm", "lestd", "joint_rank_k", "loss_aware"))
 LORC = {"method": "lorc", "cache_keep": 0.5}
 INPUT = {"weighting": "input"}
 JOBS: dict[str, dict[str, Any]] = {
@@ -47,6 +48,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "joint_rank_k": {"methods": [JOINT], "budget.keep": 0.8},
     "joint_rank_k, input": {"methods": [JOINT | INPUT], "budget.keep": 0.8},
     "flat_llm and joint_rank_k": {"methods": [FLAT, {**JOINT, "mlp": False}]},
+    "loss_aware": {"methods": [LOSS], "calibration.propagate": "dense", "budget.keep": 0.8},
+    "loss_aware, every 2": {
+        "methods": [LOSS],
+        "calibration.propagate": "dense",
+        "budget.keep": 0.8,
+        "resume.every": 2,
+    },
     "flat_llm and lorc": {"methods": [FLAT, {"method": "lorc", "value": False}], "calibration.propagate": "dense"},
 }
 TOKENS = 12 // 3 * 24  # of a shard of `Job`
@@ -65,19 +73,24 @@ class Tally:
     said: str = ""
 
 
-def disturb(job: Job, coin: random.Random, kills: int, seconds: float, tally: Tally) -> None:
-    """Kills a job until there are `kills` of them in the tally, unless it ends before; then lets it come to its end."""
+def disturb(job: Job, coin: random.Random, kills: int, seconds: float, tally: Tally, match: str = "") -> None:
+    """Kills a job until there are `kills` of them in the tally, unless it ends before; then lets it come to its end.
+
+    `match`: only where this is in the ledger key or path of what becomes durable.
+    """
     log, units = job.root.with_suffix(".log"), job.root.with_suffix(".units")
     before: list[str] = []
     for _ in range(MOST_RUNS):
         wanted = sum(tally.kills.values()) < kills
-        kind = coin.choice([*POINTS, "power cut", "power cut", "random"]) if wanted else "none"
+        kinds = [*POINTS, "power cut", "power cut", *([] if match else ["random"])]
+        kind = coin.choice(kinds) if wanted else "none"
         hook = None
         if kind in (*POINTS, "power cut"):
             point = "sync" if kind == "power cut" else kind
             cut = coin.randrange(2**32) if kind == "power cut" else None
             most = 40 if point == "sync" else 4
-            hook = Hook(point, coin.randint(1, most), after=coin.random() < 0.5, disk=str(job.root), cut=cut)
+            nth, after = coin.randint(1, most), coin.random() < 0.5
+            hook = Hook(point, nth, match, after=after, disk=str(job.root), cut=cut)
         else:  # nobody watches what this process makes durable: later cuts begin with what is there then
             shutil.rmtree(f"{job.root}.shadow", ignore_errors=True)
         child = Child("run", [str(job.manifest)], log, hook)
@@ -167,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--ray", type=int, default=2, help="per job, with Ray and two workers")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", choices=sorted(JOBS))
+    options.add_argument("--match", default="", help="kill only where this is in a ledger key or path")
     given = options.parse_args(arguments)
     print(markdown_row(["job", "kills", "tokens repeated per kill: mean", "most", "a layer's tokens", "same bytes"]))
     print(markdown_row(["---"] * 6), flush=True)
@@ -189,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             while equal and sum(tally.kills.values()) < given.kills:
                 attempt += 1
                 made = Job(root / f"job-{number}-{attempt}", model, text, changes).write()
-                disturb(made, coin, given.kills, seconds, tally)
+                disturb(made, coin, given.kills, seconds, tally, given.match)
                 equal = tally.same and not differing(made, wanted)
             if given.ray:
                 other = Job(root / f"ray-{number}", model, text, {**changes, "workers.max": 2}).write()

@@ -105,7 +105,7 @@ class PivotedLinears(Derived):
 
     `rows.weight` (r, in) are the rows W_P, `indices` (r) int32 their positions among the m outputs of all roles one
     after another, ascending; `coefficients.weight` (m - r, r) give the other outputs, in order, from those of the
-    rows: W x is W_P x at the indices and C (W_P x) elsewhere. At r = m there are no coefficients. METHODS section 6.5.
+    rows: W x is W_P x at the indices and C (W_P x) elsewhere. At r = m there are no coefficients.
     """
 
     indices: Tensor

@@ -74,7 +74,7 @@ class CoreShape:
 class TuckerLinears(Derived):
     """The projections of an attention or MLP as a shared-subspace Tucker decomposition, never multiplied out.
 
-    `first` (D, R1), `second` (d or N, R2), and per core `third` (p, R3) and `core`; LeSTD, METHODS section 3. With
+    `first` (D, R1), `second` (d or N, R2), and per core `third` (p, R3) and `core` (LeSTD). With
     M[t, i] = sum over c of core[:, :, c, i] third[t, c], role t of head i is x first M[t, i] secondᵀ; a role that
     writes to the hidden states goes backwards, summed over heads: o second M[t, i]ᵀ firstᵀ.
 

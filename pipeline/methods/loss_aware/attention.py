@@ -1,4 +1,6 @@
-"""Values and the output projection: a basis for each KV head, o refitted behind it, then a rank of o. METHODS §6.3.
+"""Values and the output projection: a basis for each KV head, o refitted behind it, then a rank of o.
+
+docs/methods.md#curves.
 
 Legend: D hidden, H query heads, G key/value heads, d head_dim, F = H·d, r directions kept of a head.
 """

@@ -1,4 +1,7 @@
-"""`method: loss_aware`: what it claims, which statistics it needs, its curves and solutions. METHODS §6."""
+"""`method: loss_aware`: what it claims, which statistics it needs, its curves and solutions.
+
+docs/methods.md#loss-aware.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The MLP: channels removed, gate and up at a joint rank on those that stay, down at a rank. METHODS §6.3, MLP.
+"""The MLP: channels removed, gate and up at a joint rank on those that stay, down at a rank.
+
+docs/methods.md#curves.
 
 Legend: D hidden, N intermediate, k channels kept, m rows of the stack of gate and up, T tokens of the sample.
 """

@@ -1,4 +1,4 @@
-"""Queries and keys: one low-rank stack in the metric of the loss. METHODS §6.3, q and k.
+"""Queries and keys: one low-rank stack in the metric of the loss. docs/methods.md#curves, q and k.
 
 Legend: D hidden, m rows of q and k, r rank.
 """

@@ -1,0 +1,262 @@
+"""What the ledger holds, typed: records of committed data, and the entries that name them. docs/formats.md.
+
+They are JSON objects on disk and on their way between processes, and typed dictionaries here: a `Key[DenseEntry]` gives
+a `DenseEntry`, which mypy holds every reader and writer to, and `pipeline.job.ledger_entries` every ledger.
+"""
+
+from __future__ import annotations
+
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    NotRequired,  # pydantic takes no other before Python 3.12
+    TypeVar,
+)
+
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, with_config
+from typing_extensions import TypedDict
+
+ARRAY_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
+TENSOR_DTYPES = (
+    "F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
+    "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0",
+)  # fmt: skip
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+STRICT = ConfigDict(strict=True)
+E = TypeVar("E")
+
+
+class Key(str, Generic[E]):
+    """A name in the ledger, of an entry of type E."""
+
+    __slots__ = ()
+
+
+# -- committed data ----------------------------------------------------------------------------------------------------
+
+
+@with_config(STRICT)
+class ArrayRecord(TypedDict):
+    """A Zarr array that was written once: where it is, its grid of chunks, and the checksum of each, in C order."""
+
+    version: int
+    path: Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*/)+[0-9a-f]{32}$")]
+    shape: list[PositiveInt]
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(ARRAY_DTYPES)})$")]
+    chunks: list[PositiveInt]
+    symmetric: bool
+    metadata_sha256: Sha256
+    checksums: list[str]
+
+
+@with_config(STRICT)
+class GradientRecord(ArrayRecord):
+    """A summed moment of gradients, with what shrinking it takes: square norms of each sequence's own, by group."""
+
+    square_norms: list[NonNegative]
+    sequences: PositiveInt
+    tokens: PositiveInt
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))  # it goes into compression.json as it is
+class TensorDescription(TypedDict):
+    """A tensor of a safetensors file: its dtype as the format names it, its shape, the digest of its bytes."""
+
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(TENSOR_DTYPES)})$")]
+    shape: list[NonNegativeInt]
+    sha256: Sha256
+
+
+@with_config(STRICT)
+class ShardRecord(TypedDict):
+    """A safetensors file, by the tensors in it."""
+
+    file: NotRequired[str]
+    size: NonNegativeInt
+    sha256: Sha256
+    tensors: dict[str, TensorDescription]
+
+
+@with_config(STRICT)
+class StagedRecord(ShardRecord):
+    """The file of a compressed layer; `path` is relative to RUN_DIR."""
+
+    path: Annotated[str, Field(pattern=r"^staged/layer-\d{5,}\.[0-9a-f]{32}\.safetensors$")]
+
+
+class StagedLayer(StagedRecord):
+    """What a worker needs to load a compressed layer: its file, and the form of each role's tensors."""
+
+    forms: dict[str, dict[str, Any]]
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+
+def _one_chunk_size_for_each_axis(array: ArrayRecord) -> ArrayRecord:
+    if len(array["chunks"]) != len(array["shape"]):
+        raise ValueError(f"{len(array['chunks'])} chunk sizes for {len(array['shape'])} axes")
+    return array
+
+
+Array = Annotated[ArrayRecord, AfterValidator(_one_chunk_size_for_each_axis)]
+GradientArray = Annotated[GradientRecord, AfterValidator(_one_chunk_size_for_each_axis)]
+
+
+@with_config(STRICT)
+class DenseEntry(TypedDict):
+    """The dense pass through a layer: (sum, count) of cosines by shard, moments by key, and what was stored of the
+    hidden states: its outputs by shard, and of some shards its inputs for the backward pass."""
+
+    cosine: list[Annotated[list[Finite], Field(min_length=2, max_length=2)]]
+    statistics: dict[str, Array]
+    activations: NotRequired[list[Array]]
+    inputs: NotRequired[list[Array | None]]
+
+
+@with_config(STRICT)
+class GradientEntry(TypedDict):
+    """The backward pass through a layer: moments of gradients by key, and gradients at its inputs, if stored."""
+
+    statistics: dict[str, GradientArray]
+    activations: NotRequired[list[Array]]
+
+
+@with_config(STRICT)
+class StatisticsEntry(TypedDict):
+    """The moments of the walk behind compressed layers, by key."""
+
+    statistics: dict[str, Array]
+
+
+@with_config(STRICT)
+class ActivationsEntry(TypedDict):
+    """The hidden states of the walk that enter a layer, by shard."""
+
+    activations: list[Array]
+
+
+@with_config(STRICT)
+class RanksEntry(TypedDict):
+    """The ranks of every task, and the importance of each layer that they follow."""
+
+    ranks: dict[str, dict[str, PositiveInt]]
+    importance: dict[str, Finite]
+
+
+@with_config(STRICT)
+class MeasuredEntry(TypedDict):
+    """What the dense weights of a layer tell, by task."""
+
+    measured: dict[str, Any]
+
+
+@with_config(STRICT)
+class CurveColumns(TypedDict):
+    """Point i of a curve: ranks, stored numbers, cache numbers per token, predicted loss (nats per token)."""
+
+    ranks: dict[str, list[PositiveInt]]
+    numbers: list[float]
+    cache: list[float]
+    loss: list[Finite]
+
+
+def _columns_of_one_length(curve: CurveColumns) -> CurveColumns:
+    lengths = {len(curve["numbers"]), len(curve["cache"]), len(curve["loss"]), *map(len, curve["ranks"].values())}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"columns of {sorted(lengths)} points")
+    return curve
+
+
+@with_config(STRICT)
+class CurvesEntry(TypedDict):
+    """What each size of a layer's groups costs, by task."""
+
+    curves: dict[str, Annotated[CurveColumns, AfterValidator(_columns_of_one_length)]]
+
+
+@with_config(STRICT)
+class GroupReport(TypedDict):
+    """How a group was compressed; what else a method says of it is kept as it is."""
+
+    ranks: dict[str, int]
+    error: NotRequired[Finite | None]
+
+
+@with_config(STRICT)
+class LayerEntry(TypedDict):
+    """A compressed layer: its file, the form of each role, the report of each group."""
+
+    staged: StagedRecord
+    forms: dict[str, dict[str, Any]]
+    groups: dict[str, GroupReport]
+
+
+@with_config(STRICT)
+class TokensEntry(TypedDict):
+    """The calibration tokens."""
+
+    tokens: Array
+
+
+@with_config(STRICT)
+class HeldOutEntry(TokensEntry):
+    """Tokens beyond the calibration samples, and what leaves the dense model's last layer on them, by shard."""
+
+    outputs: list[Array]
+
+
+@with_config(STRICT)
+class HeldOutScoreEntry(TypedDict):
+    """How far the compressed layers are from the dense ones on the held-out tokens (divergence: nats per token)."""
+
+    divergence: Finite
+    dense_perplexity: Finite
+    perplexity: Finite
+    tokens: PositiveInt
+
+
+@with_config(STRICT)
+class AssemblingEntry(TypedDict):
+    """OUTPUT, the names that are this job's there, and sizes that its shards had."""
+
+    output: str
+    files: NotRequired[list[str]]
+    shard_bytes: NotRequired[list[NonNegativeInt]]
+
+
+@with_config(STRICT)
+class CompleteEntry(TypedDict):
+    """A finished job: OUTPUT, the digest of its compression record, the summary."""
+
+    output: str
+    contract_sha256: Sha256
+    summary: dict[str, Any]
+
+
+@with_config(STRICT)
+class ReusedEntry(TypedDict):
+    """Seconds of forward passes that this job was spared."""
+
+    seconds: Finite
+
+
+@with_config(STRICT)
+class ScoreEntry(TypedDict):
+    """The perplexity of the dense or the compressed model (`seal`: of the compression record) on a text."""
+
+    kind: NotRequired[str]
+    model: str
+    seal: Sha256
+    text: NotRequired[dict[str, Any]]
+    seen: NotRequired[float]
+    perplexity: Finite
+    loss: NotRequired[float]
+    tokens: PositiveInt
+    windows: NotRequired[int]
+    window: PositiveInt

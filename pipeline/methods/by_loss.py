@@ -1,0 +1,69 @@
+"""What methods of one rank a group share when ranks, or factors, follow the model's loss. METHODS §6.3.
+
+Legend: D inputs, m rows of a stack, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.sensitivity import Directions, input_directions, projection_losses
+from pipeline.methods.method import Curve, Moment
+from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.curves import Point, frontier, steps, to_columns
+
+
+def pull(*roles: str) -> Moment:
+    """The gradient at the input that these roles share."""
+    return Moment(f"pull:{'+'.join(roles)}", kind="gradient")
+
+
+def directions(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pull_DD: Tensor) -> Directions:
+    """In what order a low rank of a stack keeps its input: by its weights (none), its outputs (input), or the loss."""
+    if weighting == "loss":
+        return input_directions(moment_DD, pull_DD)
+    gram_DD = torch.zeros_like(moment_DD)
+    for weight in weights:
+        gram_DD.addmm_(weight.double().T, weight.double())
+    return input_directions(torch.eye(len(moment_DD)).to(moment_DD) if weighting == "none" else moment_DD, gram_DD)
+
+
+def losses_by_rank(found: Directions, moment_DD: Tensor, pull_DD: Tensor) -> Tensor:
+    """(D + 1,): what keeping r directions of the input costs, in nats per token."""
+    return projection_losses(pull_DD, moment_DD, found.encode[None], found.decode[None])
+
+
+def factors(found: Directions, rank: int, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """first (r, D), shared, and a second (m, r) of each weight; √ of a direction's size goes into each."""
+    decode_Dr, encode_rD = found.decode[:, :rank], found.encode[:rank]
+    seconds = [weight.double() @ decode_Dr for weight in weights]
+    sizes_r = torch.stack([second.square().sum(dim=0) for second in seconds]).sum(dim=0).sqrt()
+    inner_r = (sizes_r / torch.linalg.vector_norm(encode_rD, dim=1)).sqrt()
+    inner_r = torch.where(inner_r > 0, inner_r, 1.0)
+    return (encode_rD * inner_r[:, None]).contiguous(), [second / inner_r for second in seconds]
+
+
+def curve_of(variable: RankVariable, loss_at: Callable[[int], float], cache_at: Callable[[int], int]) -> Curve:
+    """The curve of a group with one rank; at its cap nothing is lost."""
+    points = [
+        Point({variable.name: rank}, round(variable.cost(rank)), loss_at(rank), cache_at(rank))
+        for rank in steps(variable.cap, variable.multiple)[:-1]
+    ]
+    dense = Point({variable.name: variable.cap}, round(variable.cost(variable.cap)), 0.0, cache_at(variable.cap))
+    return to_columns([*_useful(points, dense), dense])
+
+
+def least_numbers(variable: RankVariable) -> int:
+    """Stored at the smallest rank."""
+    return round(variable.cost(variable.least))
+
+
+def _useful(points: Sequence[Point], dense: Point) -> list[Point]:
+    """Those that store, or cache, less than the dense group; each undercut by none in numbers or none in cache."""
+    smaller = [point for point in points if point.numbers < dense.numbers or point.cache < dense.cache]
+    by_cache = frontier(smaller, lambda point: point.cache)
+    kept = {id(point) for point in (*frontier(smaller), *by_cache)}
+    return [point for point in smaller if id(point) in kept]

@@ -1,0 +1,111 @@
+"""Jobs with a backward pass: killed at every commit, damaged, on several workers, solved again, on every family."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.jobs import Job, file_digests, load, logits_of, relative_error, some_tokens
+from tests.end_to_end.sources import FAMILIES, make_source
+from tests.workers.bench import flip
+
+MakeJob = Callable[..., Job]
+LOSS: dict[str, Any] = {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"}
+SHARDS, LAYERS, MOST_RUNS = 3, 3, 60
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> dict[str, str]:
+    """The output of one run without an interruption."""
+    made = Job(tmp_path_factory.mktemp("clean"), llama, text, LOSS).write()
+    child = Child("run", [str(made.manifest)], made.root / "log")
+    assert child.end() == 0, child.said
+    assert sorted(work_done(made)) == sorted(
+        [f"forward/dense/{layer}/{shard}/dense" for layer in range(LAYERS) for shard in range(SHARDS)]
+        + [f"backward/{layer}/{shard}" for layer in range(LAYERS) for shard in range(SHARDS)]
+    )
+    return file_digests(made.output)
+
+
+def work_done(job: Job) -> list[str]:
+    path = job.root / "log.units"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("every", "hook"), [(1, Hook("commit")), (2, Hook("commit", after=True)), (1, Hook("remove", nth=3))]
+)
+def test_killed_again_and_again_it_ends_the_same(
+    every: int, hook: Hook, job: MakeJob, reference: dict[str, str]
+) -> None:
+    made = job(**LOSS, **{"resume.every": every})
+    before: list[str] = []
+    for run in range(MOST_RUNS):
+        child = Child("run", [str(made.manifest)], made.root / "log", Hook(hook.what, run // 2 + 1, "", hook.after))
+        code = child.end()
+        repeated = [unit for unit in work_done(made)[len(before) :] if unit in before]
+        assert len(repeated) <= SHARDS * every, repeated
+        before = work_done(made)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, child.said
+    assert run >= 3
+    assert file_digests(made.output) == reference
+
+
+@pytest.mark.parametrize(
+    "kind", ["statistics.zarr/layer-00001/dense-gradient-*", "activations.zarr/inputs/layer-00001"]
+)
+def test_damage_is_repaired(kind: str, job: MakeJob, reference: dict[str, str]) -> None:
+    """Stopped in the middle of the backward pass; then a sum of gradients, or a layer's stored input, is damaged."""
+    made = job(**LOSS)
+    hook = Hook("commit", match="curves/00000" if "statistics" in kind else "gradient/00002")
+    assert Child("run", [str(made.manifest)], made.root / "log", hook).end() == -signal.SIGKILL
+    for path in made.run_dir.glob(f"{kind}/**/c*"):
+        flip(path)
+    child = Child("run", [str(made.manifest)], made.root / "log")
+    assert child.end() == 0, child.said
+    assert "repairing:" in child.said
+    assert file_digests(made.output) == reference
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("shared_ray")
+def test_bytes_for_any_number_of_workers(job: MakeJob, reference: dict[str, str]) -> None:
+    made = job(**LOSS, **{"workers.max": 3})
+    assert made.run().code == 0
+    assert file_digests(made.output) == reference
+
+
+def test_another_budget_takes_no_pass(job: MakeJob, inline: None) -> None:
+    """Neither forwards nor backwards; an allocation is a budget, too."""
+    made, clean = (job(**LOSS) for _ in range(2))
+    assert made.run().code == 0
+    second = made.root / "second"
+    ended = made.run("--set", "budget.keep=0.85", "--set", f"output={second}")
+    assert ended.json["seconds_saved"] > 0
+    assert "phase gradient" not in ended.err
+    assert "phase statistics" not in ended.err
+    assert "curves layer" not in ended.err
+    assert clean.run("--set", "budget.keep=0.85").code == 0
+    assert file_digests(second) == file_digests(clean.output)
+
+
+@pytest.mark.parametrize("kind", ["model", "local"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, kind: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
+    """Near the source where almost everything is kept, by either kind of gradients."""
+    source = make_source(tmp_path / "source", family)
+    made = job(source, **LOSS, **{"budget.keep": 0.97, "calibration.gradient": {"kind": kind, "samples": 5}})
+    ended = made.run()
+    assert "gradient layer 0 committed" in ended.err
+    dense, compressed = load(source), load(made.output)
+    ids = some_tokens(dense.config.vocab_size)
+    error = relative_error(logits_of(compressed, ids), logits_of(dense, ids))
+    assert 0 < error < 0.5
+    assert ended.json["held_out"]["divergence"] < 0.5

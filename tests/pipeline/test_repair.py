@@ -1,0 +1,48 @@
+"""How often the same place is mended before the job ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from manifests.errors import CorruptError, LostInputError
+from pipeline.repair import REPAIRS, Repairs
+from tests.pipeline.simulation import MemoryJournal, Recorder, World
+
+KEY = "statistics/00001"
+
+
+@pytest.fixture
+def repairs() -> Repairs:
+    world = World()
+    return Repairs(MemoryJournal(world), 3, Recorder(world))
+
+
+def test_a_place_is_mended_exactly_so_many_times(repairs: Repairs) -> None:
+    for time in range(REPAIRS + 1):
+        repairs.journal.commit(KEY, {"statistics": {"a": {"path": f"statistic/{time}"}}})
+        error = CorruptError("damaged", f"statistic/{time}")
+        if time == REPAIRS:
+            with pytest.raises(CorruptError, match="damaged"):
+                repairs.invalidate(error)
+            assert repairs.journal.get(KEY) is not None  # for whoever looks at it
+        else:
+            repairs.invalidate(error)
+            assert repairs.journal.get(KEY) is None
+
+
+def test_another_place_has_its_own_count(repairs: Repairs) -> None:
+    for layer in range(3):
+        for time in range(REPAIRS):
+            repairs.journal.commit(f"statistics/{layer:05d}", {"statistics": {"a": {"path": f"{layer}/{time}"}}})
+            repairs.invalidate(CorruptError("damaged", f"{layer}/{time}"))
+
+
+def test_losses_count_since_the_last_commit(repairs: Repairs) -> None:
+    for _ in range(2):
+        for _ in range(REPAIRS):
+            repairs.invalidate(LostInputError("gone"))
+        repairs.progress()
+    for _ in range(REPAIRS):
+        repairs.invalidate(LostInputError("gone"))
+    with pytest.raises(LostInputError, match="gone"):
+        repairs.invalidate(LostInputError("gone"))

@@ -1,0 +1,32 @@
+"""What a budget leaves in whole numbers: the last bits of products of floats are forgiven, nothing more."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.ranks.allocation import Budget
+
+
+@pytest.mark.parametrize(
+    ("keep", "total", "taken", "target"),
+    [
+        (0.29, 100, 0, 29),  # 28.999999999999996
+        (0.57, 100, 0, 57),  # 56.99999999999999
+        (0.7, 10, 0, 7),
+        (0.289999, 100, 0, 28),
+        (0.2999, 10, 0, 2),
+        (0.29, 100, 3.5, 25),  # 25.5
+        (0.29, 68_976_648_100, 0, 20_003_227_949),
+        (0.57, 68_976_648_100, 0, 39_316_689_417),
+        (0.5, 68_976_648_193, 0, 34_488_324_096),  # a half is no rounding error
+        (1.0, 7, 0, 7),
+    ],
+)
+def test_target(keep: float, total: int, taken: float, target: int) -> None:
+    assert Budget("budget.keep", keep, total, taken).target == target
+
+
+def test_whole_shares_of_large_models_lose_nothing() -> None:
+    for percent in range(1, 100):
+        for total in (100, 6_738_415_600, 68_976_648_100, 405_853_388_800):
+            assert Budget("budget.keep", percent / 100, total, 0).target == percent * total // 100
