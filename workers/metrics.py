@@ -16,6 +16,7 @@ import psutil
 
 from pipeline.ports import ForwardDone, Unit
 from workers.config import WorkerConfig
+from workers.trace import unit_kind
 
 UNIT_SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
@@ -126,26 +127,6 @@ class PoolMeters(Meters):
         before, self.told_at = self.told_at, time.monotonic()
         self.add(PHASE_SECONDS, self.told_at - before, phase=phase)
         self.set(PHASE_DONE, done / units if units else 0.0, phase=phase)
-
-
-def unit_kind(unit: Unit) -> str:
-    """forward, reduce, solve, …: as the summary names them."""
-    return type(unit).__name__.lower()
-
-
-def unit_line(unit: Unit, outcome: Any, worker: str) -> dict[str, Any]:
-    """A unit that has just been done, as the log of units has it."""
-    return {
-        "unit": unit.key,
-        "kind": unit_kind(unit),
-        "worker": worker,
-        "ended": time.time(),
-        "seconds": outcome.seconds,
-        "compute_seconds": outcome.compute_seconds,
-        "peak_bytes": outcome.peak_bytes,
-        "tokens": outcome.result.tokens if isinstance(outcome.result, ForwardDone) else 0,
-        "error": str(outcome.error) if outcome.error is not None else None,
-    }
 
 
 def _make(maker: Maker, metric: Metric, run: str) -> Any:

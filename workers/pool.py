@@ -35,8 +35,9 @@ from workers.cluster import why_unplaceable
 from workers.config import WorkerConfig
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
-from workers.metrics import PoolMeters, run_name, unit_kind, unit_line
+from workers.metrics import PoolMeters, run_name
 from workers.tensor_transfer import attach_handles, handle_count
+from workers.trace import unit_kind, unit_line
 
 DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
 POLL_SECONDS = 0.5  # how soon a signal is noticed

@@ -35,8 +35,8 @@ from workers.actor import Outcome
 from workers.backward import BackwardPass
 from workers.config import WorkerConfig
 from workers.hardware import describe_hardware
-from workers.metrics import unit_line
 from workers.tensor_transfer import LocalTransfer
+from workers.trace import unit_line
 from workers.worker import Worker
 
 CONTEXT = multiprocessing.get_context("forkserver")
