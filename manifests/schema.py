@@ -95,8 +95,9 @@ class SharedText(Text):
 class Gradient(Block):
     """The backward pass, for methods that follow the loss: over how many of the calibration samples, and of what.
 
-    `samples` null: as many as give 16 tokens for each number of the hidden size, at most all. `kind: local` takes
-    random gradients at each layer's own output instead of the model's; cheaper, and it predicts no loss in nats.
+    `samples` null: as many as give 16 tokens for each number of the hidden size, and 16,384 at least; at most all.
+    `kind: local` takes random gradients at each layer's own output instead of the model's; cheaper, and it predicts no
+    loss in nats.
     """
 
     samples: PositiveInt | None = None
@@ -322,6 +323,7 @@ class LeSTD(MethodEntry):
     weighting: Literal["none", "input"] = "none"
     sweeps: PositiveInt = 10
     tolerance: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-6
+    allocation: Literal["uniform", "loss"] = "uniform"
     threshold: Literal["layer", "model"] = "layer"
     refine_sweeps: Annotated[int, Field(ge=0)] = 10
     core: Literal["dense", "csr"] = "dense"
@@ -349,6 +351,10 @@ class LeSTD(MethodEntry):
             raise ValueError(
                 "threshold: model compares cores of all layers before calibration text has passed any of them, so it "
                 "does not go with weighting: input; use threshold: layer"
+            )
+        if self.allocation == "loss" and (self.threshold == "model" or self.fixed):
+            raise ValueError(
+                "allocation: loss gives each layer a size of its own; leave out threshold: model, and fixed `ranks`"
             )
         if self.threshold == "model" and not self.prune:
             raise ValueError("threshold: model goes with prune: true; a dense core is cut at no threshold")

@@ -33,7 +33,7 @@ from pipeline.keys import (
     measured_key,
     statistics_key,
 )
-from pipeline.methods.method import Form, Moment
+from pipeline.methods.method import FormSpec, Moment
 from pipeline.methods.registry import Task, layer_gradients, layer_moments, ranks_key
 from pipeline.ports import (
     Cleaner,
@@ -341,7 +341,7 @@ def _layers(tasks: Sequence[Task]) -> list[int]:
 
 
 def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
-    forms: dict[str, Form] = {}
+    forms: dict[str, FormSpec] = {}
     for _, solution in parts:
         forms.update(solution.forms)
     roles = tuple(role for solve, _ in parts for role in solve.task.group.roles)

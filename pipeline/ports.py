@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
 from manifests.records import ArrayRecord, E, Key, StagedLayer
-from pipeline.methods.method import Form, Moment
+from pipeline.methods.method import FormSpec, Moment
 from pipeline.methods.registry import Task, ranks_key
 
 Lineage = Literal["dense", "compressed", "held_out_dense", "held_out"]
@@ -171,7 +171,7 @@ class SolveDone:
     """Handle of the factors, the forms they take, and the figures for the summary."""
 
     factors: Any
-    forms: Mapping[str, Form]
+    forms: Mapping[str, FormSpec]
     report: Mapping[str, Any]
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
@@ -190,7 +190,7 @@ class Write:
     layer: int
     factors: tuple[Any, ...]
     roles: tuple[str, ...]
-    forms: Mapping[str, Form]
+    forms: Mapping[str, FormSpec]
 
     @property
     def key(self) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+TOKENS_PER_HIDDEN = 16
+LEAST_TOKENS = 16_384  # a narrow model's gradient is noisy at 16 tokens a number, and costs next to nothing
+
 
 def shard_range(shard: int, shards: int, samples: int) -> tuple[int, int]:
     """First and one past the last sample of a shard; sizes differ by at most one."""
@@ -15,6 +18,7 @@ def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:
 
 
 def gradient_samples(asked: int | None, samples: int, sequence_length: int, hidden: int) -> int:
-    """How many samples the backward pass takes: as many as give 16 tokens for each of `hidden` numbers, unless asked
-    for otherwise; at most all. docs/methods.md#gradient-moments."""
-    return min(samples, asked if asked is not None else -(-16 * hidden // sequence_length))
+    """How many samples the backward pass takes: as many as give 16 tokens for each of `hidden` numbers, and 16,384 at
+    least, unless asked for otherwise; at most all. docs/methods.md#gradient-moments."""
+    tokens = max(TOKENS_PER_HIDDEN * hidden, LEAST_TOKENS)
+    return min(samples, asked if asked is not None else -(-tokens // sequence_length))

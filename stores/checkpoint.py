@@ -7,13 +7,11 @@ Each file is durable and whole when it gets its name. The index goes last: a dir
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -21,16 +19,13 @@ from manifests.errors import CorruptError, InputError, NumericsError, StorageErr
 from manifests.records import ShardRecord, TensorDescription
 from stores.durable import (
     CHUNK_BYTES,
-    NO_HARD_LINKS,
-    durable_file,
-    fsync_directory,
-    partial_path,
     sha256_file,
     storage_errors,
     write_durably,
 )
 from stores.headers import DTYPE_NAMES, DTYPES, TensorRecord, build_header, read_header
 from stores.source import INDEX_FILE, SourceCheckpoint
+from stores.storage import Place, Storage, Writable, open_storage
 
 METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 CHECKED_NUMBERS = 16 * 1024 * 1024
@@ -39,7 +34,7 @@ Spec = tuple[str, str, tuple[int, ...]]
 
 
 def write_shard(
-    path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    place: Place, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> ShardRecord:
     """Writes a safetensors file durably; equal tensors and metadata give equal bytes, whatever the order given.
 
@@ -49,47 +44,25 @@ def write_shard(
         NumericsError: a tensor holds NaN or infinity; nothing is written.
         StorageError: no room, or a failing device; nothing is published.
     """
-    for name, tensor in tensors.items():
-        _check_finite(name, tensor)
-    specs = [(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
-    return _write(Path(path), specs, metadata, lambda name: _tensor_bytes(tensors[name]))
+    for tensor_name, tensor in tensors.items():
+        _check_finite(tensor_name, tensor)
+    specs = [(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()]
+    return _write(open_storage(place), name, specs, metadata, lambda key: _tensor_bytes(tensors[key]))
 
 
 def copy_shard(
-    path: str | Path, source: SourceCheckpoint, names: Iterable[str], metadata: Mapping[str, str] | None = None
+    place: Place, name: str, source: SourceCheckpoint, names: Iterable[str], metadata: Mapping[str, str] | None = None
 ) -> ShardRecord:
     """Writes tensors of the source, bit for bit, into a new shard; holds a few megabytes at a time.
 
     Returns the record as `write_shard` does. Raises InputError (no such tensor) and StorageError.
     """
-    specs = []
-    for name in names:
-        if name not in source.tensors:
-            raise InputError(f"{path}: cannot copy {name!r}: the source has no such tensor")
-        specs.append((name, source.tensors[name].dtype, source.tensors[name].shape))
-    return _write(Path(path), specs, metadata, lambda name: source.copy_bytes(name, CHUNK_BYTES))
-
-
-def link_or_copy(source: str | Path, target: str | Path) -> bool:
-    """Gives a file a second name, replacing what had it: a hard link, or a durable copy where that cannot be.
-
-    Returns whether it was linked. Raises StorageError.
-    """
-    path, target = Path(source).resolve(), Path(target)  # a hub's snapshot holds symbolic links: link what they mean
-    temporary = partial_path(target)
-    try:
-        os.link(path, temporary)
-    except OSError as error:
-        if error.errno not in (*NO_HARD_LINKS, errno.EACCES):
-            with storage_errors(f"linking {path} to", target):
-                raise
-        copy_file(path, target)
-        return False
-    with storage_errors("writing", target):
-        os.replace(temporary, target)
-        temporary.unlink(missing_ok=True)  # renaming one name of a file onto another of the same does nothing
-    fsync_directory(target.parent)
-    return True
+    storage, specs = open_storage(place), []
+    for key in names:
+        if key not in source.tensors:
+            raise InputError(f"{storage.at(name)}: cannot copy {key!r}: the source has no such tensor")
+        specs.append((key, source.tensors[key].dtype, source.tensors[key].shape))
+    return _write(storage, name, specs, metadata, lambda key: source.copy_bytes(key, CHUNK_BYTES))
 
 
 def verify_shard(path: str | Path, record: ShardRecord) -> None:
@@ -139,12 +112,16 @@ def index_content(weight_map: Mapping[str, str], total_bytes: int, total_paramet
 
 
 def _write(
-    path: Path, specs: Iterable[Spec], metadata: Mapping[str, str] | None, pieces: Callable[[str], Iterator[Any]]
+    storage: Storage,
+    name: str,
+    specs: Iterable[Spec],
+    metadata: Mapping[str, str] | None,
+    pieces: Callable[[str], Iterator[Any]],
 ) -> ShardRecord:
     # Wide dtypes first: every tensor is aligned to its own size for readers that map the file.
     ordered = sorted(specs, key=lambda spec: (-DTYPES[spec[1]].itemsize, spec[0]))
     header, records = build_header(ordered, {**METADATA, **(metadata or {})})
-    with durable_file(path) as file:
+    with storage.writer(name) as file:
         shard = _Hashed(file)
         shard.write(header)
         digests = {record.name: _write_tensor(shard, record, pieces(record.name)) for record in records}
@@ -152,13 +129,18 @@ def _write(
         record.name: TensorDescription(dtype=record.dtype, shape=list(record.shape), sha256=digests[record.name])
         for record in records
     }
-    return {"file": path.name, "size": shard.num_bytes, "sha256": shard.digest.hexdigest(), "tensors": tensors}
+    return {
+        "file": name.rpartition("/")[2],
+        "size": shard.num_bytes,
+        "sha256": shard.digest.hexdigest(),
+        "tensors": tensors,
+    }
 
 
 class _Hashed:
     """A file being written, its digest and size so far."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Writable) -> None:
         self._file = file
         self.digest = hashlib.sha256()
         self.num_bytes = 0
@@ -198,13 +180,6 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
                 f"tensor {name}: {int((~finite).sum())} of {part.numel()} numbers from {start} on are NaN or infinite; "
                 "the source or the calibration text is damaged, or a value overflowed in the checkpoint's dtype"
             )
-
-
-def copy_file(source: Path, target: Path) -> None:
-    """A durable copy of a file; holds a few megabytes at a time. Raises StorageError."""
-    with storage_errors("reading", source), open(source, "rb", buffering=0) as reader, durable_file(target) as file:
-        while piece := reader.read(CHUNK_BYTES):
-            file.write(piece)
 
 
 def _differing(path: Path, record: ShardRecord) -> str:

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 from manifests.errors import StorageError
 from stores.durable import (
+    CHUNK_BYTES,
+    NO_HARD_LINKS,
     PARTIAL_NAME,
     create_only,
     durable_file,
@@ -193,6 +195,35 @@ class FileLock:
 
     def release(self) -> None:
         os.close(self._descriptor)
+
+
+def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
+    """Gives a file a second name, replacing what had it: a hard link, or a durable copy where that cannot be.
+
+    Returns whether it was linked. Raises StorageError.
+    """
+    path, target = Path(source).resolve(), Path(target)  # a hub's snapshot holds symbolic links: link what they mean
+    temporary = partial_path(target)
+    try:
+        os.link(path, temporary)
+    except OSError as error:
+        if error.errno not in (*NO_HARD_LINKS, errno.EACCES):
+            with storage_errors(f"linking {path} to", target):
+                raise
+        copy_file(path, target)
+        return False
+    with storage_errors("writing", target):
+        os.replace(temporary, target)
+        temporary.unlink(missing_ok=True)  # renaming one name of a file onto another of the same does nothing
+    fsync_directory(target.parent)
+    return True
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A durable copy of a file; holds a few megabytes at a time. Raises StorageError."""
+    with storage_errors("reading", source), open(source, "rb", buffering=0) as reader, durable_file(target) as file:
+        while piece := reader.read(CHUNK_BYTES):
+            file.write(piece)
 
 
 def _read_fully(file: Any, num_bytes: int) -> bytes:

@@ -13,36 +13,34 @@ import torch
 from manifests.errors import CorruptError, InputError
 from manifests.records import StagedRecord
 from stores.checkpoint import write_shard
-from stores.durable import PARTIAL_NAME, storage_errors
+from stores.durable import storage_errors
 from stores.headers import read_header
 from stores.source import read_tensor
+from stores.storage import Place, open_storage
 
 STAGED = "staged"
 STAGED_NAME = re.compile(r"layer-\d{5,}\.[0-9a-f]{32}\.safetensors")
 
 
-def write_staged(run_dir: Path, layer: int, tensors: Mapping[str, torch.Tensor]) -> StagedRecord:
+def write_staged(run_dir: Place, layer: int, tensors: Mapping[str, torch.Tensor]) -> StagedRecord:
     """Writes a layer under a name nobody reads yet; its record, with `path` relative to RUN_DIR, goes to the ledger.
 
     Raises NumericsError (a tensor is not finite) and StorageError.
     """
-    path = Path(STAGED) / f"layer-{layer:05d}.{uuid.uuid4().hex}.safetensors"
-    return {**write_shard(run_dir / path, tensors), "path": str(path)}
+    path = f"{STAGED}/layer-{layer:05d}.{uuid.uuid4().hex}.safetensors"
+    return {**write_shard(run_dir, path, tensors), "path": path}
 
 
-def sweep_staged(run_dir: Path, live: Iterable[StagedRecord]) -> int:
+def sweep_staged(run_dir: Place, live: Iterable[StagedRecord]) -> int:
     """Removes staged layers that no record names, as a crash before their entry leaves them. Returns how many.
 
     Touches no file that `write_staged` did not name. Raises StorageError.
     """
-    kept = {run_dir / record["path"] for record in live}
-    found = (run_dir / STAGED).glob("layer-*")
-    named = (path for path in found if STAGED_NAME.fullmatch(path.name) or PARTIAL_NAME.fullmatch(path.name))
-    strays = [path for path in named if path not in kept]
-    for path in strays:
-        with storage_errors("removing", path):
-            path.unlink()
-    return len(strays)
+    storage, kept = open_storage(run_dir), {record["path"] for record in live}
+    names = (name for name in storage.names(STAGED) if STAGED_NAME.fullmatch(name.removeprefix(f"{STAGED}/")))
+    strays = [name for name in names if name not in kept]
+    storage.delete(strays)
+    return len(strays) + storage.below(STAGED).sweep()
 
 
 def read_staged(run_dir: Path, record: StagedRecord) -> dict[str, torch.Tensor]:

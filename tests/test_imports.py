@@ -26,7 +26,9 @@ FOLDERS = {  # folder of the repository -> what its modules' names start with
     "deploy/serving/lamina": "lamina",
     "deploy/quickstart": "deploy.quickstart",
 }
-COMMANDS = {f"pipeline.{name}" for name in ("run", "status", "verify", "evaluate", "report", "scale", "plan.__main__")}
+COMMANDS = {
+    f"pipeline.{name}" for name in ("run", "status", "verify", "evaluate", "export", "report", "scale", "plan.__main__")
+}
 # Put the parts together, as the commands do; only these and each other import them.
 SHARED_BY_COMMANDS = tuple(
     f"pipeline.{room}" for room in ("job", "checkpoint", "verification", "evaluation", "reporting", "console")

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lamina import LaminaConfig
 from lamina.inputs_lamina import prepare_layer_inputs
-from lamina.layers_lamina import LaminaDecoderLayer, LaminaRotaryEmbedding
+from lamina.layers_lamina import LaminaDecoderLayer
+from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import NumericsError
 
 SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}

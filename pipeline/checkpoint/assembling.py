@@ -33,14 +33,13 @@ from pipeline.keys import COMPARED, layer_key, rest_key
 from pipeline.methods.registry import config_fields
 from pipeline.ports import Journal
 from stores.checkpoint import (
-    copy_file,
     copy_shard,
     describe_shard,
     index_content,
-    link_or_copy,
     verify_shard,
     write_index,
 )
+from stores.disk import copy_file, link_or_copy
 from stores.durable import fsync_directory, sweep_partials, write_durably
 from stores.headers import read_header
 from stores.hub import CODE, COMPANIONS
@@ -175,7 +174,7 @@ class Assembler:
             link_or_copy(self.inputs.source.directory.resolve() / plan.source_file, target)
             record = describe_shard(target)
         else:
-            record = copy_shard(target, self.inputs.source, plan.tensors)
+            record = copy_shard(self.output, plan.name, self.inputs.source, plan.tensors)
         self.journal.commit(key, record)
         return record
 

@@ -18,6 +18,7 @@ from stores.durable import storage_errors
 
 LOG = logging.getLogger("lamina")
 STORES = logging.getLogger("stores")
+SHOWN = {"walk": "compress layer by layer"}  # phases whose name says too little
 
 
 class JobObserver:
@@ -65,9 +66,9 @@ class JobObserver:
         self.stage(name)
         self.total_units = max(1, layers * units_per_layer)
         self.state |= {"layers": layers, "layer": None}
-        self.say(f"phase {name}: {layers} layers")
+        self.say(f"phase {SHOWN.get(name, name)}: {layers} layers")
         if self.progress is not None:
-            self.bar = self.progress.add_task(name, total=self.total_units, detail="")
+            self.bar = self.progress.add_task(SHOWN.get(name, name), total=self.total_units, detail="")
 
     def unit_done(self, unit: Unit, result: Any) -> None:
         """A unit is finished."""
@@ -94,7 +95,7 @@ class JobObserver:
         """One line to the log file and, unless a live display shows it, to the terminal."""
         LOG.log(level, line)
         if self.progress is not None:
-            self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.progress.console.print(line, highlight=False, markup=False)  # broken between words
         elif not self.quiet:
             print(line, file=self.stream, flush=True)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from manifests.errors import InputError
 from pipeline.families import gptj, llama, mistral, opt, qwen2, qwen3
@@ -68,6 +69,36 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     standard["block"] = _block(family, source)
     standard["forms"] = [{} for _ in range(source.num_hidden_layers)]
     return standard
+
+
+def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config.json, in the family's own words, of the dense model with this standard config: `standard_config` the
+    other way round.
+
+    Raises:
+        InputError: the family's config cannot say all of it.
+    """
+    family = FAMILIES[standard["source_model_type"]]
+    given = {name: standard[name] for name in (*COPIED_FIELDS, "head_dim", "sliding_window", "layer_types")}
+    for name in ("intermediate_size", "num_key_value_heads", "hidden_act", "norm_eps", "initializer_range"):
+        own = family.fields.get(name, "rms_norm_eps" if name == "norm_eps" else name)
+        if isinstance(own, str):
+            given[own] = standard[name]
+    if family.block["rotary"] == "interleaved":
+        given["rotary_dim"] = round(standard["rope_parameters"]["partial_rotary_factor"] * standard["head_dim"])
+    elif family.block["rotary"]:
+        given["rope_parameters"] = standard["rope_parameters"]
+    biases = family.block["biases"]
+    given |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
+    known = {name: value for name, value in given.items() if value is not None}
+    config = {**AutoConfig.for_model(family.model_type, **known).to_dict(), "dtype": dtype}
+    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
+    back = standard_config(config)
+    lost = [name for name in back if name != "forms" and back[name] != standard[name]]
+    if lost:
+        faults = [f"{name}: {standard[name]!r} would be read as {back[name]!r}" for name in lost]
+        raise InputError(f"no {family.model_type} config says this:\n  " + "\n  ".join(faults))
+    return config
 
 
 def geometry_of(standard: Mapping[str, Any]) -> Geometry:

@@ -157,8 +157,19 @@ def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
             f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
         )
     write_durably(job.run_dir.manifest, dump_manifest(job.manifest).encode())
+    if not finished:
+        _say_where_it_goes_on(job)
     if reused := job.ledger.get(REUSED):
         job.observer.say(f"statistics of an earlier run serve again: {reused['seconds']:.1f} s of forward passes saved")
+
+
+def _say_where_it_goes_on(job: JobContext) -> None:
+    claimed = len({task.group.layer for task in job.inputs.tasks})
+    walked, compressed = (len(job.ledger.keys(kind)) for kind in ("dense/", "layer/"))
+    if compressed:
+        job.observer.say(f"resuming at layer {min(compressed + 1, claimed)} of {claimed} to compress")
+    elif walked:
+        job.observer.say(f"resuming at layer {walked} of {job.inputs.geometry.num_layers} of the dense pass")
 
 
 def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object], differing: list[str]) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lamina import LaminaConfig
-from lamina.layers_lamina import LaminaDecoderLayer, LaminaRotaryEmbedding
+from lamina.layers_lamina import LaminaDecoderLayer
+from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import InputError
 from pipeline.families.registry import geometry_of, standard_config
 from stores.source import SourceCheckpoint, open_source

@@ -16,7 +16,7 @@ from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.methods.by_loss import curve_of, directions, factors, least_numbers, losses_by_rank, pull
-from pipeline.methods.method import Curve, Form, Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.methods.method import Curve, FormSpec, Group, Key, Moment, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
@@ -158,7 +158,7 @@ class JointRankKMethod:
     def _by_loss(self, name: str, stacked: Mapping[str, Tensor], rank: int, statistics: Statistics) -> Solution:
         """Each stack in the metric of the loss. METHODS §6.3."""
         tensors: dict[str, Tensor] = {}
-        forms: dict[str, Form] = {}
+        forms: dict[str, FormSpec] = {}
         input_DD, report = statistics.mean(INPUTS[name])[0], {}
         for roles in self._stacked(name):
             weights = [stacked[role] for role in roles]
@@ -170,7 +170,7 @@ class JointRankKMethod:
             first_rD, seconds = factors(found, rank, weights)
             tensors[f"{roles[0]}.first.weight"] = first_rD
             tensors |= {f"{role}.second.weight": second for role, second in zip(roles, seconds, strict=True)}
-            joint: Form = {"form": "joint_low_rank", "rank": rank, "group": NAMES[name]}
+            joint: FormSpec = {"form": "joint_low_rank", "rank": rank, "group": NAMES[name]}
             forms |= dict.fromkeys(roles, {"form": "low_rank", "rank": rank} if len(roles) == 1 else joint)
             lost = float(losses_by_rank(found, input_DD, pull_DD)[rank])
             report["_".join((*roles, "predicted"))] = lost
@@ -228,7 +228,7 @@ def _saves_nothing(stack: Stack, rank: int) -> bool:
 
 def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -> Solution:
     tensors: dict[str, Tensor] = {}
-    forms: dict[str, Form] = {}
+    forms: dict[str, FormSpec] = {}
     report = {}
     for role, weight in weights.items():
         if rank > rank_limit(*weight.shape):

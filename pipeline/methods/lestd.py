@@ -17,9 +17,11 @@ from torch import Tensor
 
 from manifests.schema import LeSTD
 from pipeline.families.family import Geometry
-from pipeline.kernels.lowrank import InputRoots, input_roots
+from pipeline.kernels.lowrank import InputRoots
 from pipeline.kernels.scales import of_one_size, scale_report
-from pipeline.kernels.tucker import Tucker, refine_sparse, shared_tucker, stack_attention, stack_mlp
+from pipeline.kernels.tucker import Tucker, rebuild, refine_sparse, shared_tucker, stack_attention, stack_mlp
+from pipeline.methods import lestd_loss
+from pipeline.methods.lestd_problems import Layout, Problem, errors_of, weighted_inputs, weighted_output
 from pipeline.methods.lestd_sizes import (
     GRID_PER_OCTAVE,
     Choice,
@@ -32,40 +34,13 @@ from pipeline.methods.lestd_sizes import (
     size_curve,
     sizes_at_common_threshold,
 )
-from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 
 INPUT = Moment("attention.in")
 ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
 SIZE = "size"
-LEAST_SCALE = 1e-5
 SAFE_EXPONENT = 40  # of a core's largest entry: squares of what counts beside it are normal float32 numbers
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A problem and the names of its tensors: `first` and `second` end in `own`, `third` and `core` in `cores`."""
-
-    part: Part
-    cores: tuple[str, ...]
-    own: str = ""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The tensors of a layout, weighted, and what takes the weighting out of the factors again.
-
-    Attributes:
-        rows: what undoes the weighting of mode 1, D × D; `columns` of mode 2; `scales` (h) of the heads.
-        parts: for each tensor, what its projections (mode 3) were divided by, since they differ too much in size.
-    """
-
-    layout: Layout
-    tensors: list[Tensor]
-    rows: InputRoots | None = None
-    columns: InputRoots | None = None
-    scales: Tensor | None = None
-    parts: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,9 +85,50 @@ class LeSTDMethod:
         for name in names:
             self._check(geometry, name)
         roles = {"attention": ATTENTION, "mlp": tuple(role for role in MLP if role in geometry.roles)}
-        moments = (INPUT, _context(geometry)) if self._own_output else ()
+        own = (INPUT, _context(geometry)) if self._own_output else ()
+        felt = {name: lestd_loss.moments(roles[name]) if self.entry.needs_gradient else () for name in names}
+        moments = {name: tuple(dict.fromkeys((*own, *felt[name]))) for name in names}
         layers = self.entry.chosen_layers(geometry.num_layers)
-        return tuple(Group(layer, name, roles[name], moments) for layer in layers for name in names)
+        return tuple(Group(layer, name, roles[name], moments[name]) for layer in layers for name in names)
+
+    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
+        """All that is claimed, with `allocation: loss`."""
+        return self.claims(geometry) if self.entry.allocation == "loss" else ()
+
+    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+        """Stored at the smallest size."""
+        return round(self._variable(group, geometry).cost(1))
+
+    def cache_target(self, geometry: Geometry) -> float | None:
+        """Stored numbers are what is budgeted."""
+        return None
+
+    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+        """Predicted loss by size, of cores that are not refined."""
+        problems = self._problems(group, geometry, weights, statistics.moments)
+        plain = replace(self, entry=self.entry.model_copy(update={"refine_sweeps": 0}))
+
+        def loss_at(size: int) -> float:
+            errors: dict[str, Tensor] = {}
+            for problem, part_size in zip(problems, self._split(geometry, group.name, size), strict=True):
+                again = rebuild(plain._solve(problem, self._rule(group.name), part_size).found)
+                errors |= errors_of(problem, again, self._stacked_roles(group, geometry, problem))
+            return lestd_loss.loss_of(lestd_loss.role_changes(group.roles, errors), statistics)
+
+        return lestd_loss.curve(self._variable(group, geometry), geometry, loss_at)
+
+    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
+        return next(found for found in self.rank_variables(geometry) if found.key[:2] == (group.layer, group.name))
+
+    def _stacked_roles(self, group: Group, geometry: Geometry, problem: Problem) -> list[tuple[str, ...]]:
+        """Which roles each tensor of a problem holds, in the order of its third mode."""
+        if group.name == "mlp":
+            return [group.roles]
+        if problem.layout.own:
+            return [("o",)]
+        if geometry.heads == geometry.kv_heads:
+            return [("q", "k", "v") if self._own_output else ("q", "k", "v", "o")]
+        return [("q",) if self._own_output else ("q", "o"), ("k", "v")]
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One per layer and group, `size`: the numbers stored, with the index, without biases; cap: all that help."""
@@ -244,8 +260,8 @@ class LeSTDMethod:
         last = stacked[0].shape[2] - 1  # q, k, v, o or q, o
         inputs = [stacked[0][:, :, :last], *stacked[1:]]
         return [
-            replace(_weighted_inputs(layouts[0], inputs, moments[INPUT][0]), parts=(by_core[0][:last], *by_core[1:])),
-            replace(_weighted_output(layouts[1], stacked[0][:, :, last:], moments[_context(geometry)]), parts=((o,),)),
+            replace(weighted_inputs(layouts[0], inputs, moments[INPUT][0]), parts=(by_core[0][:last], *by_core[1:])),
+            replace(weighted_output(layouts[1], stacked[0][:, :, last:], moments[_context(geometry)]), parts=((o,),)),
         ]
 
     def _whole(self, problem: Problem) -> Tucker:
@@ -281,25 +297,6 @@ def _cost(least: int, cap: int, biases: int) -> Any:
 def _cut(ranks: Ranks3, part: Part) -> Ranks3:
     """R3 is given for q, k, v, o together; a problem with fewer projections has no more."""
     return ranks[0], ranks[1], min(ranks[2], part.full[2])
-
-
-def _weighted_inputs(layout: Layout, tensors: list[Tensor], moment_DD: Tensor) -> Problem:
-    """S = M^{1/2} on mode 1: the error is that of the outputs of q, k and v."""
-    roots = input_roots(moment_DD)
-    return Problem(layout, [torch.tensordot(roots.root, tensor, dims=1) for tensor in tensors], rows=roots)
-
-
-def _weighted_output(layout: Layout, tensor_Dd1H: Tensor, moment_Hdd: Tensor) -> Problem:
-    """Mode 2 of o by the root of the heads' mean covariance, and each head by its own root mean square.
-
-    U₂ is shared, so that a root of each head's own cannot be taken out of it again; correlations between heads are
-    passed over.
-    """
-    power_H = moment_Hdd.diagonal(dim1=1, dim2=2).mean(dim=1)
-    scales_H = (power_H / power_H.mean().clamp_min(torch.finfo(torch.float64).tiny)).sqrt().clamp_min(LEAST_SCALE)
-    roots = input_roots((moment_Hdd / scales_H.square()[:, None, None]).mean(dim=0))
-    weighted = torch.einsum("ed,xdth,h->xeth", roots.root, tensor_Dd1H, scales_H)
-    return Problem(layout, [weighted], columns=roots, scales=scales_H)
 
 
 def _squares(whole: Tucker) -> tuple[list[Tensor], int]:

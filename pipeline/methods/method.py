@@ -18,7 +18,7 @@ from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
 Curve = dict[str, Any]
-Form = dict[str, Any]
+FormSpec = dict[str, Any]
 Key = tuple[int, str, str]
 
 
@@ -118,7 +118,7 @@ class Solution:
     """
 
     tensors: dict[str, Tensor]
-    forms: dict[str, Form]
+    forms: dict[str, FormSpec]
     report: dict[str, Any] = field(default_factory=dict)
 
 

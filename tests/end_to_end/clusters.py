@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
 }
+UNSHARE = ("unshare", "--mount", *(("--user", "--map-root-user") if os.getuid() else ()))
 AUTOSCALING = {
     "RAY_FAKE_CLUSTER": "1",
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
@@ -66,14 +68,57 @@ def head_node(cpus: int, *options: str, most_nodes: int = 0) -> Iterator[str]:
         _await_start(head, log)
         yield f"127.0.0.1:{port}"
     finally:
-        processes = psutil.Process(head.pid).children(recursive=True)
-        head.kill()
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        head.wait()
-        psutil.wait_procs(processes, timeout=START_S)
+        _end(head)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
+    """A node with a temporary folder of its own, which sees of the driver's only what is `shared`.
+
+    By a mount namespace; where the system allows none, TMPDIR alone is another.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="node-", dir="/var/tmp"))
+    start = ray_command("start", f"--address={address}", "--block", "--node-ip-address=127.0.0.1")
+    start += [f"--num-cpus={cpus}", f"--object-store-memory={OBJECTS}", f"--dashboard-agent-listen-port={free_port()}"]
+    command = start
+    if can_unshare():
+        hide = f"""
+            set -e
+            mkdir {scratch}/kept && mount --bind {shared} {scratch}/kept
+            mount -t tmpfs tmpfs {tempfile.gettempdir()}
+            mkdir -p {shared} && mount --bind {scratch}/kept {shared}
+            exec "$@" """
+        command = [*UNSHARE, "sh", "-c", hide, "sh", *start]
+    log = scratch / "log"
+    environment = {**os.environ, **ENVIRONMENT, **({} if can_unshare() else {"TMPDIR": str(scratch)})}
+    with open(log, "w") as said:
+        node = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+    try:
+        _await_start(node, log)
+        yield
+    finally:
+        _end(node)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@functools.cache
+def can_unshare() -> bool:
+    """Whether this system gives a process mounts of its own."""
+    try:
+        return subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def _end(node: subprocess.Popen[bytes]) -> None:
+    processes = psutil.Process(node.pid).children(recursive=True)
+    node.kill()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    node.wait()
+    psutil.wait_procs(processes, timeout=START_S)
 
 
 def _await_start(head: subprocess.Popen[bytes], log: Path) -> None:

@@ -15,11 +15,13 @@ from ray.cluster_utils import Cluster
 
 import pipeline.job.pool
 import pipeline.scale
+from manifests.schema import Workers
 from pipeline.ports import Forward, Unit
 from tests.end_to_end.children import Child
 from tests.end_to_end.clusters import OBJECTS, head_node
 from tests.end_to_end.jobs import Job, command, file_digests
 from workers import cluster as cluster_module
+from workers.cluster import why_unplaceable
 from workers.pool import RayPool
 
 pytestmark = pytest.mark.ray
@@ -57,10 +59,17 @@ class Directed(RayPool):
 
 def three_join(pool: Directed) -> None:
     """Three nodes, and as many workers, asked for as an operator does it."""
+    assert "none of the 2 nodes has them" in str(why_unplaceable(Workers(cpus=64)))
     for _ in range(3):
         pool.nodes.append(pool.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS))
     assert pipeline.scale.main([str(pool.run_dir), "--workers", "4"]) == 0
     pool.await_size(4)
+
+
+def all_join(pool: Directed) -> None:
+    """While an autoscaler is there, no worker is too large to wait for."""
+    assert why_unplaceable(Workers(cpus=64)) is None
+    pool.await_size(3)
 
 
 def a_node_dies(pool: Directed) -> None:
@@ -103,7 +112,7 @@ def direct() -> None:
 def direct_autoscaler() -> None:
     """In the child: it will have been joined by as many workers as may be, and send two away."""
     cluster_module._listen_on_loopback()
-    Directed.scenes = {("dense", 0): lambda pool: pool.await_size(3), ("compressed", 0): two_leave}
+    Directed.scenes = {("dense", 0): all_join, ("compressed", 0): two_leave}
     pipeline.job.pool.RayPool = Directed  # type: ignore[misc]
 
 

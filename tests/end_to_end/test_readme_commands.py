@@ -57,6 +57,9 @@ def test_the_commands_of_the_table(job: type[Job], tmp_path: Path, text: Path, l
     _run(_command("verify", OUTPUT=output, DIR=str(llama)), tmp_path)
     scored = _run([*_command("evaluate", MODEL=output, FILE=str(text)), "--window", WINDOW], tmp_path)
     assert "perplexity" in scored
+    assert "times the compressed checkpoint's" in _run(
+        _command("export", OUTPUT=output, DEST=str(tmp_path / "dense")), tmp_path
+    )
     _loads_as_shown(one.output, tmp_path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from manifests import VERSION
 from tests.end_to_end.clusters import free_port, head_node, ray_command
 from tests.end_to_end.jobs import Job, file_digests
 
 pytestmark = pytest.mark.ray
 WAIT_S = 120.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +77,23 @@ def test_a_token_is_missing(job: Callable[..., Job], tmp_path: Path) -> None:
     assert ended.returncode == 2, ended.stderr
     assert "no authentication token was found" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_checkout_is_submitted(dashboard: str, job: Callable[..., Job], tmp_path: Path) -> None:
+    """`--working-dir .`: driver and workers take the code that was brought; what would be lost is refused first."""
+    checkout, made = tmp_path / "checkout", job()
+    for folder in ("manifests", "pipeline", "stores", "workers", "deploy/serving/lamina"):
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    stamped = checkout / "manifests" / "__init__.py"
+    stamped.write_text(stamped.read_text().replace(f'VERSION = "{VERSION}"', f'VERSION = "{VERSION}+brought"'))
+    shutil.copy(made.manifest, checkout / "job.yaml")
+    command = (f"--working-dir={checkout}", "--", "python", "-m", "pipeline.run", "job.yaml")
+
+    refused = ray_job(dashboard, "submit", *command, "--set", "output=results/out")
+    assert refused.returncode != 0
+    assert "output: results/out is relative" in refused.stdout + refused.stderr
+    assert not made.run_dir.exists()
+
+    done = ray_job(dashboard, "submit", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.dumps(made.compression()).count(f"{VERSION}+brought")

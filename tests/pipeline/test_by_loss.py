@@ -18,6 +18,7 @@ from pipeline.methods.registry import allocate_ranks, build_methods, predict_tas
 from pipeline.ranks.curves import from_columns
 from tests.pipeline.geometries import llama, other
 from tests.pipeline.loss_aware_weights import make_statistics, make_weights
+from tests.pipeline.tucker_weights import rebuild as tucker_weights
 
 GEOMETRIES = {"mha": llama("mha"), "gqa": llama("gqa"), "biased": llama("biased"), "opt": other("opt")}
 
@@ -203,3 +204,40 @@ def test_a_cache_is_shared_by_loss(share: float) -> None:
 def test_what_does_not_go_together(entry: dict[str, Any], wanted: str) -> None:
     with pytest.raises(InputError, match=wanted):
         manifest(entry)
+
+
+# -- lestd -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("geometry", ["mha", "gqa", "opt"])
+@pytest.mark.parametrize(
+    "entry", [{"target": "attention"}, {"target": "attention", "weighting": "input"}, {"target": "mlp"}]
+)
+def test_lestd_curves_say_what_is_lost(geometry: str, entry: dict[str, Any]) -> None:
+    where, name = GEOMETRIES[geometry], entry["target"]
+    method, group, weights, statistics = problem(
+        {"method": "lestd", "allocation": "loss", "refine_sweeps": 0, **entry}, where, name
+    )
+    assert isinstance(method, Predicting)
+    points = from_columns(method.curve(group, where, weights, statistics))
+    losses = [point.loss for point in points]
+    assert losses[-1] == 0.0
+    assert losses[0] > 2 * losses[len(losses) // 2] > 0.0
+    reads = {"o": "o.in", "down": "down.in", "gate": "mlp.in", "up": "mlp.in"}
+    after = {"o": "mid", "down": "out"}
+    for point in (points[2], points[len(points) // 3], points[len(points) // 2]):
+        again = tucker_weights(method.compress(group, where, weights, statistics, point.ranks), where, group)
+        lost = 0.0
+        for role in group.roles:
+            diagonal = Moment(f"{role}.out", kind="gradient", diagonal=True)
+            metric = Moment(after[role], kind="gradient") if role in after else diagonal
+            change = weights[f"{role}.weight"] - again[f"{role}.weight"]
+            moment_FF = statistics.mean(Moment(reads.get(role, "attention.in")))[0]
+            lost += 0.5 * float((pulled(change, statistics.mean(metric)[0]) * moment_FF).sum())
+        assert lost == pytest.approx(point.loss, rel=0.25)  # between the sizes that were solved, it is interpolated
+    assert len(method.predicts(where)) == where.num_layers
+
+
+def test_lestd_by_loss_goes_with_sizes_of_layers() -> None:
+    with pytest.raises(InputError, match="allocation: loss gives each layer a size of its own"):
+        manifest({"method": "lestd", "allocation": "loss", "threshold": "model"})

@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from lamina.layers_lamina import LaminaRotaryEmbedding
+from lamina.latent_attention_lamina import attend_in_blocks
+from lamina.layers_lamina import LaminaAttention
+from lamina.rotary_lamina import LaminaRotaryEmbedding
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import compiled_is_eager, factored, factorise, forms_of, same_as_prefill, same_logits
 from tests.serving.serving_sources import SMALL, build, make_source, padded_batch
@@ -54,6 +56,52 @@ def test_decoding_is_the_prefill(mix: Any, name: str) -> None:
     model, _ = factored(name, mix, 0.5)
     same_as_prefill(model)
     same_as_prefill(model, num_new=12, cache_implementation="static", disable_compile=True)
+
+
+@pytest.mark.parametrize(("mix", "name"), CACHED_MIXES)
+@torch.no_grad()
+def test_decoding_in_blocks_is_the_prefill(mix: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 3 cached tokens: some hold nothing but the padding of a row, or lie before its window."""
+    blocks: list[int] = []
+
+    def counted(query: Any, read: Any, num_slots: int, *rest: Any, **named: Any) -> torch.Tensor:
+        blocks.append(num_slots)
+        return attend_in_blocks(query, read, num_slots, *rest, **named)
+
+    monkeypatch.setattr(LaminaAttention, "block", 3)
+    monkeypatch.setattr("lamina.layers_lamina.attend_in_blocks", counted)
+    model, _ = factored(name, mix, 0.5)
+    same_as_prefill(model, num_new=16)
+    assert max(blocks, default=0) > 3
+    same_as_prefill(model, num_new=8, cache_implementation="static", disable_compile=True)
+    blocks.clear()
+    with torch.enable_grad():
+        same_as_prefill(model, num_new=2)  # generate() decodes without gradients
+    assert blocks
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "value_heads"), [(6, 3, 3), (6, 3, 1), (4, 4, 4), (4, 1, 1)])
+@pytest.mark.parametrize("block", [1, 4, 7, 50])
+def test_blocks_are_the_whole(heads: int, kv_heads: int, value_heads: int, block: int) -> None:
+    """Against softmax attention in float64; large scores, a mask of booleans or of numbers, none, two tokens."""
+    torch.manual_seed(block)
+    query_BHTd = torch.randn(2, heads, 2, 8) * 6
+    key_BGSd, value_BGSw = torch.randn(2, kv_heads, 19, 8), torch.randn(2, value_heads, 19, 5)
+    mask_B1TS = torch.rand(2, 1, 2, 19) > 0.6
+    mask_B1TS[:, :, :, 11] = True
+    mask_B1TS[0, :, :, :8] = False
+    added = torch.zeros(mask_B1TS.shape).masked_fill(~mask_B1TS, torch.finfo(torch.float32).min)
+    scores = query_BHTd.double() @ key_BGSd.double().repeat_interleave(heads // kv_heads, 1).mT * 0.3
+    values = value_BGSw.double().repeat_interleave(heads // value_heads, 1)
+    for mask in (None, mask_B1TS, added):
+        hidden = scores if mask is None else scores.masked_fill(~mask_B1TS, -torch.inf)
+        expected_BHTw = hidden.softmax(-1) @ values
+
+        def read(slots: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            return key_BGSd[:, :, slots], value_BGSw[:, :, slots]
+
+        found_BTHw = attend_in_blocks(query_BHTd, read, 19, mask, 0.3, block)
+        torch.testing.assert_close(found_BTHw.transpose(1, 2).double(), expected_BHTw, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

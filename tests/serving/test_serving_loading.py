@@ -166,6 +166,7 @@ def test_saved_again_it_is_the_same_checkpoint(checkpoints: Path, tmp_path: Path
 
 REMOTE = """
 import sys, torch, transformers
+__import__("transformers.processing_utils")
 from pathlib import Path
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -193,7 +194,10 @@ for folder in sorted(root.iterdir()):
         report["unexpected_keys"] = {key for key in report["unexpected_keys"] if not key.startswith("lm_head.")}
         assert not any(report.values()), report
         transformers.logging.set_verbosity_warning()
-        named = getattr(transformers, model.config.architectures[0])  # where `transformers serve` looks
+        # Where `transformers serve` looks; processing_utils replaces the module that it imported at first.
+        assert transformers is not sys.modules["transformers"]
+        for module in (transformers, sys.modules["transformers"]):
+            named = getattr(module, model.config.architectures[0])
         served = named.from_pretrained(path, trust_remote_code=True)
         with torch.no_grad():
             assert torch.equal(served(expected["ids"], attention_mask=expected["mask"]).logits, logits)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Cache
+from transformers.cache_utils import QuantizedLayer
 
 from tests.serving.test_serving_loading import write_checkpoint
 
@@ -141,3 +142,29 @@ def test_a_missing_file_of_the_modelling_code(folder: Path, tmp_path: Path, monk
     edit(folder / "config.json", lambda config: config.update(model_type="not-installed"))
     with pytest.raises(OSError, match=r"layers_lamina\.py"):
         AUTO.from_pretrained(folder, trust_remote_code=True)
+
+
+class Quantised(QuantizedLayer):  # type: ignore[misc]
+    """A quantised cache layer that rounds nothing: no library for it is needed."""
+
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        return tensor
+
+    def _dequantize(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def test_a_quantised_cache_that_cannot_hold_the_widths(whole: Path) -> None:
+    """Layer 0 keeps 3 · 12 key and 3 · 5 value numbers a token."""
+    model = AUTO.from_pretrained(whole)
+    ids_BT = torch.tensor([[5, 6, 7]])
+
+    def cache(group: int) -> Cache:
+        return Cache(layers=[Quantised(q_group_size=group) for _ in range(3)])
+
+    with pytest.raises(ValueError, match=r"layer 0: a quantised cache in groups of 64 .* keys of 36 numbers a token"):
+        model.generate(ids_BT, past_key_values=cache(64), max_new_tokens=3)
+    with pytest.raises(ValueError, match=r"layer 0: .* groups of 12 cannot hold values of 15 numbers a token"):
+        model.generate(ids_BT, past_key_values=cache(12), max_new_tokens=3)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(ids_BT, past_key_values=cache(3), **options), model.generate(ids_BT, **options))

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from manifests.errors import CorruptError, InputError, NumericsError, StorageError
 from stores import checkpoint
-from stores.checkpoint import copy_shard, link_or_copy, verify_shard, write_index, write_shard
+from stores.checkpoint import copy_shard, verify_shard, write_index, write_shard
+from stores.disk import link_or_copy
 from stores.durable import sweep_partials
 from stores.source import SourceCheckpoint, open_source
 
@@ -50,7 +51,7 @@ def source(tmp_path: Path) -> SourceCheckpoint:
 
 
 def test_the_library_reads_it(tmp_path: Path) -> None:
-    record = write_shard(tmp_path / "a.safetensors", tensors(), {"layer": "3"})
+    record = write_shard(tmp_path, "a.safetensors", tensors(), {"layer": "3"})
     found = load_file(tmp_path / "a.safetensors")
     assert set(found) == set(tensors()) == set(record["tensors"])
     for name, tensor in tensors().items():
@@ -65,11 +66,11 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
 
 
 def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
-    first = write_shard(tmp_path / "a", tensors(), {"x": "1", "y": "2"})
-    second = write_shard(tmp_path / "b", dict(reversed(tensors().items())), {"y": "2", "x": "1"})
+    first = write_shard(tmp_path, "a", tensors(), {"x": "1", "y": "2"})
+    second = write_shard(tmp_path, "b", dict(reversed(tensors().items())), {"y": "2", "x": "1"})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert first["sha256"] == second["sha256"]
-    assert first["sha256"] != write_shard(tmp_path / "c", tensors(1))["sha256"]
+    assert first["sha256"] != write_shard(tmp_path, "c", tensors(1))["sha256"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -78,43 +79,43 @@ def test_what_is_not_finite_is_not_written(tmp_path: Path, value: float, dtype: 
     bad = torch.ones(3, 4)
     bad[2, 1] = value
     with pytest.raises(NumericsError, match=r"tensor layers.3.weight: 1 of 12 numbers"):
-        write_shard(tmp_path / "a", {"fine": torch.ones(2), "layers.3.weight": bad.to(dtype)})
+        write_shard(tmp_path, "a", {"fine": torch.ones(2), "layers.3.weight": bad.to(dtype)})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_finite_check_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "CHECKED_NUMBERS", 5)
     bad = torch.ones(23)
-    write_shard(tmp_path / "a", {"x": bad})
+    write_shard(tmp_path, "a", {"x": bad})
     bad[22] = float("nan")
     with pytest.raises(NumericsError, match="1 of 3 numbers from 20 on"):
-        write_shard(tmp_path / "a", {"x": bad})
+        write_shard(tmp_path, "a", {"x": bad})
 
 
 def test_copy_is_bit_for_bit(tmp_path: Path, source: SourceCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 11)
     names = ["nan", *tensors()]
-    record = copy_shard(tmp_path / "copy.safetensors", source, names)
+    record = copy_shard(tmp_path, "copy.safetensors", source, names)
     verify_shard(tmp_path / "copy.safetensors", record)
     found = load_file(tmp_path / "copy.safetensors")
     for name in names:
         before, after = source.read([name])[name], found[name]
         assert before.contiguous().flatten().view(torch.uint8).equal(after.flatten().view(torch.uint8))
     del found["nan"]
-    assert write_shard(tmp_path / "again", found)["tensors"].items() <= record["tensors"].items()
+    assert write_shard(tmp_path, "again", found)["tensors"].items() <= record["tensors"].items()
     with pytest.raises(InputError, match="no such tensor"):
-        copy_shard(tmp_path / "x", source, ["ghost"])
+        copy_shard(tmp_path, "x", source, ["ghost"])
 
 
 def test_a_source_cut_meanwhile_publishes_nothing(tmp_path: Path, source: SourceCheckpoint) -> None:
     os.truncate(source.directory / "model.safetensors", 600)
     with pytest.raises(StorageError, match="truncated after the job opened it"):
-        copy_shard(tmp_path / "copy", source, list(source.tensors))
+        copy_shard(tmp_path, "copy", source, list(source.tensors))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object]) -> None:
-    record = write_shard(tmp_path / "a", tensors())
+    record = write_shard(tmp_path, "a", tensors())
     damage(tmp_path / "a")
     with pytest.raises(CorruptError) as caught:
         verify_shard(tmp_path / "a", record)
@@ -122,10 +123,10 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object]) -> No
 
 
 def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
-    record = write_shard(tmp_path / "a", tensors())
+    record = write_shard(tmp_path, "a", tensors())
     other = tensors()
     other["f16"] = other["f16"] + 1
-    other_record = write_shard(tmp_path / "b", other)
+    other_record = write_shard(tmp_path, "b", other)
     with pytest.raises(CorruptError, match=r"tensors that differ: f16$"):
         verify_shard(tmp_path / "b", record)
     with pytest.raises(CorruptError, match=r"tensors that differ: f16$"):
@@ -171,7 +172,7 @@ def test_full_disk_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match="free some room"):
-        write_shard(tmp_path / "a", tensors())
+        write_shard(tmp_path, "a", tensors())
     with pytest.raises(StorageError, match="free some room"):
         write_index(tmp_path, {"a": "a.safetensors"}, 1, 1)
     assert list(tmp_path.iterdir()) == []
@@ -179,7 +180,7 @@ def test_full_disk_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_index(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    record = write_shard(tmp_path / "a.safetensors", tensors())
+    record = write_shard(tmp_path, "a.safetensors", tensors())
     weight_map = dict.fromkeys(tensors(), "a.safetensors")
     path = write_index(tmp_path, weight_map, record["size"], 123)
     assert json.loads(path.read_text()) == {
@@ -194,8 +195,8 @@ def test_killed_anywhere_files_are_whole(killed_anywhere: KilledAnywhere, source
     expected = {"a": tensors(0), "b": source.read(["view"]), "c": source.read(source.tensors)}
 
     def act(directory: Path) -> None:
-        write_shard(directory / "a", tensors(0))
-        copy_shard(directory / "b", source, ["view"])
+        write_shard(directory, "a", tensors(0))
+        copy_shard(directory, "b", source, ["view"])
         link_or_copy(source.directory / "model.safetensors", directory / "c")
         write_index(directory, {"view": "b"}, 1, 1)
 

@@ -48,7 +48,7 @@ def write_model(directory: Path, num_layers: int) -> Path:
     for number, shapes in enumerate(parts):
         generator = torch.Generator().manual_seed(number)
         file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
-        write_shard(directory / file, {name: _random(shape, generator) for name, shape in shapes.items()})
+        write_shard(directory, file, {name: _random(shape, generator) for name, shape in shapes.items()})
         weight_map |= dict.fromkeys(shapes, file)
     write_index(directory, weight_map, 2 * geometry.model_numbers(), geometry.model_numbers())
     return directory

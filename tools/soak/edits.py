@@ -31,7 +31,7 @@ class Edited:
         """A shard with other tensors, and entries that describe it."""
         path = self.output / name
         path.unlink()
-        write_shard(path, tensors)
+        write_shard(path.parent, path.name, tensors)
         described = describe_shard(path)
         self.compression["shards"][name] = {key: described[key] for key in ("size", "sha256")}
         for tensor in [t for t, entry in self.compression["tensors"].items() if entry["shard"] == name]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from lamina.configuration_lamina import LaminaConfig
+from lamina.configuration_lamina import LaminaConfig, publish_architecture
 from lamina.modeling_lamina import LaminaForCausalLM, LaminaModel
 
 __all__ = ["MODELLING_FILES", "LaminaConfig", "LaminaForCausalLM", "LaminaModel", "modelling_source", "register"]
@@ -21,8 +21,10 @@ MODELLING_FILES = (
     "form_lamina.py",
     "forms_lamina.py",
     "inputs_lamina.py",
+    "latent_attention_lamina.py",
     "layers_lamina.py",
     "modeling_lamina.py",
+    "rotary_lamina.py",
     "tucker_lamina.py",
 )
 
@@ -34,6 +36,7 @@ def modelling_source(name: str) -> bytes:
 
 def register() -> None:
     """Register the classes; safe to call again (vLLM calls it once in each of its processes)."""
+    publish_architecture()
     AutoConfig.register("lamina", LaminaConfig, exist_ok=True)
     AutoModel.register(LaminaConfig, LaminaModel, exist_ok=True)
     AutoModelForCausalLM.register(LaminaConfig, LaminaForCausalLM, exist_ok=True)

@@ -3,7 +3,9 @@
 """The configuration of a model whose decoder layers are described by data: `block` and `forms`."""
 
 import copy
+import sys
 from dataclasses import field
+from types import ModuleType
 from typing import Any, ClassVar
 
 import transformers
@@ -130,7 +132,15 @@ class ArchitectureByAutoMap(PreTrainedModel):
         return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
 
 
-transformers.LaminaForCausalLM = ArchitectureByAutoMap  # type: ignore[attr-defined]
+def publish_architecture() -> None:
+    """Sets `transformers.LaminaForCausalLM` in every module `transformers`: its processing_utils makes a second one."""
+    used = [vars(module).get("transformers") for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+    for module in (transformers, sys.modules["transformers"], *used):
+        if isinstance(module, ModuleType) and module.__name__ == "transformers":
+            module.LaminaForCausalLM = ArchitectureByAutoMap  # type: ignore[attr-defined]
+
+
+publish_architecture()
 
 
 def _check_fields(config: LaminaConfig) -> None:

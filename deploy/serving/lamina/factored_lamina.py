@@ -46,6 +46,7 @@ class LowRankLinear(Factored):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x_BTD: Tensor, given_BTr: Tensor | None = None) -> Tensor:
+        """x (B, T, in), or the latents (B, T, r) given → (B, T, out)."""
         latent_BTr = self.first(x_BTD) if self.first is not None and given_BTr is None else cast(Tensor, given_BTr)
         out_BTC: Tensor = latent_BTr if self.second is None else self.second(latent_BTr)
         return out_BTC if self.bias is None else out_BTC + self.bias
@@ -68,6 +69,7 @@ class HeadLowRankLinear(Factored):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x_BTD: Tensor, given_BTC: Tensor | None = None) -> Tensor:
+        """x (B, T, D), or the latents (B, T, n·r) given → (B, T, n·d)."""
         latent_BTC = self.first(x_BTD) if self.first is not None and given_BTC is None else cast(Tensor, given_BTC)
         latent_BTnr = latent_BTC.unflatten(-1, (self.num_heads, self.rank))
         out_BTC = torch.einsum("...nr,ndr->...nd", latent_BTnr, self.second).flatten(-2)
@@ -90,6 +92,7 @@ class Derived(Factored):
         super()._load_from_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True) -> "Derived":
+        """As torch's; what was made is made anew."""
         self._made = None
         return super().train(mode)
 
@@ -177,4 +180,5 @@ class RoleOutput(Factored):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x_BTD: Tensor, given: dict[str, Tensor]) -> Tensor:
+        """The role's part (B, T, out) of what the group gave; x is there for hooks that look at inputs."""
         return given[self.role] if self.bias is None else given[self.role] + self.bias

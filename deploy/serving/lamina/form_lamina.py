@@ -99,9 +99,11 @@ class HeadPca(Form):
     fields = ("rank",)
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
+        """A value head has at most the source's `head_dim` numbers."""
         return "head_dim", shape.head_dim
 
     def head_width(self, shape: LayerShape, spec: FormSpec) -> int:
+        """The rank."""
         return int(spec["rank"])
 
 
@@ -112,9 +114,11 @@ class Pruned(Form):
     fields = ("rank",)
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
+        """At most the source's channels."""
         return "intermediate_size", shape.intermediate_size
 
     def inner_width(self, shape: LayerShape, spec: FormSpec) -> int:
+        """The rank: the channels that are kept."""
         return int(spec["rank"])
 
 

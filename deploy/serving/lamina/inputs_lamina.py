@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .configuration_lamina import MASKS, LaminaConfig
-from .layers_lamina import Angles, LaminaDecoderLayer, LaminaRotaryEmbedding
+from .layers_lamina import LaminaDecoderLayer
+from .rotary_lamina import Angles, LaminaRotaryEmbedding
 
 
 class LayerInputs(NamedTuple):

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-calls
 # (transformers ships types, but its base classes' hooks carry no annotations)
-"""One decoder layer: norm, rotary embedding, attention, MLP.
+"""One decoder layer: norm, attention, MLP; and the embedding table.
 
 B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/value heads, d head_dim, r a rank or the
 width of a value head, c rotary width (c <= d), N MLP width, n heads of a projection (H or G).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .block_lamina import ATTENTION_ROLES, LINEAR_ROLES, attention_path
 from .configuration_lamina import LaminaConfig
+from .latent_attention_lamina import attend_in_blocks
+from .rotary_lamina import Angles, rotate
 
 
 class LaminaRMSNorm(nn.Module):
@@ -30,6 +32,7 @@ class LaminaRMSNorm(nn.Module):
         self.variance_epsilon, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (…, width) → the same shape and dtype."""
         dtype, x = x.dtype, x.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (x * (self.offset + self.weight.float())).to(dtype) if self.offset else self.weight * x.to(dtype)
@@ -50,6 +53,7 @@ class ScaledEmbedding(nn.Embedding):
         self.embed_scale = embed_scale
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Token ids (…) → embeddings (…, D)."""
         return super().forward(ids) * self.weight.new_full((), self.embed_scale)
 
 
@@ -59,65 +63,6 @@ def make_embedding(config: LaminaConfig) -> nn.Embedding:
     if scale is None:
         return nn.Embedding(config.vocab_size, width)
     return ScaledEmbedding(config.vocab_size, width, width**0.5 if scale == "sqrt(hidden_size)" else float(scale))
-
-
-Angles = tuple[Tensor, Tensor]  # cos and sin
-
-
-class LaminaRotaryEmbedding(nn.Module):
-    """cos and sin of the position angles, each (B, T, c), for every rope type of transformers.
-
-    Build it off the meta device: `inv_freq` is computed, not loaded.
-    """
-
-    inv_freq: Tensor
-
-    def __init__(self, config: LaminaConfig, device: torch.device | None = None) -> None:
-        super().__init__()
-        assert config.rope_parameters is not None
-        self.config, self.rope_type = config, config.rope_parameters["rope_type"]
-        self.interleaved = config.block["rotary"] == "interleaved"
-        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
-        default = self.compute_default_rope_parameters
-        init = default if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
-        inv_freq, self.attention_scaling = init(config, device)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
-
-    @staticmethod
-    def compute_default_rope_parameters(
-        config: LaminaConfig, device: torch.device | None = None, **kwargs: Any
-    ) -> tuple[Tensor, float]:
-        """theta^(-2i/c) for i < c/2; the name is what transformers looks for when it fills in buffers."""
-        rope = config.rope_parameters or {}
-        width = round(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, width, 2, dtype=torch.float, device=device) / width
-        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
-
-    @torch.no_grad()
-    @dynamic_rope_update  # type: ignore[untyped-decorator]
-    def forward(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
-        return self.angles(x_BTD, position_ids_BT)
-
-    @torch.no_grad()
-    def angles(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
-        """As `forward`, with the frequencies that its last call chose (some rope types go by the longest position)."""
-        freqs = position_ids_BT[..., None].float() * self.inv_freq.to(device=x_BTD.device, dtype=torch.float)
-        angles_BTc = freqs.repeat_interleave(2, -1) if self.interleaved else torch.cat((freqs, freqs), dim=-1)
-        cos_BTc, sin_BTc = angles_BTc.cos() * self.attention_scaling, angles_BTc.sin() * self.attention_scaling
-        return cos_BTc.to(x_BTD.dtype), sin_BTc.to(x_BTD.dtype)
-
-
-def rotate(x_BHTd: Tensor, cos_BTc: Tensor, sin_BTc: Tensor, interleaved: bool) -> Tensor:
-    """RoPE on the first c of d numbers; pairs are (i, i + c/2), or (2i, 2i + 1) when interleaved."""
-    width = cos_BTc.shape[-1]
-    turned, rest = x_BHTd[..., :width], x_BHTd[..., width:]
-    if interleaved:
-        other = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
-    else:
-        other = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
-    turned = turned * cos_BTc.unsqueeze(1) + other * sin_BTc.unsqueeze(1)
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 
 
 def eager_attention_forward(
@@ -183,6 +128,8 @@ class LaminaAttention(_Roles, nn.Module):
     A layer with latent keys or values caches one head for each of both: latents, or all dense heads side by side.
     """
 
+    block = 1024  # cached tokens whose keys and values are made of latents at a time
+
     def __init__(
         self,
         config: LaminaConfig,
@@ -213,6 +160,11 @@ class LaminaAttention(_Roles, nn.Module):
         slot_embeddings: Angles | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """Normed hidden states (B, T, D) → (what is added to the residual (B, T, D), weights (B, H, T, S) or None).
+
+        `attention_mask` is the mask of the layer's type; the angles are cos and sin (B, T, c) of this call's tokens,
+        `slot_embeddings` those (1, S, c) of all cached slots, for latent keys.
+        """
         memo: Memo = {}
         query = self._heads("q", hidden_states, self._given("q", hidden_states, memo))
         key, value = (self._stored(role, hidden_states, memo) for role in ("k", "v"))
@@ -224,12 +176,11 @@ class LaminaAttention(_Roles, nn.Module):
             value = value.contiguous()  # engines that widen values by .view refuse a slice of a fused projection
         if past_key_values is not None:
             key, value = self._update(past_key_values, key, value)
-        if "k" in self._latent:
-            key = self._heads("k", hidden_states, key.squeeze(1))
-            if position_embeddings is not None:
-                key = rotate(key, *(slot_embeddings or position_embeddings), self.interleaved)
-        if "v" in self._latent:
-            value = self._heads("v", hidden_states, value.squeeze(1)).expand(-1, key.shape[1], -1, -1)
+            if self._in_blocks(query, key, attention_mask):
+                read = partial(self._read, hidden_states, key, value, slot_embeddings)
+                blocks = key.shape[2], attention_mask, self.scaling, self.block
+                return self._output(attend_in_blocks(query, read, *blocks), hidden_states), None
+        key, value = self._read(hidden_states, key, value, slot_embeddings or position_embeddings, slice(None))
         padding = self._padding(query.shape[2])
         if padding > 0:
             value = nn.functional.pad(value, (0, padding))
@@ -253,8 +204,35 @@ class LaminaAttention(_Roles, nn.Module):
         )
         if padding > 0:
             attn_output = attn_output[..., : self.value_dim]
-        attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self._apply_role("o", attn_output, self._given("o", attn_output, {})), attn_weights
+        return self._output(attn_output, hidden_states), attn_weights
+
+    def _output(self, heads_BTHw: Tensor, hidden_states: Tensor) -> Tensor:
+        """The output projection of what the heads give."""
+        heads = heads_BTHw.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return self._apply_role("o", heads, self._given("o", heads, {}))
+
+    def _read(
+        self, x_BTD: Tensor, key: Tensor, value: Tensor, angles: Angles | None, slots: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Keys (B, G, s, d) and values (B, G, s, w) of some slots, made of their latents where those are cached."""
+        key, value = key[:, :, slots], value[:, :, slots]
+        if "k" in self._latent:
+            key = self._heads("k", x_BTD, key.squeeze(1))
+            if angles is not None:
+                key = rotate(key, angles[0][:, slots], angles[1][:, slots], self.interleaved)
+        if "v" in self._latent:
+            value = self._heads("v", x_BTD, value.squeeze(1)).expand(-1, key.shape[1], -1, -1)
+        return key, value
+
+    def _in_blocks(self, query: Tensor, key: Tensor, mask: Any) -> bool:
+        """Whether to read latents block by block: in decoding, where making all keys at once costs time and memory.
+
+        A prefill reads them once for many queries, a compiled graph would hold every block, and other implementations
+        of attention have a reason to be chosen.
+        """
+        decoding = query.shape[2] == 1 and key.shape[2] > self.block and not torch.is_grad_enabled()
+        plain = self.config._attn_implementation == "sdpa" and (mask is None or isinstance(mask, Tensor))
+        return bool(self._latent) and decoding and plain and not torch.compiler.is_compiling()
 
     def _heads(self, role: str, x_BTD: Tensor, given: Any) -> Tensor:
         """The output of q, k or v, normed: (B, heads, T, width); of all cached slots if latents of them are given."""
@@ -271,6 +249,7 @@ class LaminaAttention(_Roles, nn.Module):
 
     def _update(self, cache: Cache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All cached keys and values. Static caches take the number of heads from the keys, so it must be common."""
+        self._check_groups(cache, key, value)
         if not self._latent:
             return cache.update(key, value, self.layer_idx)
         widths = {"k": self.head_dim, "v": self.value_dim}
@@ -280,6 +259,18 @@ class LaminaAttention(_Roles, nn.Module):
             for role, x in zip(widths, cache.update(key, value, self.layer_idx), strict=True)
         )
         return key, value
+
+    def _check_groups(self, cache: Cache, *states: Tensor) -> None:
+        """Refuses a quantised cache whose groups do not divide a token's numbers: it would fail at some lengths."""
+        layers = getattr(cache, "layers", ())
+        group = getattr(layers[self.layer_idx], "q_group_size", None) if self.layer_idx < len(layers) else None
+        for name, x_BGTw in zip(("keys", "values"), states, strict=True):
+            if group and (numbers := x_BGTw.shape[1] * x_BGTw.shape[3]) % group:
+                raise ValueError(
+                    f"layer {self.layer_idx}: a quantised cache in groups of {group} cannot hold {name} of {numbers} "
+                    "numbers a token; choose a q_group_size that divides them, or compress with "
+                    "budget: {multiple: 64}, or use another cache"
+                )
 
     def _padding(self, num_queries: int) -> int:
         """Zeros to add to each value head (or, negative, to query and key heads) for the kernel, never for the cache.
@@ -341,6 +332,7 @@ class LaminaDecoderLayer(_Roles, GradientCheckpointingLayer):
         slot_embeddings: Angles | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """Hidden states (B, T, D) → (B, T, D); the other arguments are those of `LayerInputs.of`."""
         normed = self._apply_role("input_norm", hidden_states)
         attention, _ = find(self, self._attention)(
             hidden_states=normed,

@@ -12,8 +12,8 @@ width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 
 The files that travel together: modeling_lamina (the model), configuration_lamina, block_lamina (what a layer is),
 forms_lamina (how projections may be stored), factored_lamina and tucker_lamina (the modules that they become),
-layers_lamina (norm, rotary embedding, attention, decoder layer), inputs_lamina (positions and masks),
-checking_lamina (whether a checkpoint is whole).
+layers_lamina (norm, attention, decoder layer), rotary_lamina, latent_attention_lamina (cached latents, in blocks),
+inputs_lamina (positions and masks), checking_lamina (whether a checkpoint is whole).
 """
 
 import re
@@ -36,15 +36,17 @@ from .inputs_lamina import default_position_ids, prepare_layer_inputs
 from .layers_lamina import (
     LaminaAttention,
     LaminaDecoderLayer,
-    LaminaRotaryEmbedding,
     attach,
     find,
     make_embedding,
     make_norm,
 )
+from .rotary_lamina import LaminaRotaryEmbedding
 
 
 class LaminaPreTrainedModel(PreTrainedModel):
+    """What transformers asks of a model's class, and loading that accepts whole checkpoints only."""
+
     config: LaminaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -118,12 +120,15 @@ class LaminaModel(LaminaPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
+        """The table (V, D) of token embeddings."""
         return find(self, self._names["embed"])
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        """Puts another table in its place."""
         attach(self, ".".join(self._names["embed"]), value)
 
     def get_decoder(self) -> "LaminaModel":
+        """This model: there is no encoder."""
         return self
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -154,6 +159,11 @@ class LaminaModel(LaminaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
+        """Token ids (B, T), or embeddings (B, T, D) → hidden states (B, T, D) after the final norm, the cache.
+
+        `attention_mask` (B, S) is 1 on tokens and 0 on padding; a dict holds ready masks by layer type. Raises
+        ValueError unless exactly one of ids and embeddings is given.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden_BTD: Tensor = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
@@ -186,18 +196,23 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
+        """The table (V, D) of token embeddings."""
         return self.get_decoder().get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        """Puts another table in its place."""
         self.get_decoder().set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
+        """The head: a linear from D to V."""
         return find(self, self._head)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Puts another head in its place."""
         attach(self, ".".join(self._head), new_embeddings)
 
     def get_decoder(self) -> LaminaModel:
+        """The model below the head."""
         return cast(LaminaModel, getattr(self, self.base_model_prefix))
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -227,6 +242,10 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
+        """As of the base model, then logits (B, T or fewer, V), and the loss if there are labels (B, T).
+
+        `logits_to_keep`: logits of the last so many tokens, or of the tokens at these indices; 0 means all.
+        """
         outputs = self.get_decoder()(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -68,6 +68,7 @@ class CoreShape:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """(R1, R2, R3, n)."""
         return (*self.ranks, self.num_heads)
 
 

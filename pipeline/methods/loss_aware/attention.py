@@ -26,7 +26,7 @@ from pipeline.kernels.sensitivity import (
 from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.kernels.value_output import fit_value_output
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
-from pipeline.methods.method import Form, Moment, Ranks, Solution, Statistics
+from pipeline.methods.method import FormSpec, Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, steps
 
 ROLES = ("v", "o")
@@ -86,7 +86,7 @@ def solve(
         return Solution(dict(weights), {}, {"dense": True})
     context_FF, metric_DD = found.mean(CONTEXT)[0], _solving_metric(entry, found.mean(METRIC)[0])
     output_DF, tensors = weights["o.weight"].double(), dict(weights)
-    forms: dict[str, Form] = {}
+    forms: dict[str, FormSpec] = {}
     heads_Gdd = _directions_of_heads(geometry, output_DF, context_FF, metric_DD)
     reduced = _reduced(output_DF, context_FF, metric_DD, heads_Gdd[:, :rank])
     if reduced.encode is not None:
@@ -94,7 +94,7 @@ def solve(
         if "v.bias" in weights:
             tensors["v.bias"] = _encoded(reduced.encode, weights["v.bias"][:, None])[:, 0]
         tensors["o.weight"] = reduced.output
-        form: Form = {"form": "head_pca", "rank": rank}
+        form: FormSpec = {"form": "head_pca", "rank": rank}
         forms = dict.fromkeys(ROLES, form)
     if not whole_output:
         directions = output_directions(reduced.output, reduced.moment, metric_DD)

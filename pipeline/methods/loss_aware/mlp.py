@@ -29,7 +29,7 @@ from pipeline.kernels.sensitivity import (
 )
 from pipeline.kernels.spectra import symmetric_root
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
-from pipeline.methods.method import Form, Moment, Ranks, Solution, Statistics
+from pipeline.methods.method import FormSpec, Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, merged
 
 WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
@@ -86,7 +86,7 @@ def solve(
         return Solution(dict(weights), {}, {"dense": True})
     kept = solver.kept(width)
     tensors: dict[str, Tensor] = {}
-    pruned: Form = {"form": "pruned", "rank": width}
+    pruned: FormSpec = {"form": "pruned", "rank": width}
     forms = dict.fromkeys(roles(geometry), pruned) if width < geometry.intermediate else {}
     parts = {role: weights[f"{role}.weight"][kept].double() for role in readers(geometry)}
     if ranks[GATE_UP] >= upper.full:

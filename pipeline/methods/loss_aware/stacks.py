@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.pivoted import pivoted, pivoted_numbers
-from pipeline.methods.method import Form
+from pipeline.methods.method import FormSpec
 from pipeline.ranks.curves import Point, steps
 
 
@@ -73,14 +73,14 @@ class Stack:
                 f"{path}.coefficients.weight": found.coefficients,
                 f"{path}.indices": found.indices.to(torch.int32),
             }
-            form: Form = {"form": "pivoted", "rank": rank, "group": self.name, **self.widths}
+            form: FormSpec = {"form": "pivoted", "rank": rank, "group": self.name, **self.widths}
             return tensors, dict.fromkeys(self.roles, form)
         seconds = second_mr.split([parts[role].shape[0] for role in self.roles])
         tensors = {f"{self.roles[0]}.first.weight": first_rF.contiguous()}
         tensors |= {f"{role}.second.weight": part.contiguous() for role, part in zip(self.roles, seconds, strict=True)}
         if len(self.roles) == 1:
             return tensors, {self.roles[0]: {"form": "low_rank", "rank": rank, **self.widths}}
-        joint: Form = {"form": "joint_low_rank", "rank": rank, "group": self.name, **self.widths}
+        joint: FormSpec = {"form": "joint_low_rank", "rank": rank, "group": self.name, **self.widths}
         return tensors, dict.fromkeys(self.roles, joint)
 
 

@@ -1,0 +1,69 @@
+# mypy: allow-untyped-calls
+"""Rotary position embedding. B batch, T tokens, D hidden, H heads, d head_dim, c rotary width (c <= d)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+from .configuration_lamina import LaminaConfig
+
+Angles = tuple[Tensor, Tensor]  # cos and sin
+
+
+class LaminaRotaryEmbedding(nn.Module):
+    """cos and sin of the position angles, each (B, T, c), for every rope type of transformers.
+
+    Build it off the meta device: `inv_freq` is computed, not loaded.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, config: LaminaConfig, device: torch.device | None = None) -> None:
+        super().__init__()
+        assert config.rope_parameters is not None
+        self.config, self.rope_type = config, config.rope_parameters["rope_type"]
+        self.interleaved = config.block["rotary"] == "interleaved"
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        default = self.compute_default_rope_parameters
+        init = default if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = init(config, device)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(
+        config: LaminaConfig, device: torch.device | None = None, **kwargs: Any
+    ) -> tuple[Tensor, float]:
+        """theta^(-2i/c) for i < c/2; the name is what transformers looks for when it fills in buffers."""
+        rope = config.rope_parameters or {}
+        width = round(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, width, 2, dtype=torch.float, device=device) / width
+        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update  # type: ignore[untyped-decorator]
+    def forward(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
+        """cos and sin (B, T, c) for positions (B, T), in the dtype and on the device of x."""
+        return self.angles(x_BTD, position_ids_BT)
+
+    @torch.no_grad()
+    def angles(self, x_BTD: Tensor, position_ids_BT: Tensor) -> Angles:
+        """As `forward`, with the frequencies that its last call chose (some rope types go by the longest position)."""
+        freqs = position_ids_BT[..., None].float() * self.inv_freq.to(device=x_BTD.device, dtype=torch.float)
+        angles_BTc = freqs.repeat_interleave(2, -1) if self.interleaved else torch.cat((freqs, freqs), dim=-1)
+        cos_BTc, sin_BTc = angles_BTc.cos() * self.attention_scaling, angles_BTc.sin() * self.attention_scaling
+        return cos_BTc.to(x_BTD.dtype), sin_BTc.to(x_BTD.dtype)
+
+
+def rotate(x_BHTd: Tensor, cos_BTc: Tensor, sin_BTc: Tensor, interleaved: bool) -> Tensor:
+    """RoPE on the first c of d numbers; pairs are (i, i + c/2), or (2i, 2i + 1) when interleaved."""
+    width = cos_BTc.shape[-1]
+    turned, rest = x_BHTd[..., :width], x_BHTd[..., width:]
+    if interleaved:
+        other = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    else:
+        other = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
+    turned = turned * cos_BTc.unsqueeze(1) + other * sin_BTc.unsqueeze(1)
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)

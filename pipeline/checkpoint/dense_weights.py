@@ -1,0 +1,103 @@
+"""The dense weights that a compressed layer stands for, whatever its forms.
+
+Legend: D hidden, H query heads, G key/value heads, d head_dim, w width of a value head, N MLP width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lamina.layers_lamina import LaminaAttention, LaminaDecoderLayer
+from manifests.errors import InputError
+from pipeline.families.family import LINEAR_ROLES, Geometry
+
+ROUNDINGS = 64  # of the stored numbers: what is exact but for them
+
+
+@torch.inference_mode()
+def dense_weights(layer: LaminaDecoderLayer, geometry: Geometry, stored: torch.dtype) -> dict[str, Tensor]:
+    """`role.weight` and `role.bias` in float64, as a dense layer of the family has them; MLPs at their own width.
+
+    Every projection is linear whatever it is made of, so its matrix is what it does to the unit vectors. Value heads of
+    another width than d are brought to d: narrower ones with zeros, wider ones (absorbed latents) through the d
+    directions of which they are made. `stored`: the dtype that the factors were rounded to.
+
+    Raises InputError when value heads are of a rank that d numbers do not hold.
+    """
+    layer = layer.to(torch.float64)
+    G, d = geometry.kv_heads, geometry.head_dim
+    found: dict[str, Tensor] = {}
+    for role in (role for role in geometry.roles if role not in LINEAR_ROLES):
+        found |= {f"{role}.{name}": tensor for name, tensor in layer.role(role).state_dict().items()}
+    matrices: dict[str, Tensor] = {}
+    biases: dict[str, Tensor] = {}
+    for role in (role for role in LINEAR_ROLES if role in geometry.roles and role != "o"):
+        width = matrices["up"].shape[0] if role == "down" else geometry.hidden
+        matrices[role], biases[role] = _affine(layer, role, width)
+    attention = layer.get_submodule(".".join(layer._attention))
+    assert isinstance(attention, LaminaAttention)
+    heads = matrices["v"].shape[0] // attention.value_dim
+    value_GwD = matrices["v"].unflatten(0, (heads, -1)).expand(G, -1, -1)
+    bias_Gw = biases["v"].unflatten(0, (heads, -1)).expand(G, -1)
+    matrices["o"], biases["o"] = _affine(layer, "o", geometry.heads * value_GwD.shape[1])
+    output_DHw = matrices["o"].unflatten(1, (geometry.heads, -1))
+    value_GdD, bias_Gd, output_DHd = _to_head_dim(value_GwD, bias_Gw, output_DHw, d, stored)
+    matrices |= {"v": value_GdD.flatten(0, 1), "o": output_DHd.flatten(1)}
+    biases["v"] = bias_Gd.flatten()
+    for role, matrix in matrices.items():
+        found[f"{role}.weight"] = matrix
+        if role in geometry.biases:
+            found[f"{role}.bias"] = biases[role]
+        elif biases[role].any():
+            raise InputError(f"layer: {role} has a bias, which a dense {geometry.model_type} model has no place for")
+    return found
+
+
+def pad_mlp(weights: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """With channels of zeros up to `width`: they give nothing, whatever the activation."""
+    padded = dict(weights)
+    for role in ("gate", "up"):
+        if f"{role}.weight" in weights:
+            missing = width - weights[f"{role}.weight"].shape[0]
+            padded[f"{role}.weight"] = functional.pad(weights[f"{role}.weight"], (0, 0, 0, missing))
+            if f"{role}.bias" in weights:
+                padded[f"{role}.bias"] = functional.pad(weights[f"{role}.bias"], (0, missing))
+    padded["down.weight"] = functional.pad(weights["down.weight"], (0, width - weights["down.weight"].shape[1]))
+    return padded
+
+
+def _affine(layer: LaminaDecoderLayer, role: str, width: int) -> tuple[Tensor, Tensor]:
+    """Matrix (out, in) and bias (out) of a role."""
+    unit_1II = torch.eye(width, dtype=torch.float64)[None]
+    images_II, bias = (
+        layer._apply_role(role, x, layer._given(role, x, {}))[0] for x in (unit_1II, torch.zeros_like(unit_1II[:, :1]))
+    )
+    return (images_II - bias).T.contiguous(), bias[0]
+
+
+def _to_head_dim(
+    value_GwD: Tensor, bias_Gw: Tensor, output_DHw: Tensor, head_dim: int, stored: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, their bias and the output projection with heads of d numbers, the same products of both."""
+    missing = head_dim - value_GwD.shape[1]
+    if missing >= 0:
+        return (
+            functional.pad(value_GwD, (0, 0, 0, missing)),
+            functional.pad(bias_Gw, (0, missing)),
+            functional.pad(output_DHw, (0, missing)),
+        )
+    groups, heads = len(value_GwD), output_DHw.shape[1]
+    stacked_GRw = output_DHw.permute(1, 0, 2).unflatten(0, (groups, -1)).flatten(1, 2)
+    left, values, right = torch.linalg.svd(stacked_GRw, full_matrices=False)
+    lost = (values[:, head_dim:].square().sum() / values.square().sum()).sqrt().item()
+    if lost > ROUNDINGS * torch.finfo(stored).eps:
+        raise InputError(
+            f"values of {value_GwD.shape[1]} numbers a head, of a higher rank than {head_dim} (share {lost:.1e} would "
+            "be lost): no dense model of the family does the same"
+        )
+    rebuilt_Gdw = right[:, :head_dim]
+    output_GRd = left[:, :, :head_dim] * values[:, None, :head_dim]
+    output_DHd = output_GRd.unflatten(1, (heads // groups, -1)).flatten(0, 1).permute(1, 0, 2)
+    return rebuilt_Gdw @ value_GwD, (rebuilt_Gdw @ bias_Gw[..., None])[..., 0], output_DHd

@@ -1,0 +1,114 @@
+"""A compressed checkpoint as an ordinary one of its source's family, for engines that know nothing of Lamina.
+
+`dense`: multiplied back, in the source's shapes. `stock`: with narrower MLPs where all layers have one width, and so
+really smaller; value heads of another width are multiplied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lamina import MODELLING_FILES
+from manifests.errors import InputError
+from pipeline.checkpoint.assembling import CARD_FILE, SHARD_SUFFIX
+from pipeline.checkpoint.compression_record import RECORD_FILE, encode_json
+from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
+from pipeline.checkpoint.reading import read_checkpoint
+from pipeline.families.registry import geometry_of, source_config
+from stores.checkpoint import copy_shard, write_index, write_shard
+from stores.disk import copy_file
+from stores.durable import write_durably
+from stores.hub import COMPANIONS
+from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
+from workers.config import WorkerConfig
+from workers.layers import LayerReader
+
+Target = Literal["dense", "stock"]
+
+
+def export_checkpoint(output: Path, target: Target, destination: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Writes OUTPUT as an ordinary checkpoint, a layer in memory at a time, the index last. Returns what it stores.
+
+    Raises:
+        InputError: no Lamina checkpoint, a destination that holds something, or forms that the target cannot have.
+        StorageError: a file cannot be read or written.
+    """
+    checkpoint, config = read_checkpoint(str(output))
+    if config.get("model_type") != "lamina":
+        raise InputError(f"{output}: not compressed by Lamina; it is what it is")
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise InputError(f"{destination}: holds something; give a directory that does not, or is not there yet")
+    config = {**config, "core": "dense"}
+    geometry, stored = geometry_of(config), getattr(torch, config["dtype"])
+    width = config["intermediate_size"] if target == "dense" else common_width(config)
+    written = source_config({**config, "intermediate_size": width}, config["dtype"])
+    reader = _float64_reader(checkpoint, config)
+    destination.mkdir(parents=True, exist_ok=True)
+    total, numbers = geometry.num_layers + 1, 0
+    weight_map: dict[str, str] = {}
+    for layer in range(geometry.num_layers):
+        reader.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
+        weights = pad_mlp(dense_weights(reader.block(layer, None).module, geometry, stored), width)
+        named = {f"{geometry.path(layer, role)}.{part}": tensor.to(stored) for (role, part), tensor in _split(weights)}
+        file = f"model-{layer + 1:05d}-of-{total:05d}{SHARD_SUFFIX}"
+        write_shard(destination, file, named)
+        weight_map |= dict.fromkeys(named, file)
+        numbers += sum(tensor.numel() for tensor in named.values())
+        say(f"layer {layer} written")
+    outside = [name for name, _ in geometry.outer]
+    file = f"model-{total:05d}-of-{total:05d}{SHARD_SUFFIX}"
+    copy_shard(destination, file, checkpoint, outside)
+    weight_map |= dict.fromkeys(outside, file)
+    numbers += sum(
+        checkpoint.tensors[name].num_bytes // checkpoint.tensors[name].torch_dtype.itemsize for name in outside
+    )
+    ours = {CARD_FILE, RECORD_FILE, *MODELLING_FILES}
+    for path in sorted({path for pattern in COMPANIONS for path in output.glob(pattern) if path.name not in ours}):
+        copy_file(path, destination / path.name)
+    write_durably(destination / CONFIG_FILE, encode_json(written))
+    size = sum((destination / file).stat().st_size for file in set(weight_map.values()))
+    write_index(destination, weight_map, size, numbers)
+    before = sum(record.num_bytes for record in checkpoint.tensors.values())
+    return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": str(destination / INDEX_FILE)}
+
+
+def common_width(config: Mapping[str, Any]) -> int:
+    """The MLP width that all layers have. Raises InputError naming those that differ, and what would change it."""
+    widths = [
+        forms.get("up", {}).get("rank", config["intermediate_size"])
+        if forms.get("up", {}).get("form") == "pruned"
+        else config["intermediate_size"]
+        for forms in config["forms"]
+    ]
+    if len(set(widths)) > 1:
+        raise InputError(
+            f"--to stock: the layers' MLPs are {min(widths)} to {max(widths)} wide, and an ordinary "
+            f"{config['source_model_type']} model has one width; compress with `allocation: uniform`, or `ranks: "
+            "{mlp: WIDTH}`, in the entry of flat_llm; --to dense fills up with zeros"
+        )
+    return int(widths[0])
+
+
+def _split(weights: Mapping[str, torch.Tensor]) -> list[tuple[tuple[str, str], torch.Tensor]]:
+    return [((key.partition(".")[0], key.partition(".")[2]), tensor) for key, tensor in weights.items()]
+
+
+def _float64_reader(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> LayerReader:
+    setup = WorkerConfig(
+        source=checkpoint,
+        config=config,
+        geometry=geometry_of(config),
+        run_dir=checkpoint.directory,
+        tokens=None,
+        shards=1,
+        micro_batch=1,
+        dtype=torch.float64,
+        threads=torch.get_num_threads(),
+        use_gpu=False,
+        hidden_bytes=0,
+    )
+    return LayerReader(setup, torch.device("cpu"))

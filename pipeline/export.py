@@ -1,0 +1,46 @@
+"""`python -m pipeline.export OUTPUT --to dense|stock DEST`: an ordinary checkpoint, for engines without our code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.console.arguments import parser, run_command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = parser("export", "Writes a compressed checkpoint as an ordinary one of its source's family.")
+    options.add_argument("output", type=Path, help="the compressed checkpoint")
+    options.add_argument(
+        "--to",
+        choices=("dense", "stock"),
+        required=True,
+        help="dense: multiplied back, in the source's shapes; stock: MLPs stay narrow where all layers have one width",
+    )
+    options.add_argument("destination", type=Path, help="a directory that holds nothing yet")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    return run_command(_body, options.parse_args(argv))
+
+
+def _body(arguments: Any) -> int:
+    from pipeline.checkpoint.exporting import export_checkpoint  # takes seconds, which --help need not
+
+    written = export_checkpoint(
+        arguments.output, arguments.to, arguments.destination, lambda line: print(line, file=sys.stderr)
+    )
+    if arguments.json:
+        print(json.dumps(written))
+    else:
+        ratio = written["bytes"] / written["bytes_before"]
+        print(
+            f"{arguments.destination}: {written['parameters']:,} numbers, {written['bytes']:,} bytes, "
+            f"{ratio:.3f} times the compressed checkpoint's"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The tensors that LeSTD decomposes together, and the weighting of their modes. METHODS §3.
+
+Legend: D hidden, H query heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.lowrank import InputRoots, input_roots
+from pipeline.methods.lestd_sizes import Part
+
+LEAST_SCALE = 1e-5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A problem and the names of its tensors: `first` and `second` end in `own`, `third` and `core` in `cores`."""
+
+    part: Part
+    cores: tuple[str, ...]
+    own: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors of a layout, weighted, and what takes the weighting out of the factors again.
+
+    Attributes:
+        rows: what undoes the weighting of mode 1, D × D; `columns` of mode 2; `scales` (h) of the heads.
+        parts: for each tensor, what its projections (mode 3) were divided by, since they differ too much in size.
+    """
+
+    layout: Layout
+    tensors: list[Tensor]
+    rows: InputRoots | None = None
+    columns: InputRoots | None = None
+    scales: Tensor | None = None
+    parts: tuple[tuple[float, ...], ...] = ()
+
+
+def weighted_inputs(layout: Layout, tensors: list[Tensor], moment_DD: Tensor) -> Problem:
+    """S = M^{1/2} on mode 1: the error is that of the outputs of q, k and v."""
+    roots = input_roots(moment_DD)
+    return Problem(layout, [torch.tensordot(roots.root, tensor, dims=1) for tensor in tensors], rows=roots)
+
+
+def weighted_output(layout: Layout, tensor_Dd1H: Tensor, moment_Hdd: Tensor) -> Problem:
+    """Mode 2 of o by the root of the heads' mean covariance, and each head by its own root mean square.
+
+    U₂ is shared, so that a root of each head's own cannot be taken out of it again; correlations between heads are
+    passed over.
+    """
+    power_H = moment_Hdd.diagonal(dim1=1, dim2=2).mean(dim=1)
+    scales_H = (power_H / power_H.mean().clamp_min(torch.finfo(torch.float64).tiny)).sqrt().clamp_min(LEAST_SCALE)
+    roots = input_roots((moment_Hdd / scales_H.square()[:, None, None]).mean(dim=0))
+    weighted = torch.einsum("ed,xdth,h->xeth", roots.root, tensor_Dd1H, scales_H)
+    return Problem(layout, [weighted], columns=roots, scales=scales_H)
+
+
+def errors_of(problem: Problem, again: Sequence[Tensor], roles: Sequence[tuple[str, ...]]) -> dict[str, Tensor]:
+    """role -> what a solution leaves of its part (D, width, H), without weighting and scales."""
+    rows = problem.rows.inverse if problem.rows is not None else None
+    columns = problem.columns.inverse if problem.columns is not None else None
+    errors: dict[str, Tensor] = {}
+    for tensor, found, names, sizes in zip(problem.tensors, again, roles, problem.parts, strict=True):
+        left = _unweighted(tensor.double() - found, rows, columns, problem.scales)
+        errors |= {name: left[:, :, place] * sizes[place] for place, name in enumerate(names)}
+    return errors
+
+
+def _unweighted(error_xyth: Tensor, rows: Tensor | None, columns: Tensor | None, scales: Tensor | None) -> Tensor:
+    """A tensor's error (D, width, t, H) with the weighting of rows, columns and heads taken out again."""
+    if rows is not None:
+        error_xyth = torch.tensordot(rows, error_xyth, dims=1)
+    if columns is not None:
+        error_xyth = torch.einsum("ed,xdth->xeth", columns, error_xyth)
+    return error_xyth if scales is None else error_xyth / scales

@@ -1,0 +1,102 @@
+"""Relative paths: resolved where the job was submitted, or refused where they would be lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import InputError
+from manifests.loading import load_manifest, parse_manifest
+from pipeline.console.places import settle_places
+
+ROOT = Path(__file__).parents[2]
+
+
+def manifest(**changes: Any) -> Any:
+    return parse_manifest(
+        {
+            "version": 1,
+            "model": {"source": "some/model"},
+            "output": "out",
+            "run_dir": "run",
+            "budget": {"keep": 0.5},
+            "calibration": {"text": {"files": ["a.txt", "/b.txt"]}, "samples": 4, "shards": 2},
+            "methods": [{"method": "flat_llm", "layers": [0, 1]}, {"method": "lorc", "layers": "last:1"}],
+            "evaluation": {"perplexity": {"text": {"files": ["c.txt"]}, "window": 8}},
+            **changes,
+        }
+    )
+
+
+@pytest.fixture
+def package_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a job runs that was submitted with --working-dir."""
+    folder = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_relative_paths_are_relative_to_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert settle_places(manifest(), None) == manifest()
+
+
+def test_in_a_package_folder_they_are_refused_all_at_once(package_folder: Path) -> None:
+    (package_folder / "some" / "model").mkdir(parents=True)
+    with pytest.raises(InputError) as refused:
+        settle_places(manifest(), None)
+    lines = str(refused.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["output", "run_dir", "model.source"]
+    for line in lines:
+        assert str(package_folder) in line
+        assert "Write an absolute path" in line
+        assert '--base "$PWD"' in line
+
+
+def test_a_hub_id_and_texts_in_the_package_are_no_such_paths(package_folder: Path) -> None:
+    made = manifest(output="/data/out", run_dir="/data/run")
+    assert settle_places(made, None) == made
+
+
+def test_a_base_that_is_visible(tmp_path: Path, package_folder: Path) -> None:
+    submitted = tmp_path / "submitted"
+    (submitted / "some" / "model").mkdir(parents=True)
+    settled = settle_places(manifest(), submitted)
+    assert (settled.output, settled.run_dir) == (f"{submitted}/out", f"{submitted}/run")
+    assert settled.model.source == f"{submitted}/some/model"
+    assert settled.calibration.text.files == (f"{submitted}/a.txt", "/b.txt")
+    assert settled.evaluation.perplexity.text.files == (f"{submitted}/c.txt",)
+    assert settled.methods == manifest().methods
+    assert settle_places(manifest(model={"source": "org/name"}), submitted).model.source == "org/name"
+
+
+def test_a_base_that_is_not_visible(tmp_path: Path, package_folder: Path) -> None:
+    with pytest.raises(InputError, match=r"--base .*: no directory that this machine sees"):
+        settle_places(manifest(), tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("output", {"output": "s3://bucket/out"}),
+        ("run_dir", {"run_dir": "gs://bucket/run"}),
+        ("model.source", {"model": {"source": "s3://bucket/model"}}),
+    ],
+)
+def test_buckets_are_refused_by_name(field: str, changes: dict[str, Any]) -> None:
+    """No folder named `s3:`."""
+    with pytest.raises(InputError, match=rf"{field}: \w+://.*give a directory"):
+        settle_places(manifest(**changes), None)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "manifests").glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_manifests_survive_submission(path: Path, package_folder: Path) -> None:
+    """All but the quickstart's, which is of the checkout that it runs in."""
+    if path.stem == "quickstart":
+        with pytest.raises(InputError, match="is relative"):
+            settle_places(load_manifest(path), None)
+    else:
+        settle_places(load_manifest(path), None)

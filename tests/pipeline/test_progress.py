@@ -1,0 +1,50 @@
+"""What a person sees of a job: whole words at 80 columns, phases by their names."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from pipeline.console.progress import JobObserver
+from pipeline.ports import Forward, ForwardDone
+
+LONG = {"LAYER": {"ranks": {"value": 48, "mlp": 4864, "query_key": 40}, "error": 0.0123}}
+
+
+def lines(width: int) -> list[str]:
+    """A phase of two layers as a terminal of this width shows it."""
+    shown = io.StringIO()
+    observer = JobObserver(shown)
+    observer.console = Console(file=shown, force_terminal=True, color_system=None, width=width)
+    observer.live = True
+    with observer:
+        observer.phase("walk", 2, 1)
+        observer.unit_done(Forward("dense", 0, 0), ForwardDone({}, None, None, tokens=100))
+        observer.layer_done("compress", 0, {f"layer {name}": report for name, report in LONG.items()} | LONG)
+    return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip() for line in shown.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_no_line_is_broken_inside_a_word(width: int) -> None:
+    shown = lines(width)
+    for word in ("committed", "query_key", "4864,", "1.23e-02;", "tokens/s"):
+        assert any(word in line for line in shown), word
+    assert max(len(line) for line in shown if "━" not in line) <= width
+
+
+def test_phases_have_names_that_say_something() -> None:
+    assert any("phase compress layer by layer: 2 layers" in line for line in lines(160))
+
+
+def test_stages_add_up() -> None:
+    observer = JobObserver(io.StringIO(), quiet=True)
+    for name in ("checks", "start"):
+        observer.stage(name)
+    observer.phase("walk", 1, 1)
+    observer.stage("assemble")
+    observer.stage(None)
+    assert list(observer.seconds) == ["checks", "start", "walk", "assemble"]
+    assert observer.state == {}

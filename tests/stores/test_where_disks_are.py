@@ -1,0 +1,27 @@
+"""What only a disk has stands in the disk's own files: another place for RUN_DIR is one more file like them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DISK = {"disk.py", "durable.py"}
+PRIMITIVES = re.compile(r"\bos\.(link|fsync|rename|replace|open)\b|\bfcntl\b|\bshutil\.rmtree\b|\bO_EXCL\b")
+# Read by path still: the source's files, texts, checks of shards, and what a run directory's layout is told by.
+BY_PATH = {"checkpoint.py", "corpus.py", "headers.py", "hub.py", "run_directory.py", "source.py", "staging.py"}
+
+
+def test_primitives_of_disks() -> None:
+    found = {
+        f"{path.name}:{number}"
+        for path in (ROOT / "stores").glob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if PRIMITIVES.search(line) and path.name not in DISK
+    }
+    assert found == set()
+
+
+def test_paths() -> None:
+    using = {path.name for path in (ROOT / "stores").glob("*.py") if re.search(r"\bpathlib\b", path.read_text())}
+    assert using - DISK == BY_PATH

@@ -1,0 +1,132 @@
+"""Joining a cluster has a limit and hears signals; a Ray of our own is started twice at most."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from manifests.errors import InputError, Interrupted, WorkerError
+from manifests.schema import Workers
+from workers import cluster
+from workers.cluster import await_cluster, connect, why_unplaceable
+
+
+def never() -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[str]:
+    """Takes connections, and says nothing."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(16)
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_nobody_answers() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(InputError, match=rf"nothing answers at {address} .*--connect-timeout"):
+            await_cluster(address, 0.5, never)
+
+
+def test_somebody_who_is_no_ray() -> None:
+    with silent_server() as address, pytest.raises(InputError, match=r"takes connections, but is no Ray.*0.5 s"):
+        await_cluster(address, 0.5, never)
+
+
+def test_a_signal_while_connecting() -> None:
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    started = time.monotonic()
+    with silent_server() as address, pytest.raises(Interrupted, match="while connecting to Ray"):
+        await_cluster(address, 60.0, stop.is_set)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:", ":6379", "host:port"])
+def test_no_address(address: str) -> None:
+    with pytest.raises(InputError, match="is no address; give --address HOST:PORT"):
+        await_cluster(address, 5.0, never)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """`ray.init` as it goes: the options of each call; `faults` are raised by the first ones."""
+    calls: list[dict[str, Any]] = []
+    faults: list[Exception] = []
+
+    def init(**options: Any) -> None:
+        calls.append(options)
+        if faults:
+            raise faults.pop(0)
+
+    fake = SimpleNamespace(
+        init=init,
+        is_initialized=lambda: False,
+        shutdown=lambda: calls.append({"shutdown": True}),
+        cluster_resources=lambda: {"CPU": 2.0},
+        get_runtime_context=lambda: SimpleNamespace(gcs_address="127.0.0.1:1"),
+    )
+    monkeypatch.setattr(cluster, "ray", fake)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(init, "faults", faults, raising=False)
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    calls.append({"faults": faults})
+    return calls
+
+
+SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed.")
+
+
+def test_a_slow_start_is_tried_again(starts: list[dict[str, Any]]) -> None:
+    starts.pop(0)["faults"].append(SLOW)
+    assert connect(None, Workers()) == "127.0.0.1:1"
+    assert [sorted(call)[0] for call in starts] == ["address", "shutdown", "address"]
+
+
+def test_two_slow_starts_are_explained(starts: list[dict[str, Any]]) -> None:
+    starts.pop(0)["faults"].extend([SLOW, SLOW])
+    with pytest.raises(WorkerError, match=r"did not start on this machine, 2 times .*busy.*ray start --head"):
+        connect(None, Workers())
+
+
+def test_another_version_is_named(starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Version mismatch: The cluster was started with:\n    Ray: 2.59.0\n    Python: 3.11.9\nThis process ..."
+    starts.pop(0)["faults"].append(RuntimeError(said))
+    monkeypatch.setattr(cluster, "await_cluster", lambda *_: None)
+    with pytest.raises(InputError, match=r"10.0.0.1:6379 is of another version than this command: .*Ray: 2.59.0"):
+        connect("10.0.0.1:6379", Workers())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "workers", "fits"),
+    [
+        ({"node_aa"}, Workers(cpus=4), True),
+        ({"node_aa"}, Workers(cpus=5), False),
+        ({"node_aa"}, Workers(cpus=1, gpus=0.5), False),
+        ({"node_aa", "gpu.large"}, Workers(cpus=1, gpus=1), True),
+    ],
+)
+def test_whether_a_worker_will_ever_have_a_place(
+    kinds: set[str], workers: Workers, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kind of nodes that is not named after one is the autoscaler's."""
+    nodes = [
+        {"NodeID": "aa", "Alive": True, "Resources": {"CPU": 4.0}},
+        {"NodeID": "bb", "Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+    ]
+    monkeypatch.setattr(cluster, "ray", SimpleNamespace(nodes=lambda: nodes))
+    monkeypatch.setattr(cluster, "_node_kinds", lambda: kinds)
+    reason = why_unplaceable(workers)
+    assert (reason is None) == fits
+    assert fits or "the largest has 4 CPUs and 0 GPUs" in str(reason)

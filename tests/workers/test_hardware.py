@@ -1,0 +1,66 @@
+"""What decides bytes is told in fields that can be compared, and is the same whoever asks on one machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests import VERSION
+from workers import hardware
+from workers.hardware import describe_hardware, software_versions
+
+
+def test_of_a_cpu() -> None:
+    found = describe_hardware(torch.device("cpu"))
+    assert found.keys() == {"device", "instructions", "torch"}
+    assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
+    assert found["torch"] == torch.__version__
+    assert all(found.values())
+
+
+def test_another_process_says_the_same() -> None:
+    """As entries of the ledger, it is compared as JSON."""
+    code = (
+        "import json, torch; from workers.hardware import *; print(json.dumps(describe_hardware(torch.device('cpu'))))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(said) == describe_hardware(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("text", "maker"),
+    [
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n", "AuthenticAMD"),
+        ("processor\t: 0\nCPU implementer\t: 0x41\n", "0x41"),
+        ("", "unknown make"),
+    ],
+)
+def test_the_maker_of_a_cpu(text: str, maker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of oneMKL differ by it."""
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(hardware, "CPU_INFO", tmp_path / "cpuinfo")
+    assert describe_hardware(torch.device("cpu"))["device"] == f"CPU of {maker}"
+
+
+def test_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = describe_hardware(torch.device("cuda"))
+    assert found == {
+        "device": "NVIDIA H200", "compute_capability": "9.0", "torch": torch.__version__, "cuda": "13.0"
+    }  # fmt: skip
+
+
+def test_versions() -> None:
+    assert software_versions() == {
+        "Lamina": VERSION,
+        "Python": ".".join(map(str, sys.version_info[:3])),
+        **{name: version(name) for name in ("ray", "torch", "transformers")},
+    }
