@@ -222,6 +222,20 @@ class HeldOutScoreEntry(TypedDict):
 
 
 @with_config(STRICT)
+class TargetEntry(TypedDict):
+    """The size, in thousandths of `keep`, that is being made for a budget by loss."""
+
+    size: Annotated[int, Field(ge=1, le=1000)]
+
+
+@with_config(STRICT)
+class TryEntry(HeldOutScoreEntry):
+    """What was measured at a size, and the loss that its curves predict (nats per token)."""
+
+    predicted: Finite
+
+
+@with_config(STRICT)
 class AssemblingEntry(TypedDict):
     """OUTPUT, the names that are this job's there, and sizes that its shards had."""
 

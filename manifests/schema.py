@@ -61,10 +61,26 @@ class Model(Block):
 
 
 class Budget(Block):
-    """`keep`: share of the stored numbers in `scope` that may remain, indices and second factors counted."""
+    """`keep`: share of the stored numbers in `scope` that may remain, indices and second factors counted.
 
-    keep: Share
+    Or `max_loss`: the smallest such share at which the compressed model is at most so far from the dense one, in nats
+    per token (Kullback-Leibler), measured on calibration text beyond the samples. For methods with allocation: loss.
+    """
+
+    keep: Share | None = None
+    max_loss: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     scope: Literal["decoder", "model"] = "decoder"
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if (self.keep is None) == (self.max_loss is None):
+            raise ValueError("give either `keep` or `max_loss`, and not both")
+        return self
+
+    @property
+    def share(self) -> float:
+        """What may remain; all of it as long as `max_loss` has chosen no size."""
+        return 1.0 if self.keep is None else self.keep
 
 
 class Text(Block):

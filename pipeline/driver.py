@@ -7,7 +7,7 @@ data is dropped last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from manifests.errors import CorruptError, LostInputError
@@ -72,14 +72,21 @@ class Driver:
         Stored data that proves corrupt is taken out of the journal and computed again, and so is what was lost with a
         node before it was committed. What goes wrong more than `repair.REPAIRS` times in the same place is raised.
         """
+        self._repaired(self._run_phases)
+
+    def prepare(self) -> None:
+        """Goes through the phases before ranks are chosen: afterwards all that they follow is in the journal."""
+        self._repaired(self._prepare)
+
+    def _repaired(self, phases: Callable[[], None]) -> None:
         while True:
             try:
-                return self._run_phases()
+                return phases()
             except (CorruptError, LostInputError) as error:
                 self.pool.cancel_pending()
                 self.repairs.invalidate(error)
 
-    def _run_phases(self) -> None:
+    def _prepare(self) -> None:
         self._retain_statistics()
         dense = self.job.propagate == "dense"
         has_moments = any(task.group.moments for task in self.job.tasks)
@@ -90,6 +97,11 @@ class Driver:
             self._measure()
         if self.job.predicts:
             self._predict()
+
+    def _run_phases(self) -> None:
+        self._prepare()
+        dense = self.job.propagate == "dense"
+        has_moments = any(task.group.moments for task in self.job.tasks)
         ranks = self._ranks()
         if dense or not has_moments:
             self._solve_all(ranks)

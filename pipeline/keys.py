@@ -27,12 +27,16 @@ from manifests.records import (
     ScoreEntry,
     ShardRecord,
     StatisticsEntry,
+    TargetEntry,
     TokensEntry,
+    TryEntry,
 )
 
 RANKS: Key[RanksEntry] = Key("ranks")
 HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration samples, and the dense model's outputs
 HELD_OUT_SCORE: Key[HeldOutScoreEntry] = Key("held_out_score")  # of the compressed layers on these tokens
+TARGET: Key[TargetEntry] = Key("target")  # the size that is being made for a budget by loss
+TRIES = "tries/"  # what was measured at a size, by its thousandths
 TOKENS: Key[TokensEntry] = Key("tokens")
 SOURCE: Key[Mapping[str, Mapping[str, Any]]] = Key("source")  # file -> size, times and sha256
 HARDWARE: Key[dict[str, Any]] = Key("hardware")
@@ -76,6 +80,11 @@ def activations_key(layer: int) -> Key[ActivationsEntry]:
 def layer_key(layer: int) -> Key[LayerEntry]:
     """A compressed layer."""
     return Key(_layer_key("layer", layer))
+
+
+def try_key(size: int) -> Key[TryEntry]:
+    """What was measured at a size in thousandths."""
+    return Key(f"{TRIES}{size:04d}")
 
 
 def rest_key(shard: str) -> Key[ShardRecord]:

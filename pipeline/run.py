@@ -48,8 +48,7 @@ def run_job(
             stages.join_cluster(job, address, connect_timeout_s)
             if summary and finished:
                 return stages.score_again(job, summary)
-            effort = stages.compress_layers(job, heartbeat)
-            stages.score_held_out(job, heartbeat)
+            job, effort = stages.compress_to_budget(job, heartbeat)
             compression = stages.assemble_output(job)
             scores = stages.evaluate_output(job, compression)
             return stages.finish(job, effort, compression, scores)

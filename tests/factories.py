@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -22,11 +27,13 @@ from transformers import (
 
 from deploy.quickstart.text import story_text
 
-FAMILIES = {
+FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "opt": (OPTConfig, OPTForCausalLM),
+    "gptj": (GPTJConfig, GPTJForCausalLM),
 }
 GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size / heads, three layers
     "vocab_size": 320,
@@ -44,6 +51,24 @@ GEOMETRY: dict[str, Any] = {  # grouped heads, head_dim other than hidden_size /
 }
 
 
+OWN_NAMES: dict[str, dict[str, Any]] = {  # of families whose configs call the same sizes otherwise
+    "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48, "do_layer_norm_before": True, "dropout": 0.0},
+    "gptj": {"n_inner": 80, "rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+}
+COMMON_NAMES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """The config of a small model of a family; `overrides` go to it."""
+    own = OWN_NAMES.get(family)
+    sizes = GEOMETRY if own is None else {**{name: GEOMETRY[name] for name in COMMON_NAMES}, **own}
+    config: PreTrainedConfig = FAMILIES[family][0](**{**sizes, **overrides})
+    return config
+
+
 def make_model(
     directory: str | Path,
     family: str = "llama",
@@ -59,13 +84,13 @@ def make_model(
     `overrides` go to the config (`tie_word_embeddings=True`, `num_hidden_layers=5`, ...).
     """
     directory = Path(directory)
-    config_class, model_class = FAMILIES[family]
-    config = config_class(**{**GEOMETRY, **overrides})
-    model = model_class(config)
+    config = make_config(family, **overrides)
+    model: Any = FAMILIES[family][1](config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.2 * noise if "norm" in name else 0.15 * noise
+        is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
+        parameter.data = 1 + 0.2 * noise if is_scale else 0.15 * noise
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer(config.vocab_size).save_pretrained(directory)
     return directory

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
 from manifests.records import ArrayRecord, GradientRecord
@@ -51,6 +50,7 @@ from workers.config import WorkerConfig
 from workers.embedding_and_head import embedding, head
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
 from workers.layers import LayerReader
+from workers.scoring import LogitRows, summed_divergence, summed_loss
 from workers.tensor_transfer import TensorTransfer, get_all
 
 ROWS_PER_LOGITS = 1024
@@ -318,25 +318,13 @@ class Worker:
             return compare_models(dense, packed, unit.staged, ids_BS).report()
 
     def _score(self, unit: Score) -> tuple[float, int]:
-        total, count = 0.0, 0
-        for (logits_TV,), target_T in self._logits(unit.shard, self._inputs(unit, unit.layer)):
-            total += functional.cross_entropy(logits_TV, target_T, reduction="none").double().sum().item()
-            count += len(target_T)
-        return total, count
+        return summed_loss(self._logits(unit.shard, self._inputs(unit, unit.layer)))
 
     def _diverge(self, unit: Diverge) -> Divergence:
-        sums, count = torch.zeros(3, dtype=torch.float64), 0
         dense = self.activations.open(unit.dense)
-        for (dense_TV, compressed_TV), target_T in self._logits(unit.shard, dense, self._inputs(unit, unit.layer)):
-            dense_TV, compressed_TV = (logits.log_softmax(dim=1) for logits in (dense_TV, compressed_TV))
-            divergence_T = (dense_TV.exp() * (dense_TV - compressed_TV)).sum(dim=1, dtype=torch.float64)
-            losses = [-log_p.gather(1, target_T[:, None]).double().sum() for log_p in (dense_TV, compressed_TV)]
-            sums += torch.stack([divergence_T.sum(), *losses]).cpu()
-            count += len(target_T)
-        divergence, dense_loss, compressed_loss = sums.tolist()
-        return Divergence(divergence, dense_loss, compressed_loss, count)
+        return summed_divergence(self._logits(unit.shard, dense, self._inputs(unit, unit.layer)))
 
-    def _logits(self, shard: int, *inputs: HiddenReader) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    def _logits(self, shard: int, *inputs: HiddenReader) -> Iterator[LogitRows]:
         """Logits (T, V) behind each of some last outputs, and the tokens that came; some rows at a time."""
         logits = head(self.layers)
         first, _ = self._range(shard)

@@ -35,6 +35,8 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     say(f"peak memory in MiB: driver {peaks['driver'] / 2**20:,.0f}; workers {workers}")
     if held_out := summary.get("held_out"):
         say(held_out_line(held_out))
+    for entry in summary.get("tries", ()):
+        say(f"  tried keep {entry['keep']:g}: divergence {entry['divergence']:.3g}, predicted {entry['predicted']:.3g}")
     for line in score_lines(summary["evaluation"]):
         say(line)
     say(f"output: {summary['output']}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,22 +61,9 @@ class StoreCleaner:
 
 def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
     """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again."""
-    tokens = _stored_tokens(job)
-    _sweep(job)
-    setup = worker_config(job, tokens)
-    held_out = job.ledger.get(HELD_OUT)
-    always = ((tokens,) if tokens else ()) + ((held_out["tokens"], *held_out["outputs"]) if held_out else ())
-    cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, always)
     for attempt in range(REPAIRS + 1):
-        catch_signals(job.stop)
-        with (
-            worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool,
-            heartbeat.attending(pool),
-            units_logged(pool, job.run_dir.logs),
-        ):
-            job.ledger.commit(HARDWARE, dict(pool.hardware))
-            job.observer.show_memory_of(pool.peak_bytes)
-            Driver(driver_job(job.inputs), pool, job.ledger, cleaner, job.observer).run()
+        with _workers(job, heartbeat) as (driver, pool):
+            driver.run()
             _compare(job, pool)
             effort = Effort(pool.seconds, dict(pool.peak_bytes))
         interrupt_on_signals(job.stop)
@@ -85,6 +74,32 @@ def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
         if attempt < REPAIRS:
             job.observer.repaired("; ".join(damaged.values()), list(damaged))
     raise CorruptError("; ".join(damaged.values()))
+
+
+def take_curves(job: JobContext, heartbeat: Heartbeat) -> None:
+    """Everything that ranks follow, entered in the ledger."""
+    with _workers(job, heartbeat) as (driver, _):
+        driver.prepare()
+
+
+@contextmanager
+def _workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[tuple[Driver, RayPool]]:
+    """Workers, and the driver that gives them the job's units."""
+    tokens = _stored_tokens(job)
+    _sweep(job)
+    held_out = job.ledger.get(HELD_OUT)
+    always = ((tokens,) if tokens else ()) + ((held_out["tokens"], *held_out["outputs"]) if held_out else ())
+    cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, always)
+    catch_signals(job.stop)
+    setup = worker_config(job, tokens)
+    with (
+        worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool,
+        heartbeat.attending(pool),
+        units_logged(pool, job.run_dir.logs),
+    ):
+        job.ledger.commit(HARDWARE, dict(pool.hardware))
+        job.observer.show_memory_of(pool.peak_bytes)
+        yield Driver(driver_job(job.inputs), pool, job.ledger, cleaner, job.observer), pool
 
 
 def _compare(job: JobContext, pool: RayPool) -> None:

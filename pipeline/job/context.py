@@ -26,7 +26,7 @@ from pipeline.job.calibration import calibration_tokens, evaluation_tokens
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE
+from pipeline.keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
 from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
 from pipeline.plan import Plan, make_plan
 from stores.durable import write_durably
@@ -96,6 +96,11 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
     drawn, evaluation = calibration_tokens(inputs), evaluation_tokens(inputs)
     tokens = drawn.samples if drawn else None
     held_out = drawn.held_out if drawn and len(drawn.held_out) else None
+    if inputs.max_loss is not None and held_out is None:
+        raise InputError(
+            "budget.max_loss: is measured on calibration text beyond the samples, and there is none; give more text, "
+            "or lower calibration.samples"
+        )
     run_dir, output = RunDirectory(manifest.run_dir), Path(manifest.output)
     plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
     with ExitStack() as stack:
@@ -110,7 +115,9 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
         adapt = partial(_solve_again, manifest, run_dir.ledger, found.replaceable)
         run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
         run_dir.ledger.commit(SOURCE, source_files)
-        check_entries(run_dir.ledger, driver_job(inputs), inputs.config)
+        target = run_dir.ledger.get(TARGET) if inputs.max_loss is not None else None
+        sized = inputs.at_size(target["size"]) if target else inputs
+        check_entries(run_dir.ledger, driver_job(sized), inputs.config)
         yield JobContext(
             inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started
         )
@@ -188,7 +195,16 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
     seconds = summary.get("seconds_saved", 0.0) + phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
     if summary:
         ledger.commit(REUSED, ReusedEntry(seconds=seconds))
-    undone: list[Key[Any]] = [COMPLETE, HELD_OUT_SCORE, *ledger.keys("layer/"), RANKS, *ledger.keys("measured/")]
+    undone: list[Key[Any]] = [
+        COMPLETE,
+        HELD_OUT_SCORE,
+        *ledger.keys("layer/"),
+        RANKS,
+        TARGET,
+        *ledger.keys("measured/"),
+    ]
+    if names != ["budget.max_loss"]:
+        undone += ledger.keys(TRIES)
     if not all(name.startswith("budget") for name in names):
         undone += ledger.keys("curves/")
     for key in undone:

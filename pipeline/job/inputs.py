@@ -17,7 +17,15 @@ from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.sources import open_dense
 from pipeline.methods.method import Method, Remarking, Scores
-from pipeline.methods.registry import Task, allocate_ranks, build_methods, claim_tasks, config_fields, layer_gradients
+from pipeline.methods.registry import (
+    Task,
+    allocate_ranks,
+    build_methods,
+    claim_tasks,
+    config_fields,
+    layer_gradients,
+    predict_tasks,
+)
 from pipeline.samples import gradient_count, gradient_samples
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint, is_hub_id
@@ -73,6 +81,17 @@ class Inputs:
         """Whether any method asks for statistics or importance."""
         return any(task.group.moments for task in self.tasks) or "importance" in self.scores
 
+    def at_size(self, size: int) -> Inputs:
+        """With `keep`, in thousandths, in place of the budget's limit of the loss."""
+        assert self.manifest.budget is not None
+        budget = self.manifest.budget.model_copy(update={"keep": size / 1000, "max_loss": None})
+        return replace(self, manifest=self.manifest.model_copy(update={"budget": budget}))
+
+    @property
+    def max_loss(self) -> float | None:
+        """The limit of the loss that decides the size, if one does."""
+        return self.manifest.budget.max_loss if self.manifest.budget else None
+
     @property
     def gradient_samples(self) -> int:
         """How many calibration samples go through a backward pass; 0 when no method asks for gradients."""
@@ -123,6 +142,8 @@ def _checked(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, 
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
     if manifest.evaluation.tasks:
         raise InputError("evaluation.tasks: lm-eval tasks are not built in yet; leave the list empty")
+    if inputs.max_loss is not None:
+        _check_max_loss(inputs)
     _check_sequence(manifest, config)
     _check_places(manifest, source.directory)
     return inputs
@@ -154,6 +175,21 @@ def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
             f"model: layer tensors are stored as {unsupported}; supported are {FORWARD_DTYPES}, not quantised ones"
         )
     return DTYPES[counts.most_common(1)[0][0]]
+
+
+def _check_max_loss(inputs: Inputs) -> None:
+    calibration, predicted = inputs.manifest.calibration, predict_tasks(inputs.methods, inputs.geometry)
+    if {(task.group.layer, task.group.name) for task in predicted} != {
+        (task.group.layer, task.group.name) for task in inputs.tasks
+    }:
+        raise InputError("budget.max_loss: all methods must go by predicted loss (allocation: loss); or give keep")
+    if calibration is None or calibration.gradient.kind == "local" or calibration.propagate != "dense":
+        raise InputError(
+            "budget.max_loss: needs calibration with propagate: dense and gradient.kind: model; random gradients "
+            "predict no loss in nats"
+        )
+    if inputs.manifest.statistics.keep is False:
+        raise InputError("budget.max_loss: tries sizes from kept statistics; leave out statistics.keep: false")
 
 
 def _check_sequence(manifest: Manifest, config: Mapping[str, Any]) -> None:

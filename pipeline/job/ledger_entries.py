@@ -37,7 +37,9 @@ from manifests.records import (
     Sha256,
     ShardRecord,
     StatisticsEntry,
+    TargetEntry,
     TokensEntry,
+    TryEntry,
 )
 from pipeline.checkpoint.compression_record import Comparison
 from pipeline.computation import Job, entered_scores
@@ -68,6 +70,8 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "gradient": GradientEntry,
         "curves": CurvesEntry,
         "tokens": TokensEntry,
+        "target": TargetEntry,
+        "tries": TryEntry,
         "held_out": HeldOutEntry,
         "held_out_score": HeldOutScoreEntry,
         "rest": ShardRecord,

@@ -9,12 +9,12 @@ from typing import Any
 from manifests.records import CompleteEntry
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.console.signals import deferred_signals
-from pipeline.job.compressing import Effort, assemble_output, compress_layers
+from pipeline.job.compressing import Effort, assemble_output
 from pipeline.job.context import JobContext, begin, open_job
 from pipeline.job.heartbeat import Heartbeat
-from pipeline.job.held_out import score_held_out
 from pipeline.job.run_record import recorded
 from pipeline.job.scoring import missing_scores, score_output, scores
+from pipeline.job.sizing import compress_to_budget, tries_of
 from pipeline.keys import COMPLETE, HELD_OUT_SCORE, REUSED
 from workers.cluster import connect
 from workers.memory import peak_bytes
@@ -22,7 +22,7 @@ from workers.memory import peak_bytes
 __all__ = [
     "assemble_output",
     "begin",
-    "compress_layers",
+    "compress_to_budget",
     "evaluate_output",
     "finish",
     "finished_summary",
@@ -32,7 +32,6 @@ __all__ = [
     "open_job",
     "recorded",
     "score_again",
-    "score_held_out",
 ]
 
 
@@ -89,6 +88,7 @@ def finish(
         "layers": compression["layers"],
         "evaluation": dict(evaluation),
         "held_out": job.ledger.get(HELD_OUT_SCORE),
+        "tries": tries_of(job),
         "seconds": {"phases": job.observer.seconds, "units": effort.units, "total": job.seconds()},
         "seconds_saved": reused["seconds"] if (reused := job.ledger.get(REUSED)) else 0.0,
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},

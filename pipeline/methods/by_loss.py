@@ -1,4 +1,4 @@
-"""What methods of one rank a group share when ranks, or factors, follow the model's loss. METHODS §6.3.
+"""What methods of one rank a group share when ranks, or factors, follow the model's loss. docs/methods.md#curves.
 
 Legend: D inputs, m rows of a stack, r rank.
 """

@@ -156,7 +156,7 @@ class JointRankKMethod:
         return Solution(solution.tensors | biases, solution.forms, solution.report | clipped)
 
     def _by_loss(self, name: str, stacked: Mapping[str, Tensor], rank: int, statistics: Statistics) -> Solution:
-        """Each stack in the metric of the loss. METHODS §6.3."""
+        """Each stack in the metric of the loss. docs/methods.md#curves."""
         tensors: dict[str, Tensor] = {}
         forms: dict[str, FormSpec] = {}
         input_DD, report = statistics.mean(INPUTS[name])[0], {}

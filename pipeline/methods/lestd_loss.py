@@ -1,4 +1,4 @@
-"""What a Tucker decomposition of a size costs the model's loss. METHODS §6.3 for LeSTD.
+"""What a Tucker decomposition of a size costs the model's loss. docs/methods.md#curves for LeSTD.
 
 Legend: D hidden, F outputs of a projection, H heads.
 """

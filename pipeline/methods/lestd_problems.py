@@ -1,4 +1,4 @@
-"""The tensors that LeSTD decomposes together, and the weighting of their modes. METHODS §3.
+"""The tensors that LeSTD decomposes together, and the weighting of their modes. docs/methods.md#lestd.
 
 Legend: D hidden, H query heads, d head_dim.
 """

@@ -132,7 +132,7 @@ def allocate_ranks(
             raise InputError("budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry")
         total = scope_numbers(geometry, manifest.budget.scope)
         untouched = total - sum(entry.dense_numbers for entry in entries)
-        return Budget("budget.keep", manifest.budget.keep, total, untouched + own_numbers)
+        return Budget("budget.keep", manifest.budget.share, total, untouched + own_numbers)
 
     return allocate(entries, shared)
 

@@ -75,6 +75,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         read_bytes=int(
             passes * geometry.num_layers * layer_numbers * itemsize
             + 2 * (dense - geometry.num_layers * layer_numbers) * itemsize
+            + (dense + expected) * itemsize  # both models side by side, for what `verify` compares with
         ),
         worker_peak_bytes=_worker_peak(manifest, geometry, itemsize, statistics, activations // max(1, workers)),
         driver_peak_bytes=PROCESS_BYTES + tokens * 8,
@@ -131,7 +132,7 @@ def _expected_numbers(manifest: Manifest, geometry: Geometry) -> int:
     dense, methods = geometry.model_numbers(), build_methods(manifest)
     if manifest.budget is None or all(method.fixed_ranks or method.keep is not None for method in methods):
         return dense - saved_numbers(methods, geometry)  # the budget is nobody's
-    return dense - round((1 - manifest.budget.keep) * scope_numbers(geometry, manifest.budget.scope))
+    return dense - round((1 - manifest.budget.share) * scope_numbers(geometry, manifest.budget.scope))
 
 
 def _worker_peak(manifest: Manifest, geometry: Geometry, itemsize: int, statistics: int, activations: int) -> int:

@@ -89,7 +89,10 @@ def _files(output: Path, compression: Mapping[str, Any]) -> Finding:
 def _modelling_files(output: Path) -> list[str]:
     """The modelling file and all that it imports relatively, which a loader takes from beside it."""
     modelling = output / MODELLING_FILE
-    imported = get_relative_import_files(modelling) if modelling.is_file() else []
+    try:
+        imported = get_relative_import_files(modelling)
+    except (OSError, ValueError):  # one of them is missing or no text: its digest says so, by name
+        imported = []
     return [MODELLING_FILE, *sorted({Path(path).name for path in imported})]
 
 

@@ -25,7 +25,7 @@ JOB, CLUSTER, STORAGE = (
 )
 CLUSTERS = {"rayjob": JOB["spec"]["rayClusterSpec"], "raycluster": CLUSTER["spec"]}
 SUBMISSION_MODES = {"K8sJobMode", "HTTPMode", "SidecarMode", "InteractiveMode"}  # no enum in the definition
-UNITS = {"Gi": 2**30, "Mi": 2**20}
+UNITS = {"Ti": 2**40, "Gi": 2**30, "Mi": 2**20}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.job.ledger_entries import KINDS
 from tests.test_imports import LAYERS
 from tools.manifest_reference import main
 
@@ -80,6 +81,18 @@ def test_the_import_table_is_the_one_that_is_enforced() -> None:
 def _section(heading: str) -> str:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     return text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def test_the_kinds_of_entries_are_those_that_are_checked() -> None:
+    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8").partition("| key | record |")[2]
+    said = {key.partition("/")[0] for key in re.findall(r"^\| `([\w/…]+)` \|", text.partition("\n\n")[0], re.MULTILINE)}
+    assert said == {*KINDS, "source", "hardware"}
+
+
+def test_the_code_cites_nothing_else() -> None:
+    outside = re.compile(r"\b[A-Z]{4,} (?:§|section )\d")
+    found = {path for path in CODE for _ in outside.finditer(path.read_text(encoding="utf-8"))}
+    assert sorted(path.relative_to(ROOT).as_posix() for path in found) == []
 
 
 def test_each_term_stands_once_in_order() -> None:

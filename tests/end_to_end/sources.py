@@ -11,38 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import factories
 from tests.end_to_end.jobs import read_tensors
 
-OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "opt": (
-        OPTConfig,
-        OPTForCausalLM,
-        {"ffn_dim": 80, "word_embed_proj_dim": 48, "do_layer_norm_before": True, "dropout": 0.0},
-    ),
-    "gptj": (GPTJConfig, GPTJForCausalLM, {"n_inner": 80, "rotary_dim": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-}
-FAMILIES = (*factories.FAMILIES, *OTHERS)
+FAMILIES = tuple(factories.FAMILIES)
 
 
 def make_source(directory: Path, family: str, layers: int = 3, **overrides: Any) -> Path:
-    """A random sharded model with a tokenizer: `factories.make_model`, and OPT and GPT-J in the same way."""
-    if family in factories.FAMILIES:
-        return factories.make_model(directory, family, num_hidden_layers=layers, **overrides)
-    config_class, model_class, fields = OTHERS[family]
-    common = {"vocab_size": 320, "hidden_size": 48, "num_attention_heads": 4, "max_position_embeddings": 256}
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    model = model_class(config_class(**common, **ends, num_hidden_layers=layers, **fields, **overrides))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in sorted(model.named_parameters()):
-        noise = torch.randn(parameter.shape, generator=generator)
-        is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
-        parameter.data = 1 + 0.2 * noise if is_scale else 0.15 * noise
-    model.save_pretrained(directory, max_shard_size="40KB")
-    factories.make_tokenizer(320).save_pretrained(directory)
-    return directory
+    """`factories.make_model` of so many layers."""
+    return factories.make_model(directory, family, num_hidden_layers=layers, **overrides)
 
 
 def densified(source: Path, output: Path, layers: int | None = None) -> Any:

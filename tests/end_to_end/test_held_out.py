@@ -51,6 +51,9 @@ def test_text_without_more_tokens_says_nothing(tmp_path: Path, llama: Path, job:
     assert len(tokenizer(text)["input_ids"]) >= 12 * 24
     made = job(**{"calibration.text": {"files": [str(few)]}})
     assert made.run().json["held_out"] is None
+    by_loss = {"methods": [{"method": "loss_aware"}], "budget": {"max_loss": 0.1}, "calibration.propagate": "dense"}
+    refused = job(**{"calibration.text": {"files": [str(few)]}, **by_loss}).run()
+    assert (refused.code, "beyond the samples, and there is none" in refused.err) == (2, True), refused.err
 
 
 def test_two_texts_give_their_shares(tmp_path: Path, llama: Path, job: MakeJob) -> None:

@@ -92,6 +92,8 @@ def test_a_header_longer_than_the_first_request(job: MakeJob, files: dict[str, b
         assert parts[1] == (8, 8 + len(padded) - 1)
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("inline")  # the local job
 def test_a_job_fetches_what_it_needs_and_takes_it_along(hub: HubServer, job: MakeJob, llama: Path) -> None:
     made, here = on_hub(job), job(llama)
     ended = ask("run", made, hub)

@@ -73,7 +73,8 @@ def test_killed_at_every_commit_of_solving_again(job: MakeJob) -> None:
         if code == 0:
             break
         if (made.output / "model.safetensors.index.json").exists():
-            assert file_digests(made.output) in (first, wanted)
+            found = file_digests(made.output)
+            assert {name: found[name] for name in found if not name.startswith(".lamina.lock")} in (first, wanted)
     assert 5 < runs < 39
     assert file_digests(made.output) == wanted
     assert not log.exists(), log.read_text()

@@ -45,8 +45,9 @@ def test_a_small_job_by_hand() -> None:
     assert plan.output_bytes == 2 * plan.expected_numbers
     assert plan.statistics_bytes_per_layer == 8 * (2 * 16 * 16 + 80 * 80)
     assert plan.activation_bytes == 320 * 48 * 2
-    # Importance, statistics and propagation: three times through the layers; embeddings and head twice.
-    assert plan.read_bytes == 3 * 6 * LAYER * 2 + 2 * (MODEL - 6 * LAYER) * 2
+    # Importance, statistics and propagation: three times through the layers; embeddings and head twice. Both models
+    # once more, side by side.
+    assert plan.read_bytes == 3 * 6 * LAYER * 2 + 2 * (MODEL - 6 * LAYER) * 2 + 2 * (MODEL + plan.expected_numbers)
     assert plan.forward_flops == 3 * 6 * 320 * (2 * LAYER + 2 * 32 * 64)
     assert plan.moment_flops == 6 * 320 * (2 * 4 * 16 * 16 + 2 * 80 * 80)
     assert plan.solve_flops == 6 * 10 * (2 * 16**3 + 80**3)

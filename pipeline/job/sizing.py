@@ -1,0 +1,96 @@
+"""The size of a job: given as a share, or the smallest one whose loss stays below `budget.max_loss`.
+
+Curves propose a size, held-out text decides. Each try is solved from the statistics of one dense pass, and entered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from manifests.errors import InputError
+from manifests.records import Key, TargetEntry, TryEntry
+from pipeline.computation import entered_scores
+from pipeline.job.compressing import Effort, compress_layers, take_curves
+from pipeline.job.context import JobContext, driver_job
+from pipeline.job.heartbeat import Heartbeat
+from pipeline.job.held_out import score_held_out
+from pipeline.keys import HELD_OUT_SCORE, RANKS, TARGET, TRIES, try_key
+from pipeline.methods.method import Scores
+from pipeline.ranks.curves import predicted_loss
+from pipeline.ranks.search import WHOLE, least_size, next_size
+
+
+def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContext, Effort]:
+    """Every claimed layer at the job's size, and what that costs on held-out text; the job with that size.
+
+    Raises InputError when no size stays below `budget.max_loss`, saying what the least loss is.
+    """
+    if job.inputs.max_loss is not None:
+        return _within(job, job.inputs.max_loss, heartbeat)
+    effort = compress_layers(job, heartbeat)
+    score_held_out(job, heartbeat)
+    return job, effort
+
+
+def tries_of(job: JobContext) -> list[dict[str, Any]]:
+    """What was measured on the way to a size within a limit, by ascending size: `keep`, `divergence`, `predicted`."""
+    sizes = sorted(int(key.removeprefix(TRIES)) for key in job.ledger.keys(TRIES))
+    return [{"keep": size / WHOLE, **entry} for size in sizes if (entry := job.ledger.get(try_key(size)))]
+
+
+def _within(job: JobContext, limit: float, heartbeat: Heartbeat) -> tuple[JobContext, Effort]:
+    take_curves(job, heartbeat)
+    predicted = _predictions(job)
+    least = least_size(lambda size: predicted(size) is not None)
+    while True:
+        tries = {round(entry["keep"] * WHOLE): entry["divergence"] for entry in tries_of(job)}
+        size = next_size(limit, tries, least, lambda size: predicted(size) or 0.0)
+        if tries.get(size, 0.0) > limit:
+            raise InputError(
+                f"budget.max_loss: {limit:g} is out of reach; the least, measured at keep 1, is {tries[size]:.3g}"
+            )
+        _aim(job, size)
+        sized = replace(job, inputs=job.inputs.at_size(size))
+        effort = compress_layers(sized, heartbeat)
+        known = job.ledger.get(try_key(size))
+        if known is not None:
+            job.ledger.commit(HELD_OUT_SCORE, known)
+            return sized, effort
+        found = score_held_out(sized, heartbeat)
+        assert found is not None
+        entry = TryEntry(**found, predicted=predicted(size) or 0.0)
+        job.ledger.commit(try_key(size), entry)
+        job.observer.say(
+            f"keep {size / WHOLE:g}: divergence {found['divergence']:.3g} nats per token, predicted "
+            f"{entry['predicted']:.3g}, limit {limit:g}"
+        )
+
+
+def _predictions(job: JobContext) -> Callable[[int], float | None]:
+    """Size -> predicted loss, nats per token; None where so little cannot be kept."""
+    entered = driver_job(job.inputs)
+    scores: Scores = entered_scores(entered, lambda key: job.ledger.get(key) or {}, {})
+
+    @cache
+    def predicted(size: int) -> float | None:
+        try:
+            ranks = driver_job(job.inputs.at_size(size)).allocate(scores)
+        except InputError:
+            return None
+        return predicted_loss(scores.curves or {}, ranks)
+
+    return predicted
+
+
+def _aim(job: JobContext, size: int) -> None:
+    """Undoes what was made at another size before this one is entered, so that none of it is taken for this one's."""
+    target = job.ledger.get(TARGET)
+    if target is not None and target["size"] != size:
+        undone: list[Key[Any]] = [HELD_OUT_SCORE, *job.ledger.keys("layer/"), RANKS]
+        for key in undone:
+            job.ledger.retract(key)
+    if target is None or target["size"] != size:
+        job.ledger.commit(TARGET, TargetEntry(size=size))
