@@ -86,7 +86,7 @@ def test_what_is_imported_is_named_as_a_dependency() -> None:
                 if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     modules = [node.module]
                 for name in {module.split(".")[0] for module in modules} - own - sys.stdlib_module_names:
-                    distribution = DISTRIBUTIONS.get(name, THROUGH_OTHERS.get(name, name))
+                    distribution = DISTRIBUTIONS.get(name, THROUGH_OTHERS.get(name, name)).replace("_", "-")
                     assert distribution in distributions, f"{path} imports {name}"
 
 

@@ -5,7 +5,7 @@
 Runs mutmut (settings: pyproject.toml) on the modules given by dotted name, or on all of its settings; `--tenths N`
 tries about N tenths of the mutants of each function, always the same. Results stay in mutants/ and add up from call to
 call. Prints killed of made by module; `mutmut results` lists what survived, `mutmut show NAME` shows it. Mutants of
-messages and of what no test calls count as they come.
+messages and of what no test calls count as they come. A mutant may eat memory: run it where that harms nobody.
 """
 
 from __future__ import annotations

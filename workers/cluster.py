@@ -6,14 +6,14 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 
 import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._private.services import resolve_ip_for_localhost
 from ray.autoscaler._private.util import format_readonly_node_type
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.autoscaler.v2.utils import is_autoscaler_v2
@@ -23,7 +23,10 @@ from ray.experimental.internal_kv import _internal_kv_get
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 
-LOOK_SECONDS = 0.2  # how soon a signal is noticed
+LOOK_SECONDS = 0.2
+ANSWER_SECONDS = 1.0  # how soon a signal is noticed
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame; its fourth byte is the type
 STARTS = 2  # of a Ray of our own, on a machine that may be busy
 TOO_SLOW = "timed out during startup"  # what Ray says of its own node
 
@@ -56,6 +59,7 @@ def connect(
     ray_utils.set_sigterm_handler = lambda _: None  # Ray's would end the command with its exit code, not with ours
     try:
         if found:
+            ensure_token_if_auth_enabled(create_token_if_missing=False)
             if found != "auto":
                 await_cluster(found, timeout_s, stopped)
             ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
@@ -82,49 +86,38 @@ def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -
 
     Raises:
         InputError: nothing answers, or something that is no Ray.
-        AuthenticationError: the cluster wants a token that we do not have.
         Interrupted: `stopped` said so.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):
         raise InputError(f"Ray: {address!r} is no address; give --address HOST:PORT, as `ray start` printed it")
+    host = resolve_ip_for_localhost(host)  # as Ray will do
     deadline = time.monotonic() + timeout_s
-    while (fault := _tcp_fault(host, int(port))) is not None:
-        _wait_a_little(deadline, stopped, f"nothing answers at {address} ({fault})", timeout_s)
-    answered: list[BaseException | None] = []
-    # In a thread: Ray's client blocks where Python runs no signal handler. What it leaves behind ends with the process.
-    threading.Thread(target=lambda: answered.append(_gcs_fault(address)), daemon=True).start()
-    while not answered:
-        _wait_a_little(deadline, stopped, f"{address} takes connections, but is no Ray (GCS) that answers", timeout_s)
-    if answered[0] is not None:
-        raise answered[0]
+    while (fault := _fault_at(host, int(port))) is not None:
+        if stopped():
+            raise Interrupted("stopped by a signal while connecting to Ray")
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"Ray: none answers at {host}:{port} ({fault}); tried for {timeout_s:g} s (--connect-timeout). Give "
+                "--address HOST:PORT of a running cluster, or none for a local one"
+            )
+        time.sleep(LOOK_SECONDS)
 
 
-def _tcp_fault(host: str, port: int) -> OSError | None:
+def _fault_at(host: str, port: int) -> OSError | None:
+    """Why there is no gRPC server, as Ray's is one: it answers the preface of HTTP/2 with its settings at once.
+
+    Ray's own client would not do: where nothing answers, it aborts the process that ends meanwhile.
+    """
     try:
-        socket.create_connection((host, port), timeout=1.0).close()
+        with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return None  # speaks only to those who have a certificate
+            connection.sendall(HTTP2_PREFACE + HTTP2_SETTINGS)
+            answer = connection.recv(len(HTTP2_SETTINGS))
     except OSError as error:
         return error
-    return None
-
-
-def _gcs_fault(address: str) -> BaseException | None:
-    try:
-        GcsClient(address=address).internal_kv_get(b"lamina", None)
-    except Exception as error:
-        return error
-    return None
-
-
-def _wait_a_little(deadline: float, stopped: Callable[[], bool], fault: str, timeout_s: float) -> None:
-    if stopped():
-        raise Interrupted("stopped by a signal while connecting to Ray")
-    if time.monotonic() > deadline:
-        raise InputError(
-            f"Ray: {fault}; tried for {timeout_s:g} s (--connect-timeout). Give --address HOST:PORT of a running "
-            "cluster, or none for a local one"
-        )
-    time.sleep(LOOK_SECONDS)
+    return None if answer[3:4] == HTTP2_SETTINGS[3:4] else ConnectionError("what answers is no Ray")
 
 
 def _refusal(found: str | None, error: Exception) -> str:
@@ -195,7 +188,7 @@ def _node_kinds() -> set[str]:
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         return {node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)}
     report = _internal_kv_get(ray_constants.DEBUG_AUTOSCALING_STATUS)
-    return set(json.loads(report)["autoscaler_report"]["active_nodes"]) if report else set()
+    return set(json.loads(report)["autoscaler_report"]["node_type_mapping"].values()) if report else set()
 
 
 def _listen_on_loopback() -> None:

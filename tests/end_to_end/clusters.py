@@ -27,12 +27,19 @@ ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
 }
 UNSHARE = ("unshare", "--mount", *(("--user", "--map-root-user") if os.getuid() else ()))
+JOIN_ON_LOOPBACK = """if True:
+    from ray._private import services
+    services.get_node_ip_address = lambda *_: "127.0.0.1"  # or this becomes the external address
+    from ray.scripts.scripts import main
+    main()"""
 AUTOSCALING = {
     "RAY_FAKE_CLUSTER": "1",
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
     "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
 }
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def ray_command(*arguments: str) -> list[str]:
@@ -79,19 +86,21 @@ def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
     By a mount namespace; where the system allows none, TMPDIR alone is another.
     """
     scratch = Path(tempfile.mkdtemp(prefix="node-", dir="/var/tmp"))
-    start = ray_command("start", f"--address={address}", "--block", "--node-ip-address=127.0.0.1")
+    start = [sys.executable, "-c", JOIN_ON_LOOPBACK, "start", f"--address={address}", "--block"]
+    start += ["--node-ip-address=127.0.0.1"]
     start += [f"--num-cpus={cpus}", f"--object-store-memory={OBJECTS}", f"--dashboard-agent-listen-port={free_port()}"]
     command = start
     if can_unshare():
-        hide = f"""
-            set -e
-            mkdir {scratch}/kept && mount --bind {shared} {scratch}/kept
-            mount -t tmpfs tmpfs {tempfile.gettempdir()}
-            mkdir -p {shared} && mount --bind {scratch}/kept {shared}
-            exec "$@" """
+        seen = [str(path) for path in (shared, ROOT, Path(sys.prefix)) if path.is_relative_to(tempfile.gettempdir())]
+        keep = [f"mkdir {scratch}/{n} && mount --bind {path} {scratch}/{n}" for n, path in enumerate(seen)]
+        show = [f"mkdir -p {path} && mount --bind {scratch}/{n} {path}" for n, path in enumerate(seen)]
+        hide = "\n".join(
+            ["set -e", *keep, f"mount -t tmpfs tmpfs {tempfile.gettempdir()}", *show, f"cd {ROOT}", 'exec "$@"']
+        )
         command = [*UNSHARE, "sh", "-c", hide, "sh", *start]
     log = scratch / "log"
     environment = {**os.environ, **ENVIRONMENT, **({} if can_unshare() else {"TMPDIR": str(scratch)})}
+    environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # or Ray refuses to join one, on any system
     with open(log, "w") as said:
         node = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
     try:
@@ -112,7 +121,10 @@ def can_unshare() -> bool:
 
 
 def _end(node: subprocess.Popen[bytes]) -> None:
-    processes = psutil.Process(node.pid).children(recursive=True)
+    try:
+        processes = psutil.Process(node.pid).children(recursive=True)
+    except psutil.NoSuchProcess:  # it did not start
+        processes = []
     node.kill()
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

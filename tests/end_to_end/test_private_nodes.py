@@ -17,6 +17,7 @@ from tests import factories
 from tests.end_to_end.children import Child, InlinePool
 from tests.end_to_end.clusters import head_node, private_node
 from tests.end_to_end.jobs import Job, command, file_digests
+from workers import cluster as cluster_module
 from workers.config import WorkerConfig
 
 WINDOW = 40
@@ -28,6 +29,11 @@ def shared(tmp_path: Path, llama: Path) -> Path:
     folder = tmp_path / "shared"
     shutil.copytree(llama, folder / "model")
     return folder
+
+
+def loopback() -> None:
+    """In the child: 127.0.0.1 is meant as it is said."""
+    cluster_module._listen_on_loopback()
 
 
 class ElsewherePool(InlinePool):
@@ -67,7 +73,7 @@ def test_run_and_evaluate(shared: Path, text: Path, tmp_path: Path, job: Callabl
         "workers": {"min": 2, "max": 2, "activation_memory_gb": 1e-6},  # hidden states are spilled
         "evaluation": {"perplexity": {"text": {"files": [str(scored)]}, "window": WINDOW}},
     }
-    alone = job(**settings)
+    alone = job(shared / "model", **settings)
     expected = alone.run().json["evaluation"]
     made = Job(shared / "job", shared / "model", text, settings).write()
     with (
@@ -75,11 +81,17 @@ def test_run_and_evaluate(shared: Path, text: Path, tmp_path: Path, job: Callabl
         private_node(address, 1, shared),
         private_node(address, 1, shared),
     ):
-        run = Child("run", [str(made.manifest), "--address", address, "--json"], made.root / "log", inline=False)
+        run = Child(
+            "run",
+            [str(made.manifest), "--address", address, "--json"],
+            made.root / "log",
+            inline=False,
+            prepare=loopback,
+        )
         assert run.end(240) == 0, run.said
         arguments = [str(made.output), "--text", str(scored), "--window", str(WINDOW), "--workers", "2"]
         arguments += ["--address", address, "--json"]
-        evaluate = Child("evaluate", arguments, made.root / "evaluate.log", inline=False)
+        evaluate = Child("evaluate", arguments, made.root / "evaluate.log", inline=False, prepare=loopback)
         assert evaluate.end(240) == 0, evaluate.said
     assert " died" not in run.said
     assert file_digests(made.output) == file_digests(alone.output)

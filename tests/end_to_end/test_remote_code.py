@@ -30,9 +30,8 @@ def mark(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def model(tmp_path: Path, llama: Path, mark: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tmp_path: Path, llama: Path, mark: Path, modules_cache: Path) -> Path:
     """A model whose config names code for itself, and whose tokenizer may be had with code or without."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     model = Path(shutil.copytree(llama, tmp_path / "model"))
     (model / "tokenization_marked.py").write_text(CODE.format(mark=str(mark)))
     edit(model / "config.json", auto_map={"AutoConfig": "tokenization_marked.Config"})

@@ -136,8 +136,8 @@ def test_forms_that_do_not_fit_the_tensors(folder: Path, spec: dict[str, Any], m
         AUTO.from_pretrained(folder)
 
 
-def test_a_missing_file_of_the_modelling_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+@pytest.mark.usefixtures("modules_cache")
+def test_a_missing_file_of_the_modelling_code(folder: Path) -> None:
     (folder / "layers_lamina.py").unlink()
     edit(folder / "config.json", lambda config: config.update(model_type="not-installed"))
     with pytest.raises(OSError, match=r"layers_lamina\.py"):

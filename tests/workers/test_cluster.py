@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
+import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
+from ray._private import ray_constants
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from workers import cluster
-from workers.cluster import await_cluster, connect, why_unplaceable
+from workers.cluster import autoscales, await_cluster, connect, why_unplaceable
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.1 is meant as it is said; Ray otherwise takes the machine's outer address for it."""
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
 def never() -> bool:
@@ -31,17 +42,43 @@ def silent_server() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
+@contextlib.contextmanager
+def http_server() -> Iterator[str]:
+    """Ray's dashboard, say, at the port that jobs are submitted to."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 def test_nobody_answers() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(InputError, match=rf"nothing answers at {address} .*--connect-timeout"):
+        with pytest.raises(InputError, match=rf"none answers at {address} .*--connect-timeout"):
             await_cluster(address, 0.5, never)
 
 
 def test_somebody_who_is_no_ray() -> None:
-    with silent_server() as address, pytest.raises(InputError, match=r"takes connections, but is no Ray.*0.5 s"):
+    with silent_server() as address, pytest.raises(InputError, match=r"none answers at .*timed out.*0.5 s"):
         await_cluster(address, 0.5, never)
+    with http_server() as address, pytest.raises(InputError, match=r"what answers is no Ray"):
+        await_cluster(address, 0.5, never)
+
+
+def test_a_grpc_server_is_taken_for_ray() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        await_cluster(f"127.0.0.1:{port}", 5.0, never)
+    finally:
+        server.stop(None)
 
 
 def test_a_signal_while_connecting() -> None:
@@ -130,3 +167,17 @@ def test_whether_a_worker_will_ever_have_a_place(
     reason = why_unplaceable(workers)
     assert (reason is None) == fits
     assert fits or "the largest has 4 CPUs and 0 GPUs" in str(reason)
+
+
+@pytest.mark.parametrize(("mapping", "found"), [({"aa": "ray.head.default"}, True), ({"aa": "node_aa"}, False)])
+def test_the_autoscaler_s_report(mapping: dict[str, str], found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray 2.60 writes it: without workers, the head alone is in it."""
+    report = {"autoscaler_report": {"active_nodes": {}, "node_type_mapping": mapping, "legacy": True}}
+    monkeypatch.setattr(cluster, "ray", SimpleNamespace(nodes=lambda: [{"NodeID": "aa"}]))
+    monkeypatch.setattr(cluster, "is_autoscaler_v2", lambda **_: False)
+    monkeypatch.setattr(cluster, "_internal_kv_get", lambda _: json.dumps(report).encode())
+    assert autoscales() is found
+    monkeypatch.setattr(cluster, "_internal_kv_get", lambda _: b"{}")
+    assert autoscales()
+    monkeypatch.setattr(cluster, "_internal_kv_get", lambda _: None)
+    assert not autoscales()
