@@ -100,6 +100,9 @@ class WorkerMeters(Meters):
         self.set(PEAK, outcome.peak_bytes)
 
     def _moved(self) -> tuple[int, int]:
+        """Bytes read and written so far; only Linux counts them."""
+        if not psutil.LINUX:
+            return 0, 0
         counters = self.process.io_counters()
         return counters.read_chars, counters.write_chars
 

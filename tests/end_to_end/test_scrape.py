@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.end_to_end.clusters import free_port, head_node
+from pipeline.job.unit_log import SUFFIX
+from tests.end_to_end.clusters import ENVIRONMENT, free_port, head_node
 from tests.end_to_end.jobs import Job
 from workers.metrics import DEATHS, ERRORS, OF_THE_POOL, OF_WORKERS, RETRIES
 
 pytestmark = pytest.mark.ray
-WAIT_S = 240.0
+WAIT_S = 270.0
 OFTEN_S = 0.5
 ONLY_WHEN_WRONG = (DEATHS, ERRORS, RETRIES)
 Series = tuple[str, frozenset[tuple[str, str]]]
@@ -36,11 +39,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
 
 def test_every_metric_is_scraped(cluster: tuple[str, str], job: Callable[..., Job]) -> None:
     address, metrics = cluster
-    made = job(**{"workers": {"min": 1, "max": 2}, "calibration.samples": 200, "calibration.micro_batch": 1})
+    made = job(**{"workers": {"min": 1, "max": 2}, "calibration.samples": 96, "calibration.micro_batch": 1})
     command = [sys.executable, "-m", "pipeline.run", str(made.manifest), "--address", address]
     highest: dict[Series, float] = {}
     deadline = time.monotonic() + WAIT_S
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": {**os.environ, **ENVIRONMENT}}
+    with subprocess.Popen(command, text=True, **options) as running:
         while running.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(OFTEN_S)
@@ -54,13 +58,15 @@ def test_every_metric_is_scraped(cluster: tuple[str, str], job: Callable[..., Jo
     done: dict[tuple[str, str], float] = defaultdict(float)
     for (name, labels), value in highest.items():
         done[name, dict(labels).get("kind", "")] += value  # of all workers
-    units = made.ledger("complete")["summary"]["seconds"]["units"]
-    assert {kind for name, kind in done if name == "ray_lamina_units_total"} == units.keys()
-    for kind, (count, _, computing) in units.items():
-        assert 0 < done["ray_lamina_units_total", kind] <= count
+    (log,) = (made.run_dir / "logs").glob(f"*{SUFFIX}")
+    units = [json.loads(line) for line in log.read_text().splitlines()]
+    counts = Counter(unit["kind"] for unit in units)
+    assert {kind for name, kind in done if name == "ray_lamina_units_total"} >= counts.keys()
+    for kind in ("reduce", "solve", "write"):  # forward passes are made for held-out text, too
+        computing = sum(unit["compute_seconds"] for unit in units if unit["kind"] == kind)
+        assert 0 < done["ray_lamina_units_total", kind] <= counts[kind]
         assert done["ray_lamina_compute_seconds_total", kind] <= computing * (1 + 1e-6)
-    passes = 3 + 3 + 2  # the dense pass, the statistics of each layer, what the next but the last one takes
-    assert 0 < done["ray_lamina_tokens_total", "forward"] <= passes * 200 * 24
+    assert done["ray_lamina_tokens_total", "forward"] > 0
     assert done["ray_lamina_read_bytes_total", ""] > 100_000
 
 
