@@ -30,7 +30,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def made(fake: FakeRay, *, shards: int = 8, hardware: dict[str, str] | None = None, **workers: Any) -> RayPool:
         monkeypatch.setattr(pool_module, "ray", fake)
-        monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: None)
+        monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: None)
         sizes = {"max": 2, **workers}
         sizes.setdefault("min", sizes["max"])
         notes: list[str] = []
@@ -450,7 +450,7 @@ def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPa
     """Said within a minute, ended after `workers.start_timeout_s`; with an autoscaler it is waited for."""
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((10**9, 1, None)))
-    monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: "a worker asks for 64 CPUs")
+    monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: "a worker asks for 64 CPUs")
     monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.1)
     setup: Any = SimpleNamespace(shards=2, hardware=None, memory_bytes=0)
     with pytest.raises(WorkerError, match=r"asks for 64 CPUs; waited \d+ s \(workers.start_timeout_s\)"):
@@ -462,7 +462,7 @@ def test_waiting_long_for_workers_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((250, 1, None)))
     monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.0)
-    monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: None)
+    monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: None)
     RayPool(SimpleNamespace(shards=2, hardware=None, memory_bytes=0), Workers(), threading.Event(), notes.append)  # type: ignore[arg-type]
     assert notes
     assert "for 1 workers, 0 are ready: the cluster has {'CPU': 2.0}" in notes[0]
