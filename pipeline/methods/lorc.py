@@ -20,7 +20,7 @@ from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.kernels.spectra import dropped_share
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of, directions, factors, losses_by_rank, pull
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
 from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
@@ -228,7 +228,7 @@ def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
     layers = range(geometry.num_layers)
     if scores.measured is None:
         return [[1.0, 1.0] for _ in layers]
-    return [scores.measured[f"{layer}/{CONDITION}"]["log_condition"] for layer in layers]
+    return [scores.measured[group_key(layer, CONDITION)]["log_condition"] for layer in layers]
 
 
 def _factored(geometry: Geometry, name: str, rank: float) -> float:
