@@ -4,6 +4,7 @@ B batch, T tokens of this call, S cached tokens, H query heads, G key/value head
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -54,7 +55,8 @@ def _mixed(weights_BGqs: Tensor, value_BGsw: Tensor) -> Tensor:
     """weights value → (B, G, q, w); one value head is read once for all, not copied G times."""
     if value_BGsw.shape[1] == weights_BGqs.shape[1]:
         return weights_BGqs @ value_BGsw
-    return (weights_BGqs.flatten(1, 2) @ value_BGsw.squeeze(1)).unflatten(1, weights_BGqs.shape[1:3])
+    mixed_BHw = weights_BGqs.flatten(1, 2) @ value_BGsw.squeeze(1)
+    return cast(Tensor, mixed_BHw.unflatten(1, weights_BGqs.shape[1:3]))
 
 
 def _masked(scores: Tensor, mask: Tensor) -> Tensor:

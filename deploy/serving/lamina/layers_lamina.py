@@ -244,7 +244,7 @@ class LaminaAttention(_Roles, nn.Module):
         of_all = self._heads("v", x_BTD, mixed_BTHw.flatten(1, 2))  # (B, G or 1, T·H, w): by every KV head
         groups = of_all.shape[1]
         of_all = of_all.unflatten(2, (num_tokens, groups, num_heads // groups))
-        return of_all.diagonal(dim1=1, dim2=3).permute(0, 1, 4, 2, 3).flatten(2, 3)
+        return cast(Tensor, of_all.diagonal(dim1=1, dim2=3).permute(0, 1, 4, 2, 3).flatten(2, 3))
 
     def _in_blocks(self, query: Tensor, mask: Any) -> bool:
         """Whether to read latents block by block: in decoding, where making all keys at once costs time and memory.
