@@ -52,7 +52,8 @@ def export_checkpoint(output: Path, target: Target, destination: Path, say: Call
     for layer in range(geometry.num_layers):
         reader.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
         weights = pad_mlp(dense_weights(reader.block(layer, None).module, geometry, stored), width)
-        named = {f"{geometry.path(layer, role)}.{part}": tensor.to(stored) for (role, part), tensor in _split(weights)}
+        names = geometry.layer_tensors(layer)
+        named = {names[key][0]: tensor.to(stored) for key, tensor in weights.items()}
         file = f"model-{layer + 1:05d}-of-{total:05d}{SHARD_SUFFIX}"
         write_shard(destination, file, named)
         weight_map |= dict.fromkeys(named, file)
@@ -90,7 +91,3 @@ def common_width(config: Mapping[str, Any]) -> int:
             "{mlp: WIDTH}`, in the entry of flat_llm; --to dense fills up with zeros"
         )
     return int(widths[0])
-
-
-def _split(weights: Mapping[str, torch.Tensor]) -> list[tuple[tuple[str, str], torch.Tensor]]:
-    return [((key.partition(".")[0], key.partition(".")[2]), tensor) for key, tensor in weights.items()]

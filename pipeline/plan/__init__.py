@@ -102,7 +102,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
 
 def point_features(point: str, geometry: Geometry) -> int:
     """Numbers per token that pass a point of the layer."""
-    role, _, side = point.partition(".")
+    role, _, side = point.rpartition(".")
     if role in ("attention", "mlp"):
         return geometry.hidden
     rows, columns = geometry.weight_shape(role)[0], geometry.weight_shape(role)[-1]

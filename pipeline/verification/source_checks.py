@@ -75,9 +75,10 @@ def check_coverage(
     """
     geometry = geometry_of(standard)
     roles = {
-        name: (layer, key.partition(".")[0])
+        name: (layer, role)
         for layer in range(geometry.num_layers)
-        for key, (name, _) in geometry.layer_tensors(layer).items()
+        for role in geometry.roles
+        for name, _ in geometry.role_tensors(layer, role).values()
     }
     methods = {entry["method"] for entry in compression["manifest"]["methods"]}
     claimed = compression["claimed"]
