@@ -87,7 +87,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
 
     def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank of the values, or by width of the MLP."""
-        variable = _rank_variable(group, geometry, self.entry.rank_multiple)
+        variable = self._variable(group, geometry)
         if group.name == "mlp":
             metric_DD, down_DN = statistics.mean(AFTER_LAYER)[0], weights["down.weight"].double()
             hidden_NN = statistics.mean(HIDDEN)[0]
@@ -118,7 +118,10 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
-        return tuple(_rank_variable(group, geometry, self.entry.rank_multiple) for group in self.claims(geometry))
+        return tuple(self._variable(group, geometry) for group in self.claims(geometry))
+
+    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
+        return _rank_variable(group, geometry, self.entry.multiple(geometry.hidden))
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """w_l · cap for every variable, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the ranks given."""

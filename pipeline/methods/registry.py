@@ -31,7 +31,8 @@ METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
 
 def build_methods(manifest: Manifest) -> tuple[Method, ...]:
     """The methods of a manifest, in its order."""
-    return tuple(METHODS[type(entry)](entry) for entry in manifest.methods)
+    multiple = manifest.budget.multiple if manifest.budget is not None else None
+    return tuple(METHODS[type(entry)](entry.in_steps_of(multiple)) for entry in manifest.methods)
 
 
 def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
@@ -120,7 +121,7 @@ def allocate_ranks(
 
     def shared(own_numbers: float) -> Budget:
         """keep · total less what nobody claims, and what has a budget of its own."""
-        if manifest.budget is None:
+        if manifest.budget is None or (manifest.budget.keep is None and manifest.budget.max_loss is None):
             raise InputError("budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry")
         total = scope_numbers(geometry, manifest.budget.scope)
         untouched = total - sum(entry.dense_numbers for entry in entries)

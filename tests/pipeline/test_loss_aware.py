@@ -82,7 +82,7 @@ def test_points_count_what_is_stored(geometry: str, name: str, entry: dict[str, 
     for tensor, copy in zip((*weights.values(), *statistics.moments.values()), before, strict=True):
         assert torch.equal(tensor, copy), "an input was changed"
     assert points[0].numbers <= method.least_numbers(group, where)
-    multiple = method.entry.rank_multiple
+    multiple = method.entry.multiple(where.hidden)
     widest = {"query_key": where.hidden, "value": where.head_dim, "width": where.intermediate}
     for key, rank in (item for point in points for item in point.ranks.items()):
         assert rank % multiple == 0 or rank == widest.get(key, rank), key

@@ -188,7 +188,7 @@ def test_keep_1_keeps_everything() -> None:
 @pytest.mark.parametrize(("keep", "ratio"), [(0.9, 0.88), (0.8, 0.76), (0.7, 0.64), (0.6, 0.52), (0.5, 0.40)])
 def test_llama_2_7b_as_in_methods(keep: float, ratio: float) -> None:
     """docs/methods.md#budget: the untouched query and key count."""
-    job = manifest({"allocation": "uniform"}, keep=keep)
+    job = manifest({"allocation": "uniform", "rank_multiple": 1}, keep=keep)
     ranks = allocate(job, LLAMA2_7B)
     values = [ranks[f"{layer}/0/attention"]["value"] / 128 for layer in range(32)]
     widths = [ranks[f"{layer}/0/mlp"]["mlp"] / 11008 for layer in range(32)]
