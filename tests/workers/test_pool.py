@@ -464,7 +464,7 @@ def test_waiting_long_for_workers_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((250, 1, None)))
     monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.0)
-    monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: None)
+    monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: None)
     RayPool(
         SimpleNamespace(shards=2, hardware=None, manifest=None, memory_bytes=0),
         Workers(),
