@@ -8,7 +8,7 @@ data is dropped last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import (
@@ -16,12 +16,11 @@ from manifests.records import (
     ArrayRecord,
     CurvesEntry,
     DenseEntry,
-    GroupReport,
-    LayerEntry,
     MeasuredEntry,
     StagedLayer,
 )
 from pipeline.computation import Job, RanksOf, entered_importance, entered_scores
+from pipeline.correction import CorrectedWalk
 from pipeline.gradient_pass import GradientPass
 from pipeline.keys import (
     RANKS,
@@ -33,7 +32,7 @@ from pipeline.keys import (
     measured_key,
     statistics_key,
 )
-from pipeline.methods.method import FormSpec, Moment
+from pipeline.methods.method import Moment
 from pipeline.methods.registry import Task, layer_gradients, layer_moments, ranks_key
 from pipeline.ports import (
     Cleaner,
@@ -47,10 +46,9 @@ from pipeline.ports import (
     Solve,
     SolveDone,
     Unit,
-    Write,
 )
 from pipeline.repair import Repairs
-from pipeline.steps import Steps
+from pipeline.steps import Steps, write_unit
 
 
 class Driver:
@@ -103,7 +101,9 @@ class Driver:
         dense = self.job.propagate == "dense"
         has_moments = any(task.group.moments for task in self.job.tasks)
         ranks = self._ranks()
-        if dense or not has_moments:
+        if any(task.group.corrections for task in self.job.tasks):
+            CorrectedWalk(self.job, self.steps, self.cleaner, self._statistics_of, self._retain_statistics).run(ranks)
+        elif dense or not has_moments:
             self._solve_all(ranks)
         else:
             self._walk(ranks)
@@ -320,22 +320,17 @@ class Driver:
             return [(unit, done) for unit, done in pairs if isinstance(unit, Solve) and unit.task.group.layer == layer]
 
         solutions, staged = self.steps.do_both(
-            solves, lambda solutions: [_write_unit(layer, parts(solutions, layer)) for layer in statistics]
+            solves, lambda solutions: [write_unit(layer, parts(solutions, layer)) for layer in statistics]
         )
         for layer, record in zip(statistics, staged, strict=True):
             solved = parts(solutions, layer)
-            groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved}
-            forms = dict(_write_unit(layer, solved).forms)
-            entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
-            self.steps.enter(layer_key(layer), entry)
-            self.observer.layer_done("compress", layer, groups)
+            self.steps.enter_layer(layer, solved, record)
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
     def _staged(self, layer: int) -> StagedLayer | None:
         """The committed compressed layer: its file and its forms."""
-        entry = self.journal.get(layer_key(layer))
-        return StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None
+        return self.steps.staged(layer)
 
     def _activations(self, lineage: Lineage, layer: int) -> list[ArrayRecord] | None:
         """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""
@@ -350,20 +345,3 @@ class Driver:
 
 def _layers(tasks: Sequence[Task]) -> list[int]:
     return sorted({task.group.layer for task in tasks})
-
-
-def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
-    forms: dict[str, FormSpec] = {}
-    for _, solution in parts:
-        forms.update(solution.forms)
-    roles = tuple(role for solve, _ in parts for role in solve.task.group.roles)
-    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
-
-
-def _with_text_keys(entry: Any) -> Any:
-    """As JSON keeps it."""
-    return {str(key): _with_text_keys(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
-
-
-def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:
-    return {"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report}

@@ -21,7 +21,7 @@ from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
-from pipeline.methods.method import Curve, Group, Measuring, Moment, Predicting, Statistics
+from pipeline.methods.method import Correcting, Curve, Group, Measuring, Moment, Predicting, Solution, Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.ports import (
     Backward,
@@ -32,6 +32,7 @@ from pipeline.ports import (
     Forward,
     ForwardDone,
     Measure,
+    Pair,
     Predict,
     Reduce,
     Score,
@@ -50,6 +51,7 @@ from workers.config import WorkerConfig
 from workers.embedding_and_head import embedding, head
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
 from workers.layers import LayerReader
+from workers.pairing import PairPass
 from workers.scoring import LogitRows, summed_divergence, summed_loss
 from workers.tensor_transfer import TensorTransfer, get_all
 
@@ -70,6 +72,7 @@ class Worker:
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
         self.layers = LayerReader(setup, self.device)
         self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
+        self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.compute_seconds = 0.0  # spent inside products and decompositions
 
     def execute(self, unit: Unit) -> Any:
@@ -83,6 +86,7 @@ class Worker:
         """
         handlers: dict[type, Callable[[Any], Any]] = {
             Forward: self._forward,
+            Pair: self._pair,
             Backward: self._backward,
             Reduce: self._reduce,
             Measure: self._measure,
@@ -148,6 +152,15 @@ class Worker:
             partials={moment: self.transfer.put(partial) for moment, partial in partials.items()},
             activation=record if unit.store else None,
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
+        )
+
+    def _pair(self, unit: Pair) -> ForwardDone:
+        totals, record = self.pairs.run(unit)
+        return ForwardDone(
+            partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
+            cosine=None,
+            activation=record if unit.store else None,
+            tokens=self._samples(unit.shard) * self._sequence,
         )
 
     def _inputs(self, unit: Forward | Score | Diverge, layer: int) -> HiddenReader:
@@ -234,7 +247,7 @@ class Worker:
             return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
         totals = ordered_sum(get_all(self.transfer, unit.partials))
         record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", totals["moment"])
-        if unit.moment.kind == "value":
+        if unit.moment.kind != "gradient":
             return record
         sequences = self.setup.gradient_samples
         return GradientRecord(
@@ -282,14 +295,28 @@ class Worker:
         group, geometry = unit.task.group, self.setup.geometry
         weights = self._group_weights(group)
         statistics = self._statistics(unit.statistics)
-        method = self.methods[unit.task.method]
+        before = self.transfer.get(unit.before) if unit.before is not None else {}
         with self._computing():
-            solution = method.compress(group, geometry, weights, statistics, unit.ranks)
-        factors = {
+            solution = self._solution(unit, weights, statistics, before)
+        solved = {*solution.forms, *(key.partition(".")[0] for key in solution.tensors)}
+        replaced = tuple(f"{geometry.path(group.layer, role)}." for role in group.roles if role in solved)
+        factors = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
+        factors |= {
             geometry.tensor_name(group.layer, key, group.roles): tensor.to(_stored_dtype(key, tensor, weights))
             for key, tensor in solution.tensors.items()
         }
         return SolveDone(self.transfer.put(factors), solution.forms, solution.report)
+
+    def _solution(
+        self, unit: Solve, weights: Mapping[str, Tensor], statistics: Statistics, before: Mapping[str, Tensor]
+    ) -> Solution:
+        group, geometry, method = unit.task.group, self.setup.geometry, self.methods[unit.task.method]
+        if not any(moment.kind == "pair" for moment in unit.statistics):
+            return method.compress(group, geometry, weights, statistics, unit.ranks)
+        assert isinstance(method, Correcting)
+        names = {key: geometry.tensor_name(group.layer, key, group.roles) for key in weights}
+        known = {key: before[name].to(self.device) for key, name in names.items() if name in before}
+        return method.correct(group, geometry, weights, statistics, unit.ranks, known)
 
     def _write(self, unit: Write) -> Any:
         geometry, source = self.setup.geometry, self.setup.source
