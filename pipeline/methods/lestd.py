@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from manifests.schema import LeSTD
+from manifests.methods import LeSTD
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots
 from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.kernels.tucker import Tucker, rebuild, refine_sparse, shared_tucker, stack_attention, stack_mlp
 from pipeline.methods import lestd_loss
+from pipeline.methods.base import MethodBase
 from pipeline.methods.lestd_problems import Layout, Problem, errors_of, weighted_inputs, weighted_output
 from pipeline.methods.lestd_sizes import (
     GRID_PER_OCTAVE,
@@ -34,7 +35,7 @@ from pipeline.methods.lestd_sizes import (
     size_curve,
     sizes_at_common_threshold,
 )
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 
 INPUT = Moment("attention.in")
@@ -53,26 +54,15 @@ class Solved:
 
 
 @dataclass(frozen=True)
-class LeSTDMethod:
+class LeSTDMethod(MethodBase[LeSTD]):
     """`method: lestd` with the settings of its manifest entry."""
 
-    entry: LeSTD
-    name: str = "lestd"
-
-    @property
-    def keep(self) -> float | None:
-        """A budget of its own, if the entry gives one."""
-        return self.entry.keep
+    name: ClassVar[str] = "lestd"
 
     @property
     def fixed_ranks(self) -> bool:
         """Whether the ranks given say all: the core is not pruned."""
         return self.entry.fixed
-
-    @property
-    def scores(self) -> frozenset[str]:
-        """Nothing that takes calibration text."""
-        return frozenset()
 
     @property
     def config_fields(self) -> Mapping[str, Any]:
@@ -91,19 +81,7 @@ class LeSTDMethod:
         layers = self.entry.chosen_layers(geometry.num_layers)
         return tuple(Group(layer, name, roles[name], moments[name]) for layer in layers for name in names)
 
-    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All that is claimed, with `allocation: loss`."""
-        return self.claims(geometry) if self.entry.allocation == "loss" else ()
-
-    def least_numbers(self, group: Group, geometry: Geometry) -> int:
-        """Stored at the smallest size."""
-        return round(self._variable(group, geometry).cost(1))
-
-    def cache_target(self, geometry: Geometry) -> float | None:
-        """Stored numbers are what is budgeted."""
-        return None
-
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by size, of cores that are not refined."""
         problems = self._problems(group, geometry, weights, statistics.moments)
         plain = replace(self, entry=self.entry.model_copy(update={"refine_sweeps": 0}))
@@ -116,9 +94,6 @@ class LeSTDMethod:
             return lestd_loss.loss_of(lestd_loss.role_changes(group.roles, errors), statistics)
 
         return lestd_loss.curve(self._variable(group, geometry), geometry, loss_at)
-
-    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
-        return next(found for found in self.rank_variables(geometry) if found.key[:2] == (group.layer, group.name))
 
     def _stacked_roles(self, group: Group, geometry: Geometry, problem: Problem) -> list[tuple[str, ...]]:
         """Which roles each tensor of a problem holds, in the order of its third mode."""
@@ -155,7 +130,7 @@ class LeSTDMethod:
         """With `threshold: model`, what is claimed: how many numbers a layer is worth depends on its spectrum."""
         return self.claims(geometry) if self.entry.threshold == "model" else ()
 
-    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    def measure(self, group: Group, geometry: Geometry, weights: Weights) -> dict[str, Any]:
         """The size to choose at every threshold."""
         (problem,) = self._problems(group, geometry, weights, {})
         squares, exponent = _squares(self._whole(problem))
@@ -163,12 +138,7 @@ class LeSTDMethod:
         return {**curve, "first": curve["first"] + GRID_PER_OCTAVE * exponent}
 
     def compress(
-        self,
-        group: Group,
-        geometry: Geometry,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        ranks: Ranks,
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """`GROUP.tucker.first`, `.second`, `.third`, `.core` (or `.core.values` and `.core.mask`); biases as they are.
 

@@ -6,19 +6,21 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, r late
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from manifests.schema import LoRC
+from manifests.methods import LoRC
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
-from pipeline.methods.by_loss import curve_of, directions, factors, least_numbers, losses_by_rank, pull
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.kernels.spectra import dropped_share
+from pipeline.methods.base import MethodBase
+from pipeline.methods.by_loss import curve_of, directions, factors, losses_by_rank, pull
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable, solve_ratio
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
@@ -29,27 +31,15 @@ ROLES = {"key": ("k",), "value": ("v", "o")}  # o takes in the second factor of 
 
 
 @dataclass(frozen=True)
-class LoRCMethod:
+class LoRCMethod(MethodBase[LoRC]):
     """`method: lorc` with the settings of its manifest entry."""
 
-    entry: LoRC
-    name: str = "lorc"
-    config_fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def keep(self) -> float | None:
-        """A budget of its own, if the entry gives one."""
-        return self.entry.keep
+    name: ClassVar[str] = "lorc"
 
     @property
     def fixed_ranks(self) -> bool:
         """Whether the cache share, and not a budget of stored numbers, decides."""
         return self.entry.cache_keep is not None
-
-    @property
-    def scores(self) -> frozenset[str]:
-        """Nothing that takes calibration text."""
-        return frozenset()
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Groups `key` (k) and `value` (v, o) of every chosen layer."""
@@ -62,20 +52,12 @@ class LoRCMethod:
             return INPUT, pull(ROLES[name][0])
         return (INPUT,) if self.entry.weighting == "input" else ()
 
-    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All that is claimed, with `allocation: loss`."""
-        return self.claims(geometry) if self.entry.allocation == "loss" else ()
-
-    def least_numbers(self, group: Group, geometry: Geometry) -> int:
-        """Stored at rank 1."""
-        return least_numbers(self._variable(group, geometry))
-
     def cache_target(self, geometry: Geometry) -> float | None:
         """`cache_keep` of what is claimed of the dense cache."""
         share = self.entry.cache_keep
         return None if share is None else share * len(self.claims(geometry)) * _cached(geometry)
 
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank; the cache holds the latents."""
         role = group.roles[0]
         input_DD, pull_DD = statistics.mean(INPUT)[0], statistics.mean(pull(role))[0]
@@ -90,9 +72,6 @@ class LoRCMethod:
             lambda rank: 0.0 if dense(rank) else float(losses[min(rank, geometry.hidden)]),
             lambda rank: _cached(geometry) if dense(rank) else rank,
         )
-
-    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
-        return next(found for found in self.rank_variables(geometry) if found.key[:2] == (group.layer, group.name))
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group: `key`, `value`, cap min(C, D); from C on the group stays as it is."""
@@ -149,17 +128,12 @@ class LoRCMethod:
             return ()
         return tuple(Group(layer, CONDITION, ("k", "v")) for layer in range(geometry.num_layers))
 
-    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    def measure(self, group: Group, geometry: Geometry, weights: Weights) -> dict[str, list[float]]:
         """ln κ of the two matrices."""
         return {"log_condition": [log_condition(weights[f"{role}.weight"])[0] for role in group.roles]}
 
     def compress(
-        self,
-        group: Group,
-        geometry: Geometry,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        ranks: Ranks,
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """first (r × D) gives the latents; second (C × r) rebuilds the heads, or is absorbed into W_o."""
         rank, role = ranks[group.name], group.roles[0]
@@ -190,7 +164,7 @@ class LoRCMethod:
         return (
             first_rD,
             second_Cr,
-            {"error": _dropped_share(values, rank)} | ({"clipped": roots.clipped} if roots else {}),
+            {"error": dropped_share(values.square(), rank)} | ({"clipped": roots.clipped} if roots else {}),
         )
 
     def _stays_dense(self, geometry: Geometry, name: str, rank: int) -> bool:
@@ -265,10 +239,3 @@ def _absorbed_output(geometry: Geometry, weights: Mapping[str, Tensor], second_C
         bias_Hd = weights["v.bias"].double().reshape(G, -1).repeat_interleave(H // G, dim=0)
         tensors["o.bias"] = tensors["o.bias"] + torch.bmm(output_HDd, bias_Hd[..., None]).sum(0)[:, 0]
     return tensors
-
-
-def _dropped_share(values: Tensor, rank: int) -> float:
-    """Share of the squared singular values beyond `rank`: the relative squared error."""
-    energy = values.square()
-    total = energy.sum().item()
-    return energy[rank:].sum().item() / total if total > 0 else 0.0

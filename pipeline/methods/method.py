@@ -17,6 +17,7 @@ from pipeline.families.family import Geometry
 from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
+Weights = Mapping[str, Tensor]
 Curve = dict[str, Any]
 FormSpec = dict[str, Any]
 Key = tuple[int, str, str]
@@ -170,12 +171,7 @@ class Method(Protocol):
         ...
 
     def compress(
-        self,
-        group: Group,
-        geometry: Geometry,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        ranks: Ranks,
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """The factors of one group. `weights`: `role.weight` / `role.bias` of the claimed roles, dense; not changed."""
         ...
@@ -189,7 +185,7 @@ class Measuring(Protocol):
         """The groups to measure: they claim nothing, and may go beyond what the method claims."""
         ...
 
-    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> Any:
+    def measure(self, group: Group, geometry: Geometry, weights: Weights) -> Any:
         """A few numbers, as JSON has them, for `target_ranks` in `Scores.measured`. `weights` as in `compress`."""
         ...
 
@@ -219,7 +215,7 @@ class Predicting(Protocol):
         """The cache's numbers per token, over all layers, that are the budget in place of stored numbers; or None."""
         ...
 
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Points to choose from, as columns that JSON has: `ranks` (name -> list), `numbers` stored, `cache` numbers
         per token, `loss` predicted in nats per token. The first is the smallest, the last the dense group, loss 0."""
         ...

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.schema import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, Manifest, MethodEntry
+from manifests.methods import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
+from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
@@ -59,28 +60,22 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
                         f"layer {group.layer}: {role} is claimed by {other} and by {claim}; a tensor is claimed once"
                     )
             tasks.append(Task(position, group))
-    return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+    return _by_layer(tasks)
 
 
 def measure_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
     """What must be measured before ranks are chosen, by layer."""
-    tasks = [
-        Task(position, group)
-        for position, method in enumerate(methods)
-        if isinstance(method, Measuring)
-        for group in method.measures(geometry)
-    ]
-    return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+    measuring = [(position, method) for position, method in enumerate(methods) if isinstance(method, Measuring)]
+    return _by_layer(Task(position, group) for position, method in measuring for group in method.measures(geometry))
 
 
 def predict_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
     """What curves are to be taken of before ranks are chosen, by layer."""
-    tasks = [
-        Task(position, group)
-        for position, method in enumerate(methods)
-        if isinstance(method, Predicting)
-        for group in method.predicts(geometry)
-    ]
+    predicting = [(position, method) for position, method in enumerate(methods) if isinstance(method, Predicting)]
+    return _by_layer(Task(position, group) for position, method in predicting for group in method.predicts(geometry))
+
+
+def _by_layer(tasks: Iterable[Task]) -> tuple[Task, ...]:
     return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
 
 

@@ -11,7 +11,8 @@ import torch
 
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
-from manifests.schema import LossAware, Manifest
+from manifests.methods import LossAware
+from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import pulled
 from pipeline.methods.loss_aware.method import LossAwareMethod

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifests.schema import LossAware
+from manifests.methods import LossAware
 from pipeline.families.family import Geometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.nystrom import eliminate, nested_losses, nystrom_refit

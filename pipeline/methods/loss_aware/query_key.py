@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from manifests.schema import LossAware
+from manifests.methods import LossAware
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import Directions, input_directions, projection_losses
 from pipeline.methods.loss_aware.pairs import carry, pair
