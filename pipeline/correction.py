@@ -55,7 +55,7 @@ class CorrectedWalk:
         for layer in range(base, pending[-1] + 1):
             if layer in pending:
                 self._solve(layer, base, ranks)
-                self.retain_statistics()
+                self._drop_drafts()
             if layer < pending[-1] and self.job.is_boundary(layer + 1):
                 base = self._propagate(layer, base)
 
@@ -106,6 +106,12 @@ class CorrectedWalk:
             solutions, (record,) = self.steps.do_both(units, lambda solutions: [write(solutions)])
         solved.update(by_task(solutions))
         return cast("StagedLayer", {**record, "forms": dict(write(solutions).forms)})
+
+    def _drop_drafts(self) -> None:
+        """What the layer in hand was made of, once it is entered."""
+        self.retain_statistics()
+        layers = (self.steps.staged(layer) for layer in range(self.job.num_layers))
+        self.cleaner.retain_staged(tuple(staged for staged in layers if staged))
 
     def _propagate(self, layer: int, base: int) -> int:
         """Both models' outputs become the committed inputs of the next layer (returned)."""

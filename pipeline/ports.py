@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
-from manifests.records import ArrayRecord, E, Key, StagedLayer
+from manifests.records import ArrayRecord, E, Key, StagedLayer, StagedRecord
 from pipeline.methods.method import FormSpec, Moment
 from pipeline.methods.registry import Task, ranks_key
 
@@ -409,4 +409,8 @@ class Cleaner(Protocol):
 
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored moments but these."""
+        ...
+
+    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
+        """Drops all staged layers but these."""
         ...
