@@ -14,7 +14,11 @@ from tests.end_to_end.jobs import Job, file_digests, load, logits_of, relative_e
 from tests.end_to_end.sources import FAMILIES, make_source
 
 MakeJob = Callable[..., Job]
-CORRECTED: dict[str, Any] = {"methods": [{"method": "loss_aware", "correct": "output"}], "budget.keep": 0.6}
+CORRECTED: dict[str, Any] = {
+    "methods": [{"method": "loss_aware", "correct": "output"}],
+    "calibration.propagate": "dense",
+    "budget.keep": 0.6,
+}
 LAYERS, SHARDS, POINTS, MOST_RUNS = 3, 3, 4, 60
 
 
@@ -24,7 +28,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
     made = Job(tmp_path_factory.mktemp("clean"), llama, text, CORRECTED).write()
     child = Child("run", [str(made.manifest)], made.root / "log")
     assert child.end() == 0, child.said
-    assert [path.name for path in (made.run_dir / "staged").iterdir() if path.name.startswith("layer")] != []
     assert len(list((made.run_dir / "staged").iterdir())) <= LAYERS, "drafts are left"
     return file_digests(made.output)
 
@@ -61,12 +64,6 @@ def test_another_budget_walks_again(job: MakeJob, inline: None, reference: dict[
     assert "phase statistics" not in ended.err
     assert "compress layer 0 committed" in ended.err
     assert file_digests(second) == reference
-
-
-def test_it_is_nearer_than_without(job: MakeJob, inline: None) -> None:
-    plain = job(**{**CORRECTED, "methods": [{"method": "loss_aware"}]}).run()
-    corrected = job(**CORRECTED).run()
-    assert corrected.json["held_out"]["divergence"] < plain.json["held_out"]["divergence"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
