@@ -10,17 +10,28 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from manifests.blocks import Block, Listed, Share
 
+WIDE, WIDE_MULTIPLE = 1024, 16  # hidden size from which ranks are multiples, and of what, unless the manifest says
 LAYERS_PATTERN = re.compile(r"all|last:(0*[1-9][0-9]*|0?\.[0-9]*[1-9][0-9]*|1\.0*)", re.ASCII)
 
 
 class MethodEntry(Block):
     """What every method's entry may say: which layers, and a `keep` of its own instead of the common budget's.
 
-    `layers`: `all`, `last:N`, `last:SHARE` (`last:0.5`: the deeper half) or a list of numbers from 0.
+    `layers`: `all`, `last:N`, `last:SHARE` (`last:0.5`: the deeper half) or a list of numbers from 0. `rank_multiple`
+    is the budget's `multiple` for this entry; null: that one.
     """
 
     layers: str | tuple[int, ...] = "all"
     keep: Share | None = None
+    rank_multiple: PositiveInt | None = None
+
+    def multiple(self, hidden_size: int) -> int:
+        """What chosen ranks are multiples of, in a model of this hidden size."""
+        return self.rank_multiple or (WIDE_MULTIPLE if hidden_size >= WIDE else 1)
+
+    def in_steps_of(self, multiple: int | None) -> Self:
+        """This entry; with `multiple` where it says none itself."""
+        return self if self.rank_multiple or not multiple else self.model_copy(update={"rank_multiple": multiple})
 
     @property
     def follows_curves(self) -> bool:
@@ -86,7 +97,6 @@ class FlatLLM(MethodEntry):
     selection: Literal["leverage", "eliminate"] = "eliminate"
     query_key: Literal["none", "head_pca"] = "none"
     ridge: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
-    rank_multiple: PositiveInt = 1
     ranks: FlatLLMRanks | None = None
 
     @model_validator(mode="after")
@@ -240,7 +250,6 @@ class LossAware(MethodEntry):
     correct: Literal["none", "output"] = "none"
     weighting: Literal["loss", "input"] = "loss"
     widths: PositiveInt = 8
-    rank_multiple: PositiveInt = 1
 
     @property
     def follows_curves(self) -> bool:

@@ -39,16 +39,24 @@ class Budget(Block):
 
     Or `max_loss`: the smallest such share at which the compressed model is at most so far from the dense one, in nats
     per token (Kullback-Leibler), measured on calibration text beyond the samples. For methods with allocation: loss.
+
+    `multiple`: the ranks and widths that a budget chooses are multiples of it, or whole; null: 16, and 1 below a hidden
+    size of 1024. Tensor parallelism over n devices wants multiples of n, quantised caches of their group, often 64.
     """
 
     keep: Share | None = None
     max_loss: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     scope: Literal["decoder", "model"] = "decoder"
+    multiple: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
-        if (self.keep is None) == (self.max_loss is None):
+        if self.keep is not None and self.max_loss is not None:
             raise ValueError("give either `keep` or `max_loss`, and not both")
+        if self.keep is None and self.max_loss is None and self.multiple is None:
+            raise ValueError(
+                "give either `keep` or `max_loss`; or `multiple` alone, beside entries with a size of their own"
+            )
         return self
 
     @property

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ActivationsEntry, ArrayRecord, StagedLayer, StagedRecord
-from pipeline.computation import Job, RanksOf
+from pipeline.computation import Job, RanksOf, staged_layer
 from pipeline.keys import activations_key
-from pipeline.methods.method import Moment
-from pipeline.methods.registry import Task, ranks_key
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import layers_of
 from pipeline.ports import Cleaner, Pair, Solve, SolveDone, Unit, Write
 from pipeline.steps import Steps, write_unit
 
@@ -46,8 +46,7 @@ class CorrectedWalk:
 
     def run(self, ranks: RanksOf) -> None:
         """Goes on where the journal says it was left."""
-        claimed = sorted({task.group.layer for task in self.job.tasks})
-        pending = [layer for layer in claimed if self.steps.staged(layer) is None]
+        pending = [layer for layer in layers_of(self.job.tasks) if staged_layer(self.steps.journal, layer) is None]
         if not pending:
             return
         base = next((layer for layer in range(pending[0], 0, -1) if self._activations(layer)), 0)
@@ -60,11 +59,11 @@ class CorrectedWalk:
                 base = self._propagate(layer, base)
 
     def _solve(self, layer: int, base: int, ranks: RanksOf) -> None:
-        tasks = [task for task in self.job.tasks if task.group.layer == layer]
+        tasks = [task for task in self.job.tasks if task.layer == layer]
         solved: Solved = {}
-        draft = self._drafted(layer, [task for task in tasks if not task.group.corrections], {}, ranks, solved)
+        draft = self._drafted(layer, [task for task in tasks if not task.corrections], {}, ranks, solved)
         for step, point in enumerate(POINTS):
-            asking = {task: moment for task in tasks for moment in task.group.corrections if moment.point == point}
+            asking = {task: moment for task in tasks for moment in task.corrections if moment.point == point}
             if asking:
                 units = self._units(layer, base, step, draft, moments=tuple(sorted(set(asking.values()))))
                 with self._redone(draft):
@@ -90,7 +89,7 @@ class CorrectedWalk:
         for task in tasks:
             statistics = {**self.statistics_of(task), **pairs.get(task, {})}
             before = solved[task][1].factors if task in solved else None
-            units.append(Solve(task, ranks[ranks_key(task)], statistics, before))
+            units.append(Solve(task, ranks[task.key], statistics, before))
         others = [found for task, found in solved.items() if task not in tasks]
 
         def by_task(solutions: Sequence[SolveDone]) -> Solved:
@@ -110,12 +109,12 @@ class CorrectedWalk:
     def _drop_drafts(self) -> None:
         """What the layer in hand was made of, once it is entered."""
         self.retain_statistics()
-        layers = (self.steps.staged(layer) for layer in range(self.job.num_layers))
+        layers = (staged_layer(self.steps.journal, layer) for layer in range(self.job.num_layers))
         self.cleaner.retain_staged(tuple(staged for staged in layers if staged))
 
     def _propagate(self, layer: int, base: int) -> int:
         """Both models' outputs become the committed inputs of the next layer (returned)."""
-        units = self._units(layer, base, len(POINTS), self.steps.staged(layer), emit=True)
+        units = self._units(layer, base, len(POINTS), staged_layer(self.steps.journal, layer), emit=True)
         activations = [result.activation for result in self.steps.do(units)]
         self.steps.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
         self.cleaner.retain_activations(tuple(activations))
@@ -133,7 +132,7 @@ class CorrectedWalk:
     ) -> list[Unit]:
         """All shards through both layers, in shard order."""
         activations = self._activations(base)
-        replay = tuple(self.steps.staged(before) for before in range(base, layer))
+        replay = tuple(staged_layer(self.steps.journal, before) for before in range(base, layer))
         return [
             Pair(
                 layer,

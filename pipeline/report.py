@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.console.arguments import parser, run_command
-from pipeline.reporting.page import render
-from pipeline.reporting.reading import read_run
-from stores.durable import write_durably
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,6 +23,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
+    from pipeline.reporting.page import render  # takes seconds, which --help need not
+    from pipeline.reporting.reading import read_run
+    from stores.durable import write_durably
+
     run = read_run(Path(arguments.run_dir))
     path = Path(arguments.output) if arguments.output else run.path / "report.html"
     content = render(run).encode()

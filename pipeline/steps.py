@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, GroupReport, Key, LayerEntry, StagedLayer, StagedRecord
+from manifests.records import ArrayRecord, E, GroupReport, Key, LayerEntry, StagedRecord
 from pipeline.keys import layer_key
 from pipeline.methods.method import FormSpec, Moment
 from pipeline.ports import (
@@ -92,16 +92,11 @@ class Steps:
 
     def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
         """Commits a compressed layer."""
-        groups = {solve.task.group.name: _report(solve, done) for solve, done in solved}
+        groups = {solve.task.name: _report(solve, done) for solve, done in solved}
         forms = dict(write_unit(layer, solved).forms)
         entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
         self.enter(layer_key(layer), entry)
         self.observer.layer_done("compress", layer, groups)
-
-    def staged(self, layer: int) -> StagedLayer | None:
-        """The committed compressed layer: its file and its forms."""
-        entry = self.journal.get(layer_key(layer))
-        return StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None
 
     def entry(self, key: Key[E]) -> E:
         """An entry that must be there. Raises CorruptError."""
@@ -124,7 +119,7 @@ def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
     forms: dict[str, FormSpec] = {}
     for _, solution in parts:
         forms.update(solution.forms)
-    roles = tuple(role for solve, _ in parts for role in solve.task.group.roles)
+    roles = tuple(role for solve, _ in parts for role in solve.task.roles)
     return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
 
 

@@ -258,17 +258,17 @@ class Worker:
         )
 
     def _measure(self, unit: Measure) -> Any:
-        method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
+        method, weights = self.methods[unit.task.method], self._group_weights(unit.task)
         assert isinstance(method, Measuring)
         with self._computing():
-            return method.measure(unit.task.group, self.setup.geometry, weights)
+            return method.measure(unit.task, self.setup.geometry, weights)
 
     def _predict(self, unit: Predict) -> Curve:
-        method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
+        method, weights = self.methods[unit.task.method], self._group_weights(unit.task)
         assert isinstance(method, Predicting)
         statistics = self._statistics(unit.statistics)
         with self._computing():
-            return method.curve(unit.task.group, self.setup.geometry, weights, statistics)
+            return method.curve(unit.task, self.setup.geometry, weights, statistics)
 
     def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""
@@ -286,13 +286,14 @@ class Worker:
         """`role.weight` / `role.bias` of a group's roles."""
         names = {
             key: name
-            for key, (name, _) in self.setup.geometry.layer_tensors(group.layer).items()
-            if key.partition(".")[0] in group.roles
+            for role in self.setup.geometry.roles
+            if role in group.roles
+            for key, (name, _) in self.setup.geometry.role_tensors(group.layer, role).items()
         }
         return self.layers.dense_weights(group.layer, names)
 
     def _solve(self, unit: Solve) -> SolveDone:
-        group, geometry = unit.task.group, self.setup.geometry
+        group, geometry = unit.task, self.setup.geometry
         weights = self._group_weights(group)
         statistics = self._statistics(unit.statistics)
         before = self.transfer.get(unit.before) if unit.before is not None else {}
@@ -310,7 +311,7 @@ class Worker:
     def _solution(
         self, unit: Solve, weights: Mapping[str, Tensor], statistics: Statistics, before: Mapping[str, Tensor]
     ) -> Solution:
-        group, geometry, method = unit.task.group, self.setup.geometry, self.methods[unit.task.method]
+        group, geometry, method = unit.task, self.setup.geometry, self.methods[unit.task.method]
         if not any(moment.kind == "pair" for moment in unit.statistics):
             return method.compress(group, geometry, weights, statistics, unit.ranks)
         assert isinstance(method, Correcting)

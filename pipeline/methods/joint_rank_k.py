@@ -80,7 +80,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
                 group.name,
                 group.name,
                 self._cap(geometry, group.name),
-                1,
+                self.entry.multiple(geometry.hidden),
                 self._cost(geometry, group.name),
             )
             for group in self.claims(geometry)

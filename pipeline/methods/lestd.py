@@ -35,7 +35,7 @@ from pipeline.methods.lestd_sizes import (
     size_curve,
     sizes_at_common_threshold,
 )
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
 from pipeline.ranks.budget import RankVariable
 
 INPUT = Moment("attention.in")
@@ -89,7 +89,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         def loss_at(size: int) -> float:
             errors: dict[str, Tensor] = {}
             for problem, part_size in zip(problems, self._split(geometry, group.name, size), strict=True):
-                again = rebuild(plain._solve(problem, self._rule(group.name), part_size).found)
+                again = rebuild(plain._solve(problem, self._rule(geometry, group.name), part_size).found)
                 errors |= errors_of(problem, again, self._stacked_roles(group, geometry, problem))
             return lestd_loss.loss_of(lestd_loss.role_changes(group.roles, errors), statistics)
 
@@ -122,7 +122,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         even = [min(ratio * self._dense(geometry, variable.group), variable.cap) for variable in variables]
         if self.entry.threshold == "layer" or scores.measured is None or ratio >= 1.0:
             return {variable.key: want for variable, want in zip(variables, even, strict=True)}
-        curves = [scores.measured[f"{variable.layer}/{variable.group}"] for variable in variables]
+        curves = [scores.measured[group_key(variable.layer, variable.group)] for variable in variables]
         sizes = sizes_at_common_threshold(curves, [variable.cap for variable in variables], sum(even))
         return {variable.key: size for variable, size in zip(variables, sizes, strict=True)}
 
@@ -134,7 +134,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         """The size to choose at every threshold."""
         (problem,) = self._problems(group, geometry, weights, {})
         squares, exponent = _squares(self._whole(problem))
-        curve = size_curve(problem.layout.part, self._rule(group.name), squares)
+        curve = size_curve(problem.layout.part, self._rule(geometry, group.name), squares)
         return {**curve, "first": curve["first"] + GRID_PER_OCTAVE * exponent}
 
     def compress(
@@ -152,7 +152,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         form: dict[str, Any] = {"form": "tucker"} | ({"own_output": True} if self._own_output else {})
         report: dict[str, Any] = {}
         for problem, part_size in zip(problems, self._split(geometry, group.name, size), strict=True):
-            solved = self._solve(problem, self._rule(group.name), part_size)
+            solved = self._solve(problem, self._rule(geometry, group.name), part_size)
             factors, entries = _stored(problem, solved)
             tensors |= {f"{group.name}.tucker.{name}": tensor for name, tensor in factors.items()}
             form |= {"sparse": solved.choice.count is not None} | _form(problem.layout, solved.choice) | entries
@@ -164,9 +164,10 @@ class LeSTDMethod(MethodBase[LeSTD]):
         """Whether o, whose input is not that of q, k and v, is decomposed by itself."""
         return self.entry.weighting == "input"
 
-    def _rule(self, name: str) -> Rule:
+    def _rule(self, geometry: Geometry, name: str) -> Rule:
+        multiple = self.entry.multiple(geometry.hidden)
         wide = name == "mlp" or not self.entry.prune  # d × d is next to nothing, and its core can be pruned instead
-        return Rule(self.entry.ranks, self.entry.prune, whole=not self._own_output, search_width=wide)
+        return Rule(self.entry.ranks, self.entry.prune, not self._own_output, wide, multiple)
 
     def _layouts(self, geometry: Geometry, name: str) -> list[Layout]:
         D, d, H, G, bits = geometry.hidden, geometry.head_dim, geometry.heads, geometry.kv_heads, geometry.bits
@@ -186,13 +187,13 @@ class LeSTDMethod(MethodBase[LeSTD]):
 
     def _bounds(self, geometry: Geometry, name: str) -> tuple[int, int]:
         """The smallest size that can be stored, and the largest that is worth anything."""
-        rule, parts = self._rule(name), [layout.part for layout in self._layouts(geometry, name)]
+        rule, parts = self._rule(geometry, name), [layout.part for layout in self._layouts(geometry, name)]
         dense = sum(part.dense for part in parts)
         return min(sum(rule.least(part) for part in parts), dense), min(sum(rule.most(part) for part in parts), dense)
 
     def _split(self, geometry: Geometry, name: str, size: int) -> list[int]:
         """A size among the problems of a group, by their dense numbers."""
-        rule, parts = self._rule(name), [layout.part for layout in self._layouts(geometry, name)]
+        rule, parts = self._rule(geometry, name), [layout.part for layout in self._layouts(geometry, name)]
         size = max(size, self._bounds(geometry, name)[0])
         if len(parts) == 1:
             return [size]

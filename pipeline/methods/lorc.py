@@ -5,8 +5,8 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, r late
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any, ClassVar
@@ -20,8 +20,8 @@ from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.kernels.spectra import dropped_share
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of, directions, factors, losses_by_rank, pull
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
-from pipeline.ranks.budget import RankVariable, solve_ratio
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
+from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
 INPUT = Moment("attention.in")
@@ -42,7 +42,16 @@ class LoRCMethod(MethodBase[LoRC]):
         return self.entry.cache_keep is not None
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Groups `key` (k) and `value` (v, o) of every chosen layer."""
+        """Groups `key` (k) and `value` (v, o) of every chosen layer.
+
+        Raises ValueError on layers that do not exist, and on a share of the cache below the smallest rank.
+        """
+        keep, least = self.entry.cache_keep, min(self.entry.multiple(geometry.hidden), *geometry.weight_shape("k"))
+        if keep is not None and max(1, keep * _cached(geometry)) < least:
+            raise ValueError(
+                f"cache_keep: {keep:g} of {_cached(geometry)} cached numbers is less than the smallest rank, {least}; "
+                f"give at least {least / _cached(geometry):.4f}, or a smaller rank_multiple"
+            )
         names = [name for name in ROLES if getattr(self.entry, name)]
         layers = self.entry.chosen_layers(geometry.num_layers)
         return tuple(Group(layer, name, ROLES[name], self._moments(name)) for layer in layers for name in names)
@@ -75,9 +84,9 @@ class LoRCMethod(MethodBase[LoRC]):
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group: `key`, `value`, cap min(C, D); from C on the group stays as it is."""
-        cap = min(geometry.weight_shape("k"))
+        cap, multiple = min(geometry.weight_shape("k")), self.entry.multiple(geometry.hidden)
         return tuple(
-            RankVariable(group.layer, group.name, group.name, cap, 1, partial(self._cost, geometry, group.name))
+            RankVariable(group.layer, group.name, group.name, cap, multiple, partial(self._cost, geometry, group.name))
             for group in self.claims(geometry)
         )
 
@@ -95,7 +104,8 @@ class LoRCMethod(MethodBase[LoRC]):
                     keep + _ROUNDING,
                 )
                 shares = self._shares(geometry, keep + part * (1.0 - keep), most, scores)
-        return {variable.key: shares[variable.layer] * whole for variable in variables}
+        targets = {variable.key: shares[variable.layer] * whole for variable in variables}
+        return targets if keep is None else _cache_ranks(variables, targets, whole)
 
     def _shares(self, geometry: Geometry, mean: float, most: float, scores: Scores) -> dict[int, float]:
         """Layer -> its share, with this mean before none but the dense ones is above `most`."""
@@ -184,6 +194,16 @@ class LoRCMethod(MethodBase[LoRC]):
         return factored if self.fixed_ranks else min(factored, dense)
 
 
+def _cache_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], dense: float) -> dict[Key, float]:
+    """Allowed ranks near the targets that cache no more than these together; a group at `dense` stays as it is."""
+    latent = [
+        replace(variable, cost=lambda rank: rank) for variable in variables if targets[variable.key] < dense - _ROUNDING
+    ]
+    total = sum(targets[variable.key] for variable in latent)
+    ranks = fit_ranks(latent, targets, total + _ROUNDING)
+    return {variable.key: float(ranks.get(variable.key, dense)) for variable in variables}
+
+
 def _cached(geometry: Geometry) -> int:
     """C: numbers that the dense cache holds per token, of keys or of values."""
     return geometry.kv_heads * geometry.head_dim
@@ -199,7 +219,7 @@ def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
     layers = range(geometry.num_layers)
     if scores.measured is None:
         return [[1.0, 1.0] for _ in layers]
-    return [scores.measured[f"{layer}/{CONDITION}"]["log_condition"] for layer in layers]
+    return [scores.measured[group_key(layer, CONDITION)]["log_condition"] for layer in layers]
 
 
 def _factored(geometry: Geometry, name: str, rank: float) -> float:

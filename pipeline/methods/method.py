@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -86,9 +86,9 @@ class Scores:
 
     Attributes:
         importance: layer -> t_l, how far it turns its input on calibration text. docs/methods.md#importance.
-        measured: what `Measuring.measure` gave, by `LAYER/GROUP` (with the method's position between the two until the
-            registry hands a method its own). None before anything is measured: all layers then count as alike.
-        curves: what `Predicting.curve` gave, by `ranks_key`. None before any is taken.
+        measured: what `Measuring.measure` gave, by `Task.key`; a method gets its own, by `group_key`. None before
+            anything is measured: all layers then count as alike.
+        curves: what `Predicting.curve` gave, by `Task.key`. None before any is taken.
     """
 
     importance: Mapping[int, float] = field(default_factory=dict)
@@ -112,6 +112,47 @@ class Group:
     roles: tuple[str, ...]
     moments: tuple[Moment, ...] = ()
     corrections: tuple[Moment, ...] = ()
+
+
+@dataclass(frozen=True)
+class Task(Group):
+    """A group and who compresses it: the position of the method in the manifest."""
+
+    method: int = field(kw_only=True)
+
+    @classmethod
+    def of(cls, method: int, group: Group) -> Task:
+        """The group, claimed by the method at this position."""
+        return cls(group.layer, group.name, group.roles, group.moments, method=method)
+
+    @property
+    def key(self) -> str:
+        """See `task_key`."""
+        return task_key(self.layer, self.method, self.name)
+
+
+def task_key(layer: int, method: int, group: str) -> str:
+    """Names a task in the ledger, among ranks, curves and what is measured: `LAYER/METHOD/GROUP`."""
+    return f"{layer}/{method}/{group}"
+
+
+class TaskName(NamedTuple):
+    """What the key of a task says."""
+
+    layer: int
+    method: int
+    group: str
+
+
+def read_task_key(key: str) -> TaskName:
+    """What `task_key` made of it, as ledgers keep it."""
+    layer, method, group = key.split("/", 2)
+    return TaskName(int(layer), int(method), group)
+
+
+def group_key(layer: int, group: str) -> str:
+    """Names a group among those of one method: `LAYER/GROUP`."""
+    return f"{layer}/{group}"
 
 
 @dataclass(frozen=True)

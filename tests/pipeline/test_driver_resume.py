@@ -49,7 +49,7 @@ def test_killed_anywhere_it_goes_on(job: Job) -> None:
             run(job, world)
         assert world.journal() == expected.journal(), f"killed after {fuel}"
         assert not world.repairs
-        again = passes_of_a_layer(job) * (8 if any(task.group.corrections for task in job.tasks) else 1)
+        again = passes_of_a_layer(job) * (8 if any(task.corrections for task in job.tasks) else 1)
         assert world.passes <= expected.passes + again, f"killed after {fuel}"
         assert world.backward_passes <= expected.backward_passes + passes_of_a_layer(job), f"killed after {fuel}"
         assert {kind: sorted(live.values()) for kind, live in world.stores.items() if kind != "staged"} == {
@@ -120,7 +120,7 @@ def test_any_record_may_be_corrupt(name: str) -> None:
         assert world.journal() == drop_unused(expected.journal(), world.journal()), f"record {number} damaged"
         found += bool(world.repairs)
         for reason, keys in world.repairs:
-            assert keys or job.tasks[0].group.corrections, reason  # no entry names what a layer in hand is made of
+            assert keys or job.tasks[0].corrections, reason  # no entry names what a layer in hand is made of
     assert found > len(expected.values) // 2
 
 
