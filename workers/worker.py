@@ -21,7 +21,7 @@ from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import add_head_moment_, cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
-from pipeline.methods.method import Correcting, Curve, Group, Measuring, Moment, Predicting, Solution, Statistics
+from pipeline.methods.method import Curve, Group, Measuring, Moment, Predicting, Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.ports import (
     Backward,
@@ -53,6 +53,7 @@ from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
 from workers.layers import LayerReader
 from workers.pairing import PairPass
 from workers.scoring import LogitRows, summed_divergence, summed_loss
+from workers.solving import solve_group
 from workers.tensor_transfer import TensorTransfer, get_all
 
 ROWS_PER_LOGITS = 1024
@@ -293,31 +294,12 @@ class Worker:
         return self.layers.dense_weights(group.layer, names)
 
     def _solve(self, unit: Solve) -> SolveDone:
-        group, geometry = unit.task, self.setup.geometry
-        weights = self._group_weights(group)
-        statistics = self._statistics(unit.statistics)
+        weights, statistics = self._group_weights(unit.task), self._statistics(unit.statistics)
         before = self.transfer.get(unit.before) if unit.before is not None else {}
+        method, geometry = self.methods[unit.task.method], self.setup.geometry
         with self._computing():
-            solution = self._solution(unit, weights, statistics, before)
-        solved = {*solution.forms, *(key.partition(".")[0] for key in solution.tensors)}
-        replaced = tuple(f"{geometry.path(group.layer, role)}." for role in group.roles if role in solved)
-        factors = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
-        factors |= {
-            geometry.tensor_name(group.layer, key, group.roles): tensor.to(_stored_dtype(key, tensor, weights))
-            for key, tensor in solution.tensors.items()
-        }
-        return SolveDone(self.transfer.put(factors), solution.forms, solution.report)
-
-    def _solution(
-        self, unit: Solve, weights: Mapping[str, Tensor], statistics: Statistics, before: Mapping[str, Tensor]
-    ) -> Solution:
-        group, geometry, method = unit.task, self.setup.geometry, self.methods[unit.task.method]
-        if not any(moment.kind == "pair" for moment in unit.statistics):
-            return method.compress(group, geometry, weights, statistics, unit.ranks)
-        assert isinstance(method, Correcting)
-        names = {key: geometry.tensor_name(group.layer, key, group.roles) for key in weights}
-        known = {key: before[name].to(self.device) for key, name in names.items() if name in before}
-        return method.correct(group, geometry, weights, statistics, unit.ranks, known)
+            factors, found = solve_group(method, unit.task, geometry, weights, statistics, unit.ranks, before)
+        return SolveDone(self.transfer.put(factors), found.forms, found.report)
 
     def _write(self, unit: Write) -> Any:
         geometry, source = self.setup.geometry, self.setup.source
@@ -410,10 +392,3 @@ class Worker:
     def _hidden_writer(self, shard_key: tuple[str, int, int], store: bool) -> HiddenWriter:
         shape_MSD = (self._samples(shard_key[2]), self._sequence, self.setup.geometry.hidden)
         return self.hidden.hidden_writer(shard_key, shape_MSD, self.setup.dtype, store, self.setup.micro_batch)
-
-
-def _stored_dtype(key: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> torch.dtype:
-    """A factor is stored in the dtype of its role's weight, a group's in that of its first one; integers stay."""
-    if not tensor.is_floating_point():
-        return tensor.dtype
-    return weights.get(f"{key.partition('.')[0]}.weight", next(iter(weights.values()))).dtype
