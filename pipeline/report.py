@@ -9,6 +9,7 @@ import json
 import sys
 from typing import Any
 
+from manifests.errors import StorageError
 from pipeline.console.arguments import parser, run_command
 from pipeline.reporting.page import render
 from pipeline.reporting.reading import read_run
@@ -29,6 +30,8 @@ def _body(arguments: Any) -> int:
     run = read_run(arguments.run_dir)
     storage, name = open_file(arguments.output) if arguments.output else (open_storage(arguments.run_dir), REPORT)
     path = storage.at(name)
+    if storage.folder is not None and not storage.exists():
+        raise StorageError(f"writing {path}: no such folder; make it, or choose another path")
     content = render(run).encode()
     storage.replace(name, content)
     if arguments.json:

@@ -45,7 +45,8 @@ def read_documents(text: Text) -> Iterator[str]:
             raise InputError(f"text file {name}: unknown kind {suffix!r}; known are {', '.join(READERS)}")
         storage, file_name = open_file(name)
         if not storage.has(file_name):
-            raise InputError(f"text file {name}: missing; relative paths are relative to the working directory")
+            hint = storage.fault() or "relative paths are relative to the working directory"
+            raise InputError(f"text file {name}: missing; {hint}")
         found = False
         with storage.reader(file_name) as file:
             for document in reader(name, file, text.field):

@@ -38,8 +38,13 @@ def open_storage(place: Place) -> Storage:
     """
     if isinstance(place, Storage):
         return place
-    if is_address(os.fspath(place)):
-        raise InputError(f"{os.fspath(place)}: buckets are not supported yet; give a directory")
+    address = os.fspath(place)
+    if address.startswith("s3://"):
+        from stores.bucket import Bucket  # takes longer than all else that `status` needs
+
+        return Bucket(address)
+    if is_address(address):
+        raise InputError(f"{address}: no known kind of place; give a directory, or a bucket as s3://BUCKET/FOLDER")
     return Disk(place)
 
 

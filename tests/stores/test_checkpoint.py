@@ -93,7 +93,7 @@ def test_finite_check_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_copy_is_bit_for_bit(tmp_path: Path, source: SourceCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 11)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 11)
     names = ["nan", *tensors()]
     record = copy_shard(tmp_path, "copy.safetensors", source, names)
     verify_shard(tmp_path, "copy.safetensors", record)
