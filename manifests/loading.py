@@ -10,8 +10,10 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from manifests.blocks import Block
 from manifests.errors import InputError
-from manifests.schema import TEXT_TAGS, Block, Manifest, MethodEntry
+from manifests.methods import MethodEntry
+from manifests.schema import TEXT_TAGS, Manifest
 from manifests.strict_yaml import read_yaml, write_yaml
 
 B = TypeVar("B", bound=Block)

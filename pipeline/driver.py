@@ -33,8 +33,8 @@ from pipeline.keys import (
     measured_key,
     statistics_key,
 )
-from pipeline.methods.method import FormSpec, Moment
-from pipeline.methods.registry import Task, layer_gradients, layer_moments, ranks_key
+from pipeline.methods.method import FormSpec, Moment, Task
+from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 from pipeline.ports import (
     Cleaner,
     Forward,
@@ -89,7 +89,7 @@ class Driver:
     def _prepare(self) -> None:
         self._retain_statistics()
         dense = self.job.propagate == "dense"
-        has_moments = any(task.group.moments for task in self.job.tasks)
+        has_moments = any(task.moments for task in self.job.tasks)
         if "importance" in self.job.scores or (dense and has_moments) or self.gradients.span():
             self._dense_pass(with_moments=dense)
         self.gradients.run()
@@ -101,7 +101,7 @@ class Driver:
     def _run_phases(self) -> None:
         self._prepare()
         dense = self.job.propagate == "dense"
-        has_moments = any(task.group.moments for task in self.job.tasks)
+        has_moments = any(task.moments for task in self.job.tasks)
         ranks = self._ranks()
         if dense or not has_moments:
             self._solve_all(ranks)
@@ -176,40 +176,37 @@ class Driver:
 
     def _measure(self) -> None:
         """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
-        pending = [layer for layer in _layers(self.job.measures) if self.journal.get(measured_key(layer)) is None]
+        pending = [layer for layer in layers_of(self.job.measures) if self.journal.get(measured_key(layer)) is None]
         self.observer.phase("measure", len(pending), 1)
         while pending:
             batch, pending = self.steps.batch(pending)
-            units = [Measure(task) for task in self.job.measures if task.group.layer in batch]
+            units = [Measure(task) for task in self.job.measures if task.layer in batch]
             for layer, found in self._found(batch, units).items():
                 self.steps.enter(measured_key(layer), MeasuredEntry(measured=found))
                 self.observer.layer_done("measure", layer, {})
 
     def _predict(self) -> None:
         """What each size of a group costs the loss, a batch of layers at a time; one entry for each layer."""
-        pending = [layer for layer in _layers(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
+        pending = [layer for layer in layers_of(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
         self.observer.phase("curves", len(pending), 1)
         while pending:
             batch, pending = self.steps.batch(pending)
-            units = [
-                Predict(task, self._statistics_of(task)) for task in self.job.predicts if task.group.layer in batch
-            ]
+            units = [Predict(task, self._statistics_of(task)) for task in self.job.predicts if task.layer in batch]
             for layer, found in self._found(batch, units).items():
                 self.steps.enter(curves_key(layer), CurvesEntry(curves=found))
                 self.observer.layer_done("curves", layer, {})
 
     def _found(self, layers: list[int], units: Sequence[Measure | Predict]) -> dict[int, dict[str, Any]]:
-        """What some units give, by layer and `ranks_key`."""
+        """What some units give, by layer and `Task.key`."""
         results = list(zip(units, self.steps.do(units), strict=True))
         return {
-            layer: {ranks_key(unit.task): found for unit, found in results if unit.task.group.layer == layer}
-            for layer in layers
+            layer: {unit.task.key: found for unit, found in results if unit.task.layer == layer} for layer in layers
         }
 
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 
     def _solve_all(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in _layers(self.job.tasks) if not self._staged(layer)]
+        pending = [layer for layer in layers_of(self.job.tasks) if not self._staged(layer)]
         self.observer.phase("compress", len(pending), 1)
         while pending:
             batch, pending = self.steps.batch(pending)
@@ -229,13 +226,13 @@ class Driver:
         return self.steps.entry(gradient_key(layer))["statistics"]
 
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
-        entered = self._dense_statistics(task.group.layer)
-        return {moment: entered[moment.key] for moment in task.group.moments}
+        entered = self._dense_statistics(task.layer)
+        return {moment: entered[moment.key] for moment in task.moments}
 
     # -- the walk with propagate: compressed -------------------------------------------------------------------------
 
     def _walk(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in _layers(self.job.tasks) if not self._staged(layer)]
+        pending = [layer for layer in layers_of(self.job.tasks) if not self._staged(layer)]
         if not pending:
             return
         first, last = pending[0], pending[-1]
@@ -307,24 +304,22 @@ class Driver:
     def _compress(self, statistics: Mapping[int, Mapping[str, ArrayRecord]], ranks: RanksOf) -> None:
         """Solves every group of some layers, then writes and enters each layer."""
         solves: list[Unit] = [
-            Solve(
-                task, ranks[ranks_key(task)], {moment: statistics[layer][moment.key] for moment in task.group.moments}
-            )
+            Solve(task, ranks[task.key], {moment: statistics[layer][moment.key] for moment in task.moments})
             for layer in statistics
             for task in self.job.tasks
-            if task.group.layer == layer
+            if task.layer == layer
         ]
 
         def parts(solutions: Sequence[SolveDone], layer: int) -> list[tuple[Solve, SolveDone]]:
             pairs = zip(solves, solutions, strict=True)
-            return [(unit, done) for unit, done in pairs if isinstance(unit, Solve) and unit.task.group.layer == layer]
+            return [(unit, done) for unit, done in pairs if isinstance(unit, Solve) and unit.task.layer == layer]
 
         solutions, staged = self.steps.do_both(
             solves, lambda solutions: [_write_unit(layer, parts(solutions, layer)) for layer in statistics]
         )
         for layer, record in zip(statistics, staged, strict=True):
             solved = parts(solutions, layer)
-            groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved}
+            groups = {solve.task.name: _report(solve, solution) for solve, solution in solved}
             forms = dict(_write_unit(layer, solved).forms)
             entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
             self.steps.enter(layer_key(layer), entry)
@@ -348,15 +343,11 @@ class Driver:
         return walked["activations"] if walked else None
 
 
-def _layers(tasks: Sequence[Task]) -> list[int]:
-    return sorted({task.group.layer for task in tasks})
-
-
 def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
     forms: dict[str, FormSpec] = {}
     for _, solution in parts:
         forms.update(solution.forms)
-    roles = tuple(role for solve, _ in parts for role in solve.task.group.roles)
+    roles = tuple(role for solve, _ in parts for role in solve.task.roles)
     return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
 from manifests.records import ArrayRecord, E, Key, StagedLayer
-from pipeline.methods.method import FormSpec, Moment
-from pipeline.methods.registry import Task, ranks_key
+from pipeline.methods.method import FormSpec, Moment, Task
 
 Lineage = Literal["dense", "compressed", "held_out_dense", "held_out"]
 
@@ -158,7 +157,7 @@ class Solve:
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
-        return f"solve/{self.task.group.layer}/{self.task.method}/{self.task.group.name}"
+        return f"solve/{self.task.key}"
 
     @property
     def handles(self) -> int:
@@ -207,7 +206,7 @@ class Measure:
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
-        return f"measure/{ranks_key(self.task)}"
+        return f"measure/{self.task.key}"
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,7 @@ class Predict:
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
-        return f"predict/{ranks_key(self.task)}"
+        return f"predict/{self.task.key}"
 
 
 @dataclass(frozen=True)

@@ -248,17 +248,17 @@ class Worker:
         )
 
     def _measure(self, unit: Measure) -> Any:
-        method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
+        method, weights = self.methods[unit.task.method], self._group_weights(unit.task)
         assert isinstance(method, Measuring)
         with self._computing():
-            return method.measure(unit.task.group, self.setup.geometry, weights)
+            return method.measure(unit.task, self.setup.geometry, weights)
 
     def _predict(self, unit: Predict) -> Curve:
-        method, weights = self.methods[unit.task.method], self._group_weights(unit.task.group)
+        method, weights = self.methods[unit.task.method], self._group_weights(unit.task)
         assert isinstance(method, Predicting)
         statistics = self._statistics(unit.statistics)
         with self._computing():
-            return method.curve(unit.task.group, self.setup.geometry, weights, statistics)
+            return method.curve(unit.task, self.setup.geometry, weights, statistics)
 
     def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""
@@ -282,7 +282,7 @@ class Worker:
         return self.layers.dense_weights(group.layer, names)
 
     def _solve(self, unit: Solve) -> SolveDone:
-        group, geometry = unit.task.group, self.setup.geometry
+        group, geometry = unit.task, self.setup.geometry
         weights = self._group_weights(group)
         statistics = self._statistics(unit.statistics)
         method = self.methods[unit.task.method]

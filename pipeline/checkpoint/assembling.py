@@ -28,7 +28,7 @@ from pipeline.checkpoint.model_card import model_card
 from pipeline.families.registry import checkpoint_config
 from pipeline.job.inputs import Inputs
 from pipeline.keys import COMPARED, layer_key, rest_key
-from pipeline.methods.registry import config_fields
+from pipeline.methods.registry import config_fields, layers_of
 from pipeline.ports import Journal
 from stores.checkpoint import (
     copy_shard,
@@ -60,7 +60,7 @@ class ShardPlan:
 
 def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
     """One shard for every claimed layer, then what nobody claims, file by file of the source."""
-    layers = sorted({task.group.layer for task in inputs.tasks})
+    layers = layers_of(inputs.tasks)
     taken = {
         name
         for layer in layers
@@ -177,7 +177,7 @@ class Assembler:
     def _entry(self, layer: int) -> LayerEntry | None:
         """What was committed of a layer; None when nobody claims it. Raises CorruptError: an entry has vanished."""
         entry = self.journal.get(layer_key(layer))
-        if entry is None and any(task.group.layer == layer for task in self.inputs.tasks):
+        if entry is None and any(task.layer == layer for task in self.inputs.tasks):
             raise CorruptError(
                 f"{self.run_dir.at()}: the ledger no longer holds layer {layer}; was a mount lost? Mount it again, "
                 "then run the same command again",
@@ -191,7 +191,7 @@ class Assembler:
 
     def _record(self, plans: Sequence[ShardPlan], records: Mapping[str, ShardRecord]) -> dict[str, Any]:
         geometry, forms = self.inputs.geometry, self._forms()
-        owners = {(task.group.layer, role): task for task in self.inputs.tasks for role in task.group.roles}
+        owners = {(task.layer, role): task for task in self.inputs.tasks for role in task.roles}
         tensors: dict[str, Any] = {}
         for plan in plans:
             places = {} if plan.layer is None else self._places(plan.layer, forms[plan.layer])
@@ -225,10 +225,10 @@ class Assembler:
         """Path of a module, with a trailing dot -> role; what a group shares counts as its first role's."""
         geometry = self.inputs.geometry
         places = {f"{geometry.path(layer, role)}.": role for role in geometry.roles}
-        for group in (task.group for task in self.inputs.tasks if task.group.layer == layer):
-            first = group.roles[0]
+        for task in (task for task in self.inputs.tasks if task.layer == layer):
+            first = task.roles[0]
             if first in forms:
-                shared = geometry.group_path(layer, group.roles, group.name)
+                shared = geometry.group_path(layer, task.roles, task.name)
                 places.setdefault(f"{shared}.{forms[first]['form']}.", first)
         for role, form in forms.items():
             if form["form"] == "pivoted":
@@ -241,8 +241,8 @@ class Assembler:
         return {
             name: self.inputs.methods[task.method].name
             for task in self.inputs.tasks
-            for key, (name, _) in geometry.layer_tensors(task.group.layer).items()
-            if key.partition(".")[0] in task.group.roles
+            for key, (name, _) in geometry.layer_tensors(task.layer).items()
+            if key.partition(".")[0] in task.roles
         }
 
     def _layer_report(self, layer: int) -> dict[str, Any]:

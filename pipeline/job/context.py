@@ -25,7 +25,7 @@ from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
 from pipeline.keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
-from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
+from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
 from pipeline.plan import Plan, make_plan
 from stores.ledger import Ledger
 from stores.lock import RunLock
@@ -170,7 +170,7 @@ def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
 
 
 def _say_where_it_goes_on(job: JobContext) -> None:
-    claimed = len({task.group.layer for task in job.inputs.tasks})
+    claimed = len(layers_of(job.inputs.tasks))
     walked, compressed = (len(job.ledger.keys(kind)) for kind in ("dense/", "layer/"))
     if compressed:
         job.observer.say(f"resuming at layer {min(compressed + 1, claimed)} of {claimed} to compress")

@@ -15,9 +15,8 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.sources import open_dense
-from pipeline.methods.method import Method, Remarking, Scores
+from pipeline.methods.method import Method, Remarking, Scores, Task
 from pipeline.methods.registry import (
-    Task,
     allocate_ranks,
     build_methods,
     claim_tasks,
@@ -79,7 +78,7 @@ class Inputs:
     @property
     def needs_calibration(self) -> bool:
         """Whether any method asks for statistics or importance."""
-        return any(task.group.moments for task in self.tasks) or "importance" in self.scores
+        return any(task.moments for task in self.tasks) or "importance" in self.scores
 
     def at_size(self, size: int) -> Inputs:
         """With `keep`, in thousandths, in place of the budget's limit of the loss."""
@@ -96,7 +95,7 @@ class Inputs:
     def gradient_samples(self) -> int:
         """How many calibration samples go through a backward pass; 0 when no method asks for gradients."""
         calibration = self.manifest.calibration
-        if calibration is None or not any(layer_gradients(self.tasks, task.group.layer) for task in self.tasks):
+        if calibration is None or not any(layer_gradients(self.tasks, task.layer) for task in self.tasks):
             return 0
         asked = calibration.gradient.samples
         return gradient_samples(asked, calibration.samples, calibration.sequence_length, self.geometry.hidden)
@@ -155,7 +154,7 @@ def check_copied(inputs: Inputs) -> None:
     Raises:
         NumericsError: naming the tensor.
     """
-    claimed = {task.group.layer for task in inputs.tasks}
+    claimed = {task.layer for task in inputs.tasks}
     prefixes = tuple(f"{inputs.geometry.layers_path}.{layer}." for layer in claimed)
     for name, record in inputs.source.tensors.items():
         if name.startswith(prefixes) or not record.torch_dtype.is_floating_point or record.torch_dtype.itemsize < 2:
@@ -179,9 +178,7 @@ def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
 
 def _check_max_loss(inputs: Inputs) -> None:
     calibration, predicted = inputs.manifest.calibration, predict_tasks(inputs.methods, inputs.geometry)
-    if {(task.group.layer, task.group.name) for task in predicted} != {
-        (task.group.layer, task.group.name) for task in inputs.tasks
-    }:
+    if {(task.layer, task.name) for task in predicted} != {(task.layer, task.name) for task in inputs.tasks}:
         raise InputError("budget.max_loss: all methods must go by predicted loss (allocation: loss); or give keep")
     if calibration is None or calibration.gradient.kind == "local" or calibration.propagate != "dense":
         raise InputError(

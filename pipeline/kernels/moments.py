@@ -59,7 +59,7 @@ def add_head_moment_(
         if shift:
             # A power of two: exact, and undone exactly in float64. In steps, as 2^-shift itself may be subnormal.
             chunk_TF = chunk_TF.to(torch.float64).mul(2.0 ** -(shift // 2)).mul(2.0 ** -(shift - shift // 2))
-        rows_GRd = _rows(chunk_TF, heads, groups, product_dtype)
+        rows_GRd = product_rows(chunk_TF, heads, groups, product_dtype)
         _add_products_(total_Gdd, rows_GRd, product_dtype, 4.0**shift if shift else None)
 
 
@@ -110,16 +110,16 @@ def _check_parts(total_Gdd: Tensor, values_TF: Tensor, heads: int, groups: int, 
         )
 
 
-def _rows(chunk_TF: Tensor, heads: int, groups: int, product_dtype: torch.dtype) -> Tensor:
+def product_rows(chunk_TF: Tensor, heads: int, groups: int, product_dtype: torch.dtype) -> Tensor:
     """(T, F) -> (G, T * heads per group, d): what one batched product sums over."""
     tokens, per_group = chunk_TF.shape[0], heads // groups
-    if not _exact_halves(chunk_TF, product_dtype):
+    if not exact_halves(chunk_TF, product_dtype):
         chunk_TF = chunk_TF.to(product_dtype)
     rows_GTHd = chunk_TF.reshape(tokens, groups, per_group, -1).permute(1, 0, 2, 3)
     return rows_GTHd.reshape(groups, tokens * per_group, -1)
 
 
-def _exact_halves(rows: Tensor, product_dtype: torch.dtype) -> bool:
+def exact_halves(rows: Tensor, product_dtype: torch.dtype) -> bool:
     """Whether a GPU's matrix units can multiply these 16-bit numbers exactly into float32 sums, with no upcast."""
     halves = rows.dtype in (torch.float16, torch.bfloat16)
     return halves and rows.is_cuda and torch.version.hip is None and product_dtype == torch.float32

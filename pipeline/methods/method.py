@@ -17,6 +17,7 @@ from pipeline.families.family import Geometry
 from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
+Weights = Mapping[str, Tensor]
 Curve = dict[str, Any]
 FormSpec = dict[str, Any]
 Key = tuple[int, str, str]
@@ -81,9 +82,9 @@ class Scores:
 
     Attributes:
         importance: layer -> t_l, how far it turns its input on calibration text. docs/methods.md#importance.
-        measured: what `Measuring.measure` gave, by `LAYER/GROUP` (with the method's position between the two until the
-            registry hands a method its own). None before anything is measured: all layers then count as alike.
-        curves: what `Predicting.curve` gave, by `ranks_key`. None before any is taken.
+        measured: what `Measuring.measure` gave, by `Task.key`; a method gets its own, by `group_key`. None before
+            anything is measured: all layers then count as alike.
+        curves: what `Predicting.curve` gave, by `Task.key`. None before any is taken.
     """
 
     importance: Mapping[int, float] = field(default_factory=dict)
@@ -104,6 +105,33 @@ class Group:
     name: str
     roles: tuple[str, ...]
     moments: tuple[Moment, ...] = ()
+
+
+@dataclass(frozen=True)
+class Task(Group):
+    """A group and who compresses it: the position of the method in the manifest."""
+
+    method: int = field(kw_only=True)
+
+    @classmethod
+    def of(cls, method: int, group: Group) -> Task:
+        """The group, claimed by the method at this position."""
+        return cls(group.layer, group.name, group.roles, group.moments, method=method)
+
+    @property
+    def key(self) -> str:
+        """See `task_key`."""
+        return task_key(self.layer, self.method, self.name)
+
+
+def task_key(layer: int, method: int, group: str) -> str:
+    """Names a task in the ledger, among ranks, curves and what is measured: `LAYER/METHOD/GROUP`."""
+    return f"{layer}/{method}/{group}"
+
+
+def group_key(layer: int, group: str) -> str:
+    """Names a group among those of one method: `LAYER/GROUP`."""
+    return f"{layer}/{group}"
 
 
 @dataclass(frozen=True)
@@ -163,12 +191,7 @@ class Method(Protocol):
         ...
 
     def compress(
-        self,
-        group: Group,
-        geometry: Geometry,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        ranks: Ranks,
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """The factors of one group. `weights`: `role.weight` / `role.bias` of the claimed roles, dense; not changed."""
         ...
@@ -182,7 +205,7 @@ class Measuring(Protocol):
         """The groups to measure: they claim nothing, and may go beyond what the method claims."""
         ...
 
-    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> Any:
+    def measure(self, group: Group, geometry: Geometry, weights: Weights) -> Any:
         """A few numbers, as JSON has them, for `target_ranks` in `Scores.measured`. `weights` as in `compress`."""
         ...
 
@@ -212,7 +235,7 @@ class Predicting(Protocol):
         """The cache's numbers per token, over all layers, that are the budget in place of stored numbers; or None."""
         ...
 
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Points to choose from, as columns that JSON has: `ranks` (name -> list), `numbers` stored, `cache` numbers
         per token, `loss` predicted in nats per token. The first is the smallest, the last the dense group, loss 0."""
         ...

@@ -13,8 +13,8 @@ from typing import Any
 
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.methods.method import Moment
-from pipeline.methods.registry import Task, build_methods, layer_moments, saved_numbers, scope_numbers
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers, scope_numbers
 
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
 MOMENT_BYTES = 8  # float64
@@ -55,7 +55,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     calibration = manifest.calibration
     tokens = calibration.samples * calibration.sequence_length if calibration else 0
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
-    claimed = sorted({task.group.layer for task in tasks})
+    claimed = layers_of(tasks)
     layer_numbers = geometry.layer_numbers()
     statistics = max(
         (sum(moment_bytes(moment, geometry) for moment in layer_moments(tasks, layer)) for layer in claimed), default=0
@@ -119,7 +119,7 @@ def moment_bytes(moment: Moment, geometry: Geometry) -> int:
 
 def _passes(manifest: Manifest, tasks: Sequence[Task], compressed: bool) -> int:
     """How often the layers are gone through: importance or dense statistics once, the compressed walk twice."""
-    if not any(task.group.moments for task in tasks):
+    if not any(task.moments for task in tasks):
         return 0
     importance = any(
         getattr(entry, "allocation", None) == "importance" and not getattr(entry, "ranks", None)

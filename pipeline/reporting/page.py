@@ -6,6 +6,7 @@ import math
 from html import escape
 from pathlib import PurePosixPath
 
+from pipeline.methods.registry import layers_of
 from pipeline.reporting import tables
 from pipeline.reporting.drawing import Plot
 from pipeline.reporting.figures import all_plots, chosen_point
@@ -61,7 +62,7 @@ def _head(run: Run) -> str:
         code = f"exit code {run.ended['exit_code']}"
         told.append(f"<p class=error><b>{code}</b>{escape(where)}: {escape(str(run.ended['error']))}</p>")
     facts = [
-        ("layers compressed", f"{len(run.layers)} of {len({task.group.layer for task in run.tasks})}"),
+        ("layers compressed", f"{len(run.layers)} of {len(layers_of(run.tasks))}"),
         *_facts(run),
     ]
     cards = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)

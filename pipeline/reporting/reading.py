@@ -17,7 +17,8 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.unit_log import SUFFIX
-from pipeline.methods.registry import Task, build_methods, claim_tasks
+from pipeline.methods.method import Task, task_key
+from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan import MOMENT_BYTES, Plan, make_plan
 from stores.headers import DTYPES
 from stores.lock import read_lock
@@ -85,7 +86,7 @@ class Run:
     def caps(self) -> dict[tuple[str, str], int]:
         """(task, name) -> the full rank, of every rank that is chosen from a range or from a curve."""
         found = {
-            (f"{variable.layer}/{position}/{variable.group}", variable.name): variable.cap
+            (task_key(variable.layer, position, variable.group), variable.name): variable.cap
             for position, method in enumerate(build_methods(self.manifest))
             for variable in method.rank_variables(self.geometry)
         }
@@ -97,12 +98,12 @@ class Run:
     def stored_bytes(self, layer: int) -> dict[str, int]:
         """What a compressed layer stores, by group; `rest` is what nobody claims."""
         prefixes = [
-            (prefix + ".", task.group.name)
+            (prefix + ".", task.name)
             for task in self.tasks
-            if task.group.layer == layer
+            if task.layer == layer
             for prefix in (
-                *(self.geometry.path(layer, role) for role in task.group.roles),
-                self.geometry.group_path(layer, task.group.roles, task.group.name),
+                *(self.geometry.path(layer, role) for role in task.roles),
+                self.geometry.group_path(layer, task.roles, task.name),
             )
         ]
         found: dict[str, int] = {}

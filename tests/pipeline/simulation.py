@@ -15,8 +15,7 @@ from typing import Any
 from manifests.errors import CorruptError, Interrupted
 from pipeline.computation import Job
 from pipeline.driver import Driver
-from pipeline.methods.method import Group, Moment, Scores
-from pipeline.methods.registry import Task, ranks_key
+from pipeline.methods.method import Group, Moment, Scores, Task
 from pipeline.ports import (
     Backward,
     BackwardDone,
@@ -287,7 +286,7 @@ class SimulatedPool:
         return digest("through", layer, weights, hidden)
 
     def _solve(self, unit: Solve) -> SolveDone:
-        group = unit.task.group
+        group = unit.task
         assert tuple(unit.statistics) == group.moments
         read = [self.world.load("statistic", record) for record in unit.statistics.values()]
         value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()))
@@ -318,19 +317,19 @@ def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp
         "loss-mlp": (MLP, OUT),
     }
     return tuple(
-        Task(0, Group(layer, name, (f"role-{name}",), moments[name])) for layer in layers for name in sorted(groups)
+        Task.of(0, Group(layer, name, (f"role-{name}",), moments[name])) for layer in layers for name in sorted(groups)
     )
 
 
 def measures(layers: Sequence[int]) -> tuple[Task, ...]:
-    return tuple(Task(1, Group(layer, name, ("k",))) for layer in layers for name in ("first", "second"))
+    return tuple(Task.of(1, Group(layer, name, ("k",))) for layer in layers for name in ("first", "second"))
 
 
 def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **settings: Any) -> Job:
     def allocate(scores: Scores) -> dict[str, dict[str, int]]:
         wide = {layer: round(1000 * score) for layer, score in scores.importance.items()}
         known = sum(found["number"] for found in [*(scores.measured or {}).values(), *scores.curves.values()])
-        return {ranks_key(task): {"rank": 1 + known + wide.get(task.group.layer, 0)} for task in tasks}
+        return {task.key: {"rank": 1 + known + wide.get(task.layer, 0)} for task in tasks}
 
     given = {"scores": IMPORTANCE, "propagate": "compressed", **settings}
     return Job(num_layers=num_layers, shards=shards, tasks=tasks, allocate=allocate, **given)
@@ -347,7 +346,7 @@ def make_gradient_job(
         "keep_statistics": True,
         "scores": frozenset(),
         "gradient_shards": (0, 1),
-        "predicts": tuple(task for task in tasks if task.group.moments),
+        "predicts": tuple(task for task in tasks if task.moments),
         **settings,
     }
     if given["propagate"] == "compressed":

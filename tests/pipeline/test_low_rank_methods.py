@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from manifests.loading import parse_manifest
-from manifests.schema import LoRC, Manifest
+from manifests.methods import LoRC
+from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Method, Moment, Remarking, Scores, Solution, Statistics

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.methods.method import Group, Moment, Statistics
-from pipeline.methods.registry import Task, layer_gradients, layer_moments
+from pipeline.methods.method import Group, Moment, Statistics, Task
+from pipeline.methods.registry import layer_gradients, layer_moments
 
 
 def test_value_moments_keep_their_keys() -> None:
@@ -34,7 +34,10 @@ def test_gradient_moments_have_keys_of_their_own() -> None:
 
 def test_a_layer_names_values_and_gradients_apart() -> None:
     value, gradient = Moment("attention.in"), Moment("pull:q+k", kind="gradient")
-    tasks = [Task(0, Group(1, "query_key", ("q", "k"), (gradient, value))), Task(0, Group(1, "x", ("v",), (value,)))]
+    tasks = [
+        Task.of(0, Group(1, "query_key", ("q", "k"), (gradient, value))),
+        Task.of(0, Group(1, "x", ("v",), (value,))),
+    ]
     assert layer_moments(tasks, 1) == (value,)
     assert layer_gradients(tasks, 1) == (gradient,)
     assert layer_gradients(tasks, 0) == ()

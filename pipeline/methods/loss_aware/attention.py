@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from manifests.schema import LossAware
+from manifests.methods import LossAware
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import (
     change_loss,
@@ -55,7 +55,7 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     solving_DD = _solving_metric(entry, metric_DD)
     heads_Gdd = _directions_of_heads(geometry, output_DF, context_FF, solving_DD)
     options = []
-    for rank in steps(geometry.head_dim, entry.rank_multiple, count=BASES):
+    for rank in steps(geometry.head_dim, entry.multiple(geometry.hidden), count=BASES):
         reduced = _reduced(output_DF, context_FF, solving_DD, heads_Gdd[:, :rank])
         stack = _stack(entry, geometry, rank)
         directions = output_directions(reduced.output, reduced.moment, solving_DD)
@@ -65,15 +65,16 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
         numbers, cache = _other_numbers(geometry, rank), geometry.kv_heads * rank
         options += [
             Point({VALUE: rank, **point.ranks}, numbers + point.numbers, dropped + point.loss, cache)
-            for point in stack.points(losses, entry.rank_multiple)
+            for point in stack.points(losses, entry.multiple(geometry.hidden))
         ]
     return options
 
 
 def least_numbers(entry: LossAware, geometry: Geometry) -> int:
     """Stored at the smallest ranks."""
-    rank = min(entry.rank_multiple, geometry.head_dim)
-    return _stack(entry, geometry, rank).least(entry.rank_multiple) + _other_numbers(geometry, rank)
+    multiple = entry.multiple(geometry.hidden)
+    rank = min(multiple, geometry.head_dim)
+    return _stack(entry, geometry, rank).least(multiple) + _other_numbers(geometry, rank)
 
 
 def solve(

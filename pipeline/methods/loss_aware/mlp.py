@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifests.schema import LossAware
+from manifests.methods import LossAware
 from pipeline.families.family import Geometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.nystrom import eliminate, nested_losses, nystrom_refit
@@ -58,20 +58,20 @@ def moments(geometry: Geometry) -> tuple[Moment, ...]:
 
 def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Ranks of gate/up and of down on each of a few widths."""
-    solver = _Solver(entry, geometry, weights, found)
+    solver, multiple = _Solver(entry, geometry, weights, found), entry.multiple(geometry.hidden)
     options = []
     for width in _widths(entry, geometry):
         kept = solver.kept(width)
         pruned = Point({WIDTH: width}, _bias_numbers(geometry, width), float(solver.width_losses[width]))
-        upper = _reader_stack(entry, geometry, width).points(solver.reader_losses(kept), entry.rank_multiple)
-        lower = _down_stack(entry, geometry, width).points(solver.down_losses(kept), entry.rank_multiple)
+        upper = _reader_stack(entry, geometry, width).points(solver.reader_losses(kept), multiple)
+        lower = _down_stack(entry, geometry, width).points(solver.down_losses(kept), multiple)
         options += merged([pruned], merged(upper, lower))
     return options
 
 
 def least_numbers(entry: LossAware, geometry: Geometry) -> int:
     """Stored at the smallest width and ranks."""
-    width, multiple = min(_widths(entry, geometry)), entry.rank_multiple
+    width, multiple = min(_widths(entry, geometry)), entry.multiple(geometry.hidden)
     stacks = (_reader_stack(entry, geometry, width), _down_stack(entry, geometry, width))
     return sum(stack.least(multiple) for stack in stacks) + _bias_numbers(geometry, width)
 
@@ -285,6 +285,6 @@ def _bias_numbers(geometry: Geometry, width: int) -> int:
 
 def _widths(entry: LossAware, geometry: Geometry) -> list[int]:
     """A few widths, evenly up to the full one."""
-    whole, multiple, count = geometry.intermediate, entry.rank_multiple, entry.widths
+    whole, multiple, count = geometry.intermediate, entry.multiple(geometry.hidden), entry.widths
     even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
     return [*sorted(width for width in even if width < whole), whole]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from manifests.schema import LossAware
+from manifests.methods import LossAware
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import Directions, input_directions, projection_losses
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
@@ -30,13 +30,13 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     pull_DD, input_DD = found.mean(PULL)[0], found.mean(INPUT)[0]
     losses = projection_losses(pull_DD, input_DD, directions.encode[None], directions.decode[None])
     biases, cache = _bias_numbers(geometry), geometry.weight_shape("k")[0]
-    found_points = _stack(entry, geometry).points(losses, entry.rank_multiple)
+    found_points = _stack(entry, geometry).points(losses, entry.multiple(geometry.hidden))
     return [Point(point.ranks, point.numbers + biases, point.loss, cache) for point in found_points]
 
 
 def least_numbers(entry: LossAware, geometry: Geometry) -> int:
     """Stored at the smallest rank."""
-    return _stack(entry, geometry).least(entry.rank_multiple) + _bias_numbers(geometry)
+    return _stack(entry, geometry).least(entry.multiple(geometry.hidden)) + _bias_numbers(geometry)
 
 
 def solve(

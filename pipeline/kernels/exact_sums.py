@@ -1,0 +1,174 @@
+"""Second moments whose sum does not depend on the order of its terms (docs/methods.md#sums-without-an-order).
+
+Every product of rows is rounded to one grid before it is added, and the grid is fine enough that no sum below its bound
+is rounded again: float64 additions are then exact, and any order, any grouping, any number of workers gives the same
+bits. A channel is scaled by a power of two first, so that one grid suits loud and silent channels alike.
+
+T tokens, F features, H heads, G groups of heads, d = F / H, R rows of one product, b rows of a band.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.moments import ROWS_PER_PRODUCT, exact_halves, product_rows
+
+BAND = 512
+MARGIN_BITS = 20  # by how much sums of squares may exceed what the sample foretells
+SILENT_BITS = 16  # a channel that is zero in the sample is taken to be so much below the mean of all, in squares
+FLOOR_BITS = 40  # and none to be further below
+STEP = 10  # by which a channel's exponent is raised when it exceeds the bound: half of what squares may exceed it by
+_GRID_BITS = 52  # from a sum's bound to the grid: one bit less than float64 has, for what rounding adds
+_MANTISSA = {torch.float32: 24, torch.float64: 53}
+_LARGEST_EXPONENT = {torch.float64: 500}  # of a channel's scale; of other types 126, whose inverse float32 has
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """How the channels of a moment are scaled, and what their sums stay below.
+
+    Attributes:
+        exponents: int16 (G, d); channel i is multiplied by 2^-exponent.
+        bits: scaled sums of squares stay below 2^bits; they are multiples of 2^(bits - 52).
+        highest: exponents end here, where nothing can exceed the bound any more.
+    """
+
+    exponents: Tensor
+    bits: int
+    highest: int
+
+    def raised(self, channels_Gd: Tensor) -> "Grid":
+        """With a wider bound for some channels, as far as it goes."""
+        steps_Gd = channels_Gd.cpu().to(torch.int16) * STEP
+        return replace(self, exponents=(self.exponents + steps_Gd).clamp_max(self.highest))
+
+    def packed(self) -> dict[str, Tensor]:
+        """As named tensors, which travel between workers."""
+        return {"exponents": self.exponents, "bounds": torch.tensor([self.bits, self.highest])}
+
+    @staticmethod
+    def unpacked(tensors: Mapping[str, Tensor]) -> "Grid":
+        """What `packed` gave."""
+        bits, highest = tensors["bounds"].tolist()
+        return Grid(tensors["exponents"], bits, highest)
+
+
+def sample_squares(values_TF: Tensor, heads: int = 1, groups: int = 1) -> Tensor:
+    """Sums of squares (G, d) float64 of a sample of values (..., F): what a grid is chosen by."""
+    values_THd = values_TF.detach().reshape(-1, groups, heads // groups, values_TF.shape[-1] // heads)
+    return values_THd.to(torch.float64).square().sum(dim=(0, 2))
+
+
+def choose_grid(squares_Gd: Tensor, sample_rows: int, rows: int, dtype: torch.dtype) -> Grid:
+    """The grid for a sum over `rows` rows (tokens times heads of a group), foretold by `sample_rows` of them.
+
+    `squares_Gd` as `sample_squares` gives it, `dtype` that of the values. Raises ValueError unless all are finite and
+    1 <= sample_rows.
+    """
+    if sample_rows < 1 or not bool(torch.isfinite(squares_Gd).all()):
+        raise ValueError(f"a grid is chosen by finite sums of squares of at least one row, not of {sample_rows}")
+    mean_Gd = squares_Gd.to("cpu", torch.float64) / sample_rows
+    mean = float(mean_Gd.mean())
+    mean_Gd = torch.where(mean_Gd > 0, mean_Gd.clamp_min(mean * 2.0**-FLOOR_BITS), mean * 2.0**-SILENT_BITS)
+    exponents_Gd = torch.frexp(mean_Gd).exponent.div(2, rounding_mode="floor")
+    highest = _LARGEST_EXPONENT.get(dtype, 126)
+    bits = math.ceil(math.log2(max(rows, 1))) + MARGIN_BITS
+    return Grid(exponents_Gd.clamp(-highest, highest).to(torch.int16), bits, highest)
+
+
+def empty_bands(groups: int, width: int, device: torch.device) -> list[Tensor]:
+    """Zeros for the upper triangle of `groups` moments: bands (G, b, width - start) float64 of at most 512 rows."""
+    return [
+        torch.zeros(groups, min(BAND, width - start), width - start, dtype=torch.float64, device=device)
+        for start in range(0, width, BAND)
+    ]
+
+
+def add_rounded_moment_(
+    bands: Sequence[Tensor],
+    values_TF: Tensor,
+    grid: Grid,
+    heads: int = 1,
+    product_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Adds the scaled, rounded second moments of `values_TF` (..., F) to the `bands` of their upper triangle, in place.
+
+    One product takes at most 4096 rows in `product_dtype`; its place in the sequence of calls does not matter, its
+    extent does. NaN and infinity are not looked for: they reach the diagonal (`exceeding`).
+    """
+    groups, width = grid.exponents.shape[0], sum(band.shape[1] for band in bands)
+    values_TF = values_TF.detach().reshape(-1, values_TF.shape[-1])
+    if heads < 1 or heads % groups or values_TF.shape[1] != heads * width:
+        raise ValueError(f"values (T, F) {tuple(values_TF.shape)} of {heads} heads do not fit {groups} x {width} sums")
+    factors_F = _factors(grid, heads, values_TF)
+    # (x + c) - c leaves a multiple of 2^(bits - 52), for c is 1.5 times what the type's last bit makes that.
+    rounder = 1.5 * 2.0 ** (grid.bits - _GRID_BITS + _MANTISSA[product_dtype])
+    tokens = max(1, ROWS_PER_PRODUCT * groups // heads)
+    for start in range(0, values_TF.shape[0], tokens):
+        chunk_TF = values_TF[start : start + tokens]
+        scaled_TF = chunk_TF.to(factors_F.dtype).mul(factors_F)
+        if exact_halves(chunk_TF, product_dtype):
+            scaled_TF = scaled_TF.to(chunk_TF.dtype)
+        rows_GRd = product_rows(scaled_TF, heads, groups, product_dtype)
+        for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
+            left_GbR = rows_GRd[:, :, first : first + BAND].transpose(1, 2)
+            right_GRd = rows_GRd[:, :, first:]
+            if rows_GRd.dtype == product_dtype:
+                product_Gbd = torch.bmm(left_GbR, right_GRd)
+            else:
+                product_Gbd = torch.bmm(left_GbR, right_GRd, out_dtype=product_dtype)
+            band_Gbd.add_(product_Gbd.add_(rounder).sub_(rounder))
+
+
+def exceeding(bands: Sequence[Tensor], grid: Grid) -> Tensor:
+    """Which channels (G, d), bool, have a sum of squares beyond the grid's bound, or one that is not finite.
+
+    The order of the additions does not matter here either: sums of squares only grow, and are exact up to twice the
+    bound. With no such channel every number of the sum is exact, as |Σ x y| <= (Σ x² Σ y²)^½.
+    """
+    return ~(diagonal(bands) < 2.0**grid.bits)
+
+
+def diagonal(bands: Sequence[Tensor]) -> Tensor:
+    """The scaled sums of squares (G, d)."""
+    return torch.cat([band_Gbd.diagonal(dim1=1, dim2=2) for band_Gbd in bands], dim=1)
+
+
+def add_bands_(bands: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Adds the sum over other rows, of the same grid, in place."""
+    for band_Gbd, other_Gbd in zip(bands, others, strict=True):
+        band_Gbd.add_(other_Gbd)
+
+
+def whole_moment(bands: Sequence[Tensor], grid: Grid) -> Tensor:
+    """The moment (G, d, d) float64 of the values themselves: scales undone, both triangles. New memory."""
+    groups, width = bands[0].shape[0], sum(band.shape[1] for band in bands)
+    moment_Gdd = torch.empty(groups, width, width, dtype=torch.float64, device=bands[0].device)
+    scales_Gd = _powers_of_two(grid.exponents).to(moment_Gdd.device)
+    for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
+        stop = first + band_Gbd.shape[1]
+        # In two steps, as 2^(e + f) alone may leave float64.
+        scaled_Gbd = band_Gbd * scales_Gd[:, first:stop, None] * scales_Gd[:, None, first:]
+        square_Gbb = scaled_Gbd[:, :, : stop - first]
+        lower_Gbb = square_Gbb.triu(1).transpose(1, 2)
+        moment_Gdd[:, first:stop, first:stop] = square_Gbb.triu() + lower_Gbb
+        moment_Gdd[:, first:stop, stop:] = scaled_Gbd[:, :, stop - first :]
+        moment_Gdd[:, stop:, first:stop] = scaled_Gbd[:, :, stop - first :].transpose(1, 2)
+    return moment_Gdd
+
+
+def _factors(grid: Grid, heads: int, values_TF: Tensor) -> Tensor:
+    """2^-exponent of every feature, in the type that values are scaled in."""
+    groups = grid.exponents.shape[0]
+    exponents_GHd = grid.exponents[:, None, :].expand(-1, heads // groups, -1)
+    factors_F = _powers_of_two(-exponents_GHd.reshape(-1))
+    dtype = torch.float64 if values_TF.dtype == torch.float64 else torch.float32
+    return factors_F.to(values_TF.device, dtype)
+
+
+def _powers_of_two(exponents: Tensor) -> Tensor:
+    """2^exponent, float64, put together from its bits: exact, which no device's `pow` promises."""
+    return ((exponents.long() + 1023) << 52).view(torch.float64)

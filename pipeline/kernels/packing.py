@@ -1,0 +1,79 @@
+"""Small integers packed without gaps into 32-bit words, as the pack-quantized layout of compressed-tensors stores them.
+
+docs/formats.md#rounded-tensors. Legend: O outputs (rows), I inputs (columns), W words of a row, g columns of a group,
+S scales of a row (I / g, or one).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 32
+
+
+def words_of(columns: int, bits: int) -> int:
+    """W: the words that hold a row of `columns` numbers of `bits` bits."""
+    return math.ceil(columns * bits / WORD_BITS)
+
+
+def pack(codes_OI: Tensor, bits: int) -> Tensor:
+    """Codes in -2^(bits-1) … 2^(bits-1) - 1 as words (O, W) int32: code + 2^(bits-1), lowest bits first, row by row.
+
+    A number may begin in one word and end in the next; 32 of them fill `bits` words. Raises ValueError on codes out of
+    range, or of no integer type.
+    """
+    low, high = code_range(bits)
+    if codes_OI.ndim != 2 or codes_OI.is_floating_point() or codes_OI.is_complex():
+        raise ValueError(f"codes: a matrix of integers is needed, not {codes_OI.dtype} {tuple(codes_OI.shape)}")
+    if codes_OI.numel() and not low <= int(codes_OI.min()) <= int(codes_OI.max()) <= high:
+        raise ValueError(f"codes of {bits} bits lie within {low}..{high}, not {codes_OI.min()}..{codes_OI.max()}")
+    rows, columns = codes_OI.shape
+    blocks = math.ceil(columns / WORD_BITS)
+    padded_OI = torch.nn.functional.pad(codes_OI.to(torch.int64) - low, (0, blocks * WORD_BITS - columns))
+    numbers_OBn = padded_OI.reshape(rows, blocks, WORD_BITS)
+    words_OBb = numbers_OBn.new_zeros(rows, blocks, bits)
+    for position in range(WORD_BITS):
+        word, shift = divmod(position * bits, WORD_BITS)
+        words_OBb[..., word] |= numbers_OBn[..., position] << shift
+        if shift + bits > WORD_BITS:
+            words_OBb[..., word + 1] |= numbers_OBn[..., position] >> (WORD_BITS - shift)
+    words_OW = words_OBb.flatten(1)[:, : words_of(columns, bits)] & 0xFFFFFFFF
+    return torch.where(words_OW < 2**31, words_OW, words_OW - 2**32).to(torch.int32)
+
+
+def unpack(words_OW: Tensor, bits: int, columns: int) -> Tensor:
+    """The codes (O, `columns`) int8 that `pack` stored. Raises ValueError on words that are not int32, or too few."""
+    low, _ = code_range(bits)
+    if words_OW.dtype != torch.int32 or words_OW.ndim != 2 or words_OW.shape[1] != words_of(columns, bits):
+        raise ValueError(
+            f"{columns} numbers of {bits} bits are {words_of(columns, bits)} int32 words a row, "
+            f"not {words_OW.dtype} {tuple(words_OW.shape)}"
+        )
+    rows, blocks = words_OW.shape[0], math.ceil(columns / WORD_BITS)
+    padded_OW = torch.nn.functional.pad(words_OW.to(torch.int64) & 0xFFFFFFFF, (0, blocks * bits - words_OW.shape[1]))
+    words_OBb = padded_OW.reshape(rows, blocks, bits)
+    numbers_OBn = words_OBb.new_empty(rows, blocks, WORD_BITS)
+    for position in range(WORD_BITS):
+        word, shift = divmod(position * bits, WORD_BITS)
+        numbers_OBn[..., position] = words_OBb[..., word] >> shift
+        if shift + bits > WORD_BITS:
+            numbers_OBn[..., position] |= words_OBb[..., word + 1] << (WORD_BITS - shift)
+    numbers_OBn &= 2**bits - 1
+    return (numbers_OBn.flatten(1)[:, :columns] + low).to(torch.int8)
+
+
+def scaled(codes_OI: Tensor, scales_OS: Tensor) -> Tensor:
+    """code · scale in the scales' dtype, each for I / S columns. Raises ValueError where S does not divide I."""
+    rows, columns = codes_OI.shape
+    if scales_OS.ndim != 2 or scales_OS.shape[0] != rows or scales_OS.shape[1] == 0 or columns % scales_OS.shape[1]:
+        raise ValueError(f"scales {tuple(scales_OS.shape)} do not divide codes {tuple(codes_OI.shape)}")
+    grouped_OSg = codes_OI.reshape(rows, scales_OS.shape[1], -1)
+    return (grouped_OSg.to(scales_OS.dtype) * scales_OS[..., None]).reshape(rows, columns)
+
+
+def code_range(bits: int) -> tuple[int, int]:
+    """The least and the largest code. Raises ValueError unless 2 <= bits <= 8."""
+    if not 2 <= bits <= 8:
+        raise ValueError(f"bits must be within 2..8, not {bits}")
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
