@@ -160,7 +160,7 @@ class Bucket(Storage):
         return {"size": head["size"], "e_tag": str(head["e_tag"]), "modified": head["last_modified"].isoformat()}
 
     def written(self, folder: str = "") -> dict[str, float]:
-        found = {}
+        found: dict[str, float] = {}
         with self._errors("listing", folder):
             for batch in obstore.list(self._connection.patient, self._key(folder) or None):
                 found |= {self._name(head["path"]): head["last_modified"].timestamp() for head in batch}
@@ -223,7 +223,7 @@ class Bucket(Storage):
         found = self._lease(name)
         if found is None or found[0].get("released") or _is_gone(found[0]):
             return False
-        return time.time() - self._head(name)["last_modified"].timestamp() < LEASE_S
+        return time.time() - float(self._head(name)["last_modified"].timestamp()) < LEASE_S
 
     def below(self, folder: str) -> Bucket:
         return Bucket(self.at(folder), self._connection)
@@ -237,7 +237,7 @@ class Bucket(Storage):
     def _name(self, key: str) -> str:
         return key.removeprefix(f"{self.prefix}/") if self.prefix else key
 
-    def _put(self, name: str, data: Any, mode: Any = "overwrite", hasty: bool = False) -> str | None:
+    def _put(self, name: str, data: Any, mode: Any = "overwrite", hasty: bool = False) -> str:
         """The entity tag of what was written. Raises AlreadyExistsError and PreconditionError as `mode` has it."""
         token = uuid.uuid4().hex
         large = len(data) > PART_BYTES and mode == "overwrite"
@@ -253,10 +253,10 @@ class Bucket(Storage):
                     chunk_size=PART_BYTES,
                     max_concurrency=PARALLEL,
                 )
-                return done["e_tag"]
+                return str(done["e_tag"])
             except (BaseError, OSError):
                 if self._was_written(name, token):  # the answer was lost, and the repetition refused
-                    return self._head(name)["e_tag"]
+                    return str(self._head(name)["e_tag"])
                 raise
 
     def _was_written(self, name: str, token: str) -> bool:
@@ -265,12 +265,13 @@ class Bucket(Storage):
             found = obstore.get(self._connection.patient, self._key(name), options={"head": True})
         except (BaseError, OSError):
             return False
-        return found.attributes.get(TOKEN) == token
+        return bool(found.attributes.get(TOKEN) == token)
 
     def _get(self, name: str, wanted: Any = None, e_tag: str | None = None) -> bytes:
         options: Any = {"range": wanted, "if_match": e_tag}
-        given = {key: value for key, value in options.items() if value is not None}
-        return obstore.get(self._connection.patient, self._key(name), options=given).bytes().to_bytes()
+        given: Any = {key: value for key, value in options.items() if value is not None}
+        data: bytes = obstore.get(self._connection.patient, self._key(name), options=given).bytes().to_bytes()
+        return data
 
     def _head(self, name: str) -> Any:
         with self._errors("reading", name):
