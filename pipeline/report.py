@@ -11,10 +11,6 @@ from typing import Any
 
 from manifests.errors import StorageError
 from pipeline.console.arguments import parser, run_command
-from pipeline.reporting.page import render
-from pipeline.reporting.reading import read_run
-from stores.run_directory import REPORT
-from stores.storage import open_file, open_storage
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,6 +23,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
+    from pipeline.reporting.page import render  # takes seconds, which --help need not
+    from pipeline.reporting.reading import read_run
+    from stores.run_directory import REPORT
+    from stores.storage import open_file, open_storage
+
     run = read_run(arguments.run_dir)
     storage, name = open_file(arguments.output) if arguments.output else (open_storage(arguments.run_dir), REPORT)
     path = storage.at(name)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.console.arguments import parser, run_command
-from pipeline.verification.runner import Finding, verify
+
+if TYPE_CHECKING:
+    from pipeline.verification.runner import Finding
 
 FAULTS_SHOWN = 10
 
@@ -29,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
+    from pipeline.verification.runner import verify  # takes seconds, which --help need not
+
     findings = []
     for finding in verify(arguments.output, arguments.source, arguments.bound):
         findings.append(finding)

@@ -26,7 +26,7 @@ from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
 from pipeline.keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
-from pipeline.plan import Plan, make_plan
+from pipeline.plan.estimate import Plan, make_plan
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import MANIFEST, RunDirectory

@@ -19,7 +19,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.unit_log import SUFFIX
 from pipeline.methods.method import Task, task_key
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan import MOMENT_BYTES, Plan, make_plan
+from pipeline.plan.estimate import MOMENT_BYTES, Plan, make_plan
 from stores.headers import DTYPES
 from stores.lock import read_lock
 from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, RunDirectory

@@ -62,11 +62,11 @@ def test_commands_of_ray(start: str, command: Any) -> None:
 
 
 def test_files_are_there() -> None:
-    named = re.findall(r"(?:deploy|manifests)/[\w./-]+\.\w+|`((?:docker|kuberay|ray)/[\w.]+)`", README)
+    named = re.findall(r"(?:deploy|manifests)/[\w./-]+\.\w+|`((?:docker|kuberay|ray|grafana)/[\w.]+)`", README)
     assert len(named) > 10
     for path in re.findall(r"(?<!lamina/)(?:deploy|manifests)/[\w./-]+\.\w+", README):
         assert (ROOT / path).is_file(), path
-    for path in re.findall(r"`((?:docker|kuberay|ray)/[\w.]+)`", README):
+    for path in re.findall(r"`((?:docker|kuberay|ray|grafana)/[\w.]+)`", README):
         assert (ROOT / "deploy" / path).is_file(), path
 
 

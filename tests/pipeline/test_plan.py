@@ -13,8 +13,8 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan import PROCESS_BYTES, Plan, make_plan, moment_bytes, point_features
 from pipeline.plan.__main__ import main, measured_tflops
+from pipeline.plan.estimate import PROCESS_BYTES, Plan, make_plan, moment_bytes, point_features
 from tests.pipeline.geometries import llama, manifest, other
 
 TEXT = {"files": ["text.txt"]}

@@ -34,7 +34,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         sizes = {"max": 2, **workers}
         sizes.setdefault("min", sizes["max"])
         notes: list[str] = []
-        setup: Any = SimpleNamespace(shards=shards, hardware=hardware)
+        setup: Any = SimpleNamespace(shards=shards, hardware=hardware, manifest=None)
         pool = RayPool(setup, Workers(**sizes), threading.Event(), notes.append)
         pool.notes = notes  # type: ignore[attr-defined]
         return pool
@@ -443,7 +443,7 @@ def test_a_signal_ends_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.on_wait = stop.set
     monkeypatch.setattr(pool_module, "ray", fake)
     with pytest.raises(Interrupted, match="before any worker was ready"):
-        RayPool(SimpleNamespace(shards=2, hardware=None), Workers(), stop, lambda _: None)  # type: ignore[arg-type]
+        RayPool(SimpleNamespace(shards=2, hardware=None, manifest=None), Workers(), stop, lambda _: None)  # type: ignore[arg-type]
 
 
 def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +452,7 @@ def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pool_module, "ray", FakeRay((10**9, 1, None)))
     monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: "a worker asks for 64 CPUs")
     monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.1)
-    setup: Any = SimpleNamespace(shards=2, hardware=None)
+    setup: Any = SimpleNamespace(shards=2, hardware=None, manifest=None)
     with pytest.raises(WorkerError, match=r"asks for 64 CPUs; waited \d+ s \(workers.start_timeout_s\)"):
         RayPool(setup, Workers(cpus=64, start_timeout_s=0.4), threading.Event(), notes.append)
     assert notes[0] == "waiting for 1 workers, 0 are ready: a worker asks for 64 CPUs"
@@ -463,7 +463,7 @@ def test_waiting_long_for_workers_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pool_module, "ray", FakeRay((250, 1, None)))
     monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.0)
     monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: None)
-    RayPool(SimpleNamespace(shards=2, hardware=None), Workers(), threading.Event(), notes.append)  # type: ignore[arg-type]
+    RayPool(SimpleNamespace(shards=2, hardware=None, manifest=None), Workers(), threading.Event(), notes.append)  # type: ignore[arg-type]
     assert notes
     assert "for 1 workers, 0 are ready: the cluster has {'CPU': 2.0}" in notes[0]
 

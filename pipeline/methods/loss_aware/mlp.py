@@ -17,7 +17,8 @@ from torch import Tensor
 from manifests.methods import LossAware
 from pipeline.families.family import Geometry
 from pipeline.families.registry import activation_of
-from pipeline.kernels.nystrom import eliminate, nested_losses, nystrom_refit
+from pipeline.kernels.elimination import eliminate
+from pipeline.kernels.nystrom import nested_losses, nystrom_refit
 from pipeline.kernels.refit import Refit, refit
 from pipeline.kernels.sensitivity import (
     Directions,
