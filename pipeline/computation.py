@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from manifests.records import Key
-from pipeline.keys import curves_key, dense_key, measured_key
+from manifests.records import Key, StagedLayer
+from pipeline.keys import curves_key, dense_key, layer_key, measured_key
 from pipeline.methods.method import Curve, Scores, Task
 from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
+from pipeline.ports import Journal
 
 RanksOf = Mapping[str, Mapping[str, int]]
 
@@ -72,3 +73,9 @@ def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, 
         cosines = entry(dense_key(layer))["cosine"]
         means.append(sum(total for total, _ in cosines) / sum(count for _, count in cosines))
     return layer_importance(means)
+
+
+def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
+    """The committed compressed layer, its file and its forms; None for one that is not compressed."""
+    entry = journal.get(layer_key(layer))
+    return StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None

@@ -21,7 +21,7 @@ from manifests.records import (
     MeasuredEntry,
     StagedLayer,
 )
-from pipeline.computation import Job, RanksOf, entered_importance, entered_scores
+from pipeline.computation import Job, RanksOf, entered_importance, entered_scores, staged_layer
 from pipeline.gradient_pass import GradientPass
 from pipeline.keys import (
     RANKS,
@@ -206,7 +206,7 @@ class Driver:
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 
     def _solve_all(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in layers_of(self.job.tasks) if not self._staged(layer)]
+        pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
         self.observer.phase("compress", len(pending), 1)
         while pending:
             batch, pending = self.steps.batch(pending)
@@ -232,7 +232,7 @@ class Driver:
     # -- the walk with propagate: compressed -------------------------------------------------------------------------
 
     def _walk(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in layers_of(self.job.tasks) if not self._staged(layer)]
+        pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
         if not pending:
             return
         first, last = pending[0], pending[-1]
@@ -258,7 +258,9 @@ class Driver:
 
     def _propagate(self, layer: int, base: int) -> int:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
-        done = self.steps.do(self._forward("compressed", layer, self._staged(layer), (), base, store=True))
+        done = self.steps.do(
+            self._forward("compressed", layer, staged_layer(self.journal, layer), (), base, store=True)
+        )
         activations = [result.activation for result in done]
         self.steps.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
         self.cleaner.retain_activations(tuple(record for record in activations if record))
@@ -281,7 +283,9 @@ class Driver:
     ) -> list[Unit]:
         """All shards through a layer, in shard order."""
         activations = self._activations(lineage, base)
-        replay = tuple(self._staged(before) if lineage == "compressed" else None for before in range(base, layer))
+        replay = tuple(
+            staged_layer(self.journal, before) if lineage == "compressed" else None for before in range(base, layer)
+        )
         return [
             Forward(
                 lineage=lineage,
@@ -326,11 +330,6 @@ class Driver:
             self.observer.layer_done("compress", layer, groups)
 
     # -- the journal -------------------------------------------------------------------------------------------------
-
-    def _staged(self, layer: int) -> StagedLayer | None:
-        """The committed compressed layer: its file and its forms."""
-        entry = self.journal.get(layer_key(layer))
-        return StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None
 
     def _activations(self, lineage: Lineage, layer: int) -> list[ArrayRecord] | None:
         """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""

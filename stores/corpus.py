@@ -77,13 +77,6 @@ def load_tokenizer(place: Place, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
-def pack_samples(
-    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, samples: int, sequence_length: int, seed: int
-) -> torch.Tensor:
-    """Calibration samples (samples, sequence_length) int64: see `draw_samples`, which draws the same."""
-    return draw_samples(documents, tokenizer, samples, 0, sequence_length, seed)[0]
-
-
 def draw_samples(
     documents: Iterable[str],
     tokenizer: PreTrainedTokenizerBase,

@@ -56,10 +56,12 @@ class TensorRecord:
 
     @property
     def num_bytes(self) -> int:
+        """Size in the file."""
         return self.end - self.begin
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype that the format's name stands for. Raises KeyError for one that torch lacks."""
         return DTYPES[self.dtype]
 
 

@@ -276,8 +276,9 @@ class Worker:
         """`role.weight` / `role.bias` of a group's roles."""
         names = {
             key: name
-            for key, (name, _) in self.setup.geometry.layer_tensors(group.layer).items()
-            if key.partition(".")[0] in group.roles
+            for role in self.setup.geometry.roles
+            if role in group.roles
+            for key, (name, _) in self.setup.geometry.role_tensors(group.layer, role).items()
         }
         return self.layers.dense_weights(group.layer, names)
 

@@ -241,8 +241,9 @@ class Assembler:
         return {
             name: self.inputs.methods[task.method].name
             for task in self.inputs.tasks
-            for key, (name, _) in geometry.layer_tensors(task.layer).items()
-            if key.partition(".")[0] in task.roles
+            for role in geometry.roles
+            if role in task.roles
+            for name, _ in geometry.role_tensors(task.layer, role).values()
         }
 
     def _layer_report(self, layer: int) -> dict[str, Any]:

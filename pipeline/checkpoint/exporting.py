@@ -20,10 +20,9 @@ from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.families.registry import geometry_of, source_config
 from stores.checkpoint import copy_shard, write_index, write_shard
 from stores.hub import COMPANIONS
-from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
+from stores.source import CONFIG_FILE, INDEX_FILE
 from stores.storage import Place, matching, open_storage
-from workers.config import WorkerConfig
-from workers.layers import LayerReader
+from workers.layers import cpu_reader
 
 Target = Literal["dense", "stock"]
 
@@ -45,13 +44,14 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     geometry, stored = geometry_of(config), getattr(torch, config["dtype"])
     width = config["intermediate_size"] if target == "dense" else common_width(config)
     written = source_config({**config, "intermediate_size": width}, config["dtype"])
-    reader = _float64_reader(checkpoint, config)
+    reader = cpu_reader(checkpoint, config, torch.float64)
     total, numbers = geometry.num_layers + 1, 0
     weight_map: dict[str, str] = {}
     for layer in range(geometry.num_layers):
         reader.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
         weights = pad_mlp(dense_weights(reader.block(layer, None).module, geometry, stored), width)
-        named = {f"{geometry.path(layer, role)}.{part}": tensor.to(stored) for (role, part), tensor in _split(weights)}
+        names = geometry.layer_tensors(layer)
+        named = {names[key][0]: tensor.to(stored) for key, tensor in weights.items()}
         file = f"model-{layer + 1:05d}-of-{total:05d}{SHARD_SUFFIX}"
         write_shard(written_to, file, named)
         weight_map |= dict.fromkeys(named, file)
@@ -90,24 +90,3 @@ def common_width(config: Mapping[str, Any]) -> int:
             "{mlp: WIDTH}`, in the entry of flat_llm; --to dense fills up with zeros"
         )
     return int(widths[0])
-
-
-def _split(weights: Mapping[str, torch.Tensor]) -> list[tuple[tuple[str, str], torch.Tensor]]:
-    return [((key.partition(".")[0], key.partition(".")[2]), tensor) for key, tensor in weights.items()]
-
-
-def _float64_reader(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> LayerReader:
-    setup = WorkerConfig(
-        source=checkpoint,
-        config=config,
-        geometry=geometry_of(config),
-        run_dir=checkpoint.storage,
-        tokens=None,
-        shards=1,
-        micro_batch=1,
-        dtype=torch.float64,
-        threads=torch.get_num_threads(),
-        use_gpu=False,
-        hidden_bytes=0,
-    )
-    return LayerReader(setup, torch.device("cpu"))

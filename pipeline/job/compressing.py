@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, StagedLayer
+from manifests.records import ArrayRecord
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
+from pipeline.computation import staged_layer
 from pipeline.console.signals import catch_signals, interrupt_on_signals
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import sweep_scratch
@@ -21,7 +22,7 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
-from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS, layer_key
+from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS
 from pipeline.ports import Compare
 from pipeline.repair import REPAIRS
 from stores.activations import ActivationStore
@@ -59,12 +60,16 @@ class StoreCleaner:
         self.statistics.sweep(records)
 
 
-def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
-    """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again."""
+def compress_layers(job: JobContext, heartbeat: Heartbeat, *, compared: bool = True) -> Effort:
+    """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again.
+
+    `compared`: what they do beside the dense ones is entered, too, as OUTPUT's record wants it.
+    """
     for attempt in range(REPAIRS + 1):
         with _workers(job, heartbeat) as (driver, pool):
             driver.run()
-            _compare(job, pool)
+            if compared:
+                _compare(job, pool)
             effort = Effort(pool.seconds, dict(pool.peak_bytes))
         interrupt_on_signals(job.stop)
         job.observer.stage("assemble")
@@ -104,14 +109,13 @@ def _workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[tuple[Driver, Ra
 
 def _compare(job: JobContext, pool: RayPool) -> None:
     """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again on OUTPUT."""
-    entries = [job.ledger.get(layer_key(layer)) for layer in range(job.inputs.geometry.num_layers)]
-    layers = [entry["staged"]["sha256"] if entry else None for entry in entries]
+    staged = tuple(staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers))
+    layers = [found["sha256"] if found else None for found in staged]
     origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
     tokens = tuple(map(tuple, ids_BS.tolist()))
     entered = job.ledger.get(COMPARED)
     if entered is not None and entered["layers"] == layers and entered["compared"]["tokens"] == list(map(list, tokens)):
         return
-    staged = tuple(StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None for entry in entries)
     try:
         pool.submit(Compare(tokens, staged))
         _, found = pool.wait()

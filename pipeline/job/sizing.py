@@ -54,8 +54,8 @@ def _within(job: JobContext, limit: float, heartbeat: Heartbeat) -> tuple[JobCon
             )
         _aim(job, size)
         sized = replace(job, inputs=job.inputs.at_size(size))
-        effort = compress_layers(sized, heartbeat)
         known = job.ledger.get(try_key(size))
+        effort = compress_layers(sized, heartbeat, compared=known is not None)
         if known is not None:
             job.ledger.commit(HELD_OUT_SCORE, known)
             return sized, effort

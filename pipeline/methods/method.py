@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -127,6 +127,20 @@ class Task(Group):
 def task_key(layer: int, method: int, group: str) -> str:
     """Names a task in the ledger, among ranks, curves and what is measured: `LAYER/METHOD/GROUP`."""
     return f"{layer}/{method}/{group}"
+
+
+class TaskName(NamedTuple):
+    """What the key of a task says."""
+
+    layer: int
+    method: int
+    group: str
+
+
+def read_task_key(key: str) -> TaskName:
+    """What `task_key` made of it, as ledgers keep it."""
+    layer, method, group = key.split("/", 2)
+    return TaskName(int(layer), int(method), group)
 
 
 def group_key(layer: int, group: str) -> str:

@@ -102,7 +102,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
 
 def point_features(point: str, geometry: Geometry) -> int:
     """Numbers per token that pass a point of the layer."""
-    role, _, side = point.partition(".")
+    role, _, side = point.rpartition(".")
     if role in ("attention", "mlp"):
         return geometry.hidden
     rows, columns = geometry.weight_shape(role)[0], geometry.weight_shape(role)[-1]
@@ -121,10 +121,7 @@ def _passes(manifest: Manifest, tasks: Sequence[Task], compressed: bool) -> int:
     """How often the layers are gone through: importance or dense statistics once, the compressed walk twice."""
     if not any(task.moments for task in tasks):
         return 0
-    importance = any(
-        getattr(entry, "allocation", None) == "importance" and not getattr(entry, "ranks", None)
-        for entry in manifest.methods
-    )
+    importance = any("importance" in method.scores for method in build_methods(manifest))
     return (2 + int(importance)) if compressed else 1
 
 

@@ -21,8 +21,7 @@ from pipeline.verification.output_checks import Finding
 from stores.source import SourceCheckpoint
 from stores.storage import Storage
 from workers.comparing import compare_models, deviation
-from workers.config import WorkerConfig
-from workers.layers import LayerReader
+from workers.layers import cpu_reader
 
 SKETCH_BOUND = 1e-3  # healthy ones repeat bit for bit on one machine; see tools/benchmarks/verify_bounds.py
 EXACT_BOUND = 1e-3  # relative error of the logits when no group cut anything off; float32 reaches 1e-5
@@ -74,9 +73,10 @@ def check_coverage(
     """
     geometry = geometry_of(standard)
     roles = {
-        name: (layer, key.partition(".")[0])
+        name: (layer, role)
         for layer in range(geometry.num_layers)
-        for key, (name, _) in geometry.layer_tensors(layer).items()
+        for role in geometry.roles
+        for name, _ in geometry.role_tensors(layer, role).values()
     }
     methods = {entry["method"] for entry in compression["manifest"]["methods"]}
     claimed = compression["claimed"]
@@ -163,7 +163,10 @@ def check_logits(
     origin = recorded["origin"] if recorded else "random"
     layers = standard["num_hidden_layers"]
     found = compare_models(
-        float32_reader(original, standard), float32_reader(checkpoint, config), (None,) * layers, ids_BS
+        cpu_reader(original, standard, torch.float32),
+        cpu_reader(checkpoint, config, torch.float32),
+        (None,) * layers,
+        ids_BS,
     ).report()
     errors, error = found["layer_errors"], found["error"]
     stated, why = (bound, "as given") if bound is not None else default_bound(config, compression)
@@ -223,21 +226,3 @@ def cut_nothing(compression: Mapping[str, Any]) -> bool:
             if not report.get("dense") and (not errors or max(errors) > 0.0):
                 return False
     return True
-
-
-def float32_reader(source: SourceCheckpoint, config: Mapping[str, Any]) -> LayerReader:
-    """A checkpoint's layers, on this machine's CPU."""
-    setup = WorkerConfig(
-        source=source,
-        config=config,
-        geometry=geometry_of(config),
-        run_dir=source.storage,
-        tokens=None,
-        shards=1,
-        micro_batch=1,
-        dtype=torch.float32,
-        threads=torch.get_num_threads(),
-        use_gpu=False,
-        hidden_bytes=0,
-    )
-    return LayerReader(setup, torch.device("cpu"))

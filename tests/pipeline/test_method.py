@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.methods.method import Group, Moment, Statistics, Task
+from pipeline.methods.method import Group, Moment, Statistics, Task, read_task_key
 from pipeline.methods.registry import layer_gradients, layer_moments
 
 
@@ -48,3 +48,9 @@ def test_means_of_both_kinds() -> None:
     statistics = Statistics({value: torch.full((1, 2, 2), 6.0), gradient: torch.full((1, 2, 2), 0.5)}, tokens=3)
     assert torch.equal(statistics.mean(value), torch.full((1, 2, 2), 2.0, dtype=torch.float64))
     assert torch.equal(statistics.mean(gradient), torch.full((1, 2, 2), 0.5, dtype=torch.float64))
+
+
+def test_the_key_of_a_task_is_read_as_it_was_made() -> None:
+    task = Task.of(1, Group(12, "query_key", ("q", "k")))
+    assert task.key == "12/1/query_key"
+    assert read_task_key(task.key) == (task.layer, task.method, task.name)
