@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from manifests.errors import InputError
+from manifests.loading import load_manifest
+from pipeline.console.places import settle_places
 from stores.bucket import Bucket
 from stores.disk import Disk
 from stores.storage import Storage, matching
@@ -83,3 +86,15 @@ def test_a_bucket_that_is_not_there_is_named_before_any_work(
     assert ended.code == 2, ended.err
     assert "s3://no-such-bucket/" in ended.err
     assert "NoSuchBucket" in ended.err
+
+
+def test_addresses_in_a_manifest_stay_as_they_are(job: MakeJob, tmp_path: Path) -> None:
+    made = job(**{**everything_at("s3://bucket"), "calibration.text.files": ["s3://bucket/a.txt", "b.txt"]})
+    given = load_manifest(made.manifest)
+    assert settle_places(given, None) == given
+    settled = settle_places(given, tmp_path)
+    assert (settled.output, settled.run_dir, settled.model.source) == (given.output, given.run_dir, given.model.source)
+    assert settled.calibration is not None
+    assert settled.calibration.texts[0][0].files == ("s3://bucket/a.txt", str(tmp_path / "b.txt"))
+    with pytest.raises(InputError, match=r"output: s3:///out: no address of a bucket; expected s3://BUCKET"):
+        settle_places(given.model_copy(update={"output": "s3:///out"}), None)
