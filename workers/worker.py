@@ -42,8 +42,10 @@ from pipeline.ports import (
     Write,
 )
 from stores.activations import ActivationStore
+from stores.run_directory import ACTIVATIONS, STATISTICS
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
+from stores.storage import open_storage
 from workers.backward import BackwardPass
 from workers.block import Tap, overflow_advice
 from workers.comparing import compare_models
@@ -67,8 +69,9 @@ class Worker:
         self.transfer = transfer
         self.device = torch.device("cuda" if setup.use_gpu else "cpu")
         self.methods = build_methods(setup.manifest) if setup.manifest else ()
-        self.activations = ActivationStore(setup.run_dir / "activations.zarr")
-        self.statistics = StatisticsStore(setup.run_dir / "statistics.zarr")
+        run_dir = open_storage(setup.run_dir)
+        self.activations = ActivationStore(run_dir.below(ACTIVATIONS))
+        self.statistics = StatisticsStore(run_dir.below(STATISTICS))
         self.tokens = self._open_tokens()
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
         self.layers = LayerReader(setup, self.device)

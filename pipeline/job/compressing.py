@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import staged_layer
 from pipeline.console.signals import catch_signals, interrupt_on_signals
 from pipeline.driver import Driver
-from pipeline.evaluation.perplexity import SCRATCH_PREFIX
+from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.job.calibration import sample_tokens
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
@@ -30,6 +29,7 @@ from stores.activations import ActivationStore
 from stores.run_directory import RunDirectory
 from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
+from stores.storage import open_storage
 from workers.config import WorkerConfig
 from workers.pool import RayPool
 
@@ -140,7 +140,7 @@ def assemble_output(job: JobContext) -> dict[str, Any]:
 
 
 def _assembler(job: JobContext) -> Assembler:
-    return Assembler(job.inputs, job.ledger, job.run_dir.path, job.source_files, job.run_dir.lock.check)
+    return Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, job.run_dir.lock.check)
 
 
 def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
@@ -150,7 +150,7 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         source=job.inputs.source,
         config=job.inputs.config,
         geometry=job.inputs.geometry,
-        run_dir=job.run_dir.path.resolve(),
+        run_dir=open_storage(job.run_dir.storage.address),
         tokens=tokens,
         shards=calibration.shards if calibration else manifest.workers.max,
         micro_batch=calibration.micro_batch if calibration else 1,
@@ -185,6 +185,5 @@ def _sweep(job: JobContext) -> None:
     """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
     job.ledger.sweep()
     entered = [job.ledger.get(key) for key in job.ledger.keys("layer/")]
-    sweep_staged(job.run_dir.path, [entry["staged"] for entry in entered if entry])
-    for left in job.run_dir.path.glob(f"{SCRATCH_PREFIX}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    sweep_staged(job.run_dir.storage, [entry["staged"] for entry in entered if entry])
+    sweep_scratch(job.run_dir.storage)
