@@ -61,7 +61,7 @@ class StoreCleaner:
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
         """Drops all staged layers but these."""
-        sweep_staged(self.run_dir.path, records)
+        sweep_staged(self.run_dir.storage, records)
 
 
 def compress_layers(job: JobContext, heartbeat: Heartbeat, *, compared: bool = True) -> Effort:
