@@ -209,11 +209,6 @@ class LayerEntry(TypedDict):
     rounded: NotRequired[dict[str, Scheme]]
 
 
-def staged_layer(entry: LayerEntry) -> StagedLayer:
-    """What a worker needs of an entered layer."""
-    return StagedLayer(**entry["staged"], forms=entry["forms"], rounded=entry.get("rounded", {}))
-
-
 @with_config(STRICT)
 class TokensEntry(TypedDict):
     """The calibration tokens."""

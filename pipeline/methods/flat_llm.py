@@ -14,15 +14,8 @@ from torch import Tensor
 
 from manifests.methods import FlatLLM
 from pipeline.families.family import Geometry
-from pipeline.kernels.nystrom import (
-    eliminate,
-    nested_losses,
-    nystrom_refit,
-    output_error,
-    ridge_leverage,
-    select_eliminate,
-    select_leverage,
-)
+from pipeline.kernels.elimination import eliminate, prune
+from pipeline.kernels.nystrom import nested_losses, nystrom_refit, output_error, ridge_leverage, select_leverage
 from pipeline.kernels.sensitivity import diagonal_blocks, projection_losses, pulled
 from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, symmetric_root, weighted_head_pca
 from pipeline.methods.base import MethodBase
@@ -192,13 +185,15 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         self, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
     ) -> Solution:
         """Keeps `rank` channels and refits the down projection on them."""
-        moment_NN, down_DN = statistics.moments[HIDDEN][0], weights["down.weight"].double()
+        moment_NN, down_DN = statistics.moments[HIDDEN][0], weights["down.weight"]
         if self.entry.selection == "leverage":
             kept_k, jitter = select_leverage(moment_NN, rank, self.entry.ridge)
+            refit_Dk, fallbacks = nystrom_refit(down_DN, moment_NN, kept_k)
+            error = output_error(down_DN, refit_Dk, kept_k, moment_NN)
         else:
             metric_DD = statistics.mean(AFTER_LAYER)[0] if self.entry.weighting == "loss" else None
-            kept_k, jitter = select_eliminate(moment_NN, self._felt(down_DN, metric_DD), rank)
-        refit_Dk, fallbacks = nystrom_refit(down_DN, moment_NN, kept_k)
+            felt_DN = None if metric_DD is None else self._felt(down_DN.double(), metric_DD)
+            kept_k, refit_Dk, error, jitter, fallbacks = prune(moment_NN, down_DN, rank, felt_DN)
         tensors = {"down.weight": refit_Dk}
         for role in _mlp_roles(geometry)[:-1]:
             tensors[f"{role}.weight"] = weights[f"{role}.weight"][kept_k].double()
@@ -206,7 +201,6 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
                 tensors[f"{role}.bias"] = weights[f"{role}.bias"][kept_k].double()
         if "down.bias" in weights:
             tensors["down.bias"] = weights["down.bias"].double()
-        error = output_error(down_DN, refit_Dk, kept_k, moment_NN)
         form = {"form": "pruned", "rank": rank}
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
         inputs = {"down": moment_NN[kept_k][:, kept_k]}

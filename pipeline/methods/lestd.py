@@ -35,7 +35,7 @@ from pipeline.methods.lestd_sizes import (
     size_curve,
     sizes_at_common_threshold,
 )
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
 from pipeline.ranks.budget import RankVariable
 
 INPUT = Moment("attention.in")
@@ -122,7 +122,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         even = [min(ratio * self._dense(geometry, variable.group), variable.cap) for variable in variables]
         if self.entry.threshold == "layer" or scores.measured is None or ratio >= 1.0:
             return {variable.key: want for variable, want in zip(variables, even, strict=True)}
-        curves = [scores.measured[f"{variable.layer}/{variable.group}"] for variable in variables]
+        curves = [scores.measured[group_key(variable.layer, variable.group)] for variable in variables]
         sizes = sizes_at_common_threshold(curves, [variable.cap for variable in variables], sum(even))
         return {variable.key: size for variable, size in zip(variables, sizes, strict=True)}
 

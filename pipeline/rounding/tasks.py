@@ -7,21 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from manifests.errors import InputError
-from manifests.methods import LeSTD, MethodEntry
+from manifests.methods import LeSTD, LossAware, MethodEntry
 from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.methods.registry import Task
+from pipeline.methods.method import Task
 from pipeline.rounding.solutions import LEAST_GROUP, input_moments
 
 
 def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry) -> tuple[Task, ...]:
     """The tasks with the moments that rounding with error feedback needs.
 
-    Raises InputError for what cannot be rounded: Tucker forms, and dense widths or given ranks that no group fits.
+    Raises InputError for what cannot be rounded: Tucker forms, corrected layers, dense widths or given ranks that no
+    group fits.
     """
     assert manifest.quantize is not None
-    _refuse_tucker(manifest)
+    _refuse_methods(manifest)
     _check_multiples(manifest, manifest.quantize.group)
     _check_groups(manifest.quantize.group, manifest.quantize.skip, geometry)
     if not manifest.rounds_by_feedback:
@@ -30,13 +31,17 @@ def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry)
 
 
 def _with_inputs(task: Task, skip: Sequence[str]) -> Task:
-    group = task.group
-    needed = input_moments([role for role in group.roles if role not in skip])
-    return replace(task, group=replace(group, moments=tuple(dict.fromkeys((*group.moments, *needed)))))
+    needed = input_moments([role for role in task.roles if role not in skip])
+    return replace(task, moments=tuple(dict.fromkeys((*task.moments, *needed))))
 
 
-def _refuse_tucker(manifest: Manifest) -> None:
+def _refuse_methods(manifest: Manifest) -> None:
     for position, entry in enumerate(manifest.methods):
+        if isinstance(entry, LossAware) and entry.correct != "none":
+            raise InputError(
+                f"quantize: methods.{position}.correct: {entry.correct} solves a layer in parts, which are not rounded "
+                "yet; use correct: none"
+            )
         if isinstance(entry, LeSTD):
             raise InputError(
                 f"quantize: methods.{position} (lestd) stores a sparse core and factors that no linear module holds; "

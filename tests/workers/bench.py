@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.registry import Task, build_methods, claim_tasks
+from pipeline.methods.method import Task
+from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.ports import Forward, Reduce, Solve, SolveDone, Write
 from stores.activations import ActivationStore
 from stores.source import open_source
@@ -73,7 +74,7 @@ def layer_names(setup: WorkerConfig, layer: int) -> list[str]:
 def tasks_of(setup: WorkerConfig, layer: int) -> list[Task]:
     assert setup.manifest is not None
     tasks = claim_tasks(build_methods(setup.manifest), setup.geometry)
-    return [task for task in tasks if task.group.layer == layer]
+    return [task for task in tasks if task.layer == layer]
 
 
 class Reference:
@@ -165,7 +166,7 @@ def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Any,
     """All units that compress a layer; the staged record, as the driver hands it on, and the reports by group."""
     solved, reports = [], {}
     for task in tasks_of(worker.setup, layer):
-        moments = task.group.moments
+        moments = task.moments
         units = [Forward("dense", layer, s, moments=moments, emit=False, replay=(None,) * layer) for s in range(2)]
         done = [worker.execute(unit) for unit in units]
         records = {
@@ -174,12 +175,12 @@ def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Any,
         }
         found = worker.execute(Solve(task, ranks, records))
         solved.append(found)
-        reports[task.group.name] = found.report
+        reports[task.name] = found.report
     unit = write_unit(worker.setup, layer, solved)
     return {**worker.execute(unit), "forms": dict(unit.forms)}, reports
 
 
 def write_unit(setup: WorkerConfig, layer: int, solved: list[SolveDone]) -> Write:
     forms = {role: form for found in solved for role, form in found.forms.items()}
-    roles = tuple(role for task in tasks_of(setup, layer) for role in task.group.roles)
+    roles = tuple(role for task in tasks_of(setup, layer) for role in task.roles)
     return Write(layer, tuple(found.factors for found in solved), roles, forms)

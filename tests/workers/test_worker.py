@@ -313,12 +313,12 @@ def test_two_workers_give_what_one_gives(llama: Path, tmp_path: Path) -> None:
     solved = []
     for task in tasks_of(setup, 1):
         done = [
-            worker.execute(Forward("dense", 1, shard, moments=task.group.moments, emit=False, replay=(None,)))
+            worker.execute(Forward("dense", 1, shard, moments=task.moments, emit=False, replay=(None,)))
             for shard, worker in enumerate(workers)
         ]
         records = {
             moment: workers[1].execute(Reduce("dense", 1, moment, tuple(part.partials[moment] for part in done)))
-            for moment in task.group.moments
+            for moment in task.moments
         }
         solved.append(workers[0].execute(Solve(task, LOW, records)))
     staged = workers[1].execute(write_unit(setup, 1, solved))
