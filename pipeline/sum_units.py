@@ -90,7 +90,7 @@ class Collect:
 class CollectDone:
     """Handles of the sums, by moment, and the shards that are in each of them; none, if the worker had no such sums."""
 
-    shards: frozenset[int]
+    shards: tuple[int, ...]
     partials: Mapping[Moment, Any]
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:

@@ -103,7 +103,7 @@ class Summing:
             raise error
         self.steps.pool.cancel_pending()
         self.steps.repairs.invalidate(error)
-        there = frozenset().union(*(part.done.shards for part in left))
+        there = {shard for part in left for shard in part.done.shards}
         again = self._for_sums_alone(
             [unit for unit in units if unit.shard not in there], {moment: grids[moment] for moment in moments}
         )

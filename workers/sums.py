@@ -78,9 +78,9 @@ class LayerSums:
     def collect(self, unit: Collect) -> CollectDone:
         """Gives the sums away."""
         if self.name != unit.sums:
-            return CollectDone(frozenset(), {})
+            return CollectDone((), {})
         partials = {moment: self.transfer.put(_packed(self.bands[moment])) for moment in unit.moments}
-        done = CollectDone(frozenset(self.shards), partials)
+        done = CollectDone(tuple(sorted(self.shards)), partials)
         self.forget()
         return done
 

@@ -186,10 +186,7 @@ class Worker:
         first, _ = self._range(unit.shard)
         for start, stop in self._micro_batches(unit.shard):
             hidden_writer.append(embed(self._tokens(first + start, first + stop)))
-        self.hidden.keep(shard_key, hidden_writer)
-        held = self.hidden.get(shard_key)
-        assert held is not None
-        return held
+        return self.hidden.keep_reader(shard_key, hidden_writer)
 
     def _replay(self, unit: Forward | Score | Diverge, layer: int, inputs: HiddenReader) -> HiddenReader:
         """A layer once more, for its outputs alone."""
@@ -201,10 +198,7 @@ class Worker:
                 output_BSD = block.run(inputs.read(start, stop).to(self.device))
             assert output_BSD is not None
             hidden_writer.append(output_BSD)
-        self.hidden.keep(shard_key, hidden_writer)
-        held = self.hidden.get(shard_key)
-        assert held is not None
-        return held
+        return self.hidden.keep_reader(shard_key, hidden_writer)
 
     def _taps(self, unit: Forward, samples: dict[Moment, Tensor]) -> list[tuple[str, Tap]]:
         """What takes the unit's moments, at their points; a shard that is in the sums already is not added again."""
