@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+# A file's tests stay in one process, as they share what they have computed; each process has a Ray of its own.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 INPUTS := pyproject.toml deploy/serving/pyproject.toml deploy/constraints.txt
 
 .PHONY: setup check unit test mutants quickstart clean
@@ -27,10 +29,10 @@ check: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/python -m pytest -q -m "not ray and not slow" --ignore=tests/end_to_end
+	$(PYTEST) -m "not ray and not slow" --ignore=tests/end_to_end
 
 test: setup check
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 mutants: setup
 	$(BIN)/python -m tools.mutants

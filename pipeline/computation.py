@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from manifests.records import Key
-from pipeline.keys import curves_key, dense_key, measured_key
-from pipeline.methods.method import Curve, Scores
-from pipeline.methods.registry import Task, layer_gradients, layer_importance
+from manifests.records import Key, StagedLayer
+from pipeline.keys import curves_key, dense_key, layer_key, measured_key
+from pipeline.methods.method import Curve, Scores, Task
+from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
+from pipeline.ports import Journal
 
 RanksOf = Mapping[str, Mapping[str, int]]
 
@@ -19,7 +20,7 @@ class Job:
     """What is to be computed.
 
     Attributes:
-        allocate: scores -> ranks of every task, by `ranks_key`.
+        allocate: scores -> ranks of every task, by `Task.key`.
         scores: the fields of `Scores` that calibration text must give.
         measures: what must be measured on the dense weights before ranks are chosen.
         predicts: the groups whose curves must be taken before ranks are chosen.
@@ -56,9 +57,9 @@ def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mappi
     """What ranks may follow, from the ledger's entries. `entry` gives the entry of a key or raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
-    for layer in sorted({task.group.layer for task in job.measures}):
+    for layer in layers_of(job.measures):
         measured |= entry(measured_key(layer))["measured"]
-    for layer in sorted({task.group.layer for task in job.predicts}):
+    for layer in layers_of(job.predicts):
         curves |= entry(curves_key(layer))["curves"]
     return Scores(importance, measured, curves)
 
@@ -72,3 +73,9 @@ def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, 
         cosines = entry(dense_key(layer))["cosine"]
         means.append(sum(total for total, _ in cosines) / sum(count for _, count in cosines))
     return layer_importance(means)
+
+
+def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
+    """The committed compressed layer, its file and its forms; None for one that is not compressed."""
+    entry = journal.get(layer_key(layer))
+    return StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None

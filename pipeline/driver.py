@@ -8,7 +8,7 @@ data is dropped last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import (
@@ -16,12 +16,11 @@ from manifests.records import (
     ArrayRecord,
     CurvesEntry,
     DenseEntry,
-    GroupReport,
-    LayerEntry,
     MeasuredEntry,
     StagedLayer,
 )
-from pipeline.computation import Job, RanksOf, entered_importance, entered_scores
+from pipeline.computation import Job, RanksOf, entered_importance, entered_scores, staged_layer
+from pipeline.correction import CorrectedWalk
 from pipeline.gradient_pass import GradientPass
 from pipeline.keys import (
     RANKS,
@@ -33,8 +32,8 @@ from pipeline.keys import (
     measured_key,
     statistics_key,
 )
-from pipeline.methods.method import FormSpec, Moment
-from pipeline.methods.registry import Task, layer_gradients, layer_moments, ranks_key
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 from pipeline.ports import (
     Cleaner,
     Forward,
@@ -47,10 +46,9 @@ from pipeline.ports import (
     Solve,
     SolveDone,
     Unit,
-    Write,
 )
 from pipeline.repair import Repairs
-from pipeline.steps import Steps
+from pipeline.steps import Steps, write_unit
 from pipeline.summing import Summing
 
 
@@ -91,7 +89,7 @@ class Driver:
     def _prepare(self) -> None:
         self._retain_statistics()
         dense = self.job.propagate == "dense"
-        has_moments = any(task.group.moments for task in self.job.tasks)
+        has_moments = any(task.moments for task in self.job.tasks)
         if "importance" in self.job.scores or (dense and has_moments) or self.gradients.span():
             self._dense_pass(with_moments=dense)
         self.gradients.run()
@@ -103,9 +101,11 @@ class Driver:
     def _run_phases(self) -> None:
         self._prepare()
         dense = self.job.propagate == "dense"
-        has_moments = any(task.group.moments for task in self.job.tasks)
+        has_moments = any(task.moments for task in self.job.tasks)
         ranks = self._ranks()
-        if dense or not has_moments:
+        if any(task.corrections for task in self.job.tasks):
+            CorrectedWalk(self.job, self.steps, self.cleaner, self._statistics_of, self._retain_statistics).run(ranks)
+        elif dense or not has_moments:
             self._solve_all(ranks)
         else:
             self._walk(ranks)
@@ -178,40 +178,37 @@ class Driver:
 
     def _measure(self) -> None:
         """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
-        pending = [layer for layer in _layers(self.job.measures) if self.journal.get(measured_key(layer)) is None]
+        pending = [layer for layer in layers_of(self.job.measures) if self.journal.get(measured_key(layer)) is None]
         self.observer.phase("measure", len(pending), 1)
         while pending:
             batch, pending = self.steps.batch(pending)
-            units = [Measure(task) for task in self.job.measures if task.group.layer in batch]
+            units = [Measure(task) for task in self.job.measures if task.layer in batch]
             for layer, found in self._found(batch, units).items():
                 self.steps.enter(measured_key(layer), MeasuredEntry(measured=found))
                 self.observer.layer_done("measure", layer, {})
 
     def _predict(self) -> None:
         """What each size of a group costs the loss, a batch of layers at a time; one entry for each layer."""
-        pending = [layer for layer in _layers(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
+        pending = [layer for layer in layers_of(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
         self.observer.phase("curves", len(pending), 1)
         while pending:
             batch, pending = self.steps.batch(pending)
-            units = [
-                Predict(task, self._statistics_of(task)) for task in self.job.predicts if task.group.layer in batch
-            ]
+            units = [Predict(task, self._statistics_of(task)) for task in self.job.predicts if task.layer in batch]
             for layer, found in self._found(batch, units).items():
                 self.steps.enter(curves_key(layer), CurvesEntry(curves=found))
                 self.observer.layer_done("curves", layer, {})
 
     def _found(self, layers: list[int], units: Sequence[Measure | Predict]) -> dict[int, dict[str, Any]]:
-        """What some units give, by layer and `ranks_key`."""
+        """What some units give, by layer and `Task.key`."""
         results = list(zip(units, self.steps.do(units), strict=True))
         return {
-            layer: {ranks_key(unit.task): found for unit, found in results if unit.task.group.layer == layer}
-            for layer in layers
+            layer: {unit.task.key: found for unit, found in results if unit.task.layer == layer} for layer in layers
         }
 
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 
     def _solve_all(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in _layers(self.job.tasks) if not self._staged(layer)]
+        pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
         self.observer.phase("compress", len(pending), 1)
         while pending:
             batch, pending = self.steps.batch(pending)
@@ -231,13 +228,13 @@ class Driver:
         return self.steps.entry(gradient_key(layer))["statistics"]
 
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
-        entered = self._dense_statistics(task.group.layer)
-        return {moment: entered[moment.key] for moment in task.group.moments}
+        entered = self._dense_statistics(task.layer)
+        return {moment: entered[moment.key] for moment in task.moments}
 
     # -- the walk with propagate: compressed -------------------------------------------------------------------------
 
     def _walk(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in _layers(self.job.tasks) if not self._staged(layer)]
+        pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
         if not pending:
             return
         first, last = pending[0], pending[-1]
@@ -263,7 +260,9 @@ class Driver:
 
     def _propagate(self, layer: int, base: int) -> int:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
-        done = self.steps.do(self._forward("compressed", layer, self._staged(layer), (), base, store=True))
+        done = self.steps.do(
+            self._forward("compressed", layer, staged_layer(self.journal, layer), (), base, store=True)
+        )
         activations = [result.activation for result in done]
         self.steps.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
         self.cleaner.retain_activations(tuple(record for record in activations if record))
@@ -286,7 +285,9 @@ class Driver:
     ) -> list[Forward]:
         """All shards through a layer, in shard order."""
         activations = self._activations(lineage, base)
-        replay = tuple(self._staged(before) if lineage == "compressed" else None for before in range(base, layer))
+        replay = tuple(
+            staged_layer(self.journal, before) if lineage == "compressed" else None for before in range(base, layer)
+        )
         return [
             Forward(
                 lineage=lineage,
@@ -309,35 +310,24 @@ class Driver:
     def _compress(self, statistics: Mapping[int, Mapping[str, ArrayRecord]], ranks: RanksOf) -> None:
         """Solves every group of some layers, then writes and enters each layer."""
         solves: list[Unit] = [
-            Solve(
-                task, ranks[ranks_key(task)], {moment: statistics[layer][moment.key] for moment in task.group.moments}
-            )
+            Solve(task, ranks[task.key], {moment: statistics[layer][moment.key] for moment in task.moments})
             for layer in statistics
             for task in self.job.tasks
-            if task.group.layer == layer
+            if task.layer == layer
         ]
 
         def parts(solutions: Sequence[SolveDone], layer: int) -> list[tuple[Solve, SolveDone]]:
             pairs = zip(solves, solutions, strict=True)
-            return [(unit, done) for unit, done in pairs if isinstance(unit, Solve) and unit.task.group.layer == layer]
+            return [(unit, done) for unit, done in pairs if isinstance(unit, Solve) and unit.task.layer == layer]
 
         solutions, staged = self.steps.do_both(
-            solves, lambda solutions: [_write_unit(layer, parts(solutions, layer)) for layer in statistics]
+            solves, lambda solutions: [write_unit(layer, parts(solutions, layer)) for layer in statistics]
         )
         for layer, record in zip(statistics, staged, strict=True):
             solved = parts(solutions, layer)
-            groups = {solve.task.group.name: _report(solve, solution) for solve, solution in solved}
-            forms = dict(_write_unit(layer, solved).forms)
-            entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
-            self.steps.enter(layer_key(layer), entry)
-            self.observer.layer_done("compress", layer, groups)
+            self.steps.enter_layer(layer, solved, record)
 
     # -- the journal -------------------------------------------------------------------------------------------------
-
-    def _staged(self, layer: int) -> StagedLayer | None:
-        """The committed compressed layer: its file and its forms."""
-        entry = self.journal.get(layer_key(layer))
-        return StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None
 
     def _activations(self, lineage: Lineage, layer: int) -> list[ArrayRecord] | None:
         """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""
@@ -348,24 +338,3 @@ class Driver:
             return dense.get("activations") if dense else None
         walked = self.journal.get(activations_key(layer))
         return walked["activations"] if walked else None
-
-
-def _layers(tasks: Sequence[Task]) -> list[int]:
-    return sorted({task.group.layer for task in tasks})
-
-
-def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
-    forms: dict[str, FormSpec] = {}
-    for _, solution in parts:
-        forms.update(solution.forms)
-    roles = tuple(role for solve, _ in parts for role in solve.task.group.roles)
-    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
-
-
-def _with_text_keys(entry: Any) -> Any:
-    """As JSON keeps it."""
-    return {str(key): _with_text_keys(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
-
-
-def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:
-    return {"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report}

@@ -14,17 +14,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from manifests.errors import InputError
 from manifests.loading import parse_block
 from manifests.schema import Text, Workers
 from pipeline.console.arguments import add_address, parser, run_command
-from pipeline.console.progress import JobObserver
-from pipeline.evaluation.perplexity import measure_perplexity
-from workers.cluster import connect
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "stored": None}
+DTYPES = ("bfloat16", "float16", "float32", "stored")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         "--window", type=int, default=2048, help="tokens a window; every token but its first is scored"
     )
     options.add_argument(
-        "--dtype", choices=sorted(DTYPES), default="float32", help="of the forward pass; log-softmax is float32"
+        "--dtype", choices=DTYPES, default="float32", help="of the forward pass; log-softmax is float32"
     )
     options.add_argument("--workers", type=int, default=1)
     options.add_argument("--cpus", type=int, default=1, help="threads of a worker")
@@ -58,6 +53,12 @@ def _body(arguments: Any) -> int:
     workers = parse_block(
         Workers, {"max": arguments.workers, "cpus": arguments.cpus, "gpus": arguments.gpus}, "--workers, --cpus, --gpus"
     )
+    import torch  # this and what follows take seconds, which --help and wrong options need not
+
+    from pipeline.console.progress import JobObserver
+    from pipeline.evaluation.perplexity import measure_perplexity
+    from workers.cluster import connect
+
     stop = threading.Event()
 
     def start() -> None:
@@ -66,7 +67,7 @@ def _body(arguments: Any) -> int:
 
     interrupt_on_signals(stop)
     with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints, too
-        dtype = DTYPES[arguments.dtype]
+        dtype = None if arguments.dtype == "stored" else getattr(torch, arguments.dtype)
         found = measure_perplexity(
             arguments.model, text, arguments.window, workers, dtype, stop, observer, arguments.scratch, start
         )

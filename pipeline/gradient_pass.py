@@ -38,13 +38,11 @@ class GradientPass:
             store = emit and self.job.is_boundary(layer)
             moments = layer_gradients(self.job.tasks, layer)
             units = self._units(layer, base if self.job.gradient == "model" else layer + 1, emit=emit, store=store)
-            done = self.steps.do(units)
-            statistics = self.steps.reduced("dense", layer, moments, units, done)
+            done, statistics = self.steps.sum_moments("dense", layer, moments, units)
             entry: GradientEntry = {"statistics": cast("dict[str, GradientRecord]", statistics)}
             if store:
                 entry["activations"] = [result.activation for result in done]
                 base = layer
-            del done  # and with it the partial sums, before the next layer's are made
             self.steps.enter(gradient_key(layer), entry)
             if store or self.job.gradient == "local":
                 inputs = self.stored_inputs(range(pending[0], layer))

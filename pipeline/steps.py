@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, Key
-from pipeline.methods.method import Moment
-from pipeline.ports import BackwardDone, ForwardDone, Journal, Lineage, Observer, Pool, Reduce, Unit
+from manifests.records import ArrayRecord, E, GroupReport, Key, LayerEntry, StagedRecord
+from pipeline.keys import layer_key
+from pipeline.methods.method import FormSpec, Moment
+from pipeline.ports import (
+    BackwardDone,
+    ForwardDone,
+    Journal,
+    Lineage,
+    Observer,
+    Pool,
+    Reduce,
+    Solve,
+    SolveDone,
+    Unit,
+    Write,
+)
 from pipeline.repair import Repairs
 
 
@@ -73,10 +87,29 @@ class Steps:
         records = self.build_on(done, units, reduces)
         return {moment.key: record for moment, record in zip(moments, records, strict=True)}
 
+    def sum_moments(
+        self, lineage: Lineage, layer: int, moments: Sequence[Moment], units: Sequence[Unit]
+    ) -> tuple[list[Any], dict[str, ArrayRecord]]:
+        """Does the units of all shards, then adds their moments: key -> record of the stored sum over all shards.
+
+        The results are returned without their partial sums, so that nobody holds those while the next layer's are made.
+        """
+        done = self.do(units)
+        sums = self.reduced(lineage, layer, moments, units, done)
+        return [replace(result, partials={}) for result in done], sums
+
     def enter(self, key: Key[E], record: E) -> None:
         """Commits an entry."""
         self.journal.commit(key, record)
         self.repairs.progress()
+
+    def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
+        """Commits a compressed layer."""
+        groups = {solve.task.name: _report(solve, done) for solve, done in solved}
+        forms = dict(write_unit(layer, solved).forms)
+        entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
+        self.enter(layer_key(layer), entry)
+        self.observer.layer_done("compress", layer, groups)
 
     def entry(self, key: Key[E]) -> E:
         """An entry that must be there. Raises CorruptError."""
@@ -92,3 +125,16 @@ class Steps:
         """As many layers as there are workers, and the rest."""
         count = max(1, self.pool.size)  # 0 while the only worker is being replaced
         return pending[:count], pending[count:]
+
+
+def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
+    """Writes a layer of which these groups are solved."""
+    forms: dict[str, FormSpec] = {}
+    for _, solution in parts:
+        forms.update(solution.forms)
+    roles = tuple(role for solve, _ in parts for role in solve.task.roles)
+    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
+
+
+def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:
+    return {"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report}

@@ -146,6 +146,7 @@ class ArrayWriter:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
         return tuple(self._record["shape"])
 
     def write_(self, selection: Selection, values: torch.Tensor) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from manifests.errors import InputError
 from manifests.loading import MAX_FILE_BYTES, dump_manifest, load_manifest, parse_manifest
-from manifests.schema import Budget, FlatLLM, Manifest
+from manifests.methods import FlatLLM
+from manifests.schema import Budget, Manifest
 from manifests.strict_yaml import read_yaml, write_yaml
 
 MINIMAL = """\

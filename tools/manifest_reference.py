@@ -18,13 +18,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from manifests import schema
+from manifests.methods import MethodEntry
+from manifests.schema import Manifest
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "manifest.md"
 INTRODUCTION = """\
 # The manifest
 
-<!-- Written by `python -m tools.manifest_reference`; change manifests/schema.py instead. -->
+<!-- Written by `python -m tools.manifest_reference`; change manifests/*.py instead. -->
 
 A job is one YAML file, read strictly: no unknown field, no number in quotes, no key twice; every fault is reported at
 once. Relative paths are relative to the working directory. `${NAME}` is replaced only when NAME is listed under
@@ -36,7 +37,7 @@ SIGNS: tuple[tuple[type, str, str], ...] = ((Gt, "gt", "> "), (Ge, "ge", "≥ ")
 
 def reference() -> str:
     """The whole page, as Markdown."""
-    sections = [_section(model) for model in _reachable(schema.Manifest)]
+    sections = [_section(model) for model in _reachable(Manifest)]
     return "\n".join([INTRODUCTION, *sections])
 
 
@@ -47,7 +48,7 @@ def _reachable(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
         current = pending.pop(0)
         yield current
         inner = [found for field in current.model_fields.values() for found in _blocks(field.annotation)]
-        inner = [schema.MethodEntry, *inner] if any(map(_is_method, inner)) else inner
+        inner = [MethodEntry, *inner] if any(map(_is_method, inner)) else inner
         new = [found for found in dict.fromkeys(inner) if found not in seen]
         seen.update(new)
         pending = [*new, *pending]
@@ -60,9 +61,9 @@ def _blocks(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _section(model: type[BaseModel]) -> str:
-    shared = schema.MethodEntry.model_fields if _is_method(model) else {}
+    shared = MethodEntry.model_fields if _is_method(model) else {}
     rows = [_row(name, field) for name, field in model.model_fields.items() if name not in shared]
-    besides = [f"Besides, the fields of {_link(schema.MethodEntry)}.", ""] if shared else []
+    besides = [f"Besides, the fields of {_link(MethodEntry)}.", ""] if shared else []
     table = ["| field | value | default |", "|---|---|---|", *rows]
     text = (model.__doc__ or "").strip().replace("\n    ", "\n")
     text = re.sub(r"\bdocs/([\w-]+\.md(?:#[\w-]+)?)", r"[\1](\1)", text)
@@ -70,7 +71,7 @@ def _section(model: type[BaseModel]) -> str:
 
 
 def _is_method(model: type[BaseModel]) -> bool:
-    return issubclass(model, schema.MethodEntry) and model is not schema.MethodEntry
+    return issubclass(model, MethodEntry) and model is not MethodEntry
 
 
 def _title(model: type[BaseModel]) -> str:
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted:
         return 0
-    print(f"{PAGE}: not what manifests/schema.py says; run python -m tools.manifest_reference", file=sys.stderr)
+    print(f"{PAGE}: not what the schema in manifests/ says; run python -m tools.manifest_reference", file=sys.stderr)
     return 1
 
 

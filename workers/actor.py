@@ -15,13 +15,16 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import RayError
+from ray.util import metrics
 from torch import Tensor
 
 from manifests.errors import LaminaError, LostInputError, WorkerError
 from pipeline.ports import Unit
 from workers.config import WorkerConfig
+from workers.device_settings import settle_device
 from workers.hardware import describe_hardware, software_versions
 from workers.memory import map_large_tensors, peak_bytes
+from workers.metrics import WorkerMeters, run_name
 from workers.tensor_transfer import Handle, Packed, handle_count, pack, unpack
 from workers.worker import Worker
 
@@ -60,11 +63,20 @@ class Outcome:
 class WorkerActor:
     """One worker in a process of its own. Errors for users travel as values and arrive as they were raised."""
 
+    run = "none yet"
+
     def __init__(self, setup: WorkerConfig) -> None:
         map_large_tensors()
+        settle_device(setup.gpu_share)
         torch.set_num_threads(setup.threads)
         self.transfer = RayTransfer()
         self.worker = Worker(setup, self.transfer)
+        self.run = run_name(setup)
+        self.meters = WorkerMeters(metrics, self.run)
+
+    def __repr__(self) -> str:
+        """Its name in Ray's dashboard and logs."""
+        return f"lamina({self.run})"
 
     def ready(self) -> dict[str, Any]:
         """Where this worker runs, and on what."""
@@ -91,6 +103,7 @@ class WorkerActor:
             error = WorkerError(f"{unit.key}: out of GPU memory; lower calibration.micro_batch ({raised})")
         seconds = time.perf_counter() - started
         outcome = Outcome(result, error, seconds, self.worker.compute_seconds - computed, peak_bytes())
+        self.meters.unit_done(unit, outcome)
         left, self.transfer.outbox = self.transfer.outbox, []
         count = handle_count(unit)
         return [outcome, *left, *[None] * (count - len(left))] if count else outcome

@@ -90,7 +90,7 @@ class Block:
 
         with ExitStack() as hooks:
             for point, tap_list in resolved.items():
-                role, _, side = point.partition(".")
+                role, _, side = point.rpartition(".")
                 handle = _hook(self.module.role(role), side, tap_list, partial(reached, point))
                 hooks.callback(handle.remove)
             yield

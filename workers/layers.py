@@ -13,6 +13,8 @@ from torch import Tensor
 from lamina import LaminaConfig
 from manifests.errors import NumericsError
 from manifests.records import StagedLayer
+from pipeline.families.registry import geometry_of
+from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from workers.block import Block
 from workers.config import WorkerConfig
@@ -103,6 +105,27 @@ class LayerReader:
     def _converted(self, tensor: Tensor) -> Tensor:
         """In the forward's dtype; indices stay as they are."""
         return tensor.to(self.setup.dtype) if tensor.is_floating_point() else tensor
+
+
+def cpu_reader(source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch.dtype) -> LayerReader:
+    """Reads the layers of a checkpoint, dense or compressed, in this process: blocks in `dtype` on its CPU.
+
+    `config`: of the checkpoint, under standard names (`pipeline.families.registry.standard_config`) or Lamina's own.
+    """
+    setup = WorkerConfig(
+        source=source,
+        config=config,
+        geometry=geometry_of(config),
+        run_dir=source.storage,
+        tokens=None,
+        shards=1,
+        micro_batch=1,
+        dtype=dtype,
+        threads=torch.get_num_threads(),
+        use_gpu=False,
+        hidden_bytes=0,
+    )
+    return LayerReader(setup, torch.device("cpu"))
 
 
 def _require_finite(name: str, tensor: Tensor, where: str) -> None:

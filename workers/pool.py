@@ -25,6 +25,7 @@ from ray.exceptions import (
     RayTaskError,
     WorkerCrashedError,
 )
+from ray.util import metrics
 
 from manifests.errors import InputError, Interrupted, StorageError, WorkerError
 from manifests.schema import Workers
@@ -35,6 +36,7 @@ from workers.cluster import why_unplaceable
 from workers.config import WorkerConfig
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
+from workers.metrics import PoolMeters, run_name
 from workers.tensor_transfer import attach_handles, handle_count
 from workers.trace import unit_kind, unit_line
 
@@ -95,7 +97,10 @@ class RayPool:
         self.warned_at = 0.0
         self.members: list[_Member] = []
         self.trace: Callable[[dict[str, Any]], None] = lambda _: None  # takes a line for each unit that is done
+        self.meters = PoolMeters(metrics, run_name(setup))
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
+        resources |= {"memory": setup.memory_bytes} if setup.memory_bytes else {}
+        self.memory_bytes = setup.memory_bytes
         self.actor_class: Any = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
         self._await_members(min(workers.min, self.wanted))
 
@@ -148,6 +153,10 @@ class RayPool:
         running = {_name(member): list(member.running.values()) for member in list(self.members)}
         return {name: units[0].key for name, units in running.items() if units}
 
+    def show(self, phase: str, done: int, units: int) -> None:
+        """Tells Prometheus how far a phase is. May be called from another thread."""
+        self.meters.progress(phase, done, units)
+
     def close(self) -> None:
         """Ends all workers."""
         for member in self.members:
@@ -185,7 +194,7 @@ class RayPool:
         starved_s = now - self.starved_since
         if now - self.warned_at < START_WARNING_SECONDS and starved_s < self.workers.start_timeout_s:
             return
-        never = why_unplaceable(self.workers)
+        never = why_unplaceable(self.workers, self.memory_bytes)
         if never and starved_s >= self.workers.start_timeout_s:
             raise WorkerError(f"{never}; waited {starved_s:.0f} s (workers.start_timeout_s)")
         if now - self.warned_at >= START_WARNING_SECONDS:
@@ -211,6 +220,7 @@ class RayPool:
     def _step(self, timeout_s: float) -> None:
         """Takes in whatever is ready: new members, finished units, deaths."""
         self._fit()
+        self.meters.state(self.size, self.wanted, len(self.waiting))
         owners = {ref: member for member in self.members for ref in member.running}
         owners |= {member.ready: member for member in self.members if not member.live}
         if not owners:
@@ -277,6 +287,7 @@ class RayPool:
         self.members.remove(member)
         ray.kill(member.actor)  # only its result may be gone; its shards are somebody else's now
         lost = list(member.running.values())
+        self.meters.worker_died(len(lost))
         if isinstance(error, OutOfMemoryError) and others_hold_most(str(error)):
             self._wait_for_memory(member, error)
         else:
@@ -375,7 +386,7 @@ class RayPool:
             member.shards.add(unit.shard)
             member.keeps_sums |= isinstance(unit, Forward) and unit.sums is not None
         count = handle_count(unit)
-        returned = member.actor.execute.options(num_returns=1 + count).remote(unit)
+        returned = member.actor.execute.options(num_returns=1 + count, name=f"lamina {unit_kind(unit)}").remote(unit)
         outcome, *tensors = returned if count else [returned]
         member.running[outcome] = unit
         member.tensors[outcome] = tensors

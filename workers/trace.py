@@ -1,4 +1,4 @@
-"""A unit that has been done, as the log of units names it."""
+"""A unit that has been done, as the log of units and the metrics name it."""
 
 from __future__ import annotations
 

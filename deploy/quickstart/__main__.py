@@ -41,6 +41,7 @@ class Row:
 
 
 def main() -> int:
+    """Trains a small model, compresses it at three sizes, prints what each costs. Returns the exit code."""
     argparse.ArgumentParser(prog="python -m deploy.quickstart", description=__doc__).parse_args()
     transformers.utils.logging.disable_progress_bar()
     if not MANIFEST.is_file():
@@ -93,6 +94,7 @@ def continue_prompt(directory: Path) -> str:
 
 
 def table_of(rows: list[Row]) -> Table:
+    """One line for each row; ratios are of the first's bytes."""
     table = Table(title="The same model at four sizes", show_lines=True)
     for heading in ("", "perplexity", "stored bytes", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -103,18 +103,21 @@ class Geometry:
 
     def tensor_name(self, layer: int, key: str, roles: tuple[str, ...]) -> str:
         """Checkpoint name of `ROLE.PART`, or `GROUP.PART` for the group of `roles`; GROUP.pivoted may be a role's."""
-        owner, _, part = key.partition(".")
-        of_role = owner in self.roles and not part.startswith("pivoted.")
-        path = self.path(layer, owner) if of_role else self.group_path(layer, roles, owner)
-        return f"{path}.{part}"
+        for role in self.roles:
+            part = key.removeprefix(f"{role}.")
+            if part != key and not part.startswith("pivoted."):
+                return f"{self.path(layer, role)}.{part}"
+        group, _, part = key.partition(".")
+        return f"{self.group_path(layer, roles, group)}.{part}"
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """`role.weight` / `role.bias` -> (tensor name in the checkpoint, shape), for one layer."""
-        return {
-            f"{role}.{part}": (f"{self.path(layer, role)}.{part}", shape)
-            for role in self.roles
-            for part, shape in self.role_shapes(role).items()
-        }
+        return {key: found for role in self.roles for key, found in self.role_tensors(layer, role).items()}
+
+    def role_tensors(self, layer: int, role: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The same of one role."""
+        path, shapes = self.path(layer, role), self.role_shapes(role)
+        return {f"{role}.{part}": (f"{path}.{part}", shape) for part, shape in shapes.items()}
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the checkpoint must hold -> its shape."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,23 +10,26 @@ from typing import Any
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, StagedLayer
+from manifests.records import ArrayRecord, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
+from pipeline.computation import staged_layer
 from pipeline.console.signals import catch_signals, interrupt_on_signals
 from pipeline.driver import Driver
-from pipeline.evaluation.perplexity import SCRATCH_PREFIX
+from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.job.calibration import sample_tokens
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
-from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS, layer_key
+from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS
 from pipeline.ports import Compare
 from pipeline.repair import REPAIRS
 from stores.activations import ActivationStore
+from stores.run_directory import RunDirectory
 from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
+from stores.storage import open_storage
 from workers.config import WorkerConfig
 from workers.pool import RayPool
 
@@ -43,11 +45,10 @@ class Effort:
 class StoreCleaner:
     """See `pipeline.ports.Cleaner`; the arrays of `always` stay."""
 
-    def __init__(
-        self, activations: ActivationStore, statistics: StatisticsStore, always: tuple[ArrayRecord, ...]
-    ) -> None:
-        self.activations = activations
-        self.statistics = statistics
+    def __init__(self, run_dir: RunDirectory, always: tuple[ArrayRecord, ...]) -> None:
+        self.run_dir = run_dir
+        self.activations: ActivationStore = run_dir.activations
+        self.statistics: StatisticsStore = run_dir.statistics
         self.always = always
 
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
@@ -58,13 +59,21 @@ class StoreCleaner:
         """Drops all stored moments but these."""
         self.statistics.sweep(records)
 
+    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
+        """Drops all staged layers but these."""
+        sweep_staged(self.run_dir.storage, records)
 
-def compress_layers(job: JobContext, heartbeat: Heartbeat) -> Effort:
-    """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again."""
+
+def compress_layers(job: JobContext, heartbeat: Heartbeat, *, compared: bool = True) -> Effort:
+    """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again.
+
+    `compared`: what they do beside the dense ones is entered, too, as OUTPUT's record wants it.
+    """
     for attempt in range(REPAIRS + 1):
         with _workers(job, heartbeat) as (driver, pool):
             driver.run()
-            _compare(job, pool)
+            if compared:
+                _compare(job, pool)
             effort = Effort(pool.seconds, dict(pool.peak_bytes))
         interrupt_on_signals(job.stop)
         job.observer.stage("assemble")
@@ -89,7 +98,7 @@ def _workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[tuple[Driver, Ra
     _sweep(job)
     held_out = job.ledger.get(HELD_OUT)
     always = ((tokens,) if tokens else ()) + ((held_out["tokens"], *held_out["outputs"]) if held_out else ())
-    cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, always)
+    cleaner = StoreCleaner(job.run_dir, always)
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
     with (
@@ -104,14 +113,13 @@ def _workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[tuple[Driver, Ra
 
 def _compare(job: JobContext, pool: RayPool) -> None:
     """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again on OUTPUT."""
-    entries = [job.ledger.get(layer_key(layer)) for layer in range(job.inputs.geometry.num_layers)]
-    layers = [entry["staged"]["sha256"] if entry else None for entry in entries]
+    staged = tuple(staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers))
+    layers = [found["sha256"] if found else None for found in staged]
     origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
     tokens = tuple(map(tuple, ids_BS.tolist()))
     entered = job.ledger.get(COMPARED)
     if entered is not None and entered["layers"] == layers and entered["compared"]["tokens"] == list(map(list, tokens)):
         return
-    staged = tuple(StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None for entry in entries)
     try:
         pool.submit(Compare(tokens, staged))
         _, found = pool.wait()
@@ -132,7 +140,7 @@ def assemble_output(job: JobContext) -> dict[str, Any]:
 
 
 def _assembler(job: JobContext) -> Assembler:
-    return Assembler(job.inputs, job.ledger, job.run_dir.path, job.source_files, job.run_dir.lock.check)
+    return Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, job.run_dir.lock.check)
 
 
 def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
@@ -142,13 +150,15 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         source=job.inputs.source,
         config=job.inputs.config,
         geometry=job.inputs.geometry,
-        run_dir=job.run_dir.path.resolve(),
+        run_dir=open_storage(job.run_dir.storage.address),
         tokens=tokens,
         shards=calibration.shards if calibration else manifest.workers.max,
         micro_batch=calibration.micro_batch if calibration else 1,
         dtype=job.inputs.dtype,
         threads=manifest.workers.cpus,
         use_gpu=manifest.workers.gpus > 0,
+        gpu_share=manifest.workers.gpus,
+        memory_bytes=job.plan.worker_host_bytes,
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
         gradient_samples=job.inputs.gradient_samples,
@@ -177,6 +187,5 @@ def _sweep(job: JobContext) -> None:
     """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
     job.ledger.sweep()
     entered = [job.ledger.get(key) for key in job.ledger.keys("layer/")]
-    sweep_staged(job.run_dir.path, [entry["staged"] for entry in entered if entry])
-    for left in job.run_dir.path.glob(f"{SCRATCH_PREFIX}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    sweep_staged(job.run_dir.storage, [entry["staged"] for entry in entered if entry])
+    sweep_scratch(job.run_dir.storage)

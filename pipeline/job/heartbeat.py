@@ -35,6 +35,10 @@ class Resizable(Protocol):
         """Asks for another number of workers."""
         ...
 
+    def show(self, phase: str, done: int, units: int) -> None:
+        """Tells those who watch how far a phase is."""
+        ...
+
 
 class Heartbeat:
     """Renews locks every few seconds, from a thread of its own, within a `with` block.
@@ -83,6 +87,7 @@ class Heartbeat:
         state, pool = dict(self.progress()), self.pool
         if pool is not None:
             state |= {"workers": pool.busy(), "pool": {"ready": pool.size, "wanted": pool.wanted}}
+            pool.show(state.get("phase", "start"), state.get("done", 0), state.get("of", 0))
         for lock in self.locks:
             lock.beat(state)
         asked = self.run_dir.workers_asked_for(self.locks[0].token)

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, HeldOutEntry, HeldOutScoreEntry, StagedLayer
+from manifests.records import ArrayRecord, HeldOutEntry, HeldOutScoreEntry
+from pipeline.computation import staged_layer
 from pipeline.console.signals import catch_signals
 from pipeline.console.summary import held_out_line
 from pipeline.evaluation.divergence import compare, dense_outputs
@@ -18,8 +19,7 @@ from pipeline.job.compressing import worker_config
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
-from pipeline.keys import HELD_OUT, HELD_OUT_SCORE, layer_key
-from pipeline.ports import Pool
+from pipeline.keys import HELD_OUT, HELD_OUT_SCORE
 from workers.config import WorkerConfig
 
 
@@ -51,12 +51,12 @@ def _measured(job: JobContext, heartbeat: Heartbeat) -> HeldOutScoreEntry:
     catch_signals(job.stop)
     entered = job.ledger.get(HELD_OUT)
     tokens = entered["tokens"] if entered else job.run_dir.activations.write_tokens(job.held_out.to(torch.int32))
-    setup = _worker_config(job, tokens)
+    setup, layers = _worker_config(job, tokens), job.inputs.geometry.num_layers
     with worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool, heartbeat.attending(pool):
-        outputs = entered["outputs"] if entered else _dense_outputs(job, pool, setup.shards)
+        outputs = entered["outputs"] if entered else dense_outputs(pool, layers, setup.shards, job.observer)
         if entered is None:
             job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=tokens, outputs=outputs))
-        return compare(pool, _staged(job), outputs, job.observer)
+        return compare(pool, [staged_layer(job.ledger, layer) for layer in range(layers)], outputs, job.observer)
 
 
 def _drop(job: JobContext) -> None:
@@ -67,18 +67,9 @@ def _drop(job: JobContext) -> None:
             job.run_dir.activations.drop(record)
 
 
-def _dense_outputs(job: JobContext, pool: Pool, shards: int) -> list[ArrayRecord]:
-    return dense_outputs(pool, job.inputs.geometry.num_layers, shards, job.observer)
-
-
 def _worker_config(job: JobContext, tokens: ArrayRecord) -> WorkerConfig:
     """In float32, or in float64 if the model is: what rounding does is not what compression does."""
     setup = worker_config(job, tokens)
     windows = int(tokens["shape"][0])
     dtype = torch.promote_types(setup.dtype, torch.float32)
     return replace(setup, shards=min(setup.shards, windows), dtype=dtype, gradient_samples=0)
-
-
-def _staged(job: JobContext) -> list[StagedLayer | None]:
-    entries = [job.ledger.get(layer_key(layer)) for layer in range(job.inputs.geometry.num_layers)]
-    return [StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None for entry in entries]

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.sources import open_dense
-from pipeline.methods.method import Method, Remarking, Scores
+from pipeline.methods.method import Method, Remarking, Scores, Task
 from pipeline.methods.registry import (
-    Task,
     allocate_ranks,
     build_methods,
     claim_tasks,
@@ -29,6 +27,7 @@ from pipeline.methods.registry import (
 from pipeline.samples import gradient_count, gradient_samples
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint, is_hub_id
+from stores.storage import open_storage
 from workers.config import FORWARD_DTYPES
 
 STORED_NAMES = {
@@ -79,7 +78,7 @@ class Inputs:
     @property
     def needs_calibration(self) -> bool:
         """Whether any method asks for statistics or importance."""
-        return any(task.group.moments for task in self.tasks) or "importance" in self.scores
+        return any(task.moments for task in self.tasks) or "importance" in self.scores
 
     def at_size(self, size: int) -> Inputs:
         """With `keep`, in thousandths, in place of the budget's limit of the loss."""
@@ -96,7 +95,7 @@ class Inputs:
     def gradient_samples(self) -> int:
         """How many calibration samples go through a backward pass; 0 when no method asks for gradients."""
         calibration = self.manifest.calibration
-        if calibration is None or not any(layer_gradients(self.tasks, task.group.layer) for task in self.tasks):
+        if calibration is None or not any(layer_gradients(self.tasks, task.layer) for task in self.tasks):
             return 0
         asked = calibration.gradient.samples
         return gradient_samples(asked, calibration.samples, calibration.sequence_length, self.geometry.hidden)
@@ -145,7 +144,7 @@ def _checked(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, 
     if inputs.max_loss is not None:
         _check_max_loss(inputs)
     _check_sequence(manifest, config)
-    _check_places(manifest, source.directory)
+    _check_places(manifest, source)
     return inputs
 
 
@@ -155,7 +154,7 @@ def check_copied(inputs: Inputs) -> None:
     Raises:
         NumericsError: naming the tensor.
     """
-    claimed = {task.group.layer for task in inputs.tasks}
+    claimed = {task.layer for task in inputs.tasks}
     prefixes = tuple(f"{inputs.geometry.layers_path}.{layer}." for layer in claimed)
     for name, record in inputs.source.tensors.items():
         if name.startswith(prefixes) or not record.torch_dtype.is_floating_point or record.torch_dtype.itemsize < 2:
@@ -179,9 +178,7 @@ def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
 
 def _check_max_loss(inputs: Inputs) -> None:
     calibration, predicted = inputs.manifest.calibration, predict_tasks(inputs.methods, inputs.geometry)
-    if {(task.group.layer, task.group.name) for task in predicted} != {
-        (task.group.layer, task.group.name) for task in inputs.tasks
-    }:
+    if {(task.layer, task.name) for task in predicted} != {(task.layer, task.name) for task in inputs.tasks}:
         raise InputError("budget.max_loss: all methods must go by predicted loss (allocation: loss); or give keep")
     if calibration is None or calibration.gradient.kind == "local" or calibration.propagate != "dense":
         raise InputError(
@@ -202,17 +199,21 @@ def _check_sequence(manifest: Manifest, config: Mapping[str, Any]) -> None:
             raise InputError(f"{field}: {length} is longer than the model's max_position_embeddings {limit}")
 
 
-def _check_places(manifest: Manifest, source: Path) -> None:
-    places = {"output": Path(manifest.output).resolve(), "run_dir": Path(manifest.run_dir).resolve()}
-    source = source.resolve()
+def _check_places(manifest: Manifest, source: SourceCheckpoint) -> None:
+    places = {"output": open_storage(manifest.output), "run_dir": open_storage(manifest.run_dir)}
+    model = source.storage.address
     for name, place in places.items():
-        if place == source or place in source.parents or source in place.parents:
+        if _holds(place.address, model) or _holds(model, place.address):
             raise InputError(
-                f"{name}: {place} and the model {source} lie in each other; the source is never written to"
+                f"{name}: {place.address} and the model {model} lie in each other; the source is never written to"
             )
-        if place.exists() and not place.is_dir():
-            raise InputError(f"{name}: {place} is no directory")
-    if places["output"] == places["run_dir"] or places["output"] in places["run_dir"].parents:
-        raise InputError(
-            f"output: {places['output']} must not hold run_dir {places['run_dir']}; give two separate directories"
-        )
+        if fault := place.fault():
+            raise InputError(f"{name}: {place.address} is {fault}")
+    output, run_dir = places["output"].address, places["run_dir"].address
+    if _holds(output, run_dir):
+        raise InputError(f"output: {output} must not hold run_dir {run_dir}; give two separate directories")
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """Whether an address is another's, or of a folder that it is in."""
+    return f"{inner}/".startswith(f"{outer.rstrip('/')}/")

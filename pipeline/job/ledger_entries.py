@@ -45,6 +45,7 @@ from pipeline.checkpoint.compression_record import Comparison
 from pipeline.computation import Job, entered_scores
 from pipeline.console.summary import print_summary
 from pipeline.keys import RANKS, curves_key, measured_key
+from pipeline.methods.registry import layers_of
 from stores.ledger import Ledger
 
 logger = logging.getLogger("lamina")
@@ -151,8 +152,8 @@ def _check_ranks(ledger: Ledger, job: Job) -> None:
     entry = ledger.get(RANKS)
     if entry is None:
         return
-    keys: list[Key[Any]] = [measured_key(layer) for layer in sorted({task.group.layer for task in job.measures})]
-    keys += [curves_key(layer) for layer in sorted({task.group.layer for task in job.predicts})]
+    keys: list[Key[Any]] = [measured_key(layer) for layer in layers_of(job.measures)]
+    keys += [curves_key(layer) for layer in layers_of(job.predicts)]
     nothing: dict[str, Any] = {"measured": {}, "curves": {}}
     try:
         importance = {int(layer): value for layer, value in entry["importance"].items()}

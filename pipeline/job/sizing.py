@@ -54,8 +54,8 @@ def _within(job: JobContext, limit: float, heartbeat: Heartbeat) -> tuple[JobCon
             )
         _aim(job, size)
         sized = replace(job, inputs=job.inputs.at_size(size))
-        effort = compress_layers(sized, heartbeat)
         known = job.ledger.get(try_key(size))
+        effort = compress_layers(sized, heartbeat, compared=known is not None)
         if known is not None:
             job.ledger.commit(HELD_OUT_SCORE, known)
             return sized, effort
@@ -89,7 +89,7 @@ def _aim(job: JobContext, size: int) -> None:
     """Undoes what was made at another size before this one is entered, so that none of it is taken for this one's."""
     target = job.ledger.get(TARGET)
     if target is not None and target["size"] != size:
-        undone: list[Key[Any]] = [HELD_OUT_SCORE, *job.ledger.keys("layer/"), RANKS]
+        undone: list[Key[Any]] = [HELD_OUT_SCORE, *job.ledger.keys("layer/"), *job.ledger.keys("activations/"), RANKS]
         for key in undone:
             job.ledger.retract(key)
     if target is None or target["size"] != size:

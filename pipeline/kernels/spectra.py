@@ -53,6 +53,15 @@ def symmetric_root(moment: Tensor, floor: float = FLOOR) -> tuple[Tensor, Tensor
     return _with_spectrum(vectors, root), _with_spectrum(vectors, 1.0 / root), clipped
 
 
+def dropped_share(energies: Tensor, rank: int) -> float:
+    """Share of the energies (..., n), descending, that stand beyond `rank`: the relative squared error of a cut there.
+
+    Squared singular values, or eigenvalues of a moment (Theorem 4.1 of FLAT-LLM, over its heads). 0 where all are 0.
+    """
+    total = energies.sum().item()
+    return energies[..., rank:].sum().item() / total if total > 0 else 0.0
+
+
 def head_pca(moment_Gdd: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The `rank` leading eigenvectors Q̃ (G, d, r) of each head's moment, and all its eigenvalues (G, d), descending.
 

@@ -56,11 +56,6 @@ def curve_of(variable: RankVariable, loss_at: Callable[[int], float], cache_at: 
     return to_columns([*_useful(points, dense), dense])
 
 
-def least_numbers(variable: RankVariable) -> int:
-    """Stored at the smallest rank."""
-    return round(variable.cost(variable.least))
-
-
 def _useful(points: Sequence[Point], dense: Point) -> list[Point]:
     """Those that store, or cache, less than the dense group; each undercut by none in numbers or none in cache."""
     smaller = [point for point in points if point.numbers < dense.numbers or point.cache < dense.cache]

@@ -6,27 +6,21 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from manifests.schema import FlatLLM
+from manifests.methods import FlatLLM
 from pipeline.families.family import Geometry
-from pipeline.kernels.nystrom import (
-    eliminate,
-    nested_losses,
-    nystrom_refit,
-    output_error,
-    ridge_leverage,
-    select_eliminate,
-    select_leverage,
-)
+from pipeline.kernels.elimination import eliminate, prune
+from pipeline.kernels.nystrom import nested_losses, nystrom_refit, output_error, ridge_leverage, select_leverage
 from pipeline.kernels.sensitivity import diagonal_blocks, projection_losses, pulled
-from pipeline.kernels.spectra import head_pca, output_gram, symmetric_root, weighted_head_pca
-from pipeline.methods.by_loss import curve_of, least_numbers
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, symmetric_root, weighted_head_pca
+from pipeline.methods.base import MethodBase
+from pipeline.methods.by_loss import curve_of
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
@@ -36,17 +30,10 @@ AFTER_ATTENTION, AFTER_LAYER = Moment("mid", kind="gradient"), Moment("out", kin
 
 
 @dataclass(frozen=True)
-class FlatLLMMethod:
+class FlatLLMMethod(MethodBase[FlatLLM]):
     """`method: flat_llm` with the settings of its manifest entry."""
 
-    entry: FlatLLM
-    name: str = "flat_llm"
-    config_fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def keep(self) -> float | None:
-        """A budget of its own, if the entry gives one."""
-        return self.entry.keep
+    name: ClassVar[str] = "flat_llm"
 
     @property
     def fixed_ranks(self) -> bool:
@@ -91,21 +78,9 @@ class FlatLLMMethod:
     def _mlp_moments(self) -> tuple[Moment, ...]:
         return (HIDDEN, *((AFTER_LAYER,) if self.entry.needs_gradient else ()))
 
-    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All that is claimed, with `allocation: loss`."""
-        return self.claims(geometry) if self.entry.allocation == "loss" else ()
-
-    def least_numbers(self, group: Group, geometry: Geometry) -> int:
-        """Stored at the smallest rank."""
-        return least_numbers(_rank_variable(group, geometry, self.entry.rank_multiple))
-
-    def cache_target(self, geometry: Geometry) -> float | None:
-        """Stored numbers are what is budgeted."""
-        return None
-
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank of the values, or by width of the MLP."""
-        variable = _rank_variable(group, geometry, self.entry.rank_multiple)
+        variable = self._variable(group, geometry)
         if group.name == "mlp":
             metric_DD, down_DN = statistics.mean(AFTER_LAYER)[0], weights["down.weight"].double()
             hidden_NN = statistics.mean(HIDDEN)[0]
@@ -136,7 +111,10 @@ class FlatLLMMethod:
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
-        return tuple(_rank_variable(group, geometry, self.entry.rank_multiple) for group in self.claims(geometry))
+        return tuple(self._variable(group, geometry) for group in self.claims(geometry))
+
+    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
+        return _rank_variable(group, geometry, self.entry.multiple(geometry.hidden))
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """w_l · cap for every variable, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the ranks given."""
@@ -152,12 +130,7 @@ class FlatLLMMethod:
         return {variable.key: share_of[variable.layer] * variable.cap for variable in variables}
 
     def compress(
-        self,
-        group: Group,
-        geometry: Geometry,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        ranks: Ranks,
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """Dispatches on the group; see the three functions below."""
         if group.name == "attention":
@@ -186,7 +159,7 @@ class FlatLLMMethod:
         if "o.bias" in weights:
             tensors["o.bias"] = weights["o.bias"].double()
         form = {"form": "head_pca", "rank": rank}
-        report = {"error": _dropped_share(eigenvalues_Gd, rank)} | ({"clipped": clipped} if clipped else {})
+        report = {"error": dropped_share(eigenvalues_Gd, rank)} | ({"clipped": clipped} if clipped else {})
         return Solution(tensors, {"v": form, "o": form}, report)
 
     def _basis(
@@ -208,13 +181,15 @@ class FlatLLMMethod:
         self, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
     ) -> Solution:
         """Keeps `rank` channels and refits the down projection on them."""
-        moment_NN, down_DN = statistics.moments[HIDDEN][0], weights["down.weight"].double()
+        moment_NN, down_DN = statistics.moments[HIDDEN][0], weights["down.weight"]
         if self.entry.selection == "leverage":
             kept_k, jitter = select_leverage(moment_NN, rank, self.entry.ridge)
+            refit_Dk, fallbacks = nystrom_refit(down_DN, moment_NN, kept_k)
+            error = output_error(down_DN, refit_Dk, kept_k, moment_NN)
         else:
             metric_DD = statistics.mean(AFTER_LAYER)[0] if self.entry.weighting == "loss" else None
-            kept_k, jitter = select_eliminate(moment_NN, self._felt(down_DN, metric_DD), rank)
-        refit_Dk, fallbacks = nystrom_refit(down_DN, moment_NN, kept_k)
+            felt_DN = None if metric_DD is None else self._felt(down_DN.double(), metric_DD)
+            kept_k, refit_Dk, error, jitter, fallbacks = prune(moment_NN, down_DN, rank, felt_DN)
         tensors = {"down.weight": refit_Dk}
         for role in _mlp_roles(geometry)[:-1]:
             tensors[f"{role}.weight"] = weights[f"{role}.weight"][kept_k].double()
@@ -222,7 +197,6 @@ class FlatLLMMethod:
                 tensors[f"{role}.bias"] = weights[f"{role}.bias"][kept_k].double()
         if "down.bias" in weights:
             tensors["down.bias"] = weights["down.bias"].double()
-        error = output_error(down_DN, refit_Dk, kept_k, moment_NN)
         form = {"form": "pruned", "rank": rank}
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
         return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), report)
@@ -245,7 +219,7 @@ def _compress_query_key(
         tensors[f"{role}.second"] = basis_ndr
         if f"{role}.bias" in weights:
             tensors[f"{role}.bias"] = _project(basis_ndr, weights[f"{role}.bias"])
-        report[f"{role}_error"] = _dropped_share(eigenvalues_nd, rank)
+        report[f"{role}_error"] = dropped_share(eigenvalues_nd, rank)
     form = {"form": "head_low_rank", "rank": rank}
     return Solution(tensors, {"q": form, "k": form}, report)
 
@@ -276,12 +250,6 @@ def _project(basis_ndr: Tensor, bias: Tensor) -> Tensor:
     """Q Qᵀ b per head."""
     bias_nd1 = bias.double().reshape(basis_ndr.shape[0], -1, 1)
     return torch.bmm(basis_ndr, torch.bmm(basis_ndr.transpose(1, 2), bias_nd1)).flatten()
-
-
-def _dropped_share(eigenvalues_nd: Tensor, rank: int) -> float:
-    """Share of the energy in the eigenvalues beyond `rank`: the relative squared error (Theorem 4.1)."""
-    total = eigenvalues_nd.sum().item()
-    return eigenvalues_nd[:, rank:].sum().item() / total if total > 0 else 0.0
 
 
 def _rank_variable(group: Group, geometry: Geometry, multiple: int) -> RankVariable:

@@ -6,17 +6,20 @@ Legend: D hidden, m rows of a stack, k rank, H query heads, d head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from manifests.schema import JointRankK
+from manifests.methods import JointRankK
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.kernels.scales import of_one_size, scale_report
-from pipeline.methods.by_loss import curve_of, directions, factors, least_numbers, losses_by_rank, pull
-from pipeline.methods.method import Curve, FormSpec, Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.kernels.spectra import dropped_share
+from pipeline.methods.base import MethodBase
+from pipeline.methods.by_loss import curve_of, directions, factors, losses_by_rank, pull
+from pipeline.methods.method import Curve, FormSpec, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
@@ -27,27 +30,15 @@ NAMES = {"query_key": "query_key", "mlp": "gate_up"}  # of the pair, in the form
 
 
 @dataclass(frozen=True)
-class JointRankKMethod:
+class JointRankKMethod(MethodBase[JointRankK]):
     """`method: joint_rank_k` with the settings of its manifest entry."""
 
-    entry: JointRankK
-    name: str = "joint_rank_k"
-    config_fields: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def keep(self) -> float | None:
-        """A budget of its own, if the entry gives one."""
-        return self.entry.keep
+    name: ClassVar[str] = "joint_rank_k"
 
     @property
     def fixed_ranks(self) -> bool:
         """Whether the entry gives ranks outright."""
         return self.entry.ranks is not None
-
-    @property
-    def scores(self) -> frozenset[str]:
-        """Ranks follow no score."""
-        return frozenset()
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Groups `query_key` (q, k) and `mlp` (gate, up) of every chosen layer."""
@@ -65,19 +56,7 @@ class JointRankKMethod:
         """The roles that are decomposed together."""
         return [(role,) for role in ROLES[name]] if self._form(name) == "separate" else [ROLES[name]]
 
-    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All that is claimed, with `allocation: loss`."""
-        return self.claims(geometry) if self.entry.allocation == "loss" else ()
-
-    def least_numbers(self, group: Group, geometry: Geometry) -> int:
-        """Stored at rank 1."""
-        return least_numbers(self._variable(group, geometry))
-
-    def cache_target(self, geometry: Geometry) -> float | None:
-        """Stored numbers are what is budgeted."""
-        return None
-
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank; of separate weights the sum, without what correlates between them."""
         input_DD = statistics.mean(INPUTS[group.name])[0]
         lines = []
@@ -93,9 +72,6 @@ class JointRankKMethod:
         cache = geometry.weight_shape("k")[0] if group.name == "query_key" else 0
         return curve_of(self._variable(group, geometry), loss_at, lambda rank: cache)
 
-    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
-        return next(found for found in self.rank_variables(geometry) if found.key[:2] == (group.layer, group.name))
-
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group, named like the group."""
         return tuple(
@@ -104,7 +80,7 @@ class JointRankKMethod:
                 group.name,
                 group.name,
                 self._cap(geometry, group.name),
-                1,
+                self.entry.multiple(geometry.hidden),
                 self._cost(geometry, group.name),
             )
             for group in self.claims(geometry)
@@ -129,12 +105,7 @@ class JointRankKMethod:
         }
 
     def compress(
-        self,
-        group: Group,
-        geometry: Geometry,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        ranks: Ranks,
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """Two factors for each weight; joint ones share the first. Dense where two factors would save nothing."""
         rank, name = ranks[group.name], group.name
@@ -237,7 +208,7 @@ def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None
         first_kD, second_mk, values = low_rank(weight, rank, roots, balanced=True)
         tensors |= {f"{role}.first.weight": first_kD, f"{role}.second.weight": second_mk}
         forms[role] = {"form": "low_rank", "rank": rank}
-        report[f"{role}_error"] = _dropped_share(values, rank)
+        report[f"{role}_error"] = dropped_share(values.square(), rank)
     return Solution(tensors, forms, report)
 
 
@@ -250,7 +221,7 @@ def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None, p
     tensors = {f"{owner}.first.weight": first_kD}
     tensors |= {f"{role}.second.weight": second for role, second in zip(weights, seconds, strict=True)}
     form = {"form": "joint_low_rank", "rank": rank, "group": pair}
-    report = {"error": _dropped_share(values, rank), **scale_report(scales)}
+    report = {"error": dropped_share(values.square(), rank), **scale_report(scales)}
     return Solution(tensors, dict.fromkeys(weights, form), report)
 
 
@@ -277,10 +248,3 @@ def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: Input
     form = {"form": "joint_head_low_rank", "rank": rank, "group": pair}
     report = {"error": dropped / total if total else 0.0, **scale_report(scales)}
     return Solution(tensors, dict.fromkeys(weights, form), report)
-
-
-def _dropped_share(values: Tensor, rank: int) -> float:
-    """Share of the squared singular values beyond `rank`: the relative squared error."""
-    energy = values.square()
-    total = energy.sum().item()
-    return energy[rank:].sum().item() / total if total > 0 else 0.0

@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from manifests.schema import LeSTD
+from manifests.methods import LeSTD
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots
 from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.kernels.tucker import Tucker, rebuild, refine_sparse, shared_tucker, stack_attention, stack_mlp
 from pipeline.methods import lestd_loss
+from pipeline.methods.base import MethodBase
 from pipeline.methods.lestd_problems import Layout, Problem, errors_of, weighted_inputs, weighted_output
 from pipeline.methods.lestd_sizes import (
     GRID_PER_OCTAVE,
@@ -34,7 +35,7 @@ from pipeline.methods.lestd_sizes import (
     size_curve,
     sizes_at_common_threshold,
 )
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
 from pipeline.ranks.budget import RankVariable
 
 INPUT = Moment("attention.in")
@@ -53,26 +54,15 @@ class Solved:
 
 
 @dataclass(frozen=True)
-class LeSTDMethod:
+class LeSTDMethod(MethodBase[LeSTD]):
     """`method: lestd` with the settings of its manifest entry."""
 
-    entry: LeSTD
-    name: str = "lestd"
-
-    @property
-    def keep(self) -> float | None:
-        """A budget of its own, if the entry gives one."""
-        return self.entry.keep
+    name: ClassVar[str] = "lestd"
 
     @property
     def fixed_ranks(self) -> bool:
         """Whether the ranks given say all: the core is not pruned."""
         return self.entry.fixed
-
-    @property
-    def scores(self) -> frozenset[str]:
-        """Nothing that takes calibration text."""
-        return frozenset()
 
     @property
     def config_fields(self) -> Mapping[str, Any]:
@@ -91,19 +81,7 @@ class LeSTDMethod:
         layers = self.entry.chosen_layers(geometry.num_layers)
         return tuple(Group(layer, name, roles[name], moments[name]) for layer in layers for name in names)
 
-    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All that is claimed, with `allocation: loss`."""
-        return self.claims(geometry) if self.entry.allocation == "loss" else ()
-
-    def least_numbers(self, group: Group, geometry: Geometry) -> int:
-        """Stored at the smallest size."""
-        return round(self._variable(group, geometry).cost(1))
-
-    def cache_target(self, geometry: Geometry) -> float | None:
-        """Stored numbers are what is budgeted."""
-        return None
-
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by size, of cores that are not refined."""
         problems = self._problems(group, geometry, weights, statistics.moments)
         plain = replace(self, entry=self.entry.model_copy(update={"refine_sweeps": 0}))
@@ -111,14 +89,11 @@ class LeSTDMethod:
         def loss_at(size: int) -> float:
             errors: dict[str, Tensor] = {}
             for problem, part_size in zip(problems, self._split(geometry, group.name, size), strict=True):
-                again = rebuild(plain._solve(problem, self._rule(group.name), part_size).found)
+                again = rebuild(plain._solve(problem, self._rule(geometry, group.name), part_size).found)
                 errors |= errors_of(problem, again, self._stacked_roles(group, geometry, problem))
             return lestd_loss.loss_of(lestd_loss.role_changes(group.roles, errors), statistics)
 
         return lestd_loss.curve(self._variable(group, geometry), geometry, loss_at)
-
-    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
-        return next(found for found in self.rank_variables(geometry) if found.key[:2] == (group.layer, group.name))
 
     def _stacked_roles(self, group: Group, geometry: Geometry, problem: Problem) -> list[tuple[str, ...]]:
         """Which roles each tensor of a problem holds, in the order of its third mode."""
@@ -147,7 +122,7 @@ class LeSTDMethod:
         even = [min(ratio * self._dense(geometry, variable.group), variable.cap) for variable in variables]
         if self.entry.threshold == "layer" or scores.measured is None or ratio >= 1.0:
             return {variable.key: want for variable, want in zip(variables, even, strict=True)}
-        curves = [scores.measured[f"{variable.layer}/{variable.group}"] for variable in variables]
+        curves = [scores.measured[group_key(variable.layer, variable.group)] for variable in variables]
         sizes = sizes_at_common_threshold(curves, [variable.cap for variable in variables], sum(even))
         return {variable.key: size for variable, size in zip(variables, sizes, strict=True)}
 
@@ -155,20 +130,15 @@ class LeSTDMethod:
         """With `threshold: model`, what is claimed: how many numbers a layer is worth depends on its spectrum."""
         return self.claims(geometry) if self.entry.threshold == "model" else ()
 
-    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    def measure(self, group: Group, geometry: Geometry, weights: Weights) -> dict[str, Any]:
         """The size to choose at every threshold."""
         (problem,) = self._problems(group, geometry, weights, {})
         squares, exponent = _squares(self._whole(problem))
-        curve = size_curve(problem.layout.part, self._rule(group.name), squares)
+        curve = size_curve(problem.layout.part, self._rule(geometry, group.name), squares)
         return {**curve, "first": curve["first"] + GRID_PER_OCTAVE * exponent}
 
     def compress(
-        self,
-        group: Group,
-        geometry: Geometry,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        ranks: Ranks,
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """`GROUP.tucker.first`, `.second`, `.third`, `.core` (or `.core.values` and `.core.mask`); biases as they are.
 
@@ -182,7 +152,7 @@ class LeSTDMethod:
         form: dict[str, Any] = {"form": "tucker"} | ({"own_output": True} if self._own_output else {})
         report: dict[str, Any] = {}
         for problem, part_size in zip(problems, self._split(geometry, group.name, size), strict=True):
-            solved = self._solve(problem, self._rule(group.name), part_size)
+            solved = self._solve(problem, self._rule(geometry, group.name), part_size)
             factors, entries = _stored(problem, solved)
             tensors |= {f"{group.name}.tucker.{name}": tensor for name, tensor in factors.items()}
             form |= {"sparse": solved.choice.count is not None} | _form(problem.layout, solved.choice) | entries
@@ -194,9 +164,10 @@ class LeSTDMethod:
         """Whether o, whose input is not that of q, k and v, is decomposed by itself."""
         return self.entry.weighting == "input"
 
-    def _rule(self, name: str) -> Rule:
+    def _rule(self, geometry: Geometry, name: str) -> Rule:
+        multiple = self.entry.multiple(geometry.hidden)
         wide = name == "mlp" or not self.entry.prune  # d × d is next to nothing, and its core can be pruned instead
-        return Rule(self.entry.ranks, self.entry.prune, whole=not self._own_output, search_width=wide)
+        return Rule(self.entry.ranks, self.entry.prune, not self._own_output, wide, multiple)
 
     def _layouts(self, geometry: Geometry, name: str) -> list[Layout]:
         D, d, H, G, bits = geometry.hidden, geometry.head_dim, geometry.heads, geometry.kv_heads, geometry.bits
@@ -216,13 +187,13 @@ class LeSTDMethod:
 
     def _bounds(self, geometry: Geometry, name: str) -> tuple[int, int]:
         """The smallest size that can be stored, and the largest that is worth anything."""
-        rule, parts = self._rule(name), [layout.part for layout in self._layouts(geometry, name)]
+        rule, parts = self._rule(geometry, name), [layout.part for layout in self._layouts(geometry, name)]
         dense = sum(part.dense for part in parts)
         return min(sum(rule.least(part) for part in parts), dense), min(sum(rule.most(part) for part in parts), dense)
 
     def _split(self, geometry: Geometry, name: str, size: int) -> list[int]:
         """A size among the problems of a group, by their dense numbers."""
-        rule, parts = self._rule(name), [layout.part for layout in self._layouts(geometry, name)]
+        rule, parts = self._rule(geometry, name), [layout.part for layout in self._layouts(geometry, name)]
         size = max(size, self._bounds(geometry, name)[0])
         if len(parts) == 1:
             return [size]

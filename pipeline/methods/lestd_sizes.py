@@ -73,16 +73,19 @@ class Rule:
         prune: whether cores are made sparse.
         whole: whether, when pruning, a core may also be stored whole where that is better.
         search_width: whether R2 is searched; else it is W.
+        multiple: R1 and R2 are multiples of it, or whole, unless they are given.
     """
 
     ranks: Ranks3 | None
     prune: bool
     whole: bool
     search_width: bool
+    multiple: int = 1
 
     def least(self, part: Part) -> int:
         """The smallest size at which there is a choice."""
-        ranks = self.ranks or (1, 1 if self.search_width else part.width, part.full[2])
+        least = min(self.multiple, part.hidden), min(self.multiple, part.width) if self.search_width else part.width
+        ranks = self.ranks or (*least, part.full[2])
         sparse = part.factors(ranks) + part.index(ranks) + len(part.stacks)
         whole = part.with_dense_core(ranks)
         return sparse if self.prune and not self.whole else min(sparse, whole) if self.prune else whole
@@ -114,7 +117,8 @@ def choices(part: Part, rule: Rule, size: int) -> Iterator[Choice]:
         for width_rank in _widths(part, rule):
             rest = part.full[2]
             per_rank = part.with_dense_core((2, width_rank, rest)) - part.with_dense_core((1, width_rank, rest))
-            rank = min(part.hidden, 1 + (size - part.with_dense_core((1, width_rank, rest))) // per_rank)
+            most = 1 + (size - part.with_dense_core((1, width_rank, rest))) // per_rank
+            rank = part.hidden if most >= part.hidden else most // rule.multiple * rule.multiple
             if rank >= 1:
                 yield Choice((rank, width_rank, rest), None)
 
@@ -197,16 +201,18 @@ def _size_at(curve: Mapping[str, Any], most: int, position: float) -> float:
 def _grid(part: Part, rule: Rule) -> list[Ranks3]:
     if rule.ranks is not None:
         return [rule.ranks]
-    return [(rank, width, part.full[2]) for rank in _steps(part.hidden) for width in _widths(part, rule)]
+    return [(rank, width, part.full[2]) for rank in _steps(part.hidden, rule.multiple) for width in _widths(part, rule)]
 
 
 def _widths(part: Part, rule: Rule) -> list[int]:
-    return _steps(part.width) if rule.search_width else [part.width]
+    return _steps(part.width, rule.multiple) if rule.search_width else [part.width]
 
 
-def _steps(limit: int) -> list[int]:
-    """Eighths, and below the first one halvings down to 1."""
-    return sorted(({limit * eighth // 8 for eighth in range(1, 9)} | {limit >> half for half in range(3, 32)}) - {0})
+def _steps(limit: int, multiple: int) -> list[int]:
+    """Eighths, and below the first one halvings down to one multiple; each cut to a multiple, but for the limit."""
+    even = {limit * eighth // 8 for eighth in range(1, 9)} | {limit >> half for half in range(3, 32)}
+    cut = {step // multiple * multiple for step in even} | {min(multiple, limit), limit}
+    return sorted(step for step in cut if step >= min(multiple, limit))
 
 
 def _blocks(cores: Sequence[Tensor], ranks: Ranks3) -> list[Tensor]:

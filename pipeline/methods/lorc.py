@@ -5,21 +5,23 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, r late
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from manifests.schema import LoRC
+from manifests.methods import LoRC
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
-from pipeline.methods.by_loss import curve_of, directions, factors, least_numbers, losses_by_rank, pull
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics
-from pipeline.ranks.budget import RankVariable, solve_ratio
+from pipeline.kernels.spectra import dropped_share
+from pipeline.methods.base import MethodBase
+from pipeline.methods.by_loss import curve_of, directions, factors, losses_by_rank, pull
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
+from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
 INPUT = Moment("attention.in")
@@ -29,30 +31,27 @@ ROLES = {"key": ("k",), "value": ("v", "o")}  # o takes in the second factor of 
 
 
 @dataclass(frozen=True)
-class LoRCMethod:
+class LoRCMethod(MethodBase[LoRC]):
     """`method: lorc` with the settings of its manifest entry."""
 
-    entry: LoRC
-    name: str = "lorc"
-    config_fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def keep(self) -> float | None:
-        """A budget of its own, if the entry gives one."""
-        return self.entry.keep
+    name: ClassVar[str] = "lorc"
 
     @property
     def fixed_ranks(self) -> bool:
         """Whether the cache share, and not a budget of stored numbers, decides."""
         return self.entry.cache_keep is not None
 
-    @property
-    def scores(self) -> frozenset[str]:
-        """Nothing that takes calibration text."""
-        return frozenset()
-
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """Groups `key` (k) and `value` (v, o) of every chosen layer."""
+        """Groups `key` (k) and `value` (v, o) of every chosen layer.
+
+        Raises ValueError on layers that do not exist, and on a share of the cache below the smallest rank.
+        """
+        keep, least = self.entry.cache_keep, min(self.entry.multiple(geometry.hidden), *geometry.weight_shape("k"))
+        if keep is not None and max(1, keep * _cached(geometry)) < least:
+            raise ValueError(
+                f"cache_keep: {keep:g} of {_cached(geometry)} cached numbers is less than the smallest rank, {least}; "
+                f"give at least {least / _cached(geometry):.4f}, or a smaller rank_multiple"
+            )
         names = [name for name in ROLES if getattr(self.entry, name)]
         layers = self.entry.chosen_layers(geometry.num_layers)
         return tuple(Group(layer, name, ROLES[name], self._moments(name)) for layer in layers for name in names)
@@ -62,20 +61,12 @@ class LoRCMethod:
             return INPUT, pull(ROLES[name][0])
         return (INPUT,) if self.entry.weighting == "input" else ()
 
-    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All that is claimed, with `allocation: loss`."""
-        return self.claims(geometry) if self.entry.allocation == "loss" else ()
-
-    def least_numbers(self, group: Group, geometry: Geometry) -> int:
-        """Stored at rank 1."""
-        return least_numbers(self._variable(group, geometry))
-
     def cache_target(self, geometry: Geometry) -> float | None:
         """`cache_keep` of what is claimed of the dense cache."""
         share = self.entry.cache_keep
         return None if share is None else share * len(self.claims(geometry)) * _cached(geometry)
 
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank; the cache holds the latents."""
         role = group.roles[0]
         input_DD, pull_DD = statistics.mean(INPUT)[0], statistics.mean(pull(role))[0]
@@ -91,14 +82,11 @@ class LoRCMethod:
             lambda rank: _cached(geometry) if dense(rank) else rank,
         )
 
-    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
-        return next(found for found in self.rank_variables(geometry) if found.key[:2] == (group.layer, group.name))
-
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One rank per layer and group: `key`, `value`, cap min(C, D); from C on the group stays as it is."""
-        cap = min(geometry.weight_shape("k"))
+        cap, multiple = min(geometry.weight_shape("k")), self.entry.multiple(geometry.hidden)
         return tuple(
-            RankVariable(group.layer, group.name, group.name, cap, 1, partial(self._cost, geometry, group.name))
+            RankVariable(group.layer, group.name, group.name, cap, multiple, partial(self._cost, geometry, group.name))
             for group in self.claims(geometry)
         )
 
@@ -116,7 +104,8 @@ class LoRCMethod:
                     keep + _ROUNDING,
                 )
                 shares = self._shares(geometry, keep + part * (1.0 - keep), most, scores)
-        return {variable.key: shares[variable.layer] * whole for variable in variables}
+        targets = {variable.key: shares[variable.layer] * whole for variable in variables}
+        return targets if keep is None else _cache_ranks(variables, targets, whole)
 
     def _shares(self, geometry: Geometry, mean: float, most: float, scores: Scores) -> dict[int, float]:
         """Layer -> its share, with this mean before none but the dense ones is above `most`."""
@@ -134,14 +123,23 @@ class LoRCMethod:
         }
 
     def remarks(self, geometry: Geometry) -> tuple[str, ...]:
-        """That a share of the cache is out of reach, because smaller latents lose nothing."""
-        asked, most = self.entry.cache_keep, _exact_share(geometry)
-        if asked is None or asked == 1.0 or asked <= most:
-            return ()
-        return (
-            f"cache_keep: {asked:g} is not reached: latents of {geometry.hidden} numbers, as wide as the hidden state, "
-            f"already give all {_cached(geometry)} cached ones exactly; it becomes {most:.4g}, without loss",
-        )
+        """That a share of the cache is out of reach, because smaller latents lose nothing; what decoding costs."""
+        asked, most, remarks = self.entry.cache_keep, _exact_share(geometry), []
+        if asked is not None and most < asked < 1.0:
+            remarks.append(
+                f"cache_keep: {asked:g} is not reached: latents of {geometry.hidden} numbers, as wide as the hidden "
+                f"state, already give all {_cached(geometry)} cached ones exactly; it becomes {most:.4g}, without loss"
+            )
+        if self.entry.key and asked != 1.0:
+            rank, cached = round(min(asked or 1.0, most) * _cached(geometry)), _cached(geometry)
+            upto = "up to " if asked is None else ""
+            remarks.append(
+                f"keys of rank {upto}{rank:,} take {upto}{rank * cached:,} products for each cached token and layer of "
+                f"a decoding step; that is faster than to read dense ones on devices of more than "
+                f"{rank / (geometry.bits / 8):,.0f} operations per byte (a GPU has some 300, a CPU 10), else slower; "
+                "the cache is smaller everywhere (docs/methods.md#when-latents-pay)"
+            )
+        return tuple(remarks)
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
         """W_k and W_v of all layers, also those not chosen: progressive ranks follow κ̃_l, a product over depth."""
@@ -149,17 +147,12 @@ class LoRCMethod:
             return ()
         return tuple(Group(layer, CONDITION, ("k", "v")) for layer in range(geometry.num_layers))
 
-    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    def measure(self, group: Group, geometry: Geometry, weights: Weights) -> dict[str, list[float]]:
         """ln κ of the two matrices."""
         return {"log_condition": [log_condition(weights[f"{role}.weight"])[0] for role in group.roles]}
 
     def compress(
-        self,
-        group: Group,
-        geometry: Geometry,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        ranks: Ranks,
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """first (r × D) gives the latents; second (C × r) rebuilds the heads, or is absorbed into W_o."""
         rank, role = ranks[group.name], group.roles[0]
@@ -190,7 +183,7 @@ class LoRCMethod:
         return (
             first_rD,
             second_Cr,
-            {"error": _dropped_share(values, rank)} | ({"clipped": roots.clipped} if roots else {}),
+            {"error": dropped_share(values.square(), rank)} | ({"clipped": roots.clipped} if roots else {}),
         )
 
     def _stays_dense(self, geometry: Geometry, name: str, rank: int) -> bool:
@@ -210,6 +203,16 @@ class LoRCMethod:
         return factored if self.fixed_ranks else min(factored, dense)
 
 
+def _cache_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], dense: float) -> dict[Key, float]:
+    """Allowed ranks near the targets that cache no more than these together; a group at `dense` stays as it is."""
+    latent = [
+        replace(variable, cost=lambda rank: rank) for variable in variables if targets[variable.key] < dense - _ROUNDING
+    ]
+    total = sum(targets[variable.key] for variable in latent)
+    ranks = fit_ranks(latent, targets, total + _ROUNDING)
+    return {variable.key: float(ranks.get(variable.key, dense)) for variable in variables}
+
+
 def _cached(geometry: Geometry) -> int:
     """C: numbers that the dense cache holds per token, of keys or of values."""
     return geometry.kv_heads * geometry.head_dim
@@ -225,7 +228,7 @@ def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
     layers = range(geometry.num_layers)
     if scores.measured is None:
         return [[1.0, 1.0] for _ in layers]
-    return [scores.measured[f"{layer}/{CONDITION}"]["log_condition"] for layer in layers]
+    return [scores.measured[group_key(layer, CONDITION)]["log_condition"] for layer in layers]
 
 
 def _factored(geometry: Geometry, name: str, rank: float) -> float:
@@ -247,10 +250,14 @@ def _biases(geometry: Geometry, roles: tuple[str, ...]) -> int:
 
 
 def _absorbs(geometry: Geometry, rank: float) -> bool:
-    """Whether D·r per query head is less than the second factor and W_o together; v's bias must go somewhere."""
-    C, HD = geometry.kv_heads * geometry.head_dim, geometry.heads * geometry.hidden
+    """Whether W_o takes in the second factor: where latents are no wider than a value head, it saves everywhere.
+
+    D·r per query head is then less than the second factor and W_o together, and so are the products of a token; heads
+    of r <= d numbers move no more than before. Wider ones would store less for a while yet, but a prefill pads queries
+    and keys to their width. v's bias must go somewhere.
+    """
     has_room = "v" not in geometry.biases or "o" in geometry.biases
-    return has_room and HD * rank < C * rank + HD * geometry.head_dim
+    return has_room and rank <= geometry.head_dim
 
 
 def _absorbed_output(geometry: Geometry, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
@@ -265,10 +272,3 @@ def _absorbed_output(geometry: Geometry, weights: Mapping[str, Tensor], second_C
         bias_Hd = weights["v.bias"].double().reshape(G, -1).repeat_interleave(H // G, dim=0)
         tensors["o.bias"] = tensors["o.bias"] + torch.bmm(output_HDd, bias_Hd[..., None]).sum(0)[:, 0]
     return tensors
-
-
-def _dropped_share(values: Tensor, rank: int) -> float:
-    """Share of the squared singular values beyond `rank`: the relative squared error."""
-    energy = values.square()
-    total = energy.sum().item()
-    return energy[rank:].sum().item() / total if total > 0 else 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from pipeline.families.family import Geometry
 from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
+Weights = Mapping[str, Tensor]
 Curve = dict[str, Any]
 FormSpec = dict[str, Any]
 Key = tuple[int, str, str]
@@ -35,6 +36,10 @@ class Moment:
         kind: of the activations, over the calibration tokens; or of the gradients of the samples' log-likelihood,
             labels drawn from the model, over the gradient tokens. docs/methods.md#gradient-moments.
             Or a sample: no moment at all, but the values themselves, (1, tokens, F) in the forward's dtype.
+            Or a pair: (1, F + D, F), Σ x xᵀ and below it Σ e xᵀ, x at the point of a layer that is partly compressed,
+            behind compressed ones, and e (D numbers) what the dense layer behind dense ones has more: of
+            `attention.in` and `mlp.in` at the same point, of `o.in` in the residual stream after attention, of
+            `down.in` in that after the layer. docs/methods.md#corrections.
         diagonal: the sums of squares alone, (groups, F/heads).
         tokens: of a sample, at most; they are spread evenly over the calibration tokens.
     """
@@ -42,7 +47,7 @@ class Moment:
     point: str
     heads: int = 1
     groups: int = 1
-    kind: Literal["value", "gradient", "sample"] = "value"
+    kind: Literal["value", "gradient", "sample", "pair"] = "value"
     diagonal: bool = False
     tokens: int = 0
 
@@ -52,7 +57,7 @@ class Moment:
         point = re.sub(r"[:+]", "-", self.point)
         if self.kind == "sample":
             return f"sample-{point}-{self.tokens}"
-        kind = "gradient-" if self.kind == "gradient" else ""
+        kind = "" if self.kind == "value" else f"{self.kind}-"
         return f"{kind}{point}-{self.heads}-{self.groups}{'-diagonal' if self.diagonal else ''}"
 
 
@@ -81,9 +86,9 @@ class Scores:
 
     Attributes:
         importance: layer -> t_l, how far it turns its input on calibration text. docs/methods.md#importance.
-        measured: what `Measuring.measure` gave, by `LAYER/GROUP` (with the method's position between the two until the
-            registry hands a method its own). None before anything is measured: all layers then count as alike.
-        curves: what `Predicting.curve` gave, by `ranks_key`. None before any is taken.
+        measured: what `Measuring.measure` gave, by `Task.key`; a method gets its own, by `group_key`. None before
+            anything is measured: all layers then count as alike.
+        curves: what `Predicting.curve` gave, by `Task.key`. None before any is taken.
     """
 
     importance: Mapping[int, float] = field(default_factory=dict)
@@ -98,12 +103,56 @@ class Group:
     Attributes:
         roles: the roles whose tensors are claimed; nobody else may claim them.
         moments: the statistics needed; empty for a data-free group.
+        corrections: pairs, each taken on the layer as the corrections of points before it have left it; with any, the
+            group is not compressed at once but by a `Correcting.correct` for each.
     """
 
     layer: int
     name: str
     roles: tuple[str, ...]
     moments: tuple[Moment, ...] = ()
+    corrections: tuple[Moment, ...] = ()
+
+
+@dataclass(frozen=True)
+class Task(Group):
+    """A group and who compresses it: the position of the method in the manifest."""
+
+    method: int = field(kw_only=True)
+
+    @classmethod
+    def of(cls, method: int, group: Group) -> Task:
+        """The group, claimed by the method at this position."""
+        return cls(group.layer, group.name, group.roles, group.moments, method=method)
+
+    @property
+    def key(self) -> str:
+        """See `task_key`."""
+        return task_key(self.layer, self.method, self.name)
+
+
+def task_key(layer: int, method: int, group: str) -> str:
+    """Names a task in the ledger, among ranks, curves and what is measured: `LAYER/METHOD/GROUP`."""
+    return f"{layer}/{method}/{group}"
+
+
+class TaskName(NamedTuple):
+    """What the key of a task says."""
+
+    layer: int
+    method: int
+    group: str
+
+
+def read_task_key(key: str) -> TaskName:
+    """What `task_key` made of it, as ledgers keep it."""
+    layer, method, group = key.split("/", 2)
+    return TaskName(int(layer), int(method), group)
+
+
+def group_key(layer: int, group: str) -> str:
+    """Names a group among those of one method: `LAYER/GROUP`."""
+    return f"{layer}/{group}"
 
 
 @dataclass(frozen=True)
@@ -163,12 +212,7 @@ class Method(Protocol):
         ...
 
     def compress(
-        self,
-        group: Group,
-        geometry: Geometry,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        ranks: Ranks,
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """The factors of one group. `weights`: `role.weight` / `role.bias` of the claimed roles, dense; not changed."""
         ...
@@ -182,7 +226,7 @@ class Measuring(Protocol):
         """The groups to measure: they claim nothing, and may go beyond what the method claims."""
         ...
 
-    def measure(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor]) -> Any:
+    def measure(self, group: Group, geometry: Geometry, weights: Weights) -> Any:
         """A few numbers, as JSON has them, for `target_ranks` in `Scores.measured`. `weights` as in `compress`."""
         ...
 
@@ -212,7 +256,27 @@ class Predicting(Protocol):
         """The cache's numbers per token, over all layers, that are the budget in place of stored numbers; or None."""
         ...
 
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Points to choose from, as columns that JSON has: `ranks` (name -> list), `numbers` stored, `cache` numbers
         per token, `loss` predicted in nats per token. The first is the smallest, the last the dense group, loss 0."""
+        ...
+
+
+@runtime_checkable
+class Correcting(Protocol):
+    """A method whose groups may be solved a part at a time, behind what was compressed before."""
+
+    def correct(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Mapping[str, Tensor],
+        statistics: Statistics,
+        ranks: Ranks,
+        before: Mapping[str, Tensor],
+    ) -> Solution:
+        """What the one pair among the statistics changes: a role's tensors and form replace all that it had.
+
+        `before`: `role.weight` and `role.bias` as the correction before this one left them, where they are stored so.
+        """
         ...

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.schema import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, Manifest, MethodEntry
+from manifests.methods import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
+from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Predicting, Scores
+from pipeline.methods.method import Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
 from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers
 from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
@@ -28,17 +29,10 @@ METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
 }
 
 
-@dataclass(frozen=True)
-class Task:
-    """A group and who compresses it: the position of the method in the manifest."""
-
-    method: int
-    group: Group
-
-
 def build_methods(manifest: Manifest) -> tuple[Method, ...]:
     """The methods of a manifest, in its order."""
-    return tuple(METHODS[type(entry)](entry) for entry in manifest.methods)
+    multiple = manifest.budget.multiple if manifest.budget is not None else None
+    return tuple(METHODS[type(entry)](entry.in_steps_of(multiple)) for entry in manifest.methods)
 
 
 def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
@@ -58,30 +52,29 @@ def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ..
                     raise InputError(
                         f"layer {group.layer}: {role} is claimed by {other} and by {claim}; a tensor is claimed once"
                     )
-            tasks.append(Task(position, group))
-    return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+            tasks.append(Task.of(position, group))
+    return _by_layer(tasks)
 
 
 def measure_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
     """What must be measured before ranks are chosen, by layer."""
-    tasks = [
-        Task(position, group)
-        for position, method in enumerate(methods)
-        if isinstance(method, Measuring)
-        for group in method.measures(geometry)
-    ]
-    return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+    measuring = [(position, method) for position, method in enumerate(methods) if isinstance(method, Measuring)]
+    return _by_layer(Task.of(position, group) for position, method in measuring for group in method.measures(geometry))
 
 
 def predict_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
     """What curves are to be taken of before ranks are chosen, by layer."""
-    tasks = [
-        Task(position, group)
-        for position, method in enumerate(methods)
-        if isinstance(method, Predicting)
-        for group in method.predicts(geometry)
-    ]
-    return tuple(sorted(tasks, key=lambda task: (task.group.layer, task.method, task.group.name)))
+    predicting = [(position, method) for position, method in enumerate(methods) if isinstance(method, Predicting)]
+    return _by_layer(Task.of(position, group) for position, method in predicting for group in method.predicts(geometry))
+
+
+def _by_layer(tasks: Iterable[Task]) -> tuple[Task, ...]:
+    return tuple(sorted(tasks, key=lambda task: (task.layer, task.method, task.name)))
+
+
+def layers_of(tasks: Iterable[Task]) -> list[int]:
+    """The layers that have a task, ascending."""
+    return sorted({task.layer for task in tasks})
 
 
 def config_fields(methods: Sequence[Method]) -> dict[str, Any]:
@@ -108,7 +101,7 @@ def layer_gradients(tasks: Sequence[Task], layer: int) -> tuple[Moment, ...]:
 
 
 def _all_moments(tasks: Sequence[Task], layer: int) -> list[Moment]:
-    return sorted({moment for task in tasks if task.group.layer == layer for moment in task.group.moments})
+    return sorted({moment for task in tasks if task.layer == layer for moment in task.moments})
 
 
 def scope_numbers(geometry: Geometry, scope: str) -> int:
@@ -119,7 +112,7 @@ def scope_numbers(geometry: Geometry, scope: str) -> int:
 def allocate_ranks(
     manifest: Manifest, methods: Sequence[Method], geometry: Geometry, scores: Scores
 ) -> dict[str, dict[str, int]]:
-    """`ranks_key` -> ranks that meet the budget; without those whose curves are still to be taken.
+    """`Task.key` -> ranks that meet the budget; without those whose curves are still to be taken.
 
     Raises:
         InputError: the budget cannot be met; the message says the reachable range.
@@ -128,7 +121,7 @@ def allocate_ranks(
 
     def shared(own_numbers: float) -> Budget:
         """keep · total less what nobody claims, and what has a budget of its own."""
-        if manifest.budget is None:
+        if manifest.budget is None or (manifest.budget.keep is None and manifest.budget.max_loss is None):
             raise InputError("budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry")
         total = scope_numbers(geometry, manifest.budget.scope)
         untouched = total - sum(entry.dense_numbers for entry in entries)
@@ -155,17 +148,13 @@ def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
     return dict(enumerate(angular_importance(mean_cosines)))
 
 
-def ranks_key(task: Task) -> str:
-    """Where `allocate_ranks` puts the ranks of a task."""
-    return f"{task.group.layer}/{task.method}/{task.group.name}"
-
-
 def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) -> Entry:
-    """A method as the allocation sees it; its groups are told apart from another method's by its position."""
+    """A method as the allocation sees it, which knows groups by the keys of their tasks."""
+    own = _own(scores, position, method, geometry)
 
     def targets(ratio: float) -> dict[Key, float]:
-        found = method.target_ranks(geometry, ratio, _own(scores, position))
-        return {(layer, f"{position}/{group}", name): rank for (layer, group, name), rank in found.items()}
+        found = method.target_ranks(geometry, ratio, own)
+        return {(layer, task_key(layer, position, group), name): rank for (layer, group, name), rank in found.items()}
 
     variables = method.rank_variables(geometry)
     return Entry(
@@ -173,7 +162,9 @@ def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) ->
         dense_numbers=sum(geometry.layer_numbers(group.roles) for group in method.claims(geometry)),
         keep=method.keep,
         fixed=method.fixed_ranks,
-        variables=tuple(replace(variable, group=f"{position}/{variable.group}") for variable in variables),
+        variables=tuple(
+            replace(variable, group=task_key(variable.layer, position, variable.group)) for variable in variables
+        ),
         targets=targets,
         prediction=_prediction(position, method, geometry, scores),
     )
@@ -187,15 +178,14 @@ def _prediction(position: int, method: Method, geometry: Geometry, scores: Score
     least = sum(method.least_numbers(group, geometry) for group in groups)
     curves = None
     if scores.curves is not None:
-        keys = [ranks_key(Task(position, group)) for group in groups]
+        keys = [Task.of(position, group).key for group in groups]
         curves = {key: from_columns(scores.curves[key]) for key in keys}
     return Prediction(curves, least, method.cache_target(geometry))
 
 
-def _own(scores: Scores, position: int) -> Scores:
-    """The scores as one method sees them: what was measured for it, without its position."""
-    if scores.measured is None:
+def _own(scores: Scores, position: int, method: Method, geometry: Geometry) -> Scores:
+    """The scores as one method sees them: what was measured for it."""
+    if scores.measured is None or not isinstance(method, Measuring):
         return scores
-    split = {key: key.split("/", 2) for key in scores.measured}
-    own = {f"{layer}/{group}": key for key, (layer, owner, group) in split.items() if owner == str(position)}
-    return replace(scores, measured={name: scores.measured[key] for name, key in own.items()})
+    tasks = [Task.of(position, group) for group in method.measures(geometry)]
+    return replace(scores, measured={group_key(task.layer, task.name): scores.measured[task.key] for task in tasks})

@@ -6,15 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from pipeline.console.arguments import add_manifest, parser, read_manifest, run_command
-from pipeline.job.inputs import read_inputs
-from pipeline.plan import make_plan
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _body(arguments: Any) -> int:
     manifest = read_manifest(arguments)
+    from pipeline.job.inputs import read_inputs  # takes seconds, which --help and a wrong manifest need not
+    from pipeline.plan.estimate import make_plan
+
     inputs = read_inputs(manifest, weights=False)
     plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes).report()
     rate = arguments.tflops or measured_tflops(inputs.dtype, manifest.workers.cpus)
@@ -45,6 +45,8 @@ def _body(arguments: Any) -> int:
 
 def measured_tflops(dtype: torch.dtype, threads: int, size: int = 512) -> float:
     """10¹² floating-point operations a second in a square product on this machine's CPU."""
+    import torch
+
     torch.set_num_threads(threads)
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
     left @ right
@@ -56,6 +58,9 @@ def measured_tflops(dtype: torch.dtype, threads: int, size: int = 512) -> float:
 
 
 def _print(plan: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title="plan", show_header=False)
     for name, value in plan.items():
         if name == "remarks":

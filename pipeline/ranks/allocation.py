@@ -40,7 +40,7 @@ class Entry:
         dense_numbers: stored by what it claims, uncompressed.
         keep: a budget of its own, of these numbers.
         fixed: its targets at ratio 1 are its ranks; no budget applies.
-        variables: the ranks to choose; the group of each is `METHOD/GROUP`.
+        variables: the ranks to choose; the group of each is the key of its task.
         targets: common ratio -> the real-valued rank of every variable.
         prediction: given, ranks follow predicted loss, and there are no variables.
     """
@@ -186,8 +186,8 @@ def _cost(variables: Sequence[RankVariable], ranks: Mapping[Key, int]) -> float:
 
 def _by_task(ranks: Mapping[Key, int]) -> Chosen:
     by_task: Chosen = {}
-    for (layer, group, name), rank in ranks.items():
-        by_task.setdefault(f"{layer}/{group}", {})[name] = rank
+    for (_, task, name), rank in ranks.items():
+        by_task.setdefault(task, {})[name] = rank
     return by_task
 
 

@@ -36,10 +36,12 @@ class RankVariable:
 
     @property
     def key(self) -> Key:
+        """Names the variable among those of a method."""
         return (self.layer, self.group, self.name)
 
     @property
     def least(self) -> int:
+        """The smallest allowed rank."""
         return min(self.multiple, self.cap)
 
     def nearest(self, want: float) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from pipeline.methods.method import read_task_key, task_key
 from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, MUTED, SERIES, Plot, by_layer, depth_colour, draw
 from pipeline.reporting.reading import Run
 from pipeline.reporting.time_figures import time_plots
@@ -36,18 +37,18 @@ def _importance(run: Run) -> Plot | None:
 
 def _ranks(run: Run) -> list[Plot]:
     """One plot for every rank that a method chooses."""
-    found: dict[tuple[str, str, str], dict[int, int]] = {}
+    found: dict[tuple[int, str, str], dict[int, int]] = {}
     for task, ranks in run.ranks.items():
-        layer, method, group = task.split("/", 2)
+        layer, method, group = read_task_key(task)
         for name, rank in ranks.items():
-            found.setdefault((method, group, name), {})[int(layer)] = rank
+            found.setdefault((method, group, name), {})[layer] = rank
     return [_rank_plot(run, key, by) for key, by in found.items()]
 
 
-def _rank_plot(run: Run, key: tuple[str, str, str], rank_by_layer: Mapping[int, int]) -> Plot:
+def _rank_plot(run: Run, key: tuple[int, str, str], rank_by_layer: Mapping[int, int]) -> Plot:
     method, group, name = key
     layers = sorted(rank_by_layer)
-    full = [cap for layer in layers if (cap := run.caps.get((f"{layer}/{method}/{group}", name)))]
+    full = [cap for layer in layers if (cap := run.caps.get((task_key(layer, method, group), name)))]
     title = group if name == group else f"{group}: {name}"
 
     def plot(axes: Axes) -> None:
@@ -90,7 +91,7 @@ def _stored(run: Run) -> Plot | None:
 def _curves(run: Run) -> list[Plot]:
     groups: dict[str, list[str]] = {}
     for task in run.curves:
-        groups.setdefault(task.split("/", 2)[2], []).append(task)
+        groups.setdefault(read_task_key(task).group, []).append(task)
     return [_curve_plot(run, group, tasks) for group, tasks in groups.items()]
 
 
@@ -98,8 +99,8 @@ def _curve_plot(run: Run, group: str, tasks: list[str]) -> Plot:
     deepest = max(1, run.geometry.num_layers - 1)
 
     def plot(axes: Axes) -> None:
-        for task in sorted(tasks, key=lambda task: int(task.partition("/")[0])):
-            curve, colour = run.curves[task], depth_colour(int(task.partition("/")[0]) / deepest)
+        for task in sorted(tasks, key=lambda task: read_task_key(task).layer):
+            curve, colour = run.curves[task], depth_colour(read_task_key(task).layer / deepest)
             points = [(share, loss) for share, loss in _frontier(curve) if loss]
             axes.plot([share for share, _ in points], [loss for _, loss in points], color=colour, linewidth=0.9)
             chosen = chosen_point(run, task)
@@ -139,16 +140,16 @@ def _predicted_loss(run: Run) -> Plot | None:
     chosen = {task: place for task in run.curves if (place := chosen_point(run, task)) is not None}
     if not chosen:
         return None
-    groups = sorted({task.split("/", 2)[2] for task in chosen})
-    layers = sorted({int(task.partition("/")[0]) for task in chosen})
+    groups = sorted({read_task_key(task).group for task in chosen})
+    layers = sorted({read_task_key(task).layer for task in chosen})
 
     def plot(axes: Axes) -> None:
         below = [0.0] * len(layers)
         for place, group in enumerate(groups):
             loss = dict.fromkeys(layers, 0.0)
             for task, point in chosen.items():
-                if task.split("/", 2)[2] == group:
-                    loss[int(task.partition("/")[0])] += run.curves[task]["loss"][point]
+                if read_task_key(task).group == group:
+                    loss[read_task_key(task).layer] += run.curves[task]["loss"][point]
             axes.bar(layers, list(loss.values()), bottom=below, color=SERIES[place % len(SERIES)], label=group)
             below = [under + loss[layer] for under, layer in zip(below, layers, strict=True)]
         by_layer(axes, run.geometry.num_layers, "nats per token")

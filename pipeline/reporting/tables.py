@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pipeline.console.summary import compute_share
+from pipeline.methods.method import read_task_key
 from pipeline.reporting.figures import chosen_point
 from pipeline.reporting.reading import Run
 
@@ -92,9 +93,9 @@ def predictions(run: Run) -> str:
     for task, curve in run.curves.items():
         place = chosen_point(run, task)
         if place is not None:
-            layer, _, group = task.split("/", 2)
+            layer, _, group = read_task_key(task)
             numbers, loss = curve["numbers"][place], curve["loss"][place]
-            rows.append((int(layer), group, f"{numbers:,}", f"{numbers / curve['numbers'][-1]:.4f}", f"{loss:.3e}"))
+            rows.append((layer, group, f"{numbers:,}", f"{numbers / curve['numbers'][-1]:.4f}", f"{loss:.3e}"))
     return table("predictions", ("layer", "group", "numbers", "kept", "nats per token"), sorted(rows), words=2)
 
 

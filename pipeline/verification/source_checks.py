@@ -8,22 +8,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lamina import MODELLING_FILES
 from pipeline.checkpoint.assembling import CARD_FILE, TOKENIZER_FILE, without_code
-from pipeline.checkpoint.compression_record import describe_bytes
+from pipeline.checkpoint.compression_record import describe_bytes, file_fault
 from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import sample_tokens
 from pipeline.verification.output_checks import Finding
-from stores.durable import sha256_file
 from stores.source import SourceCheckpoint
+from stores.storage import Storage
 from workers.comparing import compare_models, deviation
-from workers.config import WorkerConfig
-from workers.layers import LayerReader
+from workers.layers import cpu_reader
 
 SKETCH_BOUND = 1e-3  # healthy ones repeat bit for bit on one machine; see tools/benchmarks/verify_bounds.py
 EXACT_BOUND = 1e-3  # relative error of the logits when no group cut anything off; float32 reaches 1e-5
@@ -42,25 +40,24 @@ def check_source(
     recorded = compression["source"]["files"]
     faults = []
     for name, record in recorded.items():
-        path = original.directory / name
-        if not path.is_file() or path.stat().st_size != record["size"] or sha256_file(path) != record["sha256"]:
-            faults.append(f"{path}: not the file that the checkpoint was made from")
+        if file_fault(original.storage, name, record):
+            faults.append(f"{original.storage.at(name)}: not the file that the checkpoint was made from")
     standard = json.loads(json.dumps(standard))
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
     for name in sorted(compression["files"].keys() - recorded.keys() - {CARD_FILE, *MODELLING_FILES}):
-        path = original.directory / name
-        if path.is_file() and compression["files"][name]["sha256"] not in _copies(path):
+        there = original.storage.has(name)
+        if there and compression["files"][name]["sha256"] not in _copies(original.storage, name):
             faults.append(f"{name}: differs from the source's")
     return Finding("source", f"{len(recorded)} files of the source, and the config made from it", tuple(faults))
 
 
-def _copies(path: Path) -> list[str]:
+def _copies(storage: Storage, name: str) -> list[str]:
     """Digests of what may have become of a file that travels with the weights."""
-    if path.name != TOKENIZER_FILE:
-        return [sha256_file(path)]
-    content = path.read_bytes()
+    content = storage.read(name)
+    if name != TOKENIZER_FILE:
+        return [describe_bytes(content)["sha256"]]
     return [describe_bytes(copied)["sha256"] for copied in (content, without_code(content))]
 
 
@@ -76,9 +73,10 @@ def check_coverage(
     """
     geometry = geometry_of(standard)
     roles = {
-        name: (layer, key.partition(".")[0])
+        name: (layer, role)
         for layer in range(geometry.num_layers)
-        for key, (name, _) in geometry.layer_tensors(layer).items()
+        for role in geometry.roles
+        for name, _ in geometry.role_tensors(layer, role).values()
     }
     methods = {entry["method"] for entry in compression["manifest"]["methods"]}
     claimed = compression["claimed"]
@@ -165,7 +163,10 @@ def check_logits(
     origin = recorded["origin"] if recorded else "random"
     layers = standard["num_hidden_layers"]
     found = compare_models(
-        float32_reader(original, standard), float32_reader(checkpoint, config), (None,) * layers, ids_BS
+        cpu_reader(original, standard, torch.float32),
+        cpu_reader(checkpoint, config, torch.float32),
+        (None,) * layers,
+        ids_BS,
     ).report()
     errors, error = found["layer_errors"], found["error"]
     stated, why = (bound, "as given") if bound is not None else default_bound(config, compression)
@@ -225,21 +226,3 @@ def cut_nothing(compression: Mapping[str, Any]) -> bool:
             if not report.get("dense") and (not errors or max(errors) > 0.0):
                 return False
     return True
-
-
-def float32_reader(source: SourceCheckpoint, config: Mapping[str, Any]) -> LayerReader:
-    """A checkpoint's layers, on this machine's CPU."""
-    setup = WorkerConfig(
-        source=source,
-        config=config,
-        geometry=geometry_of(config),
-        run_dir=source.directory,
-        tokens=None,
-        shards=1,
-        micro_batch=1,
-        dtype=torch.float32,
-        threads=torch.get_num_threads(),
-        use_gpu=False,
-        hidden_bytes=0,
-    )
-    return LayerReader(setup, torch.device("cpu"))

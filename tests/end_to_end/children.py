@@ -82,6 +82,9 @@ class InlinePool:
     def resize(self, workers: int) -> None:
         """One it is."""
 
+    def show(self, phase: str, done: int, units: int) -> None:
+        """Nobody watches."""
+
     def close(self) -> None:
         """Nothing to end."""
 

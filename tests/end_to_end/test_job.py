@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import pipeline.job.pool
 from manifests.schema import Text
 from pipeline.ports import Unit
-from stores.corpus import pack_samples, read_documents
+from stores.corpus import draw_samples, read_documents
 from tests.end_to_end.jobs import (
     FLAT_LLM,
     Job,
@@ -295,7 +295,7 @@ def test_importance_and_errors_are_those_of_the_whole_model(llama: Path, job: Ma
     made.run().json  # noqa: B018 - asserts the exit code
     calibration = made.document()["calibration"]
     documents = read_documents(Text(files=tuple(calibration["text"]["files"])))
-    ids_BT = pack_samples(documents, AutoTokenizer.from_pretrained(llama), 12, 24, seed=3)
+    ids_BT = draw_samples(documents, AutoTokenizer.from_pretrained(llama), 12, 0, 24, seed=3)[0]
     assert len(set(made.ledger("ranks")["importance"].values())) == 3
     for layer in range(3):
         seen = watch(densified(llama, made.output, layers=0), layer, ids_BT)

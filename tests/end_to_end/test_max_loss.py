@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,14 @@ def test_the_smallest_size_within_the_limit(within: Job, job: MakeJob, inline: N
     assert named.run().json["held_out"]["divergence"] == tries[size]
     tensors = {name: digest for name, digest in file_digests(named.output).items() if name.endswith(".safetensors")}
     assert tensors == {name: digest for name, digest in file_digests(within.output).items() if name in tensors}
+
+
+def test_both_models_are_compared_at_the_size_that_ships(within: Job) -> None:
+    """A pass over both, side by side: no try needs it."""
+    logs = [path.read_text().splitlines() for path in (within.run_dir / "logs").glob("*.units.jsonl")]
+    units = [json.loads(line)["unit"] for lines in logs for line in lines]
+    assert units.count("compare") == 1
+    assert units.count("write/0") > 1
 
 
 def test_killed_between_tries_it_ends_the_same(within: Job, job: MakeJob) -> None:

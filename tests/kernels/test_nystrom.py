@@ -6,16 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels import nystrom
-from pipeline.kernels.nystrom import (
-    eliminate,
-    nested_losses,
-    nystrom_refit,
-    output_error,
-    ridge_leverage,
-    select_eliminate,
-    select_leverage,
-)
+from pipeline.kernels import cholesky
+from pipeline.kernels.elimination import eliminate, select_eliminate
+from pipeline.kernels.nystrom import nested_losses, nystrom_refit, output_error, ridge_leverage, select_leverage
 
 
 def problem(channels: int, hidden: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +55,7 @@ def test_leverage_is_the_definition(channels: int, hidden: int, tokens: int, rid
 def test_leverage_in_column_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = problem(12, 3, 40)[0]
     whole = ridge_leverage(moment)[0]
-    monkeypatch.setattr(nystrom, "_INVERSE_COLUMNS", 5)
+    monkeypatch.setattr(cholesky, "BLOCK", 5)
     torch.testing.assert_close(ridge_leverage(moment)[0], whole, rtol=1e-13, atol=0)
 
 

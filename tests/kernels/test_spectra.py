@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipeline.kernels import spectra
 from pipeline.kernels.spectra import (
+    dropped_share,
     eigh_descending,
     fix_signs,
     head_pca,
@@ -260,3 +261,17 @@ def test_weighted_pca_clips_at_the_floor_it_is_given() -> None:
     moment_Gdd = moment_of(correlated(1, 50, 4))
     gram_Gdd = torch.diag(torch.tensor([1.0, 0.4, 0.2, 1e-3], dtype=torch.float64))[None]
     assert [weighted_head_pca(moment_Gdd, gram_Gdd, 2, floor)[3] for floor in (1e-10, 1e-2, 0.3, 1.0)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_dropped_share_is_the_error_of_a_cut(rank: int) -> None:
+    weight_mD = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    left_m3, values_3, right_3D = torch.linalg.svd(weight_mD, full_matrices=False)
+    cut_mD = left_m3[:, :rank] * values_3[:rank] @ right_3D[:rank]
+    expected = float((weight_mD - cut_mD).square().sum() / weight_mD.square().sum())
+    assert dropped_share(values_3.square(), rank) == pytest.approx(expected, abs=1e-15)
+
+
+def test_dropped_share_counts_all_heads_together() -> None:
+    assert dropped_share(torch.tensor([[6.0, 1.0], [2.0, 1.0]]), 1) == 0.2
+    assert dropped_share(torch.zeros(2, 3), 1) == 0.0

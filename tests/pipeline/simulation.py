@@ -15,14 +15,14 @@ from typing import Any
 from manifests.errors import CorruptError, Interrupted
 from pipeline.computation import Job
 from pipeline.driver import Driver
-from pipeline.methods.method import Group, Moment, Scores
-from pipeline.methods.registry import Task, ranks_key
+from pipeline.methods.method import Group, Moment, Scores, Task
 from pipeline.ports import (
     Backward,
     BackwardDone,
     Forward,
     ForwardDone,
     Measure,
+    Pair,
     Predict,
     Reduce,
     Solve,
@@ -138,6 +138,9 @@ class WorldCleaner:
     def retain_statistics(self, records: tuple[dict[str, Any], ...]) -> None:
         self._retain("statistic", records)
 
+    def retain_staged(self, records: tuple[dict[str, Any], ...]) -> None:
+        self._retain("staged", records)
+
     def _retain(self, kind: str, records: Sequence[dict[str, Any]]) -> None:
         self.world.happen()
         kept = {record["path"] for record in records}
@@ -226,6 +229,8 @@ class SimulatedPool:
     def _execute(self, unit: Unit) -> Any:
         if isinstance(unit, Forward):
             return self._forward(unit)
+        if isinstance(unit, Pair):
+            return self._pair(unit)
         if isinstance(unit, Backward):
             return self._backward(unit)
         if isinstance(unit, ChooseGrids):
@@ -311,6 +316,24 @@ class SimulatedPool:
         value = digest("sum", unit.lineage, unit.layer, unit.moment.key, sorted(shards.items()))
         return TotalDone(self.world.store("statistic", value))
 
+    def _pair(self, unit: Pair) -> ForwardDone:
+        assert len(unit.replay) == unit.layer - unit.base
+        assert (unit.base_record is None) == (unit.base == 0)
+        embedded = digest("embedded", unit.shard)
+        dense, packed = embedded, embedded
+        if unit.base_record is not None:
+            dense, packed = self.world.load("activation", unit.base_record).split()
+        for before, staged in enumerate(unit.replay, unit.base):
+            dense, packed = self._through(before, None, dense), self._through(before, staged, packed)
+        after = self._through(unit.layer, None, dense), self._through(unit.layer, unit.staged, packed)
+        moments = {moment: digest("pair", moment.key, unit.layer, dense, packed, *after) for moment in unit.moments}
+        return ForwardDone(
+            partials={moment: self._handle(value) for moment, value in moments.items()},
+            cosine=None,
+            activation=self.world.store("activation", " ".join(after)) if unit.store else None,
+            tokens=1,
+        )
+
     def _backward(self, unit: Backward) -> BackwardDone:
         self.world.backward_passes += len(unit.inputs)
         read = [self.world.load("activation", record) for record in unit.inputs]
@@ -343,10 +366,14 @@ class SimulatedPool:
         return digest("through", layer, weights, hidden)
 
     def _solve(self, unit: Solve) -> SolveDone:
-        group = unit.task.group
-        assert tuple(unit.statistics) == group.moments
+        group = unit.task
+        pairs = [moment for moment in unit.statistics if moment.kind == "pair"]
+        assert tuple(unit.statistics) == (*group.moments, *pairs)
+        assert len(pairs) == bool(group.corrections)
+        assert not pairs or (unit.before is None) == (pairs[0] == group.corrections[0])
         read = [self.world.load("statistic", record) for record in unit.statistics.values()]
-        value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()))
+        before = self._open(unit.before) if unit.before is not None else ""
+        value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()), before)
         return SolveDone(self._handle(value), {group.name: {"form": "test", "layer": group.layer}}, {"error": 0.5})
 
     def _handle(self, value: str) -> Handle:
@@ -362,6 +389,7 @@ class SimulatedPool:
 IMPORTANCE = frozenset({"importance"})
 SHARED, OWN, MLP = Moment("q.in"), Moment("o.in", heads=2, groups=1), Moment("down.in")
 MID, OUT = Moment("mid", kind="gradient"), Moment("out", kind="gradient")
+PAIRS = {point: Moment(point, kind="pair") for point in ("attention.in", "o.in", "down.in")}
 
 
 def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp")) -> tuple[Task, ...]:
@@ -374,19 +402,38 @@ def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp
         "loss-mlp": (MLP, OUT),
     }
     return tuple(
-        Task(0, Group(layer, name, (f"role-{name}",), moments[name])) for layer in layers for name in sorted(groups)
+        Task.of(0, Group(layer, name, (f"role-{name}",), moments[name])) for layer in layers for name in sorted(groups)
+    )
+
+
+def make_corrected_tasks(layers: Sequence[int], groups: Sequence[str] = ("first", "second")) -> tuple[Task, ...]:
+    """Tasks solved in parts: "first" by two pairs, "second" by one of them and a later one; "free" as ever."""
+    pairs = {"first": ("attention.in", "o.in"), "second": ("attention.in", "down.in"), "free": ()}
+    return tuple(
+        Task.of(
+            0,
+            Group(
+                layer,
+                name,
+                (f"role-{name}",),
+                (SHARED,) if pairs[name] else (),
+                tuple(PAIRS[point] for point in pairs[name]),
+            ),
+        )
+        for layer in layers
+        for name in sorted(groups)
     )
 
 
 def measures(layers: Sequence[int]) -> tuple[Task, ...]:
-    return tuple(Task(1, Group(layer, name, ("k",))) for layer in layers for name in ("first", "second"))
+    return tuple(Task.of(1, Group(layer, name, ("k",))) for layer in layers for name in ("first", "second"))
 
 
 def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **settings: Any) -> Job:
     def allocate(scores: Scores) -> dict[str, dict[str, int]]:
         wide = {layer: round(1000 * score) for layer, score in scores.importance.items()}
         known = sum(found["number"] for found in [*(scores.measured or {}).values(), *scores.curves.values()])
-        return {ranks_key(task): {"rank": 1 + known + wide.get(task.group.layer, 0)} for task in tasks}
+        return {task.key: {"rank": 1 + known + wide.get(task.layer, 0)} for task in tasks}
 
     given = {"scores": IMPORTANCE, "propagate": "compressed", **settings}
     return Job(num_layers=num_layers, shards=shards, tasks=tasks, allocate=allocate, **given)
@@ -403,12 +450,18 @@ def make_gradient_job(
         "keep_statistics": True,
         "scores": frozenset(),
         "gradient_shards": (0, 1),
-        "predicts": tuple(task for task in tasks if task.group.moments),
+        "predicts": tuple(task for task in tasks if task.moments),
         **settings,
     }
     if given["propagate"] == "compressed":
         given["predicts"] = ()  # of dense statistics only
     return make_job(tasks, **given)
+
+
+def make_corrected_job(layers: Sequence[int], groups: Sequence[str] = ("first", "second"), **settings: Any) -> Job:
+    """Every layer in parts, behind what became of those before."""
+    given = {"num_layers": max(layers) + 1, "propagate": "dense", "keep_statistics": True, "scores": frozenset()}
+    return make_job(make_corrected_tasks(layers, groups), **{**given, **settings})
 
 
 def run(job: Job, world: World | None = None, pool: SimulatedPool | None = None) -> tuple[World, Recorder]:
@@ -443,6 +496,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "gradient-some": lambda: make_gradient_job([1, 3], groups=["free", "loss-mlp"], num_layers=5),
     "gradient-local": lambda: make_gradient_job(ALL, gradient="local", every=2),
     "gradient-behind-compressed": lambda: make_gradient_job(ALL, propagate="compressed"),
+    "corrected": lambda: make_corrected_job(range(3), ["first"], shards=1),
+    "corrected-two": lambda: make_corrected_job(range(2), shards=1, keep_statistics=False),
+    "corrected-every-2": lambda: make_corrected_job(range(4), ["second"], every=2, shards=1),
+    "corrected-some": lambda: make_corrected_job([1], ["first", "free"], num_layers=3),
     "free": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset()),
     "free-ranked": lambda: make_job(make_tasks(ALL, ["free"])),
     "free-measured": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset(), measures=measures(ALL)),

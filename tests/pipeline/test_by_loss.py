@@ -14,7 +14,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import pulled
 from pipeline.methods.method import Group, Method, Moment, Predicting, Scores, Statistics
-from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks, ranks_key, scope_numbers
+from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks, scope_numbers
 from pipeline.ranks.curves import from_columns
 from tests.pipeline.geometries import llama, other
 from tests.pipeline.loss_aware_weights import make_statistics, make_weights
@@ -159,15 +159,15 @@ def test_three_methods_share_a_budget_by_loss() -> None:
     methods = build_methods(job)
     curves = {}
     for task in predict_tasks(methods, where):
-        method, group = methods[task.method], task.group
+        method, group = methods[task.method], task
         assert isinstance(method, Predicting)
         weights, statistics = make_weights(where, group.roles, group.layer), make_statistics(where, group, group.layer)
-        curves[ranks_key(task)] = method.curve(group, where, weights, statistics)
+        curves[task.key] = method.curve(group, where, weights, statistics)
     assert allocate_ranks(job, methods, where, Scores()) == {}
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
     assert ranks.keys() == curves.keys()
     total = scope_numbers(where, "decoder")
-    stored = total - sum(where.layer_numbers(task.group.roles) for task in predict_tasks(methods, where))
+    stored = total - sum(where.layer_numbers(task.roles) for task in predict_tasks(methods, where))
     for key, curve in curves.items():
         stored += next(point.numbers for point in from_columns(curve) if dict(point.ranks) == ranks[key])
     assert 0.99 * 0.7 * total < stored <= 0.7 * total
@@ -180,10 +180,10 @@ def test_a_cache_is_shared_by_loss(share: float) -> None:
     methods = build_methods(job)
     curves = {}
     for task in predict_tasks(methods, where):
-        method, group = methods[task.method], task.group
+        method, group = methods[task.method], task
         assert isinstance(method, Predicting)
         weights, statistics = make_weights(where, group.roles, group.layer), make_statistics(where, group, group.layer)
-        curves[ranks_key(task)] = method.curve(group, where, weights, statistics)
+        curves[task.key] = method.curve(group, where, weights, statistics)
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
     dense = where.kv_heads * where.head_dim
     cached = [min(dense, rank) for found in ranks.values() for rank in found.values()]

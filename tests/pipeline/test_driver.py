@@ -102,7 +102,7 @@ def test_importance_ranks_the_layers() -> None:
     assert len({ranks["ranks"][f"{layer}/0/mlp"]["rank"] for layer in ALL}) == 4
     for unit in ranked.done:
         if isinstance(unit, Solve):
-            group = unit.task.group
+            group = unit.task
             assert unit.ranks == ranks["ranks"][f"{group.layer}/0/{group.name}"]
 
 
@@ -169,7 +169,7 @@ def test_layers_before_the_first_claimed_only_pass_on() -> None:
         f"forward/compressed/{layer}/{shard}/dense" for layer in (0, 1) for shard in (0, 1)
     ]
     assert all(unit.emit and not unit.moments for unit in walk if unit.layer < 2)
-    assert [unit.task.group.layer for unit in world.done if isinstance(unit, Solve)] == [2, 2, 3, 3]
+    assert [unit.task.layer for unit in world.done if isinstance(unit, Solve)] == [2, 2, 3, 3]
     assert commits(world)[4:] == [
         "ranks", "activations/00001", "activations/00002", "statistics/00002", "layer/00002", "activations/00003",
         "statistics/00003", "layer/00003",
@@ -275,7 +275,7 @@ def test_the_order_of_completion_changes_nothing(job: Job, order: str | int) -> 
 
 def test_samples_and_factors_stay_in_order() -> None:
     world, sample = World(), Moment("down.in", kind="sample", tokens=9)
-    tasks = tuple(replace(t, group=replace(t.group, moments=(*t.group.moments, sample))) for t in make_tasks(ALL))
+    tasks = tuple(replace(t, moments=(*t.moments, sample)) for t in make_tasks(ALL))
     run(make_job(tasks, shards=5), world, SimulatedPool(world, order="last"))
     reduced = [unit for unit in world.done if isinstance(unit, Reduce)]
     assert [(unit.layer, unit.moment) for unit in reduced] == [(layer, sample) for layer in ALL]
@@ -314,8 +314,8 @@ def test_nothing_is_dropped_before_its_successor_is_entered(job: Job) -> None:
     for index in retained:
         if not world.events[index][1].endswith(" 0"):
             assert world.events[index - 1][0] == "commit"
-    if job.propagate == "compressed" and any(task.group.moments for task in job.tasks):
-        for layer in {task.group.layer for task in job.tasks}:
+    if job.propagate == "compressed" and any(task.moments for task in job.tasks):
+        for layer in {task.layer for task in job.tasks}:
             at = [commits(world).index(f"{kind}/{layer:05d}") for kind in ("statistics", "layer")]
             after = f"activations/{layer + 1:05d}"
             assert at == sorted(at)
@@ -326,9 +326,9 @@ def test_nothing_is_left_over(job: Job) -> None:
     world, _ = run(job)
     assert world.stores["activation"] == {}
     kept = job.keep_statistics
-    has_moments = any(task.group.moments for task in job.tasks)
+    has_moments = any(task.moments for task in job.tasks)
     assert bool(world.stores["statistic"]) == (kept and has_moments)
-    assert len(world.stores["staged"]) == len({task.group.layer for task in job.tasks})
+    assert len(world.stores["staged"]) == len({task.layer for task in job.tasks})
 
 
 def test_done_again_does_nothing(job: Job) -> None:

@@ -117,7 +117,7 @@ def test_curves_follow_from_both_kinds_of_moments() -> None:
     for unit in world.done:
         if isinstance(unit, Predict | Solve):
             assert {moment.kind for moment in unit.statistics} == {"value", "gradient"}
-            assert tuple(unit.statistics) == unit.task.group.moments
+            assert tuple(unit.statistics) == unit.task.moments
     assert {key: len(world.journal()[key]["curves"]) for key in ("curves/00000", "curves/00003")} == {
         "curves/00000": 2,
         "curves/00003": 2,
@@ -165,7 +165,7 @@ def test_another_budget_takes_no_pass_over_the_model() -> None:
 def test_gradients_asked_for_later_need_no_moment_again() -> None:
     """An allocation by loss after one without: the dense pass only keeps what the backward pass needs."""
     tasks = make_tasks(ALL, ["loss-mlp"])
-    plain = tuple(replace(task, group=replace(task.group, moments=(MLP,))) for task in tasks)
+    plain = tuple(replace(task, moments=(MLP,)) for task in tasks)
     world, _ = run(make_job(plain, propagate="dense", keep_statistics=True, scores=frozenset()))
     again = solve_again(world)
     job = make_gradient_job(ALL, ["loss-mlp"])
@@ -177,7 +177,7 @@ def test_gradients_asked_for_later_need_no_moment_again() -> None:
 
 
 def test_moments_asked_for_later_are_added_to_those_there_are() -> None:
-    few = tuple(replace(task, group=replace(task.group, moments=(MLP,))) for task in make_tasks(ALL, ["mlp"]))
+    few = tuple(replace(task, moments=(MLP,)) for task in make_tasks(ALL, ["mlp"]))
     world, _ = run(make_job(few, propagate="dense", keep_statistics=True, scores=frozenset()))
     again = solve_again(world)
     run(make_job(make_tasks(ALL, ["mlp"]), propagate="dense", keep_statistics=True, scores=frozenset()), again)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -262,3 +263,15 @@ def test_every_fault_of_the_sizes_is_told_at_once() -> None:
     with pytest.raises(InputError) as raised:
         standard_config({"model_type": "opt", **OPT, "ffn_dim": -1, "activation_function": "no"})
     assert all(name in str(raised.value) for name in ("intermediate_size: -1", "activation: 'no'"))
+
+
+def test_a_role_may_have_dots() -> None:
+    """Of several MLPs in one layer, say: whose a tensor is does not hang on the first dot of its key."""
+    geometry = geometry_of(standard_config({"model_type": "llama", **SMALL}))
+    role = "experts.3.up"
+    several = replace(geometry, modules=(*geometry.modules, (role, "mlp.experts.3.up_proj")))
+    path = "model.layers.1.mlp.experts.3.up_proj"
+    assert several.tensor_name(1, f"{role}.first.weight", (role,)) == f"{path}.first.weight"
+    assert several.tensor_name(1, "up.weight", ("up",)) == "model.layers.1.mlp.up_proj.weight"
+    assert [name for name, _ in several.role_tensors(1, role).values()] == [f"{path}.weight"]
+    assert several.layer_tensors(1)[f"{role}.weight"][0] == f"{path}.weight"

@@ -19,7 +19,6 @@ from pipeline.methods.registry import (
     claim_tasks,
     config_fields,
     measure_tasks,
-    ranks_key,
 )
 from tests.pipeline.geometries import llama, other
 from tests.pipeline.tucker_weights import (
@@ -105,23 +104,23 @@ def test_one_threshold_for_all_layers_errs_less_at_equal_size(geometry: str, kee
         job = parse_manifest(document({"target": "both", "keep": keep, "threshold": threshold, "refine_sweeps": 0}))
         (method,) = methods = build_methods(job)
         measured = {
-            ranks_key(task): method.measure(task.group, where, weights_of[task.group.layer, task.group.name])
+            task.key: method.measure(task, where, weights_of[task.layer, task.name])
             for task in measure_tasks(methods, where)
         }
         assert bool(measured) == (threshold == "model")
         ranks = allocate_ranks(job, methods, where, Scores(measured=measured))
         errors[threshold] = numbers[threshold] = 0.0
         for task in claim_tasks(methods, where):
-            weights = weights_of[task.group.layer, task.group.name]
-            solution = method.compress(task.group, where, weights, Statistics(), ranks[ranks_key(task)])
-            errors[threshold] += squared_error(weights, rebuild(solution, where, task.group)) if solution.forms else 0.0
+            weights = weights_of[task.layer, task.name]
+            solution = method.compress(task, where, weights, Statistics(), ranks[task.key])
+            errors[threshold] += squared_error(weights, rebuild(solution, where, task)) if solution.forms else 0.0
             numbers[threshold] += sum(t.numel() for n, t in solution.tensors.items() if n.endswith(".bias"))
             numbers[threshold] += (
                 stored_numbers(solution, where.bits)
                 if solution.forms
                 else sum(t.numel() for n, t in solution.tensors.items() if n.endswith(".weight"))
             )
-        dense = sum(where.layer_numbers(task.group.roles) for task in claim_tasks(methods, where))
+        dense = sum(where.layer_numbers(task.roles) for task in claim_tasks(methods, where))
         assert 0.97 * keep * dense < numbers[threshold] <= keep * dense
     assert errors["model"] < 0.95 * errors["layer"]
 

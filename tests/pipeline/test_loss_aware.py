@@ -11,7 +11,8 @@ import torch
 
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
-from manifests.schema import LossAware, Manifest
+from manifests.methods import LossAware
+from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import pulled
 from pipeline.methods.loss_aware.method import LossAwareMethod
@@ -21,7 +22,6 @@ from pipeline.methods.registry import (
     build_methods,
     claim_tasks,
     predict_tasks,
-    ranks_key,
     scope_numbers,
 )
 from pipeline.ranks.curves import Point, from_columns, predicted_loss
@@ -82,7 +82,7 @@ def test_points_count_what_is_stored(geometry: str, name: str, entry: dict[str, 
     for tensor, copy in zip((*weights.values(), *statistics.moments.values()), before, strict=True):
         assert torch.equal(tensor, copy), "an input was changed"
     assert points[0].numbers <= method.least_numbers(group, where)
-    multiple = method.entry.rank_multiple
+    multiple = method.entry.multiple(where.hidden)
     widest = {"query_key": where.hidden, "value": where.head_dim, "width": where.intermediate}
     for key, rank in (item for point in points for item in point.ranks.items()):
         assert rank % multiple == 0 or rank == widest.get(key, rank), key
@@ -310,9 +310,9 @@ def curves_of(manifest: Manifest, where: Geometry) -> dict[str, Any]:
     for task in predict_tasks(methods, where):
         method = methods[task.method]
         assert isinstance(method, LossAwareMethod)
-        weights = make_weights(where, task.group.roles, seed=task.group.layer)
-        statistics = make_statistics(where, task.group, seed=task.group.layer)
-        found[ranks_key(task)] = method.curve(task.group, where, weights, statistics)
+        weights = make_weights(where, task.roles, seed=task.layer)
+        statistics = make_statistics(where, task, seed=task.layer)
+        found[task.key] = method.curve(task, where, weights, statistics)
     return found
 
 
@@ -333,12 +333,12 @@ def test_budgets_are_met_exactly(entries: tuple[dict[str, Any], ...], keep: floa
     methods = build_methods(manifest)
     ranks = allocate_ranks(manifest, methods, where, Scores(curves=curves))
     tasks = claim_tasks(methods, where)
-    assert ranks.keys() == {ranks_key(task) for task in tasks}
+    assert ranks.keys() == {task.key for task in tasks}
     total = scope_numbers(where, "decoder")
-    stored = total - sum(where.layer_numbers(task.group.roles) for task in tasks)
+    stored = total - sum(where.layer_numbers(task.roles) for task in tasks)
     for task in tasks:
-        chosen = ranks[ranks_key(task)]
-        stored += next(p.numbers for p in from_columns(curves[ranks_key(task)]) if dict(p.ranks) == chosen)
+        chosen = ranks[task.key]
+        stored += next(p.numbers for p in from_columns(curves[task.key]) if dict(p.ranks) == chosen)
     assert 0.995 * keep * total < stored <= keep * total
     assert predicted_loss(curves, ranks) > 0.0
 

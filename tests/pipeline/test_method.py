@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.methods.method import Group, Moment, Statistics
-from pipeline.methods.registry import Task, layer_gradients, layer_moments
+from pipeline.methods.method import Group, Moment, Statistics, Task, read_task_key
+from pipeline.methods.registry import layer_gradients, layer_moments
 
 
 def test_value_moments_keep_their_keys() -> None:
@@ -34,7 +34,10 @@ def test_gradient_moments_have_keys_of_their_own() -> None:
 
 def test_a_layer_names_values_and_gradients_apart() -> None:
     value, gradient = Moment("attention.in"), Moment("pull:q+k", kind="gradient")
-    tasks = [Task(0, Group(1, "query_key", ("q", "k"), (gradient, value))), Task(0, Group(1, "x", ("v",), (value,)))]
+    tasks = [
+        Task.of(0, Group(1, "query_key", ("q", "k"), (gradient, value))),
+        Task.of(0, Group(1, "x", ("v",), (value,))),
+    ]
     assert layer_moments(tasks, 1) == (value,)
     assert layer_gradients(tasks, 1) == (gradient,)
     assert layer_gradients(tasks, 0) == ()
@@ -45,3 +48,9 @@ def test_means_of_both_kinds() -> None:
     statistics = Statistics({value: torch.full((1, 2, 2), 6.0), gradient: torch.full((1, 2, 2), 0.5)}, tokens=3)
     assert torch.equal(statistics.mean(value), torch.full((1, 2, 2), 2.0, dtype=torch.float64))
     assert torch.equal(statistics.mean(gradient), torch.full((1, 2, 2), 0.5, dtype=torch.float64))
+
+
+def test_the_key_of_a_task_is_read_as_it_was_made() -> None:
+    task = Task.of(1, Group(12, "query_key", ("q", "k")))
+    assert task.key == "12/1/query_key"
+    assert read_task_key(task.key) == (task.layer, task.method, task.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +11,13 @@ import pytest
 from manifests.errors import InputError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.methods.method import Group, Moment, Scores
+from pipeline.methods.method import Group, Moment, Scores, Task
 from pipeline.methods.registry import (
     allocate_ranks,
     build_methods,
     claim_tasks,
     layer_importance,
     layer_moments,
-    ranks_key,
     scope_numbers,
 )
 from tests.pipeline.geometries import SIZES, llama, manifest, other
@@ -84,20 +82,20 @@ def assert_fits(
 def test_tasks_are_by_layer() -> None:
     job = manifest({"layers": [0, 2], "query_key": "head_pca"}, {"layers": [1], "mlp": False})
     tasks = claim_tasks(build_methods(job), llama())
-    assert [(task.group.layer, task.method, task.group.name) for task in tasks] == [
+    assert [(task.layer, task.method, task.name) for task in tasks] == [
         (0, 0, "attention"), (0, 0, "mlp"), (0, 0, "query_key"), (1, 1, "attention"),
         (2, 0, "attention"), (2, 0, "mlp"), (2, 0, "query_key"),
     ]  # fmt: skip
-    assert [ranks_key(task) for task in tasks][3] == "1/1/attention"
-    assert tasks[0].group.roles == ("v", "o")
-    assert tasks[1].group.roles == ("gate", "up", "down")
-    assert tasks[2].group.roles == ("q", "k")
+    assert [task.key for task in tasks][3] == "1/1/attention"
+    assert tasks[0].roles == ("v", "o")
+    assert tasks[1].roles == ("gate", "up", "down")
+    assert tasks[2].roles == ("q", "k")
 
 
 @pytest.mark.parametrize("model_type", ["opt", "gptj"])
 def test_an_mlp_without_gate(model_type: str) -> None:
     (task, *_) = claim_tasks(build_methods(manifest({"attention": False})), other(model_type))
-    assert task.group.roles == ("up", "down")
+    assert task.roles == ("up", "down")
 
 
 def test_a_tensor_claimed_twice_names_both() -> None:
@@ -138,7 +136,7 @@ def test_moments_of_a_layer_are_each_taken_once() -> None:
         Moment("down.in"), Moment("k.out", 2, 2), Moment("o.in", 4, 2), Moment("q.out", 4, 4),
     )  # fmt: skip
     assert layer_moments(tasks, 6) == ()
-    twice = (replace(tasks[0], group=Group(0, "a", ("v",), (Moment("q.in"),))),) * 2
+    twice = (Task.of(0, Group(0, "a", ("v",), (Moment("q.in"),))),) * 2
     assert layer_moments(twice, 0) == (Moment("q.in"),)
     by_value = claim_tasks(build_methods(manifest({"basis": "value", "mlp": False})), llama())
     assert layer_moments(by_value, 0) == (Moment("v.out", 2, 2),)
@@ -190,7 +188,7 @@ def test_keep_1_keeps_everything() -> None:
 @pytest.mark.parametrize(("keep", "ratio"), [(0.9, 0.88), (0.8, 0.76), (0.7, 0.64), (0.6, 0.52), (0.5, 0.40)])
 def test_llama_2_7b_as_in_methods(keep: float, ratio: float) -> None:
     """docs/methods.md#budget: the untouched query and key count."""
-    job = manifest({"allocation": "uniform"}, keep=keep)
+    job = manifest({"allocation": "uniform", "rank_multiple": 1}, keep=keep)
     ranks = allocate(job, LLAMA2_7B)
     values = [ranks[f"{layer}/0/attention"]["value"] / 128 for layer in range(32)]
     widths = [ranks[f"{layer}/0/mlp"]["mlp"] / 11008 for layer in range(32)]

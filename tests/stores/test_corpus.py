@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from manifests.errors import InputError
 from manifests.schema import Text
 from stores import corpus
-from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, pack_samples, read_documents
+from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
 
 DOCUMENTS = ["w1 w2\nw3", "", "w4"]
 BOS = 1
@@ -28,6 +28,12 @@ def make_tokenizer(bos: str | None = "<s>") -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     make: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
     return make(tokenizer_object=tokenizer, bos_token=bos, unk_token="<unk>")
+
+
+def pack_samples(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, samples: int, sequence_length: int, seed: int
+) -> torch.Tensor:
+    return draw_samples(documents, tokenizer, samples, 0, sequence_length, seed)[0]
 
 
 def words(start: int, stop: int) -> str:

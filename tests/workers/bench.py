@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.method import Moment
-from pipeline.methods.registry import Task, build_methods, claim_tasks
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.ports import Forward, Reduce, Solve, SolveDone, Write
 from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
 from stores.activations import ActivationStore
@@ -77,7 +77,7 @@ def layer_names(setup: WorkerConfig, layer: int) -> list[str]:
 def tasks_of(setup: WorkerConfig, layer: int) -> list[Task]:
     assert setup.manifest is not None
     tasks = claim_tasks(build_methods(setup.manifest), setup.geometry)
-    return [task for task in tasks if task.group.layer == layer]
+    return [task for task in tasks if task.layer == layer]
 
 
 class Reference:
@@ -169,10 +169,10 @@ def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Any,
     """All units that compress a layer; the staged record, as the driver hands it on, and the reports by group."""
     solved, reports = [], {}
     for task in tasks_of(worker.setup, layer):
-        records = sum_layer(layer, task.group.moments, [worker, worker])
+        records = sum_layer(layer, task.moments, [worker, worker])
         found = worker.execute(Solve(task, ranks, records))
         solved.append(found)
-        reports[task.group.name] = found.report
+        reports[task.name] = found.report
     unit = write_unit(worker.setup, layer, solved)
     return {**worker.execute(unit), "forms": dict(unit.forms)}, reports
 
@@ -207,5 +207,5 @@ def collect(worker: Worker, unit: Forward, moments: tuple[Moment, ...]) -> Any:
 
 def write_unit(setup: WorkerConfig, layer: int, solved: list[SolveDone]) -> Write:
     forms = {role: form for found in solved for role, form in found.forms.items()}
-    roles = tuple(role for task in tasks_of(setup, layer) for role in task.group.roles)
+    roles = tuple(role for task in tasks_of(setup, layer) for role in task.roles)
     return Write(layer, tuple(found.factors for found in solved), roles, forms)

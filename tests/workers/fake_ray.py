@@ -87,7 +87,7 @@ class _Remote:
     def __init__(self, function: Any) -> None:
         self.function = function
 
-    def options(self, num_returns: int) -> _Remote:
+    def options(self, num_returns: int, name: str) -> _Remote:
         """Beside the outcome, references to what the unit leaves behind."""
         left = [f"tensors {place}" for place in range(num_returns - 1)]
         return _Remote(lambda *call: [self.function(*call), *left] if left else self.function(*call))

@@ -317,7 +317,7 @@ def test_two_workers_give_what_one_gives(llama: Path, tmp_path: Path) -> None:
     workers = [make_worker(setup) for _ in range(2)]
     solved = []
     for task in tasks_of(setup, 1):
-        records = sum_layer(1, task.group.moments, workers)
+        records = sum_layer(1, task.moments, workers)
         solved.append(workers[0].execute(Solve(task, LOW, records)))
     staged = workers[1].execute(write_unit(setup, 1, solved))
     assert staged["sha256"] == alone["sha256"]

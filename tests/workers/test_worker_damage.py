@@ -44,7 +44,7 @@ def test_bad_weights_name_layer_and_tensor(llama: Path, tmp_path: Path, value: f
     (task,) = tasks_of(setup, 1)
     record = worker.statistics.write(1, "dense-v.out", torch.eye(12).expand(3, 12, 12).double())
     with pytest.raises(NumericsError, match=rf"layer 1: tensor {name}"):
-        worker.execute(Solve(task, LOW, {task.group.moments[0]: record}))
+        worker.execute(Solve(task, LOW, {task.moments[0]: record}))
 
 
 def test_bad_weights_that_are_only_copied_are_found_too(llama: Path, tmp_path: Path) -> None:

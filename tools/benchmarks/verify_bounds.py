@@ -30,11 +30,11 @@ from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.job.calibration import sample_tokens
 from pipeline.job.sources import open_dense
 from pipeline.run import run_job
-from pipeline.verification.source_checks import float32_reader
 from stores.source import SourceCheckpoint
 from tools.benchmarks.jobs import end_on_sigterm, markdown_row
 from workers.cluster import connect
 from workers.comparing import compare_models, deviation
+from workers.layers import cpu_reader
 
 METHODS: dict[str, list[dict[str, Any]]] = {
     "flat_llm": [{"method": "flat_llm"}],
@@ -87,7 +87,8 @@ def measure(model: str, output: Path) -> dict[str, Any]:
     tampered = Tampered(**vars(checkpoint))
 
     def compared(source: SourceCheckpoint, ids: Tensor) -> Mapping[str, Any]:
-        dense, packed = float32_reader(original, standard), float32_reader(source, config)
+        dense = cpu_reader(original, standard, torch.float32)
+        packed = cpu_reader(source, config, torch.float32)
         return compare_models(dense, packed, (None,) * layers, ids).report()
 
     healthy = 0.0

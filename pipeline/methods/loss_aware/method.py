@@ -6,15 +6,16 @@ docs/methods.md#loss-aware.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from manifests.schema import LossAware
+from manifests.methods import LossAware
 from pipeline.families.family import Geometry
+from pipeline.methods.base import MethodBase
 from pipeline.methods.loss_aware import attention, mlp, query_key
-from pipeline.methods.method import Curve, Group, Key, Ranks, Scores, Solution, Statistics
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, to_columns
 
@@ -33,6 +34,18 @@ class Part(Protocol):
         ...
 
     @property
+    def CORRECTIONS(self) -> tuple[Moment, ...]:  # noqa: N802 - a constant of the module
+        """The pairs that `correct` is called with, one after another."""
+        ...
+
+    @property
+    def correct(
+        self,
+    ) -> Callable[[LossAware, Geometry, Mapping[str, Tensor], Statistics, Ranks, Mapping[str, Tensor]], Solution]:
+        """As `Correcting.correct`."""
+        ...
+
+    @property
     def solve(self) -> Callable[[LossAware, Geometry, Mapping[str, Tensor], Statistics, Ranks], Solution]:
         """The factors at ranks chosen."""
         ...
@@ -42,27 +55,10 @@ PARTS: Mapping[str, Part] = {"query_key": query_key, "attention": attention, "ml
 
 
 @dataclass(frozen=True)
-class LossAwareMethod:
+class LossAwareMethod(MethodBase[LossAware]):
     """`method: loss_aware` with the settings of its manifest entry."""
 
-    entry: LossAware
-    name: str = "loss_aware"
-    config_fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def keep(self) -> float | None:
-        """A budget of its own, if the entry gives one."""
-        return self.entry.keep
-
-    @property
-    def fixed_ranks(self) -> bool:
-        """Ranks always follow the curves."""
-        return False
-
-    @property
-    def scores(self) -> frozenset[str]:
-        """Curves are all that ranks follow."""
-        return frozenset()
+    name: ClassVar[str] = "loss_aware"
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Groups `query_key` (q, k), `attention` (v, o) and `mlp` ((gate), up, down) of every chosen layer."""
@@ -72,25 +68,18 @@ class LossAwareMethod:
             "mlp": (mlp.roles(geometry), mlp.moments(geometry)),
         }
         chosen = {name: parts for name, parts in whole.items() if getattr(self.entry, name)}
+        corrects = self.entry.correct == "output"
         return tuple(
-            Group(layer, name, roles, moments)
+            Group(layer, name, roles, moments, PARTS[name].CORRECTIONS if corrects else ())
             for layer in self.entry.chosen_layers(geometry.num_layers)
             for name, (roles, moments) in chosen.items()
         )
-
-    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All that is claimed."""
-        return self.claims(geometry)
 
     def least_numbers(self, group: Group, geometry: Geometry) -> int:
         """All ranks at one step."""
         return PARTS[group.name].least_numbers(self.entry, geometry)
 
-    def cache_target(self, geometry: Geometry) -> float | None:
-        """Stored numbers are what is budgeted."""
-        return None
-
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Every choice of ranks that no other undercuts in both size and loss."""
         points = PARTS[group.name].points(self.entry, geometry, weights, statistics)
         return to_columns(frontier(points))
@@ -104,12 +93,19 @@ class LossAwareMethod:
         return {}
 
     def compress(
-        self,
-        group: Group,
-        geometry: Geometry,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        ranks: Ranks,
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """Dispatches on the group; see the modules beside."""
         return PARTS[group.name].solve(self.entry, geometry, weights, statistics, ranks)
+
+    def correct(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Weights,
+        statistics: Statistics,
+        ranks: Ranks,
+        before: Weights,
+    ) -> Solution:
+        """Dispatches on the group; see the modules beside."""
+        return PARTS[group.name].correct(self.entry, geometry, weights, statistics, ranks, before)

@@ -1,0 +1,263 @@
+"""Greedy elimination of MLP channels, and W_down on those that stay (docs/methods.md#mlp, `selection: eliminate`).
+
+N channels, D hidden size, C = Σ h hᵀ their moment, n channels still standing, k that stay, m removals of one panel.
+Works on correlations: C and W_down scaled so that diag C = 1, which changes no minimum.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.checks import require_rank
+from pipeline.kernels.cholesky import blocks_of, inverse_, jittered_factor
+from pipeline.kernels.nystrom import (
+    INVERSE_JITTERS,
+    LEAST_PIVOT,
+    RefitReport,
+    Selection,
+    channel_diagonal,
+    channel_scale,
+    check_down,
+    correlation_product,
+    estimate_condition,
+    fill_correlations,
+    nystrom_refit,
+    output_energy,
+    output_error,
+)
+
+
+class Elimination(NamedTuple):
+    """The channels removed (n,), in `order`; `jitter` as in Selection."""
+
+    order: Tensor
+    jitter: float
+
+
+class Pruned(NamedTuple):
+    """The channels that stay, `kept` (k,), W_down refitted to them (D, k), its relative squared output error."""
+
+    kept: Tensor
+    weight: Tensor
+    error: float
+    jitter: float
+    report: RefitReport
+
+
+def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Selection:
+    """The `count` channels that stay after greedy elimination.
+
+    Removes, one after another, the channel whose removal adds least output error after the best refit of W_down:
+    ‖b_j‖² / [C⁻¹]_jj with B the refitted W_down so far; of equal ones the lower index stays. Exact for every `block`:
+    it is the number of removals after which C⁻¹ and BᵀB, otherwise updated only where they are read, are updated as a
+    whole by one matrix product (as in a blocked pivoted Cholesky factorisation), and changes speed and rounding only.
+    A singular C gets a relative jitter. Needs N² + D·N float64 numbers besides its inputs; N³ + D N² + 3 N² for each
+    removal multiplications and additions. Raises ValueError on shapes that do not fit, NaN, infinity, count outside
+    1..N, or if C is not positive semidefinite.
+    """
+    size = check_down(moment_NN, weight_down_DN)
+    found = eliminate(moment_NN, weight_down_DN, count, block)
+    return Selection(_rest(found.order, size), found.jitter)
+
+
+def eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, block: int | None = None) -> Elimination:
+    """All removals of `select_eliminate` down to `count` channels, in their order. Raises ValueError as it does."""
+    state = _Elimination(moment_NN, weight_down_DN, None, count, block)
+    return Elimination(state.run(), state.jitter)
+
+
+def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor | None = None) -> Pruned:
+    """`select_eliminate` and the refit of W_down in one: B is brought along while channels go.
+
+    So the refit costs what the removed channels cost, D N for each, and the error is the sum of what each removal
+    added. `felt_DN` chooses in place of W_down (its rows as the loss feels them); refit and error are W_down's. Where C
+    is singular, W_down is refitted afterwards (`nystrom_refit`). Raises ValueError as `select_eliminate`.
+    """
+    felt_DN = weight_down_DN if felt_DN is None else felt_DN
+    state = _Elimination(moment_NN, felt_DN, weight_down_DN, count, None)
+    kept_k, jitter = _rest(state.run(), len(moment_NN)), state.jitter
+    if state.lost is None:
+        refit_Dk, report = nystrom_refit(weight_down_DN, moment_NN, kept_k)
+        error = output_error(weight_down_DN, refit_Dk, kept_k, moment_NN)
+        return Pruned(kept_k, refit_Dk, error, jitter, report)
+    whole = output_energy(weight_down_DN, moment_NN)
+    error = 0.0 if state.lost <= 0.0 else state.lost / whole if whole > 0.0 else float("inf")
+    report = RefitReport(jitter=0.0, condition=state.condition(kept_k), fallback=False, dropped=0)
+    return Pruned(kept_k, state.refit_Dn / state.scale_N[kept_k], error, jitter, report)
+
+
+class _Elimination:
+    """C⁻¹ and BᵀB of the channels that stand: the triangles below and above two diagonals of one (n, n + 1) array."""
+
+    lost: float | None = None  # output error so far; None where the refit is not brought along
+
+    def __init__(
+        self, moment_NN: Tensor, felt_DN: Tensor, weight_DN: Tensor | None, count: int, block: int | None
+    ) -> None:
+        size = check_down(moment_NN, felt_DN)
+        require_rank("count", count, size)
+        self.panel = (64 if size < 4096 else 128) if block is None else block
+        if self.panel < 1:
+            raise ValueError(f"block must be at least 1, not {block}")
+        self.moment_NN, self.size, self.count, self.jitter = moment_NN, size, count, 0.0
+        self.scale_N = channel_scale(moment_NN)
+        self.live_N = channel_diagonal(moment_NN) > 0
+        self.standing_n = torch.arange(size, device=moment_NN.device)
+        if count == size:
+            return
+        self.array = torch.empty(size, size + 1, dtype=torch.float64, device=moment_NN.device)
+        self.jitter = jittered_factor(
+            lambda into_NN: fill_correlations(into_NN, moment_NN, self.scale_N),
+            self.array[:, :size],
+            LEAST_PIVOT,
+            INVERSE_JITTERS,
+        )
+        inverse_(self.array[:, :size])
+        self._fill_gram(felt_DN)
+        if weight_DN is not None and not self.jitter:
+            check_down(moment_NN, weight_DN)
+            self.refit_Dn: Tensor = weight_DN.detach().to(torch.float64) * self.scale_N
+            self.lost = 0.0
+
+    def run(self) -> Tensor:
+        """The removed channels (N - count,), in order."""
+        order, removed = [self.standing_n[:0]], 0
+        gone_n = torch.zeros_like(self.standing_n, dtype=torch.bool)
+        while removed < self.size - self.count:
+            steps = min(self.panel, self.size - self.count - removed)
+            places_m = self._remove_panel(gone_n, steps)
+            order.append(self.standing_n[places_m])
+            removed += steps
+            standing = self.size - removed
+            # Copies cost n², panels n² x m: compacting by eighths is nearly free and keeps the products small.
+            if standing == self.count or standing <= self.standing_n.numel() * 7 // 8:
+                stay = (~gone_n).nonzero()[:, 0]
+                self._keep(stay)
+                gone_n = gone_n[stay]
+        return torch.cat(order)
+
+    def condition(self, kept_k: Tensor) -> float:
+        """Of the correlations of the channels that stay."""
+        return estimate_condition(
+            lambda vector_k1: correlation_product(self.moment_NN, self.scale_N, kept_k, vector_k1), self._solve, kept_k
+        )
+
+    def _solve(self, vector_n1: Tensor) -> Tensor:
+        solved_n1 = torch.zeros_like(vector_n1)
+        for rows in blocks_of(len(vector_n1)):
+            lower_bn = self._inverse[rows, : rows.stop].tril(rows.start)
+            solved_n1[rows] += lower_bn @ vector_n1[: rows.stop]
+            solved_n1[: rows.stop] += lower_bn.tril(rows.start - 1).mT @ vector_n1[rows]
+        return solved_n1
+
+    @property
+    def _inverse(self) -> Tensor:
+        return self.array[:, :-1]
+
+    @property
+    def _gram(self) -> Tensor:
+        return self.array[:, 1:]
+
+    def _fill_gram(self, felt_DN: Tensor) -> None:
+        """BᵀB of what chooses. A dead channel gets b = 0: it goes first."""
+        felt_DN = felt_DN.detach().to(torch.float64)
+        # Only ratios of scores count: both scales may be normalised, which keeps the squares within range.
+        scale_N = torch.where(self.live_N, self.scale_N, 0.0)
+        felt_DN = felt_DN / (felt_DN.abs().max() or 1.0) * (scale_N / (scale_N.max() or 1.0))
+        for rows in blocks_of(self.size):
+            upper_bn = felt_DN.new_zeros(rows.stop - rows.start, self.size)
+            upper_bn[:, rows.start :] = felt_DN[:, rows].mT @ felt_DN[:, rows.start :]
+            self.array[rows] = _interlaced(self._inverse[rows], upper_bn, rows.start)
+
+    def _remove_panel(self, gone_n: Tensor, steps: int) -> Tensor:
+        """Removes `steps` channels: marks them in `gone_n`, brings everything up to date, and returns which, in order.
+
+        Removing j with k = C⁻¹[:, j] / C⁻¹[j, j]: C⁻¹ -= C⁻¹[j, j] k kᵀ and B -= b_j kᵀ, hence BᵀB -= p kᵀ + k pᵀ
+        with p = Bᵀb_j − ½‖b_j‖² k. The panel holds the k and p; only row j of either matrix is ever needed before its
+        end. No step waits for the device: the index j stays a tensor.
+        """
+        size = gone_n.numel()
+        positions_n = torch.arange(size, device=gone_n.device)
+        precision_n = self._inverse.diagonal().masked_fill(gone_n, 1.0)
+        energy_n = self._gram.diagonal().masked_fill(gone_n, float("inf"))
+        ratios_mn, pulls_mn = (precision_n.new_empty(steps, size) for _ in range(2))
+        pivots_m = precision_n.new_empty(steps)
+        places = []
+        for step in range(steps):
+            # The last of the minima goes, so that of equal channels the lower index stays.
+            j = size - 1 - (energy_n / precision_n).flip(0).argmin().view(1)
+            places.append(j)
+            ratios, pulls, pivots = ratios_mn[:step], pulls_mn[:step], pivots_m[:step]
+            ratios_j, pulls_j = ratios.index_select(1, j)[:, 0], pulls.index_select(1, j)[:, 0]
+            row_n = torch.where(positions_n <= j, _row(self._inverse, j), _column(self._inverse, j))
+            row_n = torch.addmv(row_n, ratios.T, ratios_j * pivots, alpha=-1)
+            pivot = row_n.index_select(0, j).clamp_min(0.5)
+            ratio_n = (row_n / pivot).index_fill_(0, j, 1.0)
+            inner_n = torch.where(positions_n >= j, _row(self._gram, j), _column(self._gram, j))
+            inner_n = torch.addmv(inner_n, ratios.T, pulls_j, alpha=-1)
+            inner_n = torch.addmv(inner_n, pulls.T, ratios_j, alpha=-1)
+            pull_n = inner_n - 0.5 * inner_n.index_select(0, j) * ratio_n
+            # In exact arithmetic 1 / (1 − R²) >= 1 (with a jitter hardly less), and norms are not negative.
+            precision_n = torch.addcmul(precision_n, ratio_n, ratio_n * pivot, value=-1).clamp_min_(0.5)
+            energy_n = torch.addcmul(energy_n, pull_n, ratio_n, value=-2).clamp_min_(0.0)
+            energy_n.index_fill_(0, j, float("inf"))
+            gone_n.index_fill_(0, j, True)
+            ratios_mn[step], pulls_mn[step], pivots_m[step] = ratio_n, pull_n, pivot[0]
+        places_m = torch.cat(places)
+        self._update_(ratios_mn, pulls_mn, pivots_m)
+        if self.lost is not None:
+            self._refit_(ratios_mn, pivots_m, places_m)
+        return places_m
+
+    def _update_(self, ratios_mn: Tensor, pulls_mn: Tensor, pivots_m: Tensor) -> None:
+        scaled_mn = ratios_mn * pivots_m[:, None]
+        left_2mn, right_2mn = torch.cat((pulls_mn, ratios_mn)), torch.cat((ratios_mn, pulls_mn))
+        for rows in blocks_of(self.array.shape[0]):
+            self._inverse[rows, : rows.start].addmm_(scaled_mn[:, rows].mT, ratios_mn[:, : rows.start], alpha=-1)
+            self._gram[rows, rows.stop :].addmm_(left_2mn[:, rows].mT, right_2mn[:, rows.stop :], alpha=-1)
+            lower_bb = scaled_mn[:, rows].mT @ ratios_mn[:, rows]
+            upper_bb = left_2mn[:, rows].mT @ right_2mn[:, rows]
+            self.array[rows, rows.start : rows.stop + 1] -= _interlaced(lower_bb, upper_bb, 0)
+
+    def _refit_(self, ratios_mn: Tensor, pivots_m: Tensor, places_m: Tensor) -> None:
+        """B -= Σ b_j kᵀ. The b_j, each as those before it left it, are B's columns times the inverse of the k at j."""
+        assert self.lost is not None
+        unit_mm = ratios_mn.index_select(1, places_m).triu()
+        removed_Dm = torch.linalg.solve_triangular(unit_mm, self.refit_Dn[:, places_m], upper=True, left=False)
+        live_m = self.live_N[self.standing_n[places_m]]
+        self.lost += float((removed_Dm.square().sum(dim=0) / pivots_m * live_m).sum())
+        self.refit_Dn.addmm_(removed_Dm, ratios_mn, alpha=-1)
+
+    def _keep(self, stay: Tensor) -> None:
+        """Closes the gaps, in place: no row is written before it has been read."""
+        size = stay.numel()
+        for rows in blocks_of(size):
+            lower_bn = self._inverse[stay[rows]].index_select(1, stay)
+            upper_bn = self._gram[stay[rows]].index_select(1, stay)
+            self.array[rows, : size + 1] = _interlaced(lower_bn, upper_bn, rows.start)
+        self.array, self.standing_n = self.array[:size, : size + 1], self.standing_n[stay]
+        if self.lost is not None:
+            self.refit_Dn = self.refit_Dn[:, stay]
+
+
+def _row(matrix_nn: Tensor, j: Tensor) -> Tensor:
+    return matrix_nn[j][0]  # index_select would copy the whole of a view first
+
+
+def _column(matrix_nn: Tensor, j: Tensor) -> Tensor:
+    return matrix_nn[:, j][:, 0]
+
+
+def _interlaced(lower_bn: Tensor, upper_bn: Tensor, first: int) -> Tensor:
+    """(b, n + 1): rows `first`… of two triangles, each with its diagonal, the upper one a column further right."""
+    rows, size = lower_bn.shape
+    both = lower_bn.new_zeros(rows, size + 1)
+    both[:, :-1] = lower_bn.tril(first)
+    both[:, 1:] += upper_bn.triu(first)
+    return both
+
+
+def _rest(order_n: Tensor, size: int) -> Tensor:
+    gone_N = torch.zeros(size, dtype=torch.bool, device=order_n.device).index_fill_(0, order_n, True)
+    return (~gone_N).nonzero()[:, 0]

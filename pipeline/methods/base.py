@@ -1,0 +1,71 @@
+"""What methods say alike: a method is this, and what it says otherwise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from manifests.methods import MethodEntry
+from pipeline.families.family import Geometry
+from pipeline.methods.method import Group
+from pipeline.ranks.budget import RankVariable
+
+E = TypeVar("E", bound=MethodEntry)
+
+
+@dataclass(frozen=True)
+class MethodBase(ABC, Generic[E]):
+    """A method bound to its manifest entry, without `target_ranks` and `compress`: the defaults of `Method`.
+
+    With a `curve` besides, it is a `Predicting` one, for entries with `allocation: loss`.
+    """
+
+    entry: E
+    name: ClassVar[str]
+
+    @property
+    def keep(self) -> float | None:
+        """A budget of its own, if the entry gives one."""
+        return self.entry.keep
+
+    @property
+    def fixed_ranks(self) -> bool:
+        """Ranks follow a budget."""
+        return False
+
+    @property
+    def scores(self) -> frozenset[str]:
+        """Ranks follow nothing that comes from calibration text."""
+        return frozenset()
+
+    @property
+    def config_fields(self) -> Mapping[str, Any]:
+        """The forms say all."""
+        return {}
+
+    @abstractmethod
+    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+        """As `Method.claims`."""
+
+    @abstractmethod
+    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
+        """As `Method.rank_variables`."""
+
+    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
+        """All that is claimed, where ranks follow predicted loss."""
+        return self.claims(geometry) if self.entry.follows_curves else ()
+
+    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+        """Stored at the smallest rank, of a group with one."""
+        variable = self._variable(group, geometry)
+        return round(variable.cost(variable.least))
+
+    def cache_target(self, geometry: Geometry) -> float | None:
+        """Stored numbers are what is budgeted."""
+        return None
+
+    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
+        """The rank of a group with one."""
+        return next(found for found in self.rank_variables(geometry) if found.key[:2] == (group.layer, group.name))

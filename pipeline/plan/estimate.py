@@ -1,0 +1,175 @@
+"""What a job would read, hold, write and compute: from the manifest and the geometry alone.
+
+docs/architecture.md#the-way-of-a-layer.
+
+Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, T calibration tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers, scope_numbers
+
+DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
+PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
+MOMENT_BYTES = 8  # float64
+SOLVE_COPIES = 3  # C, its inverse beside the gram of W_down, the panels (tests/kernels/test_elimination.py)
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes and floating-point operations of a job; upper bounds where it depends on the ranks."""
+
+    layers: int
+    claimed_layers: int
+    layer_bytes: int
+    source_bytes: int
+    read_bytes: int
+    worker_peak_bytes: int
+    worker_host_bytes: int
+    worker_device_bytes: int
+    driver_peak_bytes: int
+    statistics_bytes_per_layer: int
+    activation_bytes: int
+    run_dir_bytes: int
+    output_bytes: int
+    expected_numbers: int
+    dense_numbers: int
+    forward_flops: float
+    moment_flops: float
+    solve_flops: float
+    calibration_tokens: int
+    workers: int
+
+    def report(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], itemsize: int, source_bytes: int) -> Plan:
+    """The plan of a job whose checkpoint stores `itemsize` bytes a number."""
+    calibration = manifest.calibration
+    tokens = calibration.samples * calibration.sequence_length if calibration else 0
+    workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
+    claimed = layers_of(tasks)
+    layer_numbers = geometry.layer_numbers()
+    statistics = max(
+        (sum(moment_bytes(moment, geometry) for moment in layer_moments(tasks, layer)) for layer in claimed), default=0
+    )
+    compressed = calibration is not None and calibration.propagate == "compressed"
+    passes = _passes(manifest, tasks, compressed)
+    activations = tokens * geometry.hidden * itemsize
+    dense = geometry.model_numbers()
+    expected = _expected_numbers(manifest, geometry)
+    keep_all = manifest.statistics.keep if manifest.statistics.keep is not None else not compressed
+    kept_statistics = statistics * (len(claimed) if keep_all else 1)
+    host, device = _worker_peak(manifest, geometry, itemsize, statistics, activations // max(1, workers))
+    return Plan(
+        layers=geometry.num_layers,
+        claimed_layers=len(claimed),
+        layer_bytes=layer_numbers * itemsize,
+        source_bytes=source_bytes,
+        read_bytes=int(
+            passes * geometry.num_layers * layer_numbers * itemsize
+            + 2 * (dense - geometry.num_layers * layer_numbers) * itemsize
+            + (dense + expected) * itemsize  # both models side by side, for what `verify` compares with
+        ),
+        worker_peak_bytes=host + device,
+        worker_host_bytes=host,
+        worker_device_bytes=device,
+        driver_peak_bytes=PROCESS_BYTES + tokens * 8,
+        statistics_bytes_per_layer=statistics,
+        activation_bytes=activations,
+        run_dir_bytes=2 * activations + kept_statistics + tokens * TOKEN_BYTES + expected * itemsize,
+        output_bytes=expected * itemsize,
+        expected_numbers=expected,
+        dense_numbers=dense,
+        forward_flops=passes
+        * geometry.num_layers
+        * tokens
+        * _forward_flops(geometry, calibration.sequence_length if calibration else 0),
+        moment_flops=float(
+            tokens * sum(_moment_flops(moment, geometry) for layer in claimed for moment in layer_moments(tasks, layer))
+        ),
+        solve_flops=float(
+            sum(_solve_flops(moment, geometry) for layer in claimed for moment in layer_moments(tasks, layer))
+        ),
+        calibration_tokens=tokens,
+        workers=workers,
+    )
+
+
+def point_features(point: str, geometry: Geometry) -> int:
+    """Numbers per token that pass a point of the layer."""
+    role, _, side = point.rpartition(".")
+    if role in ("attention", "mlp"):
+        return geometry.hidden
+    rows, columns = geometry.weight_shape(role)[0], geometry.weight_shape(role)[-1]
+    return columns if side == "in" else rows
+
+
+def moment_bytes(moment: Moment, geometry: Geometry) -> int:
+    """Size of a moment in memory."""
+    width = point_features(moment.point, geometry) // moment.heads
+    if moment.kind == "sample":
+        return moment.tokens * width * geometry.bits // 8
+    return moment.groups * width * width * MOMENT_BYTES
+
+
+def _passes(manifest: Manifest, tasks: Sequence[Task], compressed: bool) -> int:
+    """How often the layers are gone through: importance or dense statistics once, the compressed walk twice."""
+    if not any(task.moments for task in tasks):
+        return 0
+    importance = any("importance" in method.scores for method in build_methods(manifest))
+    return (2 + int(importance)) if compressed else 1
+
+
+def _expected_numbers(manifest: Manifest, geometry: Geometry) -> int:
+    dense, methods = geometry.model_numbers(), build_methods(manifest)
+    if manifest.budget is None or all(method.fixed_ranks or method.keep is not None for method in methods):
+        return dense - saved_numbers(methods, geometry)  # the budget is nobody's
+    return dense - round((1 - manifest.budget.share) * scope_numbers(geometry, manifest.budget.scope))
+
+
+def _worker_peak(
+    manifest: Manifest, geometry: Geometry, itemsize: int, statistics: int, activations: int
+) -> tuple[int, int]:
+    """Of host memory and of the device's. A worker without a GPU holds everything in the first.
+
+    Beside a GPU, the host holds the process, a layer read ahead, hidden states, and a layer's moments on their way out.
+    """
+    calibration = manifest.calibration
+    layer = geometry.layer_numbers() * itemsize
+    batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
+    features = 6 * geometry.hidden + 3 * geometry.intermediate + 4 * geometry.heads * geometry.head_dim
+    held = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
+    solving = SOLVE_COPIES * statistics + geometry.layer_numbers() * (8 + itemsize)
+    computing = max(2 * layer + 2 * statistics + batch * features * 4, solving)
+    if manifest.workers.gpus == 0:
+        return PROCESS_BYTES + held + computing, 0
+    return PROCESS_BYTES + DEVICE_PROCESS_BYTES + held + layer + statistics, computing
+
+
+def _forward_flops(geometry: Geometry, sequence: int) -> float:
+    """Per token and layer: two for every weight, and attention over half the sequence on average."""
+    return 2.0 * geometry.layer_numbers() + 2.0 * sequence * geometry.heads * geometry.head_dim
+
+
+def _moment_flops(moment: Moment, geometry: Geometry) -> float:
+    width = point_features(moment.point, geometry) // moment.heads
+    return 0.0 if moment.kind == "sample" else 2.0 * moment.heads * width * width
+
+
+def _solve_flops(moment: Moment, geometry: Geometry) -> float:
+    """About 10 n³ for an eigendecomposition, or a factorisation with an elimination."""
+    width = point_features(moment.point, geometry) // moment.heads
+    if moment.kind == "sample":
+        return 2.0 * moment.tokens * geometry.intermediate * (geometry.intermediate + 2 * geometry.hidden)
+    return 10.0 * moment.groups * width**3

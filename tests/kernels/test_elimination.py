@@ -1,0 +1,130 @@
+"""Pruning in one go against selection, refit and error one after another; what it costs and holds."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.kernels import cholesky
+from pipeline.kernels.elimination import eliminate, prune, select_eliminate
+from pipeline.kernels.nystrom import nystrom_refit, output_error
+from tests.kernels.test_nystrom import problem
+
+HELD = """
+import sys
+import torch
+from pipeline.kernels.elimination import prune
+from pipeline.kernels.nystrom import nystrom_refit, output_error, select_leverage
+from workers.memory import map_large_tensors, peak_bytes
+
+map_large_tensors()
+torch.set_num_threads(1)
+channels, hidden, kept = 1800, 514, 1100
+
+def solve(moment, weight, count):
+    if sys.argv[1] == "eliminate":
+        return prune(moment, weight, count)
+    chosen, _ = select_leverage(moment, count)
+    refit, _ = nystrom_refit(weight, moment, chosen)
+    return output_error(weight, refit, chosen, moment)
+
+moment, weight = torch.eye(channels, dtype=torch.float64), torch.ones(hidden, channels, dtype=torch.bfloat16)
+for near in range(1, 4):
+    moment.diagonal(near).fill_(0.1), moment.diagonal(-near).fill_(0.1)
+solve(moment[:600, :600], weight[:, :600], 300)
+before = peak_bytes()
+solve(moment, weight, kept)
+print((peak_bytes() - before) / moment.nbytes + 1)
+"""
+
+
+def added_product(total: list[int], left: list[int], right: list[int], **_: object) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+@pytest.mark.parametrize(("channels", "hidden", "tokens"), [(6, 3, 40), (12, 20, 60), (40, 10, 200)])
+@pytest.mark.parametrize("block", [3, 512])
+def test_prune_is_selection_refit_and_error(
+    channels: int, hidden: int, tokens: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cholesky, "BLOCK", block)
+    moment, weight, _ = problem(channels, hidden, tokens)
+    felt = torch.randn(hidden, hidden, generator=torch.Generator().manual_seed(3)).double() @ weight
+    before = moment.clone(), weight.clone()
+    for count in (1, channels // 2, channels - 1):
+        for chooses in (None, felt):
+            found = prune(moment, weight, count, chooses)
+            kept = select_eliminate(moment, weight if chooses is None else chooses, count).kept
+            assert torch.equal(found.kept, kept)
+            refit, report = nystrom_refit(weight, moment, kept)
+            torch.testing.assert_close(found.weight, refit, rtol=1e-9, atol=1e-10)
+            assert found.error == pytest.approx(output_error(weight, refit, kept, moment), rel=1e-9)
+            assert found.report["condition"] == pytest.approx(report["condition"], rel=0.01)
+            assert not found.report["fallback"]
+    assert torch.equal(moment, before[0])
+    assert torch.equal(weight, before[1])
+
+
+def test_prune_with_every_channel_is_the_weight_itself() -> None:
+    moment, weight, _ = problem(6, 3, 40)
+    found = prune(moment, weight, 6)
+    assert torch.equal(found.weight, weight)
+    assert (found.error, found.jitter, found.kept.tolist()) == (0.0, 0.0, list(range(6)))
+
+
+def test_prune_when_singular_falls_back_to_a_refit_of_its_own() -> None:
+    moment, weight, _ = problem(20, 4, 10)
+    found = prune(moment, weight, 15)
+    assert found.jitter > 0
+    assert found.report["fallback"]
+    assert torch.equal(found.weight, nystrom_refit(weight, moment, found.kept)[0])
+
+
+def test_prune_with_dead_channels() -> None:
+    moment, weight, _ = problem(8, 4, 60)
+    for dead in (1, 4, 6):
+        moment[dead] = moment[:, dead] = 0
+    found = prune(moment, weight, 6)
+    assert found.kept.tolist() == [0, 1, 2, 3, 5, 7]  # of equal ones the lower index stays
+    assert torch.equal(found.weight[:, 1], weight[:, 1])
+    assert found.error == 0.0
+    assert prune(torch.zeros(4, 4), weight[:, :4], 2).error == 0.0
+    four = prune(moment, weight, 4)
+    refit, _ = nystrom_refit(weight, moment, four.kept)
+    torch.testing.assert_close(four.weight, refit, rtol=1e-9, atol=1e-10)
+    assert four.error == pytest.approx(output_error(weight, refit, four.kept, moment), rel=1e-9)
+
+
+def test_cost_follows_what_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In products: N³ for the inverse whatever is removed, 3 N² for each removal on top; nothing for a full rank."""
+    monkeypatch.setattr(cholesky, "BLOCK", 64)
+    moment, weight, _ = problem(600, 60, 1000)
+    flops = {}
+    for count in (240, 580, 599, 600):
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product}) as counter:
+            prune(moment, weight, count)
+        flops[count] = counter.get_total_flops() / 600**3
+    assert flops[600] == 0
+    assert flops[599] < 1.6
+    assert flops[580] < flops[599] + 0.4
+    assert flops[240] > flops[599] + 1.2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process's own peak is in /proc")
+@pytest.mark.parametrize("selection", ["eliminate", "leverage"])
+def test_a_solve_holds_three_squares_with_the_moment(selection: str) -> None:
+    """float64 numbers in units of N², at Llama's D = N / 3.5; 5.4 when each step had copies of its own."""
+    command = [sys.executable, "-c", HELD, selection]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert float(ended.stdout) < 3.0
+
+
+def test_order_is_the_selection_seen_from_any_count() -> None:
+    moment, weight, _ = problem(30, 8, 100)
+    order = eliminate(moment, weight, 5).order.tolist()
+    for count in (29, 17, 6):
+        assert (
+            sorted(set(range(30)) - set(order[: 30 - count])) == select_eliminate(moment, weight, count).kept.tolist()
+        )

@@ -1,0 +1,155 @@
+"""budget.multiple: the ranks that a budget chooses are multiples of it, in every method, and the budget holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manifests.errors import InputError
+from manifests.loading import parse_manifest
+from manifests.methods import WIDE
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from pipeline.methods.lestd_sizes import Part, Rule, choices
+from pipeline.methods.method import Predicting, Scores
+from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks, scope_numbers
+from pipeline.ranks.curves import from_columns
+from tests.pipeline.geometries import llama
+from tests.pipeline.loss_aware_weights import make_statistics, make_weights
+from tests.pipeline.test_registry import LLAMA2_7B, stored
+
+BY_RATIO: dict[str, dict[str, Any]] = {
+    "flat_llm": {"method": "flat_llm", "query_key": "head_pca"},
+    "flat_llm-uniform": {"method": "flat_llm", "allocation": "uniform"},
+    "joint_rank_k": {"method": "joint_rank_k"},
+    "joint_rank_k-separate": {"method": "joint_rank_k", "query_key": "separate", "mlp": "separate"},
+    "lorc": {"method": "lorc"},
+}
+
+
+def manifest(*entries: dict[str, Any], **budget: Any) -> Manifest:
+    return parse_manifest(
+        {
+            "version": 1,
+            "model": {"source": "/models/dense"},
+            "output": "/checkpoints/small",
+            "run_dir": "/scratch/small",
+            "budget": budget or None,
+            "calibration": {"text": {"files": ["a.txt"]}},
+            "methods": [*entries],
+        }
+    )
+
+
+def chosen(job: Manifest, geometry: Geometry) -> dict[str, dict[str, int]]:
+    scores = Scores(importance={layer: 0.1 + 0.01 * layer for layer in range(geometry.num_layers)})
+    return allocate_ranks(job, build_methods(job), geometry, scores)
+
+
+def ranks_and_caps(job: Manifest, geometry: Geometry) -> list[tuple[int, int]]:
+    ranks = chosen(job, geometry)
+    return [
+        (ranks[f"{variable.layer}/{position}/{variable.group}"][variable.name], variable.cap)
+        for position, method in enumerate(build_methods(job))
+        for variable in method.rank_variables(geometry)
+    ]
+
+
+@pytest.mark.parametrize("name", BY_RATIO)
+@pytest.mark.parametrize(("multiple", "keep"), [(32, 0.8), (64, 0.7)])
+def test_ranks_are_multiples_and_the_budget_holds(name: str, multiple: int, keep: float) -> None:
+    job = manifest(BY_RATIO[name], keep=keep if name != "lorc" else 0.9, multiple=multiple)
+    pairs = ranks_and_caps(job, LLAMA2_7B)
+    assert all(rank % multiple == 0 or rank == cap for rank, cap in pairs)
+    assert any(rank % multiple == 0 and rank < cap for rank, cap in pairs)
+    assert job.budget is not None
+    target = job.budget.share * scope_numbers(LLAMA2_7B, "decoder")
+    found = stored(job, LLAMA2_7B, chosen(job, LLAMA2_7B))
+    steps = [
+        variable.cost(above) - variable.cost(rank)
+        for method in build_methods(job)
+        for variable, (rank, _) in zip(method.rank_variables(LLAMA2_7B), pairs, strict=True)
+        if (above := variable.above(rank)) is not None
+    ]
+    assert found <= target < found + min(steps) + 1, "exact: not one step more would fit"
+
+
+@pytest.mark.parametrize("name", BY_RATIO)
+def test_wide_models_have_multiples_of_16_unless_told_otherwise(name: str) -> None:
+    assert LLAMA2_7B.hidden >= WIDE > llama().hidden
+    wide = ranks_and_caps(manifest(BY_RATIO[name], keep=0.8 if name != "lorc" else 0.9), LLAMA2_7B)
+    assert all(rank % 16 == 0 or rank == cap for rank, cap in wide)
+    exact = ranks_and_caps(manifest(BY_RATIO[name], keep=0.8 if name != "lorc" else 0.9, multiple=1), LLAMA2_7B)
+    assert any(rank % 16 for rank, cap in exact if rank < cap)
+    (method,) = build_methods(manifest(BY_RATIO[name], keep=0.8))
+    assert {variable.multiple for variable in method.rank_variables(llama())} == {1}
+
+
+def test_an_entry_s_rank_multiple_goes_before_the_budget_s() -> None:
+    first, second = {"layers": [0], "rank_multiple": 4}, {"layers": "last:5"}
+    job = manifest({"method": "flat_llm", **first}, {"method": "flat_llm", **second}, keep=0.8, multiple=8)
+    one, other = build_methods(job)
+    assert {variable.multiple for variable in one.rank_variables(llama())} == {4}
+    assert {variable.multiple for variable in other.rank_variables(llama())} == {8}
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "progressive"])
+@pytest.mark.parametrize(("share", "multiple"), [(0.5, 64), (0.3, 64), (0.61, 32), (0.9, 16)])
+def test_a_share_of_the_cache_in_multiples(allocation: str, share: float, multiple: int) -> None:
+    """Latents that a quantised cache can group: never more than the share together, and within a step of it."""
+    entry = {"method": "lorc", "cache_keep": share, "allocation": allocation}
+    job = manifest(entry, multiple=multiple)
+    methods = build_methods(job)
+    measured = {f"{layer}/0/condition": {"log_condition": [1.0 + layer, 2.0]} for layer in range(32)}
+    ranks = allocate_ranks(job, methods, LLAMA2_7B, Scores(measured=measured))
+    cached = [rank for found in ranks.values() for rank in found.values()]
+    assert all(rank % multiple == 0 for rank in cached)
+    wanted = share * 4096 * len(cached)
+    assert wanted - multiple < sum(cached) <= wanted
+
+
+def test_a_share_of_the_cache_below_one_step_is_refused() -> None:
+    job = manifest({"method": "lorc", "cache_keep": 0.01}, multiple=64)
+    with pytest.raises(InputError, match=r"cache_keep: 0\.01 of 4096 cached numbers is less than .* 64; give at least"):
+        claim_tasks(build_methods(job), LLAMA2_7B)
+
+
+def test_a_budget_may_give_the_multiple_alone() -> None:
+    job = manifest({"method": "flat_llm", "keep": 0.5}, multiple=8)
+    assert all(rank % 8 == 0 or rank == cap for rank, cap in ranks_and_caps(job, llama()))
+    with pytest.raises(InputError, match=r"budget: missing; give budget\.keep"):
+        chosen(manifest({"method": "flat_llm"}, multiple=8), llama())
+
+
+def test_tucker_ranks_are_multiples() -> None:
+    part = Part(96, 40, ((4, 3),), 16)
+    for prune, whole in ((True, True), (False, True)):
+        rule = Rule(None, prune=prune, whole=whole, search_width=True, multiple=16)
+        for size in range(rule.least(part), part.dense, part.dense // 40):
+            found = [choice.ranks for choice in choices(part, rule, size)]
+            assert found
+            assert all(first % 16 == 0 for first, _, _ in found)
+            assert all(second % 16 == 0 or second == 40 for _, second, _ in found)
+
+
+def test_a_tucker_core_wants_no_more_than_its_multiples_allow() -> None:
+    """With a multiple the least size is that of one multiple, and it is what a size below it is raised to."""
+    part = Part(96, 40, ((4, 3),), 16)
+    fine, coarse = (Rule(None, True, True, True, multiple) for multiple in (1, 16))
+    assert fine.least(part) < coarse.least(part)
+    assert {choice.ranks[0] for choice in choices(part, coarse, 1)} == {16}
+
+
+@pytest.mark.parametrize("part", ["query_key", "attention", "mlp"])
+def test_every_point_of_loss_aware_is_at_multiples(part: str) -> None:
+    where = llama("gqa")
+    (method,) = build_methods(manifest({"method": "loss_aware"}, keep=0.8, multiple=4))
+    assert isinstance(method, Predicting)
+    group = next(group for group in method.claims(where) if group.name == part)
+    statistics, weights = make_statistics(where, group), make_weights(where, group.roles)
+    points = from_columns(method.curve(group, where, weights, statistics))
+    whole = {where.hidden, where.head_dim, where.intermediate}
+    found = {rank for point in points for rank in point.ranks.values()}
+    assert all(rank % 4 == 0 or rank in whole for rank in found)
+    assert any(rank % 4 == 0 and rank not in whole for rank in found)

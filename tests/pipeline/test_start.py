@@ -1,0 +1,43 @@
+"""What a command imports before it has something to compute: modules, as seconds depend on the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HEAVY = ("torch", "transformers", "ray", "datasets", "zarr", "pyarrow", "pandas", "matplotlib", "numpy")
+PROGRAM = """
+import importlib, io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+
+ended = {}
+for words in json.loads(sys.argv[1]):
+    command, *options = words
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            code = importlib.import_module(f"pipeline.{command}").main(options)
+        except SystemExit as left:
+            code = left.code
+    heavy = sorted(set(json.loads(sys.argv[2])) & set(sys.modules))
+    ended[" ".join(words[:2])] = [code, heavy, out.getvalue() + err.getvalue()]
+print(json.dumps(ended))
+"""
+COMMANDS = ("run", "plan.__main__", "status", "scale", "verify", "evaluate", "report", "export")
+
+
+def test_help_status_and_a_wrong_manifest_import_nothing_heavy(tmp_path: Path) -> None:
+    """Each within a second, with neither torch nor Ray."""
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("version: 1\nbudget: {keep: 7}\n", encoding="utf-8")
+    words = [[command, "--help"] for command in COMMANDS]
+    words += [["status", str(tmp_path)], ["run", str(wrong)], ["plan.__main__", str(wrong)]]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(words), json.dumps(HEAVY)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(ended.stdout)
+    assert len(found) == len(words)
+    for said, (code, heavy, shown) in found.items():
+        assert heavy == [], said
+        assert code == (0 if said.endswith("--help") else 2), (said, shown)
+    assert "budget.keep" in found[f"run {wrong}"][2]
