@@ -15,6 +15,7 @@ import torch
 
 from manifests.errors import InputError, InUseError, StorageError
 from stores import bucket as bucket_module
+from stores import lease
 from stores.activations import ActivationStore
 from stores.bucket import Bucket
 from stores.ledger import Ledger
@@ -28,8 +29,8 @@ from tests.stores.test_storage import StorageConformance
 @pytest.fixture
 def bucket(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """An empty folder of a bucket; leases are short."""
-    monkeypatch.setattr(bucket_module, "LEASE_S", 2.0)
-    monkeypatch.setattr(bucket_module, "RENEW_S", 0.2)
+    monkeypatch.setattr(lease, "LEASE_S", 2.0)
+    monkeypatch.setattr(lease, "RENEW_S", 0.2)
     return Bucket(f"{s3_bucket}/folder")
 
 
@@ -124,10 +125,10 @@ def test_a_bucket_is_tried_before_it_is_used(bucket: Bucket, monkeypatch: pytest
 
 def test_a_silent_owner_is_succeeded(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease is taken with a higher generation, and it sees that when it comes back."""
-    monkeypatch.setattr(bucket_module, "_is_gone", lambda _: False)  # of a machine elsewhere
-    monkeypatch.setattr(bucket_module, "RENEW_S", 3600.0)
+    monkeypatch.setattr(lease, "is_gone", lambda _: False)  # of a machine elsewhere
+    monkeypatch.setattr(lease, "RENEW_S", 3600.0)
     first = bucket.hold("lock")
-    monkeypatch.setattr(bucket_module, "RENEW_S", 0.2)
+    monkeypatch.setattr(lease, "RENEW_S", 0.2)
     started = time.monotonic()
     second = bucket.hold("lock")
     assert time.monotonic() - started >= 2.0
@@ -142,8 +143,8 @@ def test_a_silent_owner_is_succeeded(bucket: Bucket, monkeypatch: pytest.MonkeyP
 def test_an_owner_that_is_gone_from_this_machine_is_succeeded_at_once(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_module, "LEASE_S", 3600.0)
-    dead = {**bucket_module._this_process(), "pid": 2**22 + 1, "generation": 7, "token": "dead"}
+    monkeypatch.setattr(lease, "LEASE_S", 3600.0)
+    dead = {**lease.this_process(), "pid": 2**22 + 1, "generation": 7, "token": "dead"}
     bucket.replace("lock", json.dumps(dead).encode())
     assert not bucket.is_held("lock")
     held = bucket.hold("lock")
@@ -195,6 +196,7 @@ def proxy(s3_url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Itera
     quick["backoff"] = {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=50), "base": 2}
     monkeypatch.setattr(bucket_module, "RETRIES", quick)
     monkeypatch.setattr(bucket_module, "FEW_RETRIES", quick)
+    monkeypatch.setattr(bucket_module, "CUT_WAITS_S", (0.01, 0.01))
     made = Proxy(s3_url)
     with made.running() as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
