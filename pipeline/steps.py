@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, Key
-from pipeline.methods.method import Moment
-from pipeline.ports import BackwardDone, ForwardDone, Journal, Lineage, Observer, Pool, Reduce, Unit
+from manifests.records import ArrayRecord, E, GroupReport, Key, LayerEntry, StagedRecord
+from pipeline.keys import layer_key
+from pipeline.methods.method import FormSpec, Moment
+from pipeline.ports import (
+    BackwardDone,
+    ForwardDone,
+    Journal,
+    Lineage,
+    Observer,
+    Pool,
+    Reduce,
+    Solve,
+    SolveDone,
+    Unit,
+    Write,
+)
 from pipeline.repair import Repairs
 
 
@@ -43,9 +56,15 @@ class Steps:
     ) -> tuple[list[Any], list[Any]]:
         """Results of some units, and of those that build on them. What is lost in between is done again, no more."""
         made = self.do(producers)
+        return made, self.build_on(made, producers, consumers)
+
+    def build_on(
+        self, made: list[Any], producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
+    ) -> list[Any]:
+        """Results of the units that build on what `producers` have `made`; there, what is lost is replaced."""
         while True:
             try:
-                return made, self.do(consumers(made))
+                return self.do(consumers(made))
             except LostInputError as error:
                 lost = [place for place, unit in enumerate(producers) if unit.key in error.producers]
                 if not lost:
@@ -55,6 +74,19 @@ class Steps:
                 for place, result in zip(lost, self.do([producers[place] for place in lost]), strict=True):
                     made[place] = result
 
+    def reduced(
+        self, lineage: Lineage, layer: int, moments: Sequence[Moment], units: Sequence[Unit], done: list[Any]
+    ) -> dict[str, ArrayRecord]:
+        """What the units of all shards have left behind of some moments, in shard order: key -> record."""
+
+        def reduces(done: Sequence[ForwardDone | BackwardDone]) -> list[Unit]:
+            return [
+                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in moments
+            ]
+
+        records = self.build_on(done, units, reduces)
+        return {moment.key: record for moment, record in zip(moments, records, strict=True)}
+
     def sum_moments(
         self, lineage: Lineage, layer: int, moments: Sequence[Moment], units: Sequence[Unit]
     ) -> tuple[list[Any], dict[str, ArrayRecord]]:
@@ -62,20 +94,24 @@ class Steps:
 
         The results are returned without their partial sums, so that nobody holds those while the next layer's are made.
         """
-
-        def reduces(done: Sequence[ForwardDone | BackwardDone]) -> list[Unit]:
-            return [
-                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in moments
-            ]
-
-        done, records = self.do_both(units, reduces)
-        sums = {moment.key: record for moment, record in zip(moments, records, strict=True)}
+        done = self.do(units)
+        sums = self.reduced(lineage, layer, moments, units, done)
         return [replace(result, partials={}) for result in done], sums
 
     def enter(self, key: Key[E], record: E) -> None:
         """Commits an entry."""
         self.journal.commit(key, record)
         self.repairs.progress()
+
+    def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
+        """Commits a compressed layer."""
+        groups = {solve.task.name: _report(solve, done) for solve, done in solved}
+        forms = dict(write_unit(layer, solved).forms)
+        entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
+        if rounded := {path: scheme for _, done in solved for path, scheme in done.rounded.items()}:
+            entry["rounded"] = rounded
+        self.enter(layer_key(layer), entry)
+        self.observer.layer_done("compress", layer, groups)
 
     def entry(self, key: Key[E]) -> E:
         """An entry that must be there. Raises CorruptError."""
@@ -91,3 +127,16 @@ class Steps:
         """As many layers as there are workers, and the rest."""
         count = max(1, self.pool.size)  # 0 while the only worker is being replaced
         return pending[:count], pending[count:]
+
+
+def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
+    """Writes a layer of which these groups are solved."""
+    forms: dict[str, FormSpec] = {}
+    for _, solution in parts:
+        forms.update(solution.forms)
+    roles = tuple(role for solve, _ in parts for role in solve.task.roles)
+    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
+
+
+def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:
+    return {"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report}

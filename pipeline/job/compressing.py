@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord
+from manifests.records import ArrayRecord, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import staged_layer
@@ -26,6 +26,7 @@ from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS
 from pipeline.ports import Compare
 from pipeline.repair import REPAIRS
 from stores.activations import ActivationStore
+from stores.run_directory import RunDirectory
 from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
@@ -44,11 +45,10 @@ class Effort:
 class StoreCleaner:
     """See `pipeline.ports.Cleaner`; the arrays of `always` stay."""
 
-    def __init__(
-        self, activations: ActivationStore, statistics: StatisticsStore, always: tuple[ArrayRecord, ...]
-    ) -> None:
-        self.activations = activations
-        self.statistics = statistics
+    def __init__(self, run_dir: RunDirectory, always: tuple[ArrayRecord, ...]) -> None:
+        self.run_dir = run_dir
+        self.activations: ActivationStore = run_dir.activations
+        self.statistics: StatisticsStore = run_dir.statistics
         self.always = always
 
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
@@ -58,6 +58,10 @@ class StoreCleaner:
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored moments but these."""
         self.statistics.sweep(records)
+
+    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
+        """Drops all staged layers but these."""
+        sweep_staged(self.run_dir.storage, records)
 
 
 def compress_layers(job: JobContext, heartbeat: Heartbeat, *, compared: bool = True) -> Effort:
@@ -94,7 +98,7 @@ def _workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[tuple[Driver, Ra
     _sweep(job)
     held_out = job.ledger.get(HELD_OUT)
     always = ((tokens,) if tokens else ()) + ((held_out["tokens"], *held_out["outputs"]) if held_out else ())
-    cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, always)
+    cleaner = StoreCleaner(job.run_dir, always)
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
     with (
@@ -153,6 +157,8 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         dtype=job.inputs.dtype,
         threads=manifest.workers.cpus,
         use_gpu=manifest.workers.gpus > 0,
+        gpu_share=manifest.workers.gpus,
+        memory_bytes=job.plan.worker_host_bytes,
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
         gradient_samples=job.inputs.gradient_samples,

@@ -198,6 +198,7 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
         COMPLETE,
         HELD_OUT_SCORE,
         *ledger.keys("layer/"),
+        *ledger.keys("activations/"),
         RANKS,
         TARGET,
         *ledger.keys("measured/"),

@@ -22,6 +22,7 @@ from pipeline.ports import (
     Forward,
     ForwardDone,
     Measure,
+    Pair,
     Predict,
     Reduce,
     Solve,
@@ -29,6 +30,7 @@ from pipeline.ports import (
     Unit,
     Write,
 )
+from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Total, TotalDone
 
 
 class Killed(BaseException):
@@ -136,6 +138,9 @@ class WorldCleaner:
     def retain_statistics(self, records: tuple[dict[str, Any], ...]) -> None:
         self._retain("statistic", records)
 
+    def retain_staged(self, records: tuple[dict[str, Any], ...]) -> None:
+        self._retain("staged", records)
+
     def _retain(self, kind: str, records: Sequence[dict[str, Any]]) -> None:
         self.world.happen()
         kept = {record["path"] for record in records}
@@ -172,8 +177,11 @@ class Recorder:
 class SimulatedPool:
     """Does units when they are waited for, in the order of `order` ("first", "last", or a seed to shuffle by).
 
-    Its workers hold nothing between units: every forward pass starts at `base`. Handles are worth nothing to another
-    process.
+    Its workers hold nothing between units but their sums: every forward pass starts at `base`. Handles are worth
+    nothing to another process.
+
+    `narrow`: moment keys whose first grid of each layer is too narrow. `die_before`: a unit's key -> the worker that is
+    gone when the unit is done, once.
     """
 
     def __init__(self, world: World, order: str | int = "first", size: int = 2) -> None:
@@ -183,6 +191,10 @@ class SimulatedPool:
         self.drained = 0
         self.fail_on: dict[str, Exception] = {}  # unit key -> raised once
         self.stop_after: int | None = None  # waits before a signal is noticed
+        self.sums: dict[str, tuple[str, dict[int, dict[str, str]]]] = {}  # worker -> pass, shard -> moment -> value
+        self.turn = 0
+        self.narrow: frozenset[str] = frozenset()
+        self.die_before: dict[str, str] = {}
         self.random = random.Random(order) if isinstance(order, int) else None
         self.last_first = order == "last"
         world.life += 1
@@ -204,6 +216,8 @@ class SimulatedPool:
             unit = self.pending.pop(-1 if self.last_first else 0)
         if error := self.fail_on.pop(unit.key, None):
             raise error
+        if worker := self.die_before.pop(unit.key, None):
+            self.sums.pop(worker, None)
         self.world.done.append(unit)
         self.world.events.append(("unit", unit.key))
         return unit, self._execute(unit)
@@ -215,8 +229,18 @@ class SimulatedPool:
     def _execute(self, unit: Unit) -> Any:
         if isinstance(unit, Forward):
             return self._forward(unit)
+        if isinstance(unit, Pair):
+            return self._pair(unit)
         if isinstance(unit, Backward):
             return self._backward(unit)
+        if isinstance(unit, ChooseGrids):
+            assert all(moment.kind == "value" for moment in unit.forward.moments)
+            layer = unit.forward.layer
+            return ChooseGridsDone({moment: self._handle(f"grid {layer}") for moment in unit.forward.moments})
+        if isinstance(unit, Collect):
+            return self._collect(unit)
+        if isinstance(unit, Total):
+            return self._total(unit)
         if isinstance(unit, Reduce):
             parts = [self._open(handle) for handle in unit.partials]
             return self.world.store("statistic", digest("sum", unit.lineage, unit.layer, unit.moment.key, parts))
@@ -246,12 +270,68 @@ class SimulatedPool:
         number = int(hidden[:4], 16)
         kept = self.world.store("activation", digest("input", unit.layer, hidden)) if unit.keep_inputs else None
         moments = {moment: digest("moment", moment.key, unit.layer, hidden) for moment in unit.moments}
+        samples = {moment: self._handle(value) for moment, value in moments.items() if moment.kind == "sample"}
+        assert (unit.sums is not None) == any(moment.kind == "value" for moment in moments)
         return ForwardDone(
-            partials={moment: self._handle(value) for moment, value in moments.items()},
+            partials=samples,
             cosine=(number / 65536, 1) if unit.cosine else None,
             activation=self.world.store("activation", output) if unit.store else None,
             tokens=1,
             inputs=kept,
+            worker=self._add(unit, {moment.key: value for moment, value in moments.items() if moment.kind == "value"}),
+        )
+
+    def _add(self, unit: Forward, values: dict[str, str]) -> str:
+        """The worker, one after another, to whose sums of this pass the shard is added."""
+        worker = f"worker-{self.turn % max(1, self.size)}"
+        self.turn += 1
+        if unit.sums is not None:
+            assert {self._open(handle) for handle in unit.sums.grids.values()} <= {f"grid {unit.layer}", "wider"}
+            name, shards = self.sums.get(worker, ("", {}))
+            if name != unit.sums.name:
+                shards = {}
+            assert unit.shard not in shards
+            self.sums[worker] = (unit.sums.name, {**shards, unit.shard: values})
+        return worker
+
+    def _collect(self, unit: Collect) -> CollectDone | None:
+        if unit.worker not in self.sums:
+            return None
+        name, shards = self.sums.pop(unit.worker)
+        assert name == unit.sums
+        found = {
+            moment: self._handle(json.dumps({shard: values[moment.key] for shard, values in shards.items()}))
+            for moment in unit.moments
+        }
+        return CollectDone(tuple(shards), found)
+
+    def _total(self, unit: Total) -> TotalDone:
+        if unit.moment.key in self.narrow and self._open(unit.grid) != "wider":
+            return TotalDone(None, self._handle("wider"))
+        shards: dict[str, str] = {}
+        for handle in unit.partials:
+            part = json.loads(self._open(handle))
+            assert not shards.keys() & part.keys(), "a shard is added once"
+            shards |= part
+        value = digest("sum", unit.lineage, unit.layer, unit.moment.key, sorted(shards.items()))
+        return TotalDone(self.world.store("statistic", value))
+
+    def _pair(self, unit: Pair) -> ForwardDone:
+        assert len(unit.replay) == unit.layer - unit.base
+        assert (unit.base_record is None) == (unit.base == 0)
+        embedded = digest("embedded", unit.shard)
+        dense, packed = embedded, embedded
+        if unit.base_record is not None:
+            dense, packed = self.world.load("activation", unit.base_record).split()
+        for before, staged in enumerate(unit.replay, unit.base):
+            dense, packed = self._through(before, None, dense), self._through(before, staged, packed)
+        after = self._through(unit.layer, None, dense), self._through(unit.layer, unit.staged, packed)
+        moments = {moment: digest("pair", moment.key, unit.layer, dense, packed, *after) for moment in unit.moments}
+        return ForwardDone(
+            partials={moment: self._handle(value) for moment, value in moments.items()},
+            cosine=None,
+            activation=self.world.store("activation", " ".join(after)) if unit.store else None,
+            tokens=1,
         )
 
     def _backward(self, unit: Backward) -> BackwardDone:
@@ -287,9 +367,13 @@ class SimulatedPool:
 
     def _solve(self, unit: Solve) -> SolveDone:
         group = unit.task
-        assert tuple(unit.statistics) == group.moments
+        pairs = [moment for moment in unit.statistics if moment.kind == "pair"]
+        assert tuple(unit.statistics) == (*group.moments, *pairs)
+        assert len(pairs) == bool(group.corrections)
+        assert not pairs or (unit.before is None) == (pairs[0] == group.corrections[0])
         read = [self.world.load("statistic", record) for record in unit.statistics.values()]
-        value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()))
+        before = self._open(unit.before) if unit.before is not None else ""
+        value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()), before)
         return SolveDone(self._handle(value), {group.name: {"form": "test", "layer": group.layer}}, {"error": 0.5})
 
     def _handle(self, value: str) -> Handle:
@@ -305,6 +389,7 @@ class SimulatedPool:
 IMPORTANCE = frozenset({"importance"})
 SHARED, OWN, MLP = Moment("q.in"), Moment("o.in", heads=2, groups=1), Moment("down.in")
 MID, OUT = Moment("mid", kind="gradient"), Moment("out", kind="gradient")
+PAIRS = {point: Moment(point, kind="pair") for point in ("attention.in", "o.in", "down.in")}
 
 
 def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp")) -> tuple[Task, ...]:
@@ -318,6 +403,25 @@ def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp
     }
     return tuple(
         Task.of(0, Group(layer, name, (f"role-{name}",), moments[name])) for layer in layers for name in sorted(groups)
+    )
+
+
+def make_corrected_tasks(layers: Sequence[int], groups: Sequence[str] = ("first", "second")) -> tuple[Task, ...]:
+    """Tasks solved in parts: "first" by two pairs, "second" by one of them and a later one; "free" as ever."""
+    pairs = {"first": ("attention.in", "o.in"), "second": ("attention.in", "down.in"), "free": ()}
+    return tuple(
+        Task.of(
+            0,
+            Group(
+                layer,
+                name,
+                (f"role-{name}",),
+                (SHARED,) if pairs[name] else (),
+                tuple(PAIRS[point] for point in pairs[name]),
+            ),
+        )
+        for layer in layers
+        for name in sorted(groups)
     )
 
 
@@ -354,6 +458,12 @@ def make_gradient_job(
     return make_job(tasks, **given)
 
 
+def make_corrected_job(layers: Sequence[int], groups: Sequence[str] = ("first", "second"), **settings: Any) -> Job:
+    """Every layer in parts, behind what became of those before."""
+    given = {"num_layers": max(layers) + 1, "propagate": "dense", "keep_statistics": True, "scores": frozenset()}
+    return make_job(make_corrected_tasks(layers, groups), **{**given, **settings})
+
+
 def run(job: Job, world: World | None = None, pool: SimulatedPool | None = None) -> tuple[World, Recorder]:
     """One process's life, from start to end."""
     world = world or World()
@@ -386,6 +496,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "gradient-some": lambda: make_gradient_job([1, 3], groups=["free", "loss-mlp"], num_layers=5),
     "gradient-local": lambda: make_gradient_job(ALL, gradient="local", every=2),
     "gradient-behind-compressed": lambda: make_gradient_job(ALL, propagate="compressed"),
+    "corrected": lambda: make_corrected_job(range(3), ["first"], shards=1),
+    "corrected-two": lambda: make_corrected_job(range(2), shards=1, keep_statistics=False),
+    "corrected-every-2": lambda: make_corrected_job(range(4), ["second"], every=2, shards=1),
+    "corrected-some": lambda: make_corrected_job([1], ["first", "free"], num_layers=3),
     "free": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset()),
     "free-ranked": lambda: make_job(make_tasks(ALL, ["free"])),
     "free-measured": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset(), measures=measures(ALL)),
