@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class _Connection:
-    """The clients of one bucket, opened when they are first asked for."""
+    """The clients of one bucket."""
 
     def __init__(self, bucket: str) -> None:
         self.bucket = bucket
@@ -109,10 +109,7 @@ class Bucket(Storage):
         except AlreadyExistsError:
             raise FileExistsError(errno.EEXIST, "already there", self.at(name)) from None
 
-    def replace(self, name: str, data: bytes) -> None:
-        self._put(name, data)
-
-    def write(self, name: str, data: Any) -> None:
+    def replace(self, name: str, data: Any) -> None:
         self._put(name, data)
 
     @contextmanager
@@ -360,9 +357,8 @@ class _Object(Readable):
             stop = min(start + RANGE_BYTES, count)
             view[start:stop] = self._range(begin + start, begin + stop)
 
-        starts = range(0, count, RANGE_BYTES)
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="range") as pool:
-            list(pool.map(fill, starts) if len(starts) > 1 else map(fill, starts))
+            list(pool.map(fill, range(0, count, RANGE_BYTES)))
         return count
 
     def _range(self, begin: int, end: int) -> bytes:
