@@ -223,7 +223,7 @@ class Assembler:
             "manifest": self.inputs.manifest.semantic(),
             "counts": count(self.inputs, tensors, forms),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
-            "compared": (self.journal.get(COMPARED) or {}).get("compared"),
+            "compared": compared["compared"] if (compared := self.journal.get(COMPARED)) else None,
             "shards": {name: {key: record[key] for key in ("size", "sha256")} for name, record in records.items()},
             "claimed": self._claimed(),
             "tensors": tensors,

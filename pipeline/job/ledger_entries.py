@@ -12,36 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError, with_config
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
-from typing_extensions import TypedDict
 
 from lamina import LaminaConfig
 from lamina.layers_lamina import LaminaDecoderLayer
-from manifests.records import (
-    STRICT,
-    ActivationsEntry,
-    AssemblingEntry,
-    CompleteEntry,
-    CurvesEntry,
-    DenseEntry,
-    GradientEntry,
-    HeldOutEntry,
-    HeldOutScoreEntry,
-    Key,
-    LayerEntry,
-    MeasuredEntry,
-    RanksEntry,
-    ReusedEntry,
-    ScoreEntry,
-    Sha256,
-    ShardRecord,
-    StatisticsEntry,
-    TargetEntry,
-    TokensEntry,
-    TryEntry,
-)
-from pipeline.checkpoint.compression_record import Comparison
+from manifests import records
+from manifests.records import Key, LayerEntry
 from pipeline.computation import Job, entered_scores
 from pipeline.console.summary import print_summary
 from pipeline.keys import RANKS, curves_key, measured_key
@@ -51,36 +28,28 @@ from stores.ledger import Ledger
 logger = logging.getLogger("lamina")
 
 
-@with_config(STRICT)
-class ComparedEntry(TypedDict):
-    """What the staged layers did on a few tokens beside the dense ones; `layers`: the digests of their files."""
-
-    layers: list[Sha256 | None]
-    compared: Comparison
-
-
 KINDS: dict[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(entry)
     for kind, entry in {
-        "layer": LayerEntry,
-        "dense": DenseEntry,
-        "statistics": StatisticsEntry,
-        "activations": ActivationsEntry,
-        "ranks": RanksEntry,
-        "measured": MeasuredEntry,
-        "gradient": GradientEntry,
-        "curves": CurvesEntry,
-        "tokens": TokensEntry,
-        "target": TargetEntry,
-        "tries": TryEntry,
-        "held_out": HeldOutEntry,
-        "held_out_score": HeldOutScoreEntry,
-        "rest": ShardRecord,
-        "assembling": AssemblingEntry,
-        "complete": CompleteEntry,
-        "reused": ReusedEntry,
-        "score": ScoreEntry,
-        "compared": ComparedEntry,
+        "layer": records.LayerEntry,
+        "dense": records.DenseEntry,
+        "statistics": records.StatisticsEntry,
+        "activations": records.ActivationsEntry,
+        "ranks": records.RanksEntry,
+        "measured": records.MeasuredEntry,
+        "gradient": records.GradientEntry,
+        "curves": records.CurvesEntry,
+        "tokens": records.TokensEntry,
+        "target": records.TargetEntry,
+        "tries": records.TryEntry,
+        "held_out": records.HeldOutEntry,
+        "held_out_score": records.HeldOutScoreEntry,
+        "rest": records.ShardRecord,
+        "assembling": records.AssemblingEntry,
+        "complete": records.CompleteEntry,
+        "reused": records.ReusedEntry,
+        "score": records.ScoreEntry,
+        "compared": records.ComparedEntry,
     }.items()
 }
 
