@@ -137,7 +137,7 @@ class Assembler:
         return compression
 
     def damaged_layers(self) -> dict[str, str]:
-        """Ledger key -> fault of every staged layer that is not what was committed. Their entries are taken back."""
+        """Ledger key -> fault of every staged layer that is not what was committed. Their entries are retracted."""
         damaged: dict[str, str] = {}
         for layer in range(self.inputs.geometry.num_layers):
             entry = self.journal.get(key := layer_key(layer))

@@ -1,7 +1,7 @@
-"""The ledger's entries, held against what they must look like before anything builds on them.
+"""Checks the ledger's entries against what they must look like, before anything builds on them.
 
-A digest says that an entry is as it was written, not that it makes sense. One that does not is taken back: its work is
-done again, as if it had never been committed. What the entries name is checked where it is read.
+A digest says that an entry is as it was written, not that it makes sense. One that does not is invalidated: its work is
+recomputed, as if it had never been committed. What the entries name is checked where it is read.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ KINDS: dict[str, TypeAdapter[Any]] = {
 
 
 def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
-    """Takes back every entry that makes no sense, with a warning. `config`: the source's, under standard names."""
+    """Invalidates every entry that makes no sense, with a warning. `config`: the source's, under standard names."""
     for key in ledger.keys():  # noqa: SIM118 - no mapping
         kind = key.partition("/")[0]
         fault = _fault(kind, key, ledger.get(key), job, config) if kind in KINDS else None
         if fault:
-            _take_back(ledger, key, fault)
+            _invalidate(ledger, key, fault)
     _check_ranks(ledger, job)
 
 
@@ -129,12 +129,12 @@ def _check_ranks(ledger: Ledger, job: Job) -> None:
         ranks = job.allocate(entered_scores(job, lambda key: ledger.get(key) or nothing, importance))
     except Exception as error:  # scores of the wrong kind fail wherever a method first computes with them
         for key in keys:
-            _take_back(ledger, key, f"no ranks follow from it: {error}")
+            _invalidate(ledger, key, f"no ranks follow from it: {error}")
         ranks = {}
     if ranks != entry["ranks"]:
-        _take_back(ledger, RANKS, "these ranks do not follow from its scores")
+        _invalidate(ledger, RANKS, "these ranks do not follow from its scores")
 
 
-def _take_back(ledger: Ledger, key: str, fault: str) -> None:
+def _invalidate(ledger: Ledger, key: str, fault: str) -> None:
     logger.warning("ledger entry %s makes no sense (%s): taken back, its work is done again", key, fault)
     ledger.retract(key)
