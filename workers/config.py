@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.samples import gradient_count, shard_range
 from stores.source import SourceCheckpoint
+from stores.storage import Place
 
 FORWARD_DTYPES = ("F64", "F32", "BF16", "F16")
 
@@ -37,7 +37,7 @@ class WorkerConfig:
     source: SourceCheckpoint
     config: Mapping[str, Any]
     geometry: Geometry
-    run_dir: Path
+    run_dir: Place
     tokens: ArrayRecord | None
     shards: int
     micro_batch: int

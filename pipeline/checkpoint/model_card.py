@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,4 +37,22 @@ tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
 
 With the package `lamina` installed and imported, `trust_remote_code` is not needed. `compression.json` says of
 every tensor how it is stored and which method it comes from. {origin}
+
+| engine | how | what is saved there |
+|---|---|---|
+| transformers, 5.14 or newer | as above, or `transformers serve --trust-remote-code` | weights and cache, as above |
+| vLLM (Transformers backend) | `vllm serve PATH --trust-remote-code` | weights; the cache is as the dense model's |
+| any other | `python -m pipeline.export PATH --to stock DEST`, or `--to dense` | what the export says |
+{_decoding(compression["layers"])}"""
+
+
+def _decoding(layers: Sequence[Mapping[str, Any]]) -> str:
+    """What latent keys cost where they are read; nothing to say without any."""
+    keys = [layer["forms"].get("k", {}) for layer in layers]
+    if not (ranks := [form["rank"] for form in keys if form.get("form") == "latent"]):
+        return ""
+    return f"""
+Each step of decoding makes keys again of latents, {min(ranks)} to {max(ranks)} numbers a token and layer: the cache
+is smaller, so that more sequences fit, and a step on a CPU is slower, the more so the longer the context. A GPU that
+is bound by memory gains time, too, at ranks below about 300.
 """

@@ -123,14 +123,23 @@ class LoRCMethod(MethodBase[LoRC]):
         }
 
     def remarks(self, geometry: Geometry) -> tuple[str, ...]:
-        """That a share of the cache is out of reach, because smaller latents lose nothing."""
-        asked, most = self.entry.cache_keep, _exact_share(geometry)
-        if asked is None or asked == 1.0 or asked <= most:
-            return ()
-        return (
-            f"cache_keep: {asked:g} is not reached: latents of {geometry.hidden} numbers, as wide as the hidden state, "
-            f"already give all {_cached(geometry)} cached ones exactly; it becomes {most:.4g}, without loss",
-        )
+        """That a share of the cache is out of reach, because smaller latents lose nothing; what decoding costs."""
+        asked, most, remarks = self.entry.cache_keep, _exact_share(geometry), []
+        if asked is not None and most < asked < 1.0:
+            remarks.append(
+                f"cache_keep: {asked:g} is not reached: latents of {geometry.hidden} numbers, as wide as the hidden "
+                f"state, already give all {_cached(geometry)} cached ones exactly; it becomes {most:.4g}, without loss"
+            )
+        if self.entry.key and asked != 1.0:
+            rank, cached = round(min(asked or 1.0, most) * _cached(geometry)), _cached(geometry)
+            upto = "up to " if asked is None else ""
+            remarks.append(
+                f"keys of rank {upto}{rank:,} take {upto}{rank * cached:,} products for each cached token and layer of "
+                f"a decoding step; that is faster than to read dense ones on devices of more than "
+                f"{rank / (geometry.bits / 8):,.0f} operations per byte (a GPU has some 300, a CPU 10), else slower; "
+                "the cache is smaller everywhere (docs/methods.md#when-latents-pay)"
+            )
+        return tuple(remarks)
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
         """W_k and W_v of all layers, also those not chosen: progressive ranks follow κ̃_l, a product over depth."""
@@ -241,10 +250,14 @@ def _biases(geometry: Geometry, roles: tuple[str, ...]) -> int:
 
 
 def _absorbs(geometry: Geometry, rank: float) -> bool:
-    """Whether D·r per query head is less than the second factor and W_o together; v's bias must go somewhere."""
-    C, HD = geometry.kv_heads * geometry.head_dim, geometry.heads * geometry.hidden
+    """Whether W_o takes in the second factor: where latents are no wider than a value head, it saves everywhere.
+
+    D·r per query head is then less than the second factor and W_o together, and so are the products of a token; heads
+    of r <= d numbers move no more than before. Wider ones would store less for a while yet, but a prefill pads queries
+    and keys to their width. v's bias must go somewhere.
+    """
     has_room = "v" not in geometry.biases or "o" in geometry.biases
-    return has_room and HD * rank < C * rank + HD * geometry.head_dim
+    return has_room and rank <= geometry.head_dim
 
 
 def _absorbed_output(geometry: Geometry, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:

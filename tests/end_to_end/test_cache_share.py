@@ -37,4 +37,4 @@ def test_heads_wider_than_the_hidden_size(cache_keep: float, share: float, tmp_p
         assert said in (made.run_dir / "logs").glob("*.log").__next__().read_text()
     else:
         assert error > 1e-3
-        assert plan["remarks"] == []
+        assert not [remark for remark in plan["remarks"] if "is not reached" in remark]

@@ -143,7 +143,9 @@ def test_a_cache_wider_than_the_hidden_state(cache_keep: float, allocation: str)
     assert sum(ranks.values()) / 6 == pytest.approx(min(cache_keep, D / 80) * 80, abs=0.5)
     assert max(ranks.values()) <= D
     assert isinstance(method, Remarking)
-    remarks = method.remarks(where)
+    *remarks, decoding = method.remarks(where)
+    kept = min(cache_keep, D / 80) * 80
+    assert decoding.startswith(f"keys of rank {round(kept)} take {round(kept) * 80:,} products for each cached token")
     assert len(remarks) == (cache_keep > 0.3)
     if remarks:
         assert set(ranks.values()) == {D}

@@ -9,7 +9,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 from lamina.latent_attention_lamina import attend_in_blocks
 from lamina.layers_lamina import LaminaAttention
-from lamina.rotary_lamina import LaminaRotaryEmbedding
+from lamina.rotary_lamina import LaminaRotaryEmbedding, rotate, rotate_once
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import compiled_is_eager, factored, factorise, forms_of, same_as_prefill, same_logits
 from tests.serving.serving_sources import SMALL, build, make_source, padded_batch
@@ -279,3 +279,28 @@ def test_a_layer_alone() -> None:
     for role in "kvo":
         for ours, theirs in zip(seen[role], seen[role + "'"], strict=True):
             assert (ours - theirs).abs().amax() <= 2e-5
+
+
+@torch.no_grad()
+def test_decoding_makes_keys_of_a_block_and_turns_no_cached_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded by a block; of latent values only the heads' mixtures pass the second factor."""
+    monkeypatch.setattr(LaminaAttention, "block", 4)
+    model, _ = factored("llama-gqa", kinds.latent_both, 0.5)
+    cache = DynamicCache(config=model.config)
+    model(torch.arange(4, 15)[None], past_key_values=cache)
+    seen: dict[str, list[int]] = {"k_proj": [], "v_proj": []}
+    for name, module in model.named_modules():
+        if name.endswith(".second"):
+            role = name.split(".")[-2]
+            module.register_forward_pre_hook(lambda _, args, role=role: seen[role].append(args[0].shape[1]))
+    model(torch.tensor([[5]]), past_key_values=cache)
+    layers = model.config.num_hidden_layers
+    assert seen["k_proj"] == [4, 4, 4] * layers, "12 cached tokens, 4 at a time"
+    assert seen["v_proj"] == [model.config.num_attention_heads] * layers
+
+
+@pytest.mark.parametrize("width", [8, 6])
+def test_rotating_once_is_rotating(width: int) -> None:
+    x_BHTd, angles = torch.randn(2, 3, 5, 8).transpose(1, 2), torch.randn(2, 3, width // 2).repeat(1, 1, 2)
+    expected = rotate(x_BHTd, angles.cos(), angles.sin(), interleaved=False)
+    torch.testing.assert_close(rotate_once(x_BHTd, angles.cos(), angles.sin()), expected)

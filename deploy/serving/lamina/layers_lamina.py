@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .block_lamina import ATTENTION_ROLES, LINEAR_ROLES, attention_path
 from .configuration_lamina import LaminaConfig
 from .latent_attention_lamina import attend_in_blocks
-from .rotary_lamina import Angles, rotate
+from .rotary_lamina import Angles, rotate, rotate_once
 
 
 class LaminaRMSNorm(nn.Module):
@@ -128,7 +128,7 @@ class LaminaAttention(_Roles, nn.Module):
     A layer with latent keys or values caches one head for each of both: latents, or all dense heads side by side.
     """
 
-    block = 1024  # cached tokens whose keys and values are made of latents at a time
+    block = 512  # cached tokens whose keys are made of latents at a time
 
     def __init__(
         self,
@@ -176,11 +176,11 @@ class LaminaAttention(_Roles, nn.Module):
             value = value.contiguous()  # engines that widen values by .view refuse a slice of a fused projection
         if past_key_values is not None:
             key, value = self._update(past_key_values, key, value)
-            if self._in_blocks(query, key, attention_mask):
-                read = partial(self._read, hidden_states, key, value, slot_embeddings)
-                blocks = key.shape[2], attention_mask, self.scaling, self.block
-                return self._output(attend_in_blocks(query, read, *blocks), hidden_states), None
-        key, value = self._read(hidden_states, key, value, slot_embeddings or position_embeddings, slice(None))
+            if self._in_blocks(query, attention_mask):
+                read = partial(self._read_block, hidden_states, key, value, slot_embeddings)
+                mixed = attend_in_blocks(query, read, key.shape[2], attention_mask, self.scaling, self.block)
+                return self._output(self._of_heads(hidden_states, mixed), hidden_states), None
+        key, value = self._read(hidden_states, key, value, slot_embeddings or position_embeddings)
         padding = self._padding(query.shape[2])
         if padding > 0:
             value = nn.functional.pad(value, (0, padding))
@@ -211,26 +211,48 @@ class LaminaAttention(_Roles, nn.Module):
         heads = heads_BTHw.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self._apply_role("o", heads, self._given("o", heads, {}))
 
-    def _read(
-        self, x_BTD: Tensor, key: Tensor, value: Tensor, angles: Angles | None, slots: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Keys (B, G, s, d) and values (B, G, s, w) of some slots, made of their latents where those are cached."""
-        key, value = key[:, :, slots], value[:, :, slots]
+    def _read(self, x_BTD: Tensor, key: Tensor, value: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+        """Keys (B, G, S, d) and values (B, G, S, w) of all slots, made of their latents where those are cached."""
         if "k" in self._latent:
             key = self._heads("k", x_BTD, key.squeeze(1))
-            if angles is not None:
-                key = rotate(key, angles[0][:, slots], angles[1][:, slots], self.interleaved)
+            key = key if angles is None else rotate(key, *angles, self.interleaved)
         if "v" in self._latent:
             value = self._heads("v", x_BTD, value.squeeze(1)).expand(-1, key.shape[1], -1, -1)
         return key, value
 
-    def _in_blocks(self, query: Tensor, key: Tensor, mask: Any) -> bool:
+    def _read_block(
+        self, x_BTD: Tensor, key: Tensor, value: Tensor, angles: Angles | None, slots: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Keys (B, G, s, d) of some slots, made of their latents; values (B, G, s, w), or latents (B, 1, s, r)."""
+        key, value = key[:, :, slots], value[:, :, slots]
+        if "k" in self._latent:
+            key = self._heads("k", x_BTD, key.squeeze(1))
+            if angles is not None:
+                mine = angles[0][:, slots], angles[1][:, slots]
+                key = rotate(key, *mine, True) if self.interleaved else rotate_once(key, *mine)
+        return key, value
+
+    def _of_heads(self, x_BTD: Tensor, mixed_BTHw: Tensor) -> Tensor:
+        """What the heads give (B, T, H, w), of mixed values or of mixed latents (B, T, H, r).
+
+        Values are linear in their latents, and the weights add up to 1: v turns one mixture for each query head where
+        it would turn every cached token.
+        """
+        if "v" not in self._latent:
+            return mixed_BTHw
+        num_tokens, num_heads = mixed_BTHw.shape[1:3]
+        of_all = self._heads("v", x_BTD, mixed_BTHw.flatten(1, 2))  # (B, G or 1, T·H, w): by every KV head
+        groups = of_all.shape[1]
+        of_all = of_all.unflatten(2, (num_tokens, groups, num_heads // groups))
+        return cast(Tensor, of_all.diagonal(dim1=1, dim2=3).permute(0, 1, 4, 2, 3).flatten(2, 3))
+
+    def _in_blocks(self, query: Tensor, mask: Any) -> bool:
         """Whether to read latents block by block: in decoding, where making all keys at once costs time and memory.
 
         A prefill reads them once for many queries, a compiled graph would hold every block, and other implementations
         of attention have a reason to be chosen.
         """
-        decoding = query.shape[2] == 1 and key.shape[2] > self.block and not torch.is_grad_enabled()
+        decoding = query.shape[2] == 1 and not torch.is_grad_enabled()
         plain = self.config._attn_implementation == "sdpa" and (mask is None or isinstance(mask, Tensor))
         return bool(self._latent) and decoding and plain and not torch.compiler.is_compiling()
 

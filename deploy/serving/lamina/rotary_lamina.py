@@ -57,6 +57,17 @@ class LaminaRotaryEmbedding(nn.Module):
         return cos_BTc.to(x_BTD.dtype), sin_BTc.to(x_BTD.dtype)
 
 
+def rotate_once(x_BHTd: Tensor, cos_BTc: Tensor, sin_BTc: Tensor) -> Tensor:
+    """As `rotate` by halves, without gradient, in a third of the passes over memory: for keys made for one reading."""
+    half, out_BHTd = cos_BTc.shape[-1] // 2, torch.empty_like(x_BHTd)
+    first, second, rest = x_BHTd.tensor_split((half, 2 * half), dim=-1)
+    cos, sin = cos_BTc[..., :half].unsqueeze(1), sin_BTc[..., :half].unsqueeze(1)
+    torch.mul(first, cos, out=out_BHTd[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_BHTd[..., half : 2 * half]).addcmul_(first, sin)
+    out_BHTd[..., 2 * half :] = rest
+    return out_BHTd
+
+
 def rotate(x_BHTd: Tensor, cos_BTc: Tensor, sin_BTc: Tensor, interleaved: bool) -> Tensor:
     """RoPE on the first c of d numbers; pairs are (i, i + c/2), or (2i, 2i + 1) when interleaved."""
     width = cos_BTc.shape[-1]
