@@ -158,6 +158,8 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         dtype=job.inputs.dtype,
         threads=manifest.workers.cpus,
         use_gpu=manifest.workers.gpus > 0,
+        gpu_share=manifest.workers.gpus,
+        memory_bytes=job.plan.worker_host_bytes,
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
         gradient_samples=job.inputs.gradient_samples,
