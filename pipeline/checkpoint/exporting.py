@@ -1,7 +1,8 @@
 """A compressed checkpoint as an ordinary one of its source's family, for engines that know nothing of Lamina.
 
 `dense`: multiplied back, in the source's shapes. `stock`: with narrower MLPs where all layers have one width, and so
-really smaller; value heads of another width are multiplied back.
+really smaller; value heads of another width are multiplied back. Rounded weights are multiplied out in `dense`; `stock`
+keeps their codes where the projection is whole, or has fewer channels.
 """
 
 from __future__ import annotations
@@ -13,11 +14,21 @@ import torch
 
 from lamina import MODELLING_FILES
 from manifests.errors import InputError
+from manifests.records import Scheme
 from pipeline.checkpoint.assembling import CARD_FILE, SHARD_SUFFIX
 from pipeline.checkpoint.compression_record import RECORD_FILE, encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.reading import read_checkpoint
+from pipeline.families.family import LINEAR_ROLES, Geometry
 from pipeline.families.registry import geometry_of, source_config
+from pipeline.rounding.schemes import (
+    FIELD,
+    WEIGHT,
+    packed_modules,
+    packed_names,
+    quantization_config,
+    rounded_modules,
+)
 from stores.checkpoint import copy_shard, write_index, write_shard
 from stores.hub import COMPANIONS
 from stores.source import CONFIG_FILE, INDEX_FILE
@@ -46,12 +57,19 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     written = source_config({**config, "intermediate_size": width}, config["dtype"])
     reader = cpu_reader(checkpoint, config, torch.float64)
     total, numbers = geometry.num_layers + 1, 0
+    packed = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
+    rounded: dict[str, Scheme] = {}
     weight_map: dict[str, str] = {}
     for layer in range(geometry.num_layers):
         reader.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
         weights = pad_mlp(dense_weights(reader.block(layer, None).module, geometry, stored), width)
         names = geometry.layer_tensors(layer)
         named = {names[key][0]: tensor.to(stored) for key, tensor in weights.items()}
+        for path in _whole_projections(config, geometry, layer):
+            if path in packed:
+                del named[path + WEIGHT]
+                named |= checkpoint.read(sorted(packed_names(path + WEIGHT)))
+                rounded[path] = packed[path]
         file = f"model-{layer + 1:05d}-of-{total:05d}{SHARD_SUFFIX}"
         write_shard(written_to, file, named)
         weight_map |= dict.fromkeys(named, file)
@@ -68,11 +86,27 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     for name in matching(checkpoint.storage, COMPANIONS):
         if name not in ours:
             written_to.copy(name, checkpoint.storage, name)
+    if rounded:
+        written[FIELD] = quantization_config(rounded, _linear_modules(config, geometry))
     written_to.replace(CONFIG_FILE, encode_json(written))
     size = sum(written_to.size(file) for file in set(weight_map.values()))
     write_index(written_to, weight_map, size, numbers)
     before = sum(record.num_bytes for record in checkpoint.tensors.values())
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": written_to.at(INDEX_FILE)}
+
+
+def _whole_projections(config: Mapping[str, Any], geometry: Geometry, layer: int) -> list[str]:
+    """The paths of what is stored as one matrix of the family's own shape, but for the channels of an MLP."""
+    forms = config["forms"][layer]
+    whole = [role for role in LINEAR_ROLES if forms.get(role, {"form": "dense"})["form"] in ("dense", "pruned")]
+    return [geometry.path(layer, role) for role in whole if role in geometry.roles]
+
+
+def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
+    """The paths of all linear modules of the family's model."""
+    roles = [role for role in LINEAR_ROLES if role in geometry.roles]
+    paths = [geometry.path(layer, role) for layer in range(geometry.num_layers) for role in roles]
+    return [*paths, config["block"]["head"]]
 
 
 def common_width(config: Mapping[str, Any]) -> int:

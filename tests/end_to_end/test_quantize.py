@@ -12,9 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import pipeline.export
 from lamina import LaminaConfig, LaminaForCausalLM
 from pipeline.kernels.packing import scaled, unpack
 from tests.end_to_end.jobs import (
+    COMMANDS,
     Job,
     command,
     file_digests,
@@ -29,6 +31,7 @@ from tests.end_to_end.sources import make_source
 pytestmark = pytest.mark.usefixtures("inline")
 
 MakeJob = Callable[..., Job]
+COMMANDS["export"] = pipeline.export.main
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 FACTORS = [
     {"method": "flat_llm", "ranks": {"value": 8, "mlp": 64}, "allocation": "uniform"},
@@ -191,3 +194,26 @@ def test_a_budget_of_bytes_is_kept(wide: Path, job: MakeJob, methods: list[Any])
         return sum(t.nbytes for name, t in read_tensors(directory).items() if name.startswith("model.layers."))
 
     assert 0.1 < layer_bytes(made.output) / layer_bytes(wide) <= 0.14
+
+
+@pytest.mark.parametrize("methods", [[], FACTORS], ids=["none", "factors"])
+def test_exports(wide: Path, job: MakeJob, methods: list[Any]) -> None:
+    """`dense` has the weights multiplied out; `stock` keeps the codes of what is whole or pruned."""
+    made = job(wide, methods=methods, budget=None, **rounding(4))
+    assert made.run().code == 0
+    config, ids = json.loads((made.output / "config.json").read_text()), some_tokens(320)
+    meant = logits_of(load_plain(made.output, config), ids)
+    dense, stock = made.root / "dense", made.root / "stock"
+    for target, directory in (("dense", dense), ("stock", stock)):
+        ended = command("export", str(made.output), "--to", target, str(directory), "--json")
+        assert ended.code == 0, ended.err
+    assert not any("packed" in name for name in read_tensors(dense))
+    assert relative_error(logits_of(load(dense), ids), meant) < 1e-5
+    packed = {name.rsplit(".", 2)[-2] for name in read_tensors(stock) if name.endswith("packed")}
+    mlp = {"gate_proj", "up_proj", "down_proj"}
+    assert packed == (mlp if methods else mlp | {"q_proj", "k_proj", "v_proj", "o_proj"})
+    written = json.loads((stock / "config.json").read_text())
+    assert written["model_type"] == "llama"
+    assert ("model.layers.0.self_attn.v_proj" in written["quantization_config"]["ignore"]) == bool(methods)
+    if find_spec("compressed_tensors"):
+        assert relative_error(logits_of(load(stock), ids), meant) < 1e-5
