@@ -14,6 +14,7 @@ from lamina import LaminaConfig
 from manifests.errors import NumericsError
 from manifests.records import StagedLayer
 from pipeline.families.registry import geometry_of
+from pipeline.kernels.checks import all_finite
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from workers.block import Block
@@ -129,5 +130,5 @@ def cpu_reader(source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch
 
 
 def _require_finite(name: str, tensor: Tensor, where: str) -> None:
-    if not torch.isfinite(tensor).all():
+    if tensor.is_floating_point() and not all_finite(tensor):
         raise NumericsError(f"{where}: tensor {name} holds NaN or infinity; the checkpoint is damaged")

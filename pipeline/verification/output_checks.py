@@ -15,6 +15,7 @@ from lamina import LaminaConfig, LaminaForCausalLM
 from pipeline.checkpoint.compression_record import index_arguments
 from pipeline.checkpoint.counting import stored_numbers
 from pipeline.families.registry import geometry_of
+from pipeline.kernels.checks import all_finite
 from stores.checkpoint import index_content
 from stores.headers import read_header
 from stores.source import INDEX_FILE, SourceCheckpoint
@@ -167,4 +168,4 @@ def _is_finite(piece: bytes, dtype: torch.dtype) -> bool:
     if not dtype.is_floating_point:
         return True
     numbers = torch.frombuffer(bytearray(piece), dtype=dtype)
-    return bool(torch.isfinite(numbers if dtype.itemsize > 1 else numbers.float()).all())
+    return bool(all_finite(numbers if dtype.itemsize > 1 else numbers.float()))
