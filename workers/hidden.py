@@ -97,9 +97,8 @@ class HiddenStates:
         fits = self._bytes_in_memory() + nbytes <= self.limit_bytes
         lineage, layer, shard = shard_key
         writer = self.store.writer(lineage, layer, shard, shape_MSD, dtype, batch) if store or not fits else None
-        return HiddenWriter(
-            shape_MSD, dtype, writer, in_memory=fits, spilled=not store and not fits, beside=self.beside
-        )
+        spilled = not store and not fits
+        return HiddenWriter(shape_MSD, dtype, writer, in_memory=fits, spilled=spilled, beside=self.beside)
 
     def keep(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> ArrayRecord | None:
         """Holds what was collected instead of anything older of the shard. Returns the record if it was stored."""

@@ -11,11 +11,10 @@ from stores.background import Background
 
 def test_calls_are_made_in_order_in_another_thread() -> None:
     made: list[tuple[int, bool]] = []
+    main = threading.main_thread()
     with Background() as beside:
         for number in range(100):
-            beside.do(
-                lambda number: made.append((number, threading.current_thread() is threading.main_thread())), number
-            )
+            beside.do(lambda number: made.append((number, threading.current_thread() is main)), number)
     assert made == [(number, False) for number in range(100)]
 
 
@@ -58,9 +57,14 @@ def test_a_failure_is_told_at_the_end_or_before() -> None:
 
 def test_the_callers_own_error_comes_first_and_drops_the_rest() -> None:
     held, made = threading.Event(), list[int]()
-    with pytest.raises(ValueError, match="mine"), Background(ahead=9) as beside:
-        beside.do(lambda: (held.wait(30), failing()))
-        beside.do(made.append, 1)
-        threading.Timer(0.1, held.set).start()
-        raise ValueError("mine")
+
+    def both() -> None:
+        with Background(ahead=9) as beside:
+            beside.do(lambda: (held.wait(30), failing()))
+            beside.do(made.append, 1)
+            threading.Timer(0.1, held.set).start()
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        both()
     assert made == []
