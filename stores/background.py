@@ -23,7 +23,7 @@ class Background:
         self._pending: deque[Future[Any]] = deque()
 
     def do(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Has it called after those before it; waits while too many are under way. Raises what an earlier one raised."""
+        """Has it called, after those before it; waits while too many are under way. Raises what one of these raised."""
         self._pending.append(self._thread.submit(call, *arguments))
         while len(self._pending) > self._ahead:
             self._pending.popleft().result()
