@@ -6,10 +6,10 @@ Units and results are small and picklable; tensors travel between workers behind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
-from manifests.records import ArrayRecord, E, Key, StagedLayer, StagedRecord
+from manifests.records import ArrayRecord, E, Key, Scheme, StagedLayer, StagedRecord
 from pipeline.methods.method import FormSpec, Moment, Task
 from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
 
@@ -217,11 +217,13 @@ class Solve:
 
 @dataclass(frozen=True)
 class SolveDone:
-    """Handle of the factors, the forms they take, and the figures for the summary."""
+    """Handle of the factors, the forms they take, the figures for the summary, and how matrices are rounded, by the
+    path of their module."""
 
     factors: Any
     forms: Mapping[str, FormSpec]
     report: Mapping[str, Any]
+    rounded: Mapping[str, Scheme] = field(default_factory=dict)
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """With `made(handle)` in place of the handle."""
@@ -349,7 +351,7 @@ TensorUnit = Forward | Pair | Backward | ChooseGrids | Collect | Total | Solve  
 
 
 class Pool(Protocol):
-    """Workers that do units in any order; a lost worker's units are done again by another."""
+    """Workers that do units in any order; a lost worker's units are recomputed by another."""
 
     @property
     def size(self) -> int:
@@ -406,7 +408,7 @@ class Observer(Protocol):
         ...
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:
-        """Stored data was corrupt; these entries are taken back and their work is done again."""
+        """Stored data was corrupt; these entries are invalidated and their work is recomputed."""
         ...
 
 

@@ -108,6 +108,8 @@ class Steps:
         groups = {solve.task.name: _report(solve, done) for solve, done in solved}
         forms = dict(write_unit(layer, solved).forms)
         entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
+        if rounded := {path: scheme for _, done in solved for path, scheme in done.rounded.items()}:
+            entry["rounded"] = rounded
         self.enter(layer_key(layer), entry)
         self.observer.layer_done("compress", layer, groups)
 

@@ -308,9 +308,12 @@ class Worker:
         weights, statistics = self._group_weights(unit.task), self._statistics(unit.statistics)
         before = self.transfer.get(unit.before) if unit.before is not None else {}
         method, geometry = self.methods[unit.task.method], self.setup.geometry
+        quantize = self.setup.manifest.quantize if self.setup.manifest else None
         with self._computing():
-            factors, found = solve_group(method, unit.task, geometry, weights, statistics, unit.ranks, before)
-        return SolveDone(self.transfer.put(factors), found.forms, found.report)
+            factors, found, rounded = solve_group(
+                method, unit.task, geometry, weights, statistics, unit.ranks, before, quantize
+            )
+        return SolveDone(self.transfer.put(factors), found.forms, found.report, rounded)
 
     def _write(self, unit: Write) -> Any:
         geometry, source = self.setup.geometry, self.setup.source
