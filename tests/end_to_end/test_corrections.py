@@ -29,6 +29,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
     child = Child("run", [str(made.manifest)], made.root / "log")
     assert child.end() == 0, child.said
     assert len(list((made.run_dir / "staged").iterdir())) <= LAYERS, "drafts are left"
+    done = (made.root / "log.units").read_text().splitlines()
+    pairs = [
+        f"pair/{layer}/{step}/{shard}" for layer in range(LAYERS) for step in range(POINTS) for shard in range(SHARDS)
+    ]
+    onward = [f"pair/{layer}/{POINTS}/{shard}" for layer in range(LAYERS - 1) for shard in range(SHARDS)]
+    assert sorted(unit for unit in done if unit.startswith("pair/")) == sorted(pairs + onward)
     return file_digests(made.output)
 
 

@@ -23,11 +23,13 @@ from pipeline.kernels.nystrom import nested_losses, nystrom_refit
 from pipeline.kernels.refit import Refit, refit
 from pipeline.kernels.sensitivity import (
     Directions,
+    Roots,
     input_directions,
+    losses_by_rank,
     output_directions,
-    projection_losses,
     pulled,
     pushed,
+    roots_of,
 )
 from pipeline.kernels.spectra import symmetric_root
 from pipeline.methods.loss_aware.pairs import carry, complete, pair
@@ -96,7 +98,7 @@ def solve(
     if ranks[GATE_UP] < upper.full and solver.sees(width):
         again = solver.refit_again(kept, solver.reader_directions(kept), ranks[GATE_UP], solver.sample_TD)
         refit_Dk, moment_kk = again.weight, again.moment
-        report |= {"refit_tokens": len(solver.sample_TD)}
+        report = {**report, "refit_tokens": len(solver.sample_TD)}
     written = solver.written(refit_Dk, moment_kk, ranks)
     return Solution(read.tensors | written.tensors, read.forms | written.forms, report)
 
@@ -136,6 +138,7 @@ class _Solver:
         self.gradients_N = {role: found.mean(_gradient(role))[0] for role in readers(geometry)}
         self.sample_TD = found.moments[_sample(geometry)][0]
         self._directions: dict[int, Directions] = {}  # by width
+        self._refits: dict[int, tuple[Tensor, dict[str, Any]]] = {}
 
     def sees(self, width: int) -> bool:
         """Whether the sample has tokens enough to fit so many channels."""
@@ -192,7 +195,8 @@ class _Solver:
         """Of the stack of gate and up on the channels that stay."""
         width = kept_k.numel()
         if width not in self._directions:
-            self._directions[width] = input_directions(self.input_DD, self._pull(kept_k, by_loss=self.by_loss))
+            self._directions.clear()  # of the one width in hand
+            self._directions[width] = input_directions(self._input_roots, self._pull(kept_k, by_loss=self.by_loss))
         return self._directions[width]
 
     def reader_losses(self, kept_k: Tensor) -> Tensor:
@@ -202,53 +206,62 @@ class _Solver:
         """
         found = self.reader_directions(kept_k)
         pull_DD = self._pull(kept_k, by_loss=True)
-        linear = projection_losses(pull_DD, self.input_DD, found.encode[None], found.decode[None])
-        width = kept_k.numel()
-        full = min(len(self.gradients_N) * width, self.geometry.hidden)
-        ranks = sorted({max(1, int(full * share)) for share in PROBES} - {full})
-        probe_TD = self._probe
-        if not self.sees(width) or len(probe_TD) < 2 * width:
+        linear = losses_by_rank(found, self.input_DD, pull_DD)
+        if not self._probes(kept_k.numel()):
             return linear
+        ranks = self._probed_ranks(kept_k.numel())
+        by_rank = linear * _between(list(ranks), self._bends(kept_k, ranks, linear), linear)
+        return by_rank.flip(0).cummax(0).values.flip(0)  # seen costs waver, but a larger rank never costs more
+
+    def _probes(self, width: int) -> bool:
+        """Whether the probe has tokens enough to fit so many channels."""
+        return self.sees(width) and len(self._probe) >= 2 * width
+
+    def _probed_ranks(self, width: int) -> list[int]:
+        full = min(len(self.gradients_N) * width, self.geometry.hidden)
+        return sorted({max(1, int(full * share)) for share in PROBES} - {full})
+
+    def _bends(self, kept_k: Tensor, ranks: list[int], linear: Tensor) -> list[float]:
+        """What these ranks are seen to cost on the probe, by what the linear prediction says."""
         factors = []
         for rank in ranks:
-            left_DD = self.refit_again(kept_k, found, rank, probe_TD).residual
-            cost = 0.5 * float((left_DD * self.metric_DD).sum()) - float(self.width_losses[width])
+            left_DD = self.refit_again(kept_k, self.reader_directions(kept_k), rank, self._probe).residual
+            cost = 0.5 * float((left_DD * self.metric_DD).sum()) - float(self.width_losses[kept_k.numel()])
             factors.append(max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0)
-        by_rank = linear * _between(ranks, factors, linear)
-        return by_rank.flip(0).cummax(0).values.flip(0)  # seen costs waver, but a larger rank never costs more
+        return factors
 
     def refit(self, kept_k: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """down on the channels that stay."""
-        refit_Dk, report = nystrom_refit(self.down_DN, self.hidden_NN, kept_k)
-        return refit_Dk, dict(report)
+        width = kept_k.numel()
+        if width not in self._refits:
+            refit_Dk, report = nystrom_refit(self.down_DN, self.hidden_NN, kept_k)
+            self._refits = {width: (refit_Dk, dict(report))}  # of the one width in hand
+        return self._refits[width]
 
     def refit_again(self, kept_k: Tensor, directions: Directions, rank: int, sample_TD: Tensor) -> Refit:
         """down on what the channels that stay give with gate and up at a rank."""
         projection_DD = directions.decode[:, :rank] @ directions.encode[:rank]
-        whole_ND = {role: self.weights[f"{role}.weight"] for role in self.gradients_N}
-        readers_kD = {role: whole[kept_k].double() @ projection_DD for role, whole in whole_ND.items()}
+        readers_kD = {role: whole[kept_k].double() @ projection_DD for role, whole in self._readers.items()}
         biases_k = {role: bias[kept_k] for role, bias in self._biases.items()}
         start_Dk, _ = self.refit(kept_k)
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for part_TD in sample_TD.split(BATCH):
-                hidden_TN = self._hidden(part_TD, whole_ND, self._biases)
-                targets_TD = hidden_TN @ self.down_DN.to(hidden_TN.dtype).T
+            targets = self._probe_targets if sample_TD is self._probe else self._targets(sample_TD)
+            for part_TD, targets_TD in zip(sample_TD.split(BATCH), targets, strict=True):
                 yield targets_TD, self._hidden(part_TD, readers_kD, biases_k)
 
         return refit(pairs(), start_Dk)
 
     def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
         """Of the refitted down, whose inputs have this moment."""
-        metric_DD = self.metric_DD if self.by_loss else torch.eye(len(self.metric_DD)).to(self.metric_DD)
-        return output_directions(refit_Dk, moment_kk, metric_DD)
+        return output_directions(refit_Dk, moment_kk, self._output_roots)
 
     def down_losses(self, kept_k: Tensor) -> Tensor:
         """Predicted loss by rank of down."""
         refit_Dk, _ = self.refit(kept_k)
         moment_kk = self.moment(kept_k)
         found, spread_DD = self.down_directions(refit_Dk, moment_kk), pushed(refit_Dk, moment_kk)
-        return projection_losses(self.metric_DD, spread_DD, found.encode[None], found.decode[None])
+        return losses_by_rank(found, spread_DD, self.metric_DD)
 
     def moment(self, kept_k: Tensor) -> Tensor:
         """Of the channels that stay."""
@@ -259,6 +272,28 @@ class _Solver:
         """An even part of the sample."""
         stride = max(1, len(self.sample_TD) // (PROBE_TOKENS * self.geometry.intermediate))
         return self.sample_TD[::stride]
+
+    @cached_property
+    def _probe_targets(self) -> list[Tensor]:
+        return list(self._targets(self._probe))
+
+    def _targets(self, sample_TD: Tensor) -> Iterator[Tensor]:
+        """What the dense MLP gives, batch by batch."""
+        for part_TD in sample_TD.split(BATCH):
+            hidden_TN = self._hidden(part_TD, self._readers, self._biases)
+            yield hidden_TN @ self.down_DN.to(hidden_TN.dtype).T
+
+    @cached_property
+    def _readers(self) -> dict[str, Tensor]:
+        return {role: self.weights[f"{role}.weight"] for role in self.gradients_N}
+
+    @cached_property
+    def _input_roots(self) -> Roots:
+        return roots_of(self.input_DD)
+
+    @cached_property
+    def _output_roots(self) -> Roots:
+        return roots_of(self.metric_DD if self.by_loss else torch.eye(len(self.metric_DD)).to(self.metric_DD))
 
     @cached_property
     def _biases(self) -> dict[str, Tensor]:
