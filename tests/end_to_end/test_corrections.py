@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
     child = Child("run", [str(made.manifest)], made.root / "log")
     assert child.end() == 0, child.said
     assert len(list((made.run_dir / "staged").iterdir())) <= LAYERS, "drafts are left"
-    done = (made.root / "log.units").read_text().splitlines()
+    lines = [line for log in (made.run_dir / "logs").glob("*.units.jsonl") for line in log.read_text().splitlines()]
+    done = [json.loads(line)["unit"] for line in lines]
     pairs = [
         f"pair/{layer}/{step}/{shard}" for layer in range(LAYERS) for step in range(POINTS) for shard in range(SHARDS)
     ]

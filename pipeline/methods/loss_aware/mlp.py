@@ -32,6 +32,7 @@ from pipeline.kernels.sensitivity import (
     roots_of,
 )
 from pipeline.kernels.spectra import symmetric_root
+from pipeline.methods.loss_aware.interpolation import interpolated
 from pipeline.methods.loss_aware.pairs import carry, complete, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import FormSpec, Moment, Ranks, Solution, Statistics
@@ -45,6 +46,7 @@ CORRECTIONS = (READ, WRITTEN)
 SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
 PROBE_TOKENS = 4  # for each channel; enough to see what a rank of gate and up costs
 PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up
+PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
 BATCH = 4096  # tokens that pass the MLP at a time
 
 
@@ -66,8 +68,8 @@ def moments(geometry: Geometry) -> tuple[Moment, ...]:
 def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Ranks of gate/up and of down on each of a few widths."""
     solver, multiple = _Solver(entry, geometry, weights, found), entry.multiple(geometry.hidden)
-    options = []
-    for width in _widths(entry, geometry):
+    options, widths = [], _widths(entry, geometry)
+    for width in sorted(widths, key=lambda width: width not in solver.probed):
         kept = solver.kept(width)
         pruned = Point({WIDTH: width}, _bias_numbers(geometry, width), float(solver.width_losses[width]))
         upper = _reader_stack(entry, geometry, width).points(solver.reader_losses(kept), multiple)
@@ -138,6 +140,7 @@ class _Solver:
         self.gradients_N = {role: found.mean(_gradient(role))[0] for role in readers(geometry)}
         self.sample_TD = found.moments[_sample(geometry)][0]
         self._directions: dict[int, Directions] = {}  # by width
+        self._seen: dict[int, list[float]] = {}  # by width: see `_bends`
         self._refits: dict[int, tuple[Tensor, dict[str, Any]]] = {}
 
     def sees(self, width: int) -> bool:
@@ -207,27 +210,43 @@ class _Solver:
         found = self.reader_directions(kept_k)
         pull_DD = self._pull(kept_k, by_loss=True)
         linear = losses_by_rank(found, self.input_DD, pull_DD)
-        if not self._probes(kept_k.numel()):
+        width = kept_k.numel()
+        ranks = self._probed_ranks(width)
+        if not self._probes(width) or not ranks:
             return linear
-        ranks = self._probed_ranks(kept_k.numel())
-        by_rank = linear * _between(list(ranks), self._bends(kept_k, ranks, linear), linear)
+        if width in self.probed:
+            self._seen[width] = self._bends(kept_k, ranks, linear)
+        known = [width] if width in self.probed else self.probed
+        seen = torch.tensor([self._seen[probed] for probed in known], dtype=torch.float64, device=linear.device)
+        (by_share,) = interpolated(known, seen, torch.tensor([width]))
+        places = torch.arange(len(linear), device=linear.device)
+        by_rank = linear * interpolated(list(ranks), by_share[list(ranks.values())], places)
         return by_rank.flip(0).cummax(0).values.flip(0)  # seen costs waver, but a larger rank never costs more
+
+    @cached_property
+    def probed(self) -> list[int]:
+        """The widths at which the activation is looked at: what it bends changes little from width to width."""
+        widths = [width for width in _widths(self.entry, self.geometry) if self._probes(width)]
+        count = min(PROBED, len(widths))
+        return [widths[place * (len(widths) - 1) // max(1, count - 1)] for place in range(count)]
 
     def _probes(self, width: int) -> bool:
         """Whether the probe has tokens enough to fit so many channels."""
         return self.sees(width) and len(self._probe) >= 2 * width
 
-    def _probed_ranks(self, width: int) -> list[int]:
+    def _probed_ranks(self, width: int) -> dict[int, int]:
+        """Rank -> place of its share."""
         full = min(len(self.gradients_N) * width, self.geometry.hidden)
-        return sorted({max(1, int(full * share)) for share in PROBES} - {full})
+        ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
+        return {rank: place for rank, place in ranks.items() if rank < full}
 
-    def _bends(self, kept_k: Tensor, ranks: list[int], linear: Tensor) -> list[float]:
-        """What these ranks are seen to cost on the probe, by what the linear prediction says."""
-        factors = []
-        for rank in ranks:
+    def _bends(self, kept_k: Tensor, ranks: Mapping[int, int], linear: Tensor) -> list[float]:
+        """By share: what a rank is seen to cost on the probe, by what the linear prediction says."""
+        factors = [1.0] * len(PROBES)
+        for rank, place in ranks.items():
             left_DD = self.refit_again(kept_k, self.reader_directions(kept_k), rank, self._probe).residual
             cost = 0.5 * float((left_DD * self.metric_DD).sum()) - float(self.width_losses[kept_k.numel()])
-            factors.append(max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0)
+            factors[place] = max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0
         return factors
 
     def refit(self, kept_k: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -314,19 +333,6 @@ class _Solver:
             squares_k = squares_N[kept_k] if by_loss else torch.ones_like(squares_N[kept_k])
             pull_DD += pulled(self.weights[f"{role}.weight"][kept_k], squares_k)
         return pull_DD
-
-
-def _between(ranks: list[int], factors: list[float], like: Tensor) -> Tensor:
-    """The factors at every rank: linear between those seen, and as at the ends beyond."""
-    if not ranks:
-        return torch.ones_like(like)
-    places = torch.arange(len(like), dtype=torch.float64, device=like.device)
-    seen, values = (torch.tensor(numbers, dtype=torch.float64, device=like.device) for numbers in (ranks, factors))
-    above = torch.searchsorted(seen, places).clamp(1, max(1, len(ranks) - 1)) if len(ranks) > 1 else None
-    if above is None:
-        return values.expand(len(like))
-    share = ((places - seen[above - 1]) / (seen[above] - seen[above - 1])).clamp(0.0, 1.0)
-    return values[above - 1] + share * (values[above] - values[above - 1])
 
 
 def _sample(geometry: Geometry) -> Moment:
