@@ -111,6 +111,7 @@ def _score(
             dtype=dtype or _stored_dtype(source, config),
             threads=workers.cpus,
             use_gpu=workers.gpus > 0,
+            gpu_share=workers.gpus,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
             token_ids=tokens.to(torch.int32),  # through Ray: another node sees no folder of this one
         )
