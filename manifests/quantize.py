@@ -14,12 +14,13 @@ QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 class Quantize(Block):
     """Fewer bits for what is stored, on top of every method or of none. docs/methods.md#rounding.
 
+    `bits: auto` chooses 8, 4 or 3 for each part of a layer, with its ranks, by predicted loss within `budget.bytes`.
     `group`: columns that share a scale; null: a scale for each row. `skip`: roles that keep the checkpoint's dtype.
     `feedback`: the error of each column is made up for by those after it (GPTQ), which takes calibration text; null:
     where there is such text, else every number goes to the nearest code.
     """
 
-    bits: Literal[8, 4, 3]
+    bits: Literal[8, 4, 3, "auto"]
     group: Literal[32, 64, 128] | None = 32
     symmetric: bool = True
     what: Literal["factors"] = "factors"
@@ -32,6 +33,12 @@ class Quantize(Block):
         if not symmetric:
             raise ValueError("only symmetric codes are stored, without zero points; leave it out, or say true")
         return symmetric
+
+    @model_validator(mode="after")
+    def _choices_follow_text(self) -> Self:
+        if self.bits == "auto" and (self.feedback is False or self.group is None):
+            raise ValueError("bits: auto rounds with error feedback and counts a scale for each group; give a group")
+        return self
 
     @model_validator(mode="after")
     def _rounds_something(self) -> Self:

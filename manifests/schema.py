@@ -263,6 +263,22 @@ class Manifest(Block):
             raise ValueError("budget.bytes counts a scale for each group; give quantize.group, or budget.keep")
         return self
 
+    @model_validator(mode="after")
+    def _chosen_bits_have_a_budget(self) -> Self:
+        if self.quantize is None or self.quantize.bits != "auto":
+            return self
+        if self.budget is None or self.budget.bytes is None:
+            raise ValueError("quantize.bits: auto chooses within a size; give budget.bytes")
+        if self.calibration is None or self.calibration.propagate != "dense":
+            raise ValueError("quantize.bits: auto follows predicted loss; give calibration with propagate: dense")
+        for position, entry in enumerate(self.methods):
+            if not entry.follows_curves or entry.keep is not None:
+                raise ValueError(
+                    f"quantize.bits: auto chooses bits and ranks together; methods.{position} ({entry.method}) needs "
+                    "allocation: loss, and no `keep` of its own"
+                )
+        return self
+
     @property
     def rank_multiple(self) -> int | None:
         """What ranks are multiples of unless an entry says so itself: of the budget's `multiple` and of the groups."""

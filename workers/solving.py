@@ -11,6 +11,7 @@ from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics
+from pipeline.rounding.choices import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import round_solution
 
@@ -40,8 +41,9 @@ def solve_group(
         known = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
         solution = method.correct(group, geometry, weights, statistics, ranks, known)
     if quantize is not None:
+        bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
         dtypes = {key: _stored_dtype(key, tensor, weights) for key, tensor in solution.tensors.items()}
-        solution, schemes = round_solution(solution, quantize, statistics.moments, dtypes)
+        solution, schemes = round_solution(solution, quantize, bits, statistics.moments, dtypes)
         for key, scheme in schemes.items():
             rounded[geometry.tensor_name(group.layer, key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
     replaced = tuple(f"{geometry.path(group.layer, role)}." for role in group.roles if _changes(solution, role))

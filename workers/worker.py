@@ -43,6 +43,7 @@ from pipeline.ports import (
     Unit,
     Write,
 )
+from pipeline.rounding.choices import with_bits
 from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, Total
 from stores.activations import ActivationStore
 from stores.run_directory import ACTIVATIONS, STATISTICS
@@ -279,8 +280,12 @@ class Worker:
         method, weights = self.methods[unit.task.method], self._group_weights(unit.task)
         assert isinstance(method, Predicting)
         statistics = self._statistics(unit.statistics)
+        quantize = self.setup.manifest.quantize if self.setup.manifest else None
         with self._computing():
-            return method.curve(unit.task, self.setup.geometry, weights, statistics)
+            curve = method.curve(unit.task, self.setup.geometry, weights, statistics)
+            if quantize is None or quantize.bits != "auto":
+                return curve
+            return with_bits(curve, unit.task, quantize, weights, statistics, self.setup.geometry.bits)
 
     def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""

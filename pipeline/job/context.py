@@ -27,6 +27,7 @@ from pipeline.job.ledger_entries import check_entries
 from pipeline.keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
 from pipeline.plan.estimate import Plan, make_plan
+from pipeline.rounding.tasks import with_moments
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import MANIFEST, RunDirectory
@@ -136,7 +137,7 @@ def driver_job(inputs: Inputs) -> Job:
         every=manifest.resume.every,
         keep_statistics=propagate == "dense" if keep is None else keep,
         measures=measure_tasks(inputs.methods, inputs.geometry),
-        predicts=predict_tasks(inputs.methods, inputs.geometry),
+        predicts=tuple(with_moments(task, manifest) for task in predict_tasks(inputs.methods, inputs.geometry)),
         gradient=calibration.gradient.kind if calibration else "model",
         gradient_shards=inputs.gradient_shards,
     )

@@ -35,7 +35,9 @@ def build_methods(manifest: Manifest) -> tuple[Method, ...]:
     """The methods of a manifest, in its order; where it asks for fewer bits, one more for what they leave."""
     multiple = manifest.rank_multiple
     methods = tuple(METHODS[type(entry)](entry.in_steps_of(multiple)) for entry in manifest.methods)
-    return methods if manifest.quantize is None else (*methods, Unchanged(methods, manifest.quantize.skip))
+    if manifest.quantize is None:
+        return methods
+    return (*methods, Unchanged(methods, manifest.quantize.skip, chosen_bits=manifest.quantize.bits == "auto"))
 
 
 def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
@@ -116,6 +118,7 @@ def allocate_ranks(
         InputError: the budget cannot be met; the message says the reachable range.
     """
     entries = [_entry(position, method, geometry, scores) for position, method in enumerate(methods)]
+    entries = [entry for entry in entries if entry.dense_numbers]  # others may leave nothing to what is only rounded
 
     def shared(own_numbers: float) -> Budget:
         """keep · total less what nobody claims, and what has a budget of its own."""
@@ -126,6 +129,8 @@ def allocate_ranks(
         untouched = total - sum(entry.dense_numbers for entry in entries)
         if budget.bytes is None:
             return Budget("budget.keep", budget.share, total, untouched + own_numbers)
+        if manifest.quantize is not None and manifest.quantize.bits == "auto" and scores.curves is not None:
+            return Budget("budget.bytes", budget.bytes, total, untouched + own_numbers)
         return Budget("budget.bytes, as keep", keep_of_bytes(manifest, geometry), total, untouched + own_numbers)
 
     if manifest.budget is not None and manifest.budget.bytes and all(entry.fixed for entry in entries):

@@ -7,14 +7,16 @@ scale counted; norms, biases, skipped roles and what lies outside the layers tak
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from manifests.methods import LossAware
-from manifests.quantize import QUANTIZED_ROLES
+from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.kernels.packing import WORD_BITS, words_of
 
 SHAPE_BYTES = 16  # of each rounded matrix, two int64
+LEAST_BITS = 3
 MATRICES = 2  # that a role is stored as, at most
 PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits of an index of theirs
 
@@ -24,19 +26,27 @@ def scope_numbers(geometry: Geometry, scope: str) -> int:
     return geometry.model_numbers() if scope == "model" else geometry.num_layers * geometry.layer_numbers()
 
 
-def rounded_share(manifest: Manifest, geometry: Geometry) -> float:
-    """ρ; 1 where nothing is rounded."""
-    quantize = manifest.quantize
-    if quantize is None:
-        return 1.0
-    return quantize.bits / geometry.bits + (1.0 / quantize.group if quantize.group else 0.0)
+def rounded_share(bits: int, group: int | None, dtype_bits: int) -> float:
+    """ρ for codes of `bits` bits."""
+    return bits / dtype_bits + (1.0 / group if group else 0.0)
+
+
+def beside(shapes: Sequence[tuple[int, ...]], bits: int, group: int | None, dtype_bits: int) -> float:
+    """What rounded matrices of these dense shapes store beyond ρ of their numbers, in numbers of the dtype: their
+    shapes, the ends of rows, and more scales where `group` does not divide the columns."""
+    extra = 0.0
+    for rows, columns in shapes:
+        extra += rows * columns * (1.0 / math.gcd(columns, group) - 1.0 / group) if group else 0.0
+        extra += rows * (words_of(columns, bits) * WORD_BITS - columns * bits) / dtype_bits
+        extra += MATRICES * SHAPE_BYTES * 8 / dtype_bits
+    return extra
 
 
 def keep_of_bytes(manifest: Manifest, geometry: Geometry) -> float:
     """The share of numbers, at most 1, that takes no more than `budget.bytes` of the bytes once it is rounded."""
     assert manifest.budget is not None
     assert manifest.budget.bytes is not None
-    share, total = rounded_share(manifest, geometry), scope_numbers(geometry, manifest.budget.scope)
+    share, total = _share(manifest, geometry), scope_numbers(geometry, manifest.budget.scope)
     left = manifest.budget.bytes * total - _unrounded(manifest, geometry, total) * (1.0 - share)
     return min(1.0, max(0.0, left - _beside(manifest, geometry)) / share / total)
 
@@ -44,9 +54,20 @@ def keep_of_bytes(manifest: Manifest, geometry: Geometry) -> float:
 def bytes_of_keep(manifest: Manifest, geometry: Geometry, keep: float) -> float:
     """The share of bytes that a share of numbers takes."""
     assert manifest.budget is not None
-    share, total = rounded_share(manifest, geometry), scope_numbers(geometry, manifest.budget.scope)
+    share, total = _share(manifest, geometry), scope_numbers(geometry, manifest.budget.scope)
     unrounded = _unrounded(manifest, geometry, total) * (1.0 - share)
     return keep * share + (unrounded + _beside(manifest, geometry)) / total
+
+
+def _share(manifest: Manifest, geometry: Geometry) -> float:
+    """ρ; 1 where nothing is rounded."""
+    quantize = manifest.quantize
+    return 1.0 if quantize is None else rounded_share(least_bits(quantize), quantize.group, geometry.bits)
+
+
+def least_bits(quantize: Quantize) -> int:
+    """Those asked for, or the fewest to choose from."""
+    return LEAST_BITS if quantize.bits == "auto" else quantize.bits
 
 
 def _unrounded(manifest: Manifest, geometry: Geometry, total: int) -> int:
@@ -58,16 +79,11 @@ def _unrounded(manifest: Manifest, geometry: Geometry, total: int) -> int:
 
 
 def _beside(manifest: Manifest, geometry: Geometry) -> float:
-    """Shapes, indices at most, ends of rows, and scales where groups are smaller, in numbers of the dtype."""
+    """As `beside`, of all layers, and indices at most."""
     if manifest.quantize is None or manifest.quantize.group is None:
         return 0.0
-    extra, group = 0.0, manifest.quantize.group
-    for role in _rounded_roles(manifest, geometry):
-        rows, columns = geometry.weight_shape(role)
-        extra += rows * columns * (1.0 / math.gcd(columns, group) - 1.0 / group)
-        extra += rows * (words_of(columns, manifest.quantize.bits) * WORD_BITS / geometry.bits)
-        extra -= rows * columns * manifest.quantize.bits / geometry.bits
-        extra += MATRICES * SHAPE_BYTES * 8 / geometry.bits
+    shapes = [geometry.weight_shape(role) for role in _rounded_roles(manifest, geometry)]
+    extra = beside(shapes, least_bits(manifest.quantize), manifest.quantize.group, geometry.bits)
     if any(isinstance(entry, LossAware) and entry.factors == "pivoted" for entry in manifest.methods):
         extra += PIVOTED * geometry.hidden * INDEX_BITS / geometry.bits  # no rank is above the hidden size
     return geometry.num_layers * extra

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.families.family import Geometry
-from pipeline.methods.method import Group, Key, Method, Ranks, Scores, Solution, Statistics
+from pipeline.methods.method import Curve, Group, Key, Method, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
+from pipeline.ranks.curves import Point, to_columns
 
 GROUPS = {"query_key_value": ("q", "k", "v"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 WHOLE = "whole"
@@ -26,8 +27,29 @@ class Unchanged:
     name: str = "quantize"
     config_fields: Mapping[str, Any] = field(default_factory=dict)
     keep: float | None = None
-    fixed_ranks: bool = True
+    chosen_bits: bool = False
     scores: frozenset[str] = frozenset()
+
+    @property
+    def fixed_ranks(self) -> bool:
+        """No budget applies, but where bits are chosen."""
+        return not self.chosen_bits
+
+    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
+        """All of it, where bits are chosen."""
+        return self.claims(geometry) if self.chosen_bits else ()
+
+    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+        """All of them."""
+        return geometry.layer_numbers(group.roles)
+
+    def cache_target(self, geometry: Geometry) -> float | None:
+        """Stored numbers are what is budgeted."""
+        return None
+
+    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+        """One point, at which nothing is lost."""
+        return to_columns([Point({WHOLE: 1}, geometry.layer_numbers(group.roles), 0.0)])
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """The groups of GROUPS in every layer, without the roles that are claimed. Raises ValueError as they do."""

@@ -49,7 +49,11 @@ def input_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
 
 
 def round_solution(
-    solution: Solution, quantize: Quantize, moments: Mapping[Moment, Tensor], dtypes: Mapping[str, torch.dtype]
+    solution: Solution,
+    quantize: Quantize,
+    bits: int,
+    moments: Mapping[Moment, Tensor],
+    dtypes: Mapping[str, torch.dtype],
 ) -> tuple[Solution, dict[str, Scheme]]:
     """The solution with packed tensors in place of its matrices; and the schemes by key, without `.weight`.
 
@@ -68,7 +72,7 @@ def round_solution(
     for matrix in _matrices(solution, quantize.skip):
         weight_OI, moment_II = _as_read(matrix, solution, moments, values)
         try:
-            scheme = Scheme(bits=quantize.bits, group=fitting_group(weight_OI.shape[1], quantize.group))
+            scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
             rounded = _round(weight_OI, moment_II, scheme, dtypes[matrix.key])
         except ValueError as error:
             raise ValueError(f"{matrix.key}: {error}") from error

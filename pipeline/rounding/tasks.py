@@ -12,6 +12,7 @@ from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Task
+from pipeline.rounding.choices import gradient_moments
 from pipeline.rounding.solutions import LEAST_GROUP, input_moments
 
 
@@ -25,13 +26,17 @@ def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry)
     _refuse_methods(manifest)
     _check_multiples(manifest, manifest.quantize.group)
     _check_groups(manifest.quantize.group, manifest.quantize.skip, geometry)
-    if not manifest.rounds_by_feedback:
-        return tuple(tasks)
-    return tuple(_with_inputs(task, manifest.quantize.skip) for task in tasks)
+    return tuple(with_moments(task, manifest) for task in tasks)
 
 
-def _with_inputs(task: Task, skip: Sequence[str]) -> Task:
-    needed = input_moments([role for role in task.roles if role not in skip])
+def with_moments(task: Task, manifest: Manifest) -> Task:
+    """The task with what rounding it, and choosing its bits, needs besides."""
+    if manifest.quantize is None or not manifest.rounds_by_feedback:
+        return task
+    roles = [role for role in task.roles if role not in manifest.quantize.skip]
+    needed = input_moments(roles)
+    if manifest.quantize.bits == "auto":
+        needed += gradient_moments(roles)
     return replace(task, moments=tuple(dict.fromkeys((*task.moments, *needed))))
 
 

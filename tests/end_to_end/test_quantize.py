@@ -46,18 +46,21 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_source(tmp_path_factory.mktemp("wide"), "llama", **SIZES)
 
 
-def rounding(bits: int, group: int | None = 32, **more: Any) -> dict[str, Any]:
+def rounding(bits: int | str, group: int | None = 32, **more: Any) -> dict[str, Any]:
     return {"quantize": {"bits": bits, "group": group, **more}, "calibration.propagate": "dense"}
 
 
 def multiplied_out(output: Path) -> dict[str, torch.Tensor]:
     """Every tensor by the name that it has without rounding."""
     config = json.loads((output / "config.json").read_text())["quantization_config"]
-    bits = {group["weights"]["num_bits"] for group in config["config_groups"].values()}
+    bits: dict[str, int] = {}
+    for group in config["config_groups"].values():
+        bits |= dict.fromkeys(group["targets"], group["weights"]["num_bits"])
     tensors = read_tensors(output)
     for path in [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]:
         words, scales, shape = (tensors.pop(f"{path}.weight_{part}") for part in ("packed", "scale", "shape"))
-        tensors[f"{path}.weight"] = scaled(unpack(words, *bits, int(shape[1])), scales)
+        codes = unpack(words, bits.get(path) or bits["Linear"], int(shape[1]))
+        tensors[f"{path}.weight"] = scaled(codes, scales)
     return tensors
 
 
@@ -217,3 +220,40 @@ def test_exports(wide: Path, job: MakeJob, methods: list[Any]) -> None:
     assert ("model.layers.0.self_attn.v_proj" in written["quantization_config"]["ignore"]) == bool(methods)
     if find_spec("compressed_tensors"):
         assert relative_error(logits_of(load(stock), ids), meant) < 1e-5
+
+
+@pytest.mark.parametrize("methods", [[], [{"method": "loss_aware"}]], ids=["none", "loss"])
+def test_bits_are_chosen_with_ranks(wide: Path, job: MakeJob, methods: list[Any]) -> None:
+    """Within the bytes; where sizes leave a choice, parts differ. transformers reads the mixture."""
+    made = job(wide, methods=methods, budget={"bytes": 0.18}, **rounding("auto"))
+    assert made.run().code == 0, made.run().err
+    layers = [tensor.nbytes for name, tensor in read_tensors(made.output).items() if name.startswith("model.layers.")]
+    dense = [tensor.nbytes for name, tensor in read_tensors(wide).items() if name.startswith("model.layers.")]
+    assert 0.15 < sum(layers) / sum(dense) <= 0.18
+    config = json.loads((made.output / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"].values()
+    assert len({group["weights"]["num_bits"] for group in groups}) > 1
+    chosen = [found["ranks"]["bits"] for layer in made.compression()["layers"] for found in layer["groups"].values()]
+    assert {group["weights"]["num_bits"] for group in groups} == set(chosen)
+    assert command("verify", str(made.output), "--source", str(wide), "--json").code == 0
+    if find_spec("compressed_tensors"):
+        ids = some_tokens(320)
+        assert relative_error(logits_of(load(made.output), ids), logits_of(load_plain(made.output, config), ids)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"budget": {"keep": 0.5}}, "quantize.bits: auto chooses within a size; give budget.bytes"),
+        ({"calibration": None}, "quantize.bits: auto follows predicted loss"),
+        ({"calibration.propagate": "compressed"}, "calibration with propagate: dense"),
+        ({"quantize.group": None}, "counts a scale for each group"),
+        ({"methods": [{"method": "flat_llm"}]}, "methods.0 (flat_llm) needs allocation: loss"),
+        ({"budget": {"bytes": 0.05}}, "reachable is"),
+    ],
+)
+@pytest.mark.usefixtures("no_ray")
+def test_bits_that_cannot_be_chosen(wide: Path, job: MakeJob, changes: dict[str, Any], says: str) -> None:
+    base = {"methods": [], "budget": {"bytes": 0.2}, **rounding("auto")}
+    ended = job(wide, **{**base, **changes}).run()
+    assert (ended.code, says in ended.err) == (2, True), ended.err
