@@ -38,6 +38,7 @@ from manifests.records import (
     ShardRecord,
     StatisticsEntry,
     TargetEntry,
+    TaskScoreEntry,
     TokensEntry,
     TryEntry,
 )
@@ -80,6 +81,7 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "complete": CompleteEntry,
         "reused": ReusedEntry,
         "score": ScoreEntry,
+        "task_score": TaskScoreEntry,
         "compared": ComparedEntry,
     }.items()
 }
