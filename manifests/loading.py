@@ -37,11 +37,19 @@ def load_manifest(path: str | Path, overrides: Sequence[str] = ()) -> Manifest:
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-        text = content.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise InputError(f"manifest {path}: cannot be read ({error}); give the path of a YAML file") from error
+    return decode_manifest(content, str(path), overrides)
+
+
+def decode_manifest(content: bytes, path: str, overrides: Sequence[str] = ()) -> Manifest:
+    """The same of the bytes of a file, which `path` names in errors."""
     if len(content) > MAX_FILE_BYTES:
         raise InputError(f"manifest {path}: more than {MAX_FILE_BYTES} bytes; this is no manifest")
+    try:
+        text = content.decode("utf-8-sig")
+    except ValueError as error:
+        raise InputError(f"manifest {path}: cannot be read ({error}); give the path of a YAML file") from error
     try:
         document = read_yaml(text)
     except ValueError as error:
@@ -50,7 +58,7 @@ def load_manifest(path: str | Path, overrides: Sequence[str] = ()) -> Manifest:
         raise InputError(f"manifest {path}: expected a mapping of fields, found {type(document).__name__}")
     for override in overrides:
         _apply_override(document, override)
-    return parse_manifest(document, str(path))
+    return parse_manifest(document, path)
 
 
 def parse_manifest(document: Mapping[str, Any], origin: str = "manifest") -> Manifest:

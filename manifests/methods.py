@@ -237,6 +237,7 @@ class LeSTD(MethodEntry):
 class LossAware(MethodEntry):
     """Ranks, metrics and forms by what the loss feels, docs/methods.md#loss-aware. Ranks follow predicted loss, always.
 
+    `correct: output` solves a layer behind the compressed ones, against what the dense model has more at that place.
     `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
     compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.
     """
@@ -246,7 +247,7 @@ class LossAware(MethodEntry):
     attention: bool = True
     mlp: bool = True
     factors: Literal["pivoted", "plain"] = "pivoted"
-    correct: Literal["none"] = "none"
+    correct: Literal["none", "output"] = "none"
     weighting: Literal["loss", "input"] = "loss"
     widths: PositiveInt = 8
 

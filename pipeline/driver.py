@@ -8,7 +8,7 @@ data is dropped last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import (
@@ -16,12 +16,11 @@ from manifests.records import (
     ArrayRecord,
     CurvesEntry,
     DenseEntry,
-    GroupReport,
-    LayerEntry,
     MeasuredEntry,
     StagedLayer,
 )
 from pipeline.computation import Job, RanksOf, entered_importance, entered_scores, staged_layer
+from pipeline.correction import CorrectedWalk
 from pipeline.gradient_pass import GradientPass
 from pipeline.keys import (
     RANKS,
@@ -33,7 +32,7 @@ from pipeline.keys import (
     measured_key,
     statistics_key,
 )
-from pipeline.methods.method import FormSpec, Moment, Task
+from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 from pipeline.ports import (
     Cleaner,
@@ -47,10 +46,9 @@ from pipeline.ports import (
     Solve,
     SolveDone,
     Unit,
-    Write,
 )
 from pipeline.repair import Repairs
-from pipeline.steps import Steps
+from pipeline.steps import Steps, write_unit
 
 
 class Driver:
@@ -103,7 +101,9 @@ class Driver:
         dense = self.job.propagate == "dense"
         has_moments = any(task.moments for task in self.job.tasks)
         ranks = self._ranks()
-        if dense or not has_moments:
+        if any(task.corrections for task in self.job.tasks):
+            CorrectedWalk(self.job, self.steps, self.cleaner, self._statistics_of, self._retain_statistics).run(ranks)
+        elif dense or not has_moments:
             self._solve_all(ranks)
         else:
             self._walk(ranks)
@@ -319,15 +319,11 @@ class Driver:
             return [(unit, done) for unit, done in pairs if isinstance(unit, Solve) and unit.task.layer == layer]
 
         solutions, staged = self.steps.do_both(
-            solves, lambda solutions: [_write_unit(layer, parts(solutions, layer)) for layer in statistics]
+            solves, lambda solutions: [write_unit(layer, parts(solutions, layer)) for layer in statistics]
         )
         for layer, record in zip(statistics, staged, strict=True):
             solved = parts(solutions, layer)
-            groups = {solve.task.name: _report(solve, solution) for solve, solution in solved}
-            forms = dict(_write_unit(layer, solved).forms)
-            entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
-            self.steps.enter(layer_key(layer), entry)
-            self.observer.layer_done("compress", layer, groups)
+            self.steps.enter_layer(layer, solved, record)
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
@@ -340,20 +336,3 @@ class Driver:
             return dense.get("activations") if dense else None
         walked = self.journal.get(activations_key(layer))
         return walked["activations"] if walked else None
-
-
-def _write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
-    forms: dict[str, FormSpec] = {}
-    for _, solution in parts:
-        forms.update(solution.forms)
-    roles = tuple(role for solve, _ in parts for role in solve.task.roles)
-    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
-
-
-def _with_text_keys(entry: Any) -> Any:
-    """As JSON keeps it."""
-    return {str(key): _with_text_keys(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
-
-
-def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:
-    return {"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from pipeline.console.arguments import parser, run_command
@@ -13,14 +12,14 @@ from pipeline.console.arguments import parser, run_command
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = parser("export", "Writes a compressed checkpoint as an ordinary one of its source's family.")
-    options.add_argument("output", type=Path, help="the compressed checkpoint")
+    options.add_argument("output", help="the compressed checkpoint")
     options.add_argument(
         "--to",
         choices=("dense", "stock"),
         required=True,
         help="dense: multiplied back, in the source's shapes; stock: MLPs stay narrow where all layers have one width",
     )
-    options.add_argument("destination", type=Path, help="a directory that holds nothing yet")
+    options.add_argument("destination", help="a directory that holds nothing yet")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))
 

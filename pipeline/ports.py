@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
-from manifests.records import ArrayRecord, E, Key, StagedLayer
+from manifests.records import ArrayRecord, E, Key, StagedLayer, StagedRecord
 from pipeline.methods.method import FormSpec, Moment, Task
 
-Lineage = Literal["dense", "compressed", "held_out_dense", "held_out"]
+Lineage = Literal["dense", "compressed", "paired", "held_out_dense", "held_out"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,42 @@ class ForwardDone:
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """With `made(handle)` in place of each handle."""
         return replace(self, partials={moment: made(handle) for moment, handle in self.partials.items()})
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One calibration shard through the dense layer and through what has been made of it, side by side.
+
+    docs/methods.md#corrections. Both models' hidden states travel together: (M, S, 2·D), the dense ones first.
+
+    Attributes:
+        step: how many corrections of the layer came before.
+        staged: the record of the layer as it is by now; None: its dense weights.
+        moments: pairs to take, all at one point.
+        emit, store, base, base_record, replay, ahead: as in `Forward`.
+    """
+
+    layer: int
+    shard: int
+    step: int
+    staged: StagedLayer | None = None
+    moments: tuple[Moment, ...] = ()
+    emit: bool = False
+    store: bool = False
+    base: int = 0
+    base_record: ArrayRecord | None = None
+    replay: tuple[StagedLayer | None, ...] = ()
+    ahead: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"pair/{self.layer}/{self.step}/{self.shard}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return len(self.moments)
 
 
 @dataclass(frozen=True)
@@ -148,11 +184,15 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Solve:
-    """Compresses one group of one layer."""
+    """Compresses one group of one layer; with a pair among the statistics, as far as that allows.
+
+    `before`: the handle of the factors that the group's correction before this one gave.
+    """
 
     task: Task
     ranks: Mapping[str, int]
     statistics: Mapping[Moment, ArrayRecord]
+    before: Any | None = None
 
     @property
     def key(self) -> str:
@@ -292,9 +332,9 @@ class Compare:
         return "compare"
 
 
-Unit = Forward | Backward | Reduce | Measure | Predict | Solve | Write | Score | Diverge | Compare
-ShardUnit = Forward | Backward | Score | Diverge  # goes to the worker that holds the shard
-TensorUnit = Forward | Backward | Solve  # its result holds handles of tensors
+Unit = Forward | Pair | Backward | Reduce | Measure | Predict | Solve | Write | Score | Diverge | Compare
+ShardUnit = Forward | Pair | Backward | Score | Diverge  # goes to the worker that holds the shard
+TensorUnit = Forward | Pair | Backward | Solve  # its result holds handles of tensors
 
 
 class Pool(Protocol):
@@ -368,4 +408,8 @@ class Cleaner(Protocol):
 
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored moments but these."""
+        ...
+
+    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
+        """Drops all staged layers but these."""
         ...

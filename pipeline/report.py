@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
+from manifests.errors import StorageError
 from pipeline.console.arguments import parser, run_command
 
 
@@ -25,14 +25,18 @@ def main(argv: list[str] | None = None) -> int:
 def _body(arguments: Any) -> int:
     from pipeline.reporting.page import render  # takes seconds, which --help need not
     from pipeline.reporting.reading import read_run
-    from stores.durable import write_durably
+    from stores.run_directory import REPORT
+    from stores.storage import open_file, open_storage
 
-    run = read_run(Path(arguments.run_dir))
-    path = Path(arguments.output) if arguments.output else run.path / "report.html"
+    run = read_run(arguments.run_dir)
+    storage, name = open_file(arguments.output) if arguments.output else (open_storage(arguments.run_dir), REPORT)
+    path = storage.at(name)
+    if storage.folder is not None and not storage.exists():
+        raise StorageError(f"writing {path}: no such folder; make it, or choose another path")
     content = render(run).encode()
-    write_durably(path, content)
+    storage.replace(name, content)
     if arguments.json:
-        print(json.dumps({"report": str(path), "bytes": len(content), "state": run.state}))
+        print(json.dumps({"report": path, "bytes": len(content), "state": run.state}))
     else:
         print(f"report: {path} ({run.state})")
     return 0

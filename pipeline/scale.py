@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from manifests.errors import InputError
@@ -21,16 +20,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    run_dir, workers = RunDirectory(Path(arguments.run_dir)), arguments.workers
+    run_dir, workers = RunDirectory(arguments.run_dir), arguments.workers
     if workers < 1:
         raise InputError(f"--workers {workers}: a job needs at least one; to stop it, send SIGTERM")
-    owner = read_lock(run_dir.path)
+    owner = read_lock(run_dir.storage)
     if owner is None or not owner["alive"]:
-        raise InputError(f"{run_dir.path}: no job is running here; set workers.max in its manifest")
+        raise InputError(f"{run_dir.place}: no job is running here; set workers.max in its manifest")
     run_dir.ask_for_workers(workers, owner["token"])
     print(
         f"asked process {owner['pid']} on {owner['host']} for {workers} workers; it notices within seconds, "
-        f"and `python -m pipeline.status {run_dir.path}` shows how many are ready"
+        f"and `python -m pipeline.status {run_dir.place}` shows how many are ready"
     )
     return 0
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError
-from manifests.loading import load_manifest
+from manifests.errors import InputError, StorageError
 from pipeline.console.arguments import parser, run_command
 from pipeline.keys import COMPLETE
 from stores.lock import read_lock
-from stores.run_directory import RunDirectory
+from stores.run_directory import ENDED, FINGERPRINT, RunDirectory
+from stores.storage import Place, Storage, matching
 
 LOG_LINES = 5
 GO_ON = "; run the same command again to go on"
@@ -30,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    state = read_status(Path(arguments.run_dir))
+    state = read_status(arguments.run_dir)
     if arguments.json:
         print(json.dumps(state))
     else:
@@ -38,36 +37,36 @@ def _body(arguments: Any) -> int:
     return 0
 
 
-def read_status(path: Path) -> dict[str, Any]:
+def read_status(place: Place) -> dict[str, Any]:
     """Everything known of a run directory. Raises InputError when it is none."""
-    run_dir = RunDirectory(path)
-    if not run_dir.fingerprint.exists():
-        raise InputError(f"{path}: no run directory (it has no fingerprint.json)")
-    manifest = load_manifest(run_dir.manifest) if run_dir.manifest.exists() else None
+    run_dir = RunDirectory(place)
+    if not run_dir.storage.has(FINGERPRINT):
+        raise InputError(f"{run_dir.place}: no run directory (it has no {FINGERPRINT})")
+    manifest = run_dir.read_manifest()
     ledger = run_dir.ledger
     keys = ledger.keys()
     committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
-    owner = read_lock(path)
-    complete, ended = ledger.get(COMPLETE), read_record(run_dir.ended)
+    owner = read_lock(run_dir.storage)
+    complete, ended = ledger.get(COMPLETE), read_record(run_dir.storage)
     return {
-        "run_dir": str(path),
+        "run_dir": run_dir.place,
         "output": manifest.output if manifest else None,
         "state": _state(owner, complete, ended),
         "owner": owner,
         "last_run": _last_run(owner, ended),
         "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
-        "last_commit": max((entry.stat().st_mtime for entry in (path / "ledger").glob("*.json")), default=None),
+        "last_commit": max(ledger.storage.written().values(), default=None),
         "summary": complete["summary"] if complete else None,
         "log": _last_lines(run_dir.logs),
     }
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
+def read_record(run_dir: Storage) -> dict[str, Any] | None:
     """How a run ended, as it wrote it (pipeline/job/run_record.py); None when no run has ended, or not legibly."""
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(run_dir.read(ENDED))
         return record if record["version"] == 1 and record["outcome"] and "exit_code" in record else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, StorageError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -90,9 +89,9 @@ def _last_run(owner: dict[str, Any] | None, ended: dict[str, Any] | None) -> dic
     return ended if ended is not None and owner is not None and ended.get("run") == owner.get("token") else None
 
 
-def _last_lines(logs: Path) -> list[str]:
-    files = sorted(logs.glob("*.log"))
-    return files[-1].read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:] if files else []
+def _last_lines(logs: Storage) -> list[str]:
+    names = matching(logs, ["*.log"])
+    return logs.read(names[-1]).decode(errors="replace").splitlines()[-LOG_LINES:] if names else []
 
 
 def _print(state: dict[str, Any]) -> None:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, Key
-from pipeline.methods.method import Moment
-from pipeline.ports import BackwardDone, ForwardDone, Journal, Lineage, Observer, Pool, Reduce, Unit
+from manifests.records import ArrayRecord, E, GroupReport, Key, LayerEntry, StagedRecord
+from pipeline.keys import layer_key
+from pipeline.methods.method import FormSpec, Moment
+from pipeline.ports import (
+    BackwardDone,
+    ForwardDone,
+    Journal,
+    Lineage,
+    Observer,
+    Pool,
+    Reduce,
+    Solve,
+    SolveDone,
+    Unit,
+    Write,
+)
 from pipeline.repair import Repairs
 
 
@@ -77,6 +90,14 @@ class Steps:
         self.journal.commit(key, record)
         self.repairs.progress()
 
+    def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
+        """Commits a compressed layer."""
+        groups = {solve.task.name: _report(solve, done) for solve, done in solved}
+        forms = dict(write_unit(layer, solved).forms)
+        entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
+        self.enter(layer_key(layer), entry)
+        self.observer.layer_done("compress", layer, groups)
+
     def entry(self, key: Key[E]) -> E:
         """An entry that must be there. Raises CorruptError."""
         entry = self.journal.get(key)
@@ -91,3 +112,16 @@ class Steps:
         """As many layers as there are workers, and the rest."""
         count = max(1, self.pool.size)  # 0 while the only worker is being replaced
         return pending[:count], pending[count:]
+
+
+def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
+    """Writes a layer of which these groups are solved."""
+    forms: dict[str, FormSpec] = {}
+    for _, solution in parts:
+        forms.update(solution.forms)
+    roles = tuple(role for solve, _ in parts for role in solve.task.roles)
+    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
+
+
+def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:
+    return {"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report}

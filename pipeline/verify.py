@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.console.arguments import parser, run_command
@@ -20,8 +19,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser(
         "verify", "Checks digests, contents, forms, finite values, counts; with --source coverage, layers and logits."
     )
-    options.add_argument("output", type=Path, help="the compressed checkpoint")
-    options.add_argument("--source", type=Path, help="the dense checkpoint it was made from")
+    options.add_argument("output", help="the compressed checkpoint")
+    options.add_argument("--source", help="the dense checkpoint it was made from")
     options.add_argument(
         "--bound",
         type=float,

@@ -10,19 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from manifests.errors import CorruptError, InputError, NumericsError, StorageError
 from manifests.records import ShardRecord, TensorDescription
-from stores.durable import (
-    CHUNK_BYTES,
-    sha256_file,
-    storage_errors,
-    write_durably,
-)
+from stores.backend import PIECE_BYTES, Readable
 from stores.headers import DTYPE_NAMES, DTYPES, TensorRecord, build_header, read_header
 from stores.source import INDEX_FILE, SourceCheckpoint
 from stores.storage import Place, Storage, Writable, open_storage
@@ -62,44 +56,46 @@ def copy_shard(
         if key not in source.tensors:
             raise InputError(f"{storage.at(name)}: cannot copy {key!r}: the source has no such tensor")
         specs.append((key, source.tensors[key].dtype, source.tensors[key].shape))
-    return _write(storage, name, specs, metadata, lambda key: source.copy_bytes(key, CHUNK_BYTES))
+    return _write(storage, name, specs, metadata, lambda key: source.copy_bytes(key, PIECE_BYTES))
 
 
-def verify_shard(path: str | Path, record: ShardRecord) -> None:
+def verify_shard(place: Place, name: str, record: ShardRecord) -> None:
     """Holds a shard against its record, streaming it. Raises CorruptError, naming the tensors that differ."""
-    path, named = Path(path), str(record.get("path", ""))
-    if not path.is_file():
-        raise CorruptError(f"{path}: missing", named)
-    with storage_errors("reading", path):
-        size = path.stat().st_size
+    storage, named = open_storage(place), str(record.get("path", ""))
+    path = storage.at(name)
+    try:
+        size = storage.size(name)
+    except (FileNotFoundError, ValueError):
+        raise CorruptError(f"{path}: missing", named) from None
     if size != record["size"]:
         raise CorruptError(f"{path}: {size} bytes, committed were {record['size']}", named)
-    if sha256_file(path) != record["sha256"]:
-        raise CorruptError(f"{path}: sha256 differs from what was committed; {_differing(path, record)}", named)
-    if {name: (at["dtype"], at["shape"]) for name, at in record["tensors"].items()} != _described(path):
+    with storage.reader(name) as file:
+        if file.sha256() != record["sha256"]:
+            differing = _differing(storage, name, file, record)
+            raise CorruptError(f"{path}: sha256 differs from what was committed; {differing}", named)
+    if {key: (at["dtype"], at["shape"]) for key, at in record["tensors"].items()} != _described(storage, name):
         raise CorruptError(f"{path}: holds other tensors than its record says", named)
 
 
-def _described(path: Path) -> dict[str, tuple[str, list[int]]]:
-    return {name: (at.dtype, list(at.shape)) for name, at in read_header(path).items()}
+def _described(storage: Storage, name: str) -> dict[str, tuple[str, list[int]]]:
+    return {key: (at.dtype, list(at.shape)) for key, at in read_header(storage, name).items()}
 
 
-def describe_shard(path: str | Path) -> ShardRecord:
+def describe_shard(place: Place, name: str) -> ShardRecord:
     """The record, as `write_shard` gives it, of a file that is already there. Raises InputError on a damaged header."""
-    path = Path(path)
-    found = read_header(path)
-    tensors = {
-        name: TensorDescription(dtype=at.dtype, shape=list(at.shape), sha256=_digest(path, at))
-        for name, at in found.items()
-    }
-    return {"file": path.name, "size": path.stat().st_size, "sha256": sha256_file(path), "tensors": tensors}
+    storage = open_storage(place)
+    found = read_header(storage, name)
+    with storage.reader(name) as file:
+        tensors = {
+            key: TensorDescription(dtype=at.dtype, shape=list(at.shape), sha256=file.sha256(at.begin, at.end))
+            for key, at in found.items()
+        }
+        return {"file": name.rpartition("/")[2], "size": file.size, "sha256": file.sha256(), "tensors": tensors}
 
 
-def write_index(directory: str | Path, weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> Path:
+def write_index(place: Place, weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> None:
     """Writes model.safetensors.index.json durably: call it last. Raises StorageError."""
-    path = Path(directory) / INDEX_FILE
-    write_durably(path, index_content(weight_map, total_bytes, total_parameters))
-    return path
+    open_storage(place).replace(INDEX_FILE, index_content(weight_map, total_bytes, total_parameters))
 
 
 def index_content(weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> bytes:
@@ -164,8 +160,8 @@ def _write_tensor(shard: _Hashed, record: TensorRecord, pieces: Iterator[Any]) -
 def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().cpu().contiguous().flatten()
     view = flat.view(torch.uint8).numpy().data
-    for start in range(0, len(view), CHUNK_BYTES):
-        yield view[start : start + CHUNK_BYTES]
+    for start in range(0, len(view), PIECE_BYTES):
+        yield view[start : start + PIECE_BYTES]
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -182,26 +178,16 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
             )
 
 
-def _differing(path: Path, record: ShardRecord) -> str:
+def _differing(storage: Storage, name: str, file: Readable, record: ShardRecord) -> str:
     try:
-        found = read_header(path)
+        found = read_header(storage, name)
     except InputError as error:
         return f"its header is damaged ({error})"
     differing = []
-    for name, tensor in record["tensors"].items():
-        at = found.get(name)
+    for key, tensor in record["tensors"].items():
+        at = found.get(key)
         shape_and_dtype = (at.dtype, list(at.shape)) if at else None
-        if at is None or shape_and_dtype != (tensor["dtype"], tensor["shape"]) or _digest(path, at) != tensor["sha256"]:
-            differing.append(name)
+        same = shape_and_dtype == (tensor["dtype"], tensor["shape"])
+        if at is None or not same or file.sha256(at.begin, at.end) != tensor["sha256"]:
+            differing.append(key)
     return f"tensors that differ: {', '.join(differing)}" if differing else "its tensors do not differ"
-
-
-def _digest(path: Path, at: TensorRecord) -> str:
-    digest = hashlib.sha256()
-    with storage_errors("reading", path), open(path, "rb") as file:
-        file.seek(at.begin)
-        left_bytes = at.num_bytes
-        while piece := file.read(min(CHUNK_BYTES, left_bytes)):
-            digest.update(piece)
-            left_bytes -= len(piece)
-    return digest.hexdigest()

@@ -5,17 +5,20 @@ A .txt file is one document, held in memory whole; .jsonl, .parquet and datasets
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from manifests.errors import InputError
 from manifests.schema import Text
-from stores.durable import storage_errors
+from stores.backend import PIECE_BYTES
+from stores.hub import CODE, COMPANIONS, CONFIG_FILE
+from stores.storage import Place, Readable, on_this_machine, open_file, open_storage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,34 +39,39 @@ def read_documents(text: Text) -> Iterator[str]:
         yield from _dataset_documents(text)
         return
     for name in text.files or ():
-        path = Path(name)
-        reader = READERS.get(path.suffix.lower())
+        suffix = os.path.splitext(name)[1]
+        reader = READERS.get(suffix.lower())
         if reader is None:
-            raise InputError(f"text file {path}: unknown kind {path.suffix!r}; known are {', '.join(READERS)}")
-        if not path.is_file():
-            raise InputError(f"text file {path}: missing; relative paths are relative to the working directory")
+            raise InputError(f"text file {name}: unknown kind {suffix!r}; known are {', '.join(READERS)}")
+        storage, file_name = open_file(name)
+        if not storage.has(file_name):
+            hint = storage.fault() or "relative paths are relative to the working directory"
+            raise InputError(f"text file {name}: missing; {hint}")
         found = False
-        for document in reader(path, text.field):
-            found = found or bool(document.strip())
-            yield document
+        with storage.reader(file_name) as file:
+            for document in reader(name, file, text.field):
+                found = found or bool(document.strip())
+                yield document
         if not found:
-            raise InputError(f"text file {path}: empty")
+            raise InputError(f"text file {name}: empty")
 
 
-def load_tokenizer(directory: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer saved beside the model; nothing is fetched. Raises InputError.
+def load_tokenizer(place: Place, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer saved beside the model; nothing is fetched from the hub. Raises InputError.
 
     `trust_remote_code`: whether code that lies beside it may be run.
     """
     from transformers import AutoTokenizer
 
+    patterns = (CONFIG_FILE, *COMPANIONS, *(CODE if trust_remote_code else ()))
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        with on_this_machine(place, patterns) as folder:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
     except Exception as error:  # whatever a damaged file makes of it: transformers and tokenizers raise plain Exception
         raise InputError(
-            f"{directory}: no usable tokenizer: {type(error).__name__}: {error}; "
+            f"{open_storage(place).at()}: no usable tokenizer: {type(error).__name__}: {error}; "
             "the tokenizer files (tokenizer.json, tokenizer_config.json) belong beside the weights"
         ) from error
     return tokenizer
@@ -201,39 +209,35 @@ def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
             start = stop
 
 
-def _read_txt(path: Path, _field: str | None) -> Iterator[str]:
-    with storage_errors("reading", path):
-        data = path.read_bytes()
+def _read_txt(path: str, file: Readable, _field: str | None) -> Iterator[str]:
+    data = file.read(0, file.size)
     yield _decode(path, data).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _read_jsonl(path: Path, field: str | None) -> Iterator[str]:
-    with storage_errors("reading", path), open(path, "rb") as file:
-        offset = 0
-        for number, line in enumerate(file, start=1):
-            where = f"line {number}"
-            text = _decode(path, line, offset)
-            offset += len(line)
-            if text.strip():
-                yield _document(path, where, _parse(path, where, text), field)
+def _read_jsonl(path: str, file: Readable, field: str | None) -> Iterator[str]:
+    offset = 0
+    for number, line in enumerate(io.BufferedReader(_Stream(file), PIECE_BYTES), start=1):
+        where = f"line {number}"
+        text = _decode(path, line, offset)
+        offset += len(line)
+        if text.strip():
+            yield _document(path, where, _parse(path, where, text), field)
 
 
-def _read_json(path: Path, field: str | None) -> Iterator[str]:
-    with storage_errors("reading", path):
-        data = path.read_bytes()
-    content = _parse(path, "the file", _decode(path, data))
+def _read_json(path: str, file: Readable, field: str | None) -> Iterator[str]:
+    content = _parse(path, "the file", _decode(path, file.read(0, file.size)))
     if not isinstance(content, list):
         raise InputError(f"text file {path}: a JSON {type(content).__name__}, expected a list of strings or objects")
     for number, item in enumerate(content):
         yield _document(path, f"item {number}", item, field)
 
 
-def _read_parquet(path: Path, field: str | None) -> Iterator[str]:
+def _read_parquet(path: str, source: Readable, field: str | None) -> Iterator[str]:
     import pyarrow.parquet
 
     column = field or DEFAULT_FIELD
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(_Stream(source)) as file:
             if column not in file.schema_arrow.names:
                 raise _missing_field(f"text file {path}", column, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
@@ -269,7 +273,34 @@ def _dataset_documents(text: Text) -> Iterator[str]:
         ) from error
 
 
-def _decode(path: Path, data: bytes, offset: int = 0) -> str:
+class _Stream(io.RawIOBase):
+    """A file as Python has files, for readers that ask for one."""
+
+    def __init__(self, file: Readable) -> None:
+        self._file = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._file.size - self._position)]
+        count = self._file.read_into(self._position, view)
+        self._position += count
+        return count
+
+
+def _decode(path: str, data: bytes, offset: int = 0) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -278,14 +309,14 @@ def _decode(path: Path, data: bytes, offset: int = 0) -> str:
         ) from error
 
 
-def _parse(path: Path, where: str, text: str) -> Any:
+def _parse(path: str, where: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"text file {path}: {where} is not JSON: {error}") from error
 
 
-def _document(path: Path, where: str, item: Any, field: str | None) -> str:
+def _document(path: str, where: str, item: Any, field: str | None) -> str:
     column = field or DEFAULT_FIELD
     origin = f"text file {path}, {where}"
     if isinstance(item, str) and field is None:
@@ -316,7 +347,7 @@ def _checked(origin: str, text: str) -> str:
     return text
 
 
-READERS: dict[str, Callable[[Path, str | None], Iterator[str]]] = {
+READERS: dict[str, Callable[[str, Readable, str | None], Iterator[str]]] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".json": _read_json,

@@ -1,4 +1,4 @@
-"""Storage on a disk: files below a directory, made durable by fsync and rename. See `stores.storage.Storage`."""
+"""Storage on a disk: files below a directory, made durable by fsync and rename. See `stores.backend.Storage`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from manifests.errors import StorageError
+from stores.backend import Readable, Storage
 from stores.durable import (
     CHUNK_BYTES,
     NO_HARD_LINKS,
@@ -26,13 +27,14 @@ from stores.durable import (
     storage_error,
     storage_errors,
     sweep_partials,
+    write_durably,
 )
 
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
-class Disk:
+class Disk(Storage):
     """The files below `root`, which need not be there yet. Holds nothing open; equal ones name the same place."""
 
     root: Path
@@ -88,6 +90,18 @@ class Disk:
             return _read_fully(file, max(0, (size if end is None else min(end, size)) - start))
 
     def size(self, name: str) -> int:
+        return self._status(name).st_size
+
+    def stamp(self, name: str) -> dict[str, int | str]:
+        status = self._status(name)
+        return {
+            "size": status.st_size,
+            "mtime_ns": status.st_mtime_ns,
+            "ctime_ns": status.st_ctime_ns,
+            "inode": status.st_ino,
+        }
+
+    def _status(self, name: str) -> os.stat_result:
         path = self.root / name
         try:
             status = os.stat(path)
@@ -99,7 +113,22 @@ class Disk:
             raise storage_error("reading", path, error) from error
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("no regular file")
-        return status.st_size
+        return status
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[DiskFile]:
+        path = self.root / name
+        with storage_errors("reading", path):
+            file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below
+        with file:
+            yield DiskFile(path, file)
+
+    def written(self, folder: str = "") -> dict[str, float]:
+        found = {}
+        for name in self.names(folder):
+            with suppress(FileNotFoundError):  # removed since it was listed
+                found[name] = os.stat(self.root / name).st_mtime
+        return found
 
     def names(self, folder: str = "") -> list[str]:
         names = []
@@ -115,6 +144,17 @@ class Disk:
             if not directory.is_dir():
                 return []
             return sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
+
+    def children(self, folder: str = "") -> list[str]:
+        directory = self.root / folder
+        with storage_errors("listing", directory):
+            if not directory.is_dir():
+                return []
+            return sorted(name for name in os.listdir(directory) if not PARTIAL_NAME.fullmatch(name))
+
+    def files(self, folder: str = "") -> list[str]:
+        with storage_errors("listing", self.root / folder):
+            return [name for name in self.children(folder) if (self.root / folder / name).is_file()]
 
     def delete(self, names: Iterable[str]) -> None:
         paths = [self.root / name for name in names]
@@ -137,6 +177,49 @@ class Disk:
         if self.root.is_dir():
             fsync_directory(self.root)
         return removed
+
+    def take(self, name: str, source: Storage, source_name: str) -> None:
+        if isinstance(source, Disk):
+            make_directory((self.root / name).parent)
+            link_or_copy(source.root / source_name, self.root / name)
+        else:
+            super().take(name, source, source_name)
+
+    def appender(self, name: str) -> TextIO:
+        return open(self.root / name, "a", encoding="utf-8", buffering=1)
+
+    def prepare(self, folders: Iterable[str] = ()) -> None:
+        for folder in ("", *folders):
+            make_directory(self.root / folder)
+        probe = partial_path(self.root / "probe")
+        write_durably(probe, b"probe")
+        with storage_errors("removing", probe):
+            probe.unlink()
+
+    def free_bytes(self) -> int:
+        path = self.root
+        while not path.exists():
+            path = path.parent
+        with storage_errors("measuring", path):
+            return shutil.disk_usage(path).free
+
+    def fault(self) -> str | None:
+        return "no directory" if self.root.exists() and not self.root.is_dir() else None
+
+    def exists(self) -> bool:
+        return os.path.lexists(self.root)
+
+    def remove_empty(self) -> None:
+        with suppress(OSError):  # it holds something, or was never made
+            self.root.rmdir()
+
+    @property
+    def folder(self) -> str:
+        return str(self.root)
+
+    @property
+    def address(self) -> str:
+        return str(self.root.resolve())
 
     def hold(self, name: str) -> FileLock:
         path = self.root / name
@@ -180,8 +263,31 @@ class Disk:
         return str(self.root / name)
 
 
+class DiskFile(Readable):
+    """See `stores.backend.Readable`: an open file."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path = path
+        self._file = file
+        self.size = os.fstat(file.fileno()).st_size
+
+    def read(self, begin: int, end: int) -> bytes:
+        with storage_errors("reading", self._path):
+            self._file.seek(begin)
+            return _read_fully(self._file, max(0, end - begin))
+
+    def read_into(self, begin: int, view: memoryview) -> int:
+        """Without a copy in between."""
+        done = 0
+        with storage_errors("reading", self._path):
+            self._file.seek(begin)
+            while done < len(view) and (count := self._file.readinto(view[done:])):
+                done += count
+        return done
+
+
 class FileLock:
-    """See `stores.storage.Hold`: the kernel's lock of an open file, which ends with its process."""
+    """See `stores.backend.Hold`: the kernel's lock of an open file, which ends with its process."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path

@@ -10,16 +10,16 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from manifests.errors import InputError
-from stores.durable import storage_errors
+from stores.storage import Place, open_storage
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
+FIRST_BYTES = 1 << 17  # holds most headers whole
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -65,33 +65,33 @@ class TensorRecord:
         return DTYPES[self.dtype]
 
 
-def read_header(path: str | Path) -> dict[str, TensorRecord]:
-    """The tensors of a safetensors file by name, in the order of their bytes.
+def read_header(place: Place, name: str) -> dict[str, TensorRecord]:
+    """The tensors of the safetensors file `name` at a place, by their names, in the order of their bytes.
 
     Raises:
         InputError: not safetensors, truncated, or a header that contradicts itself or the file's size.
         StorageError: the file cannot be read.
     """
-    path = Path(path)
-    with storage_errors("reading", path), open(path, "rb") as file:
-
-        def read(offset: int, count: int) -> bytes:
-            file.seek(offset)
-            return file.read(count)
-
-        return parse_header(path, read, path.stat().st_size)
+    storage = open_storage(place)
+    with storage.reader(name) as file:
+        return parse_header(storage.at(name), name.rpartition("/")[2], file.read, file.size)
 
 
-def parse_header(path: Path, read: Callable[[int, int], bytes], file_bytes: int) -> dict[str, TensorRecord]:
-    """The same of a file that is anywhere: `read(offset, count)` gives its bytes; `path` names it in errors."""
-    header_bytes = _header_length(path, read(0, LENGTH_BYTES), file_bytes)
-    text = read(LENGTH_BYTES, header_bytes)
+def parse_header(path: str, file: str, read: Callable[[int, int], bytes], file_bytes: int) -> dict[str, TensorRecord]:
+    """The same of a file that is anywhere: `read(begin, end)` gives its bytes; `path` names it in errors.
+
+    `file`: its name inside the checkpoint.
+    """
+    begin = read(0, min(FIRST_BYTES, file_bytes))  # one request, where reading is requests
+    header_bytes = _header_length(path, begin[:LENGTH_BYTES], file_bytes)
+    whole = LENGTH_BYTES + header_bytes
+    text = (begin if whole <= len(begin) else read(0, whole))[LENGTH_BYTES:whole]
     if len(text) != header_bytes:
         raise InputError(f"{path}: truncated: expected {header_bytes} bytes of header, got {len(text)}")
     entries = _parse_json(path, text)
     entries.pop("__metadata__", None)
     data_begin = LENGTH_BYTES + header_bytes
-    records = [_record(path, name, entry, data_begin) for name, entry in entries.items()]
+    records = [_record(path, file, name, entry, data_begin) for name, entry in entries.items()]
     records.sort(key=lambda record: (record.begin, record.end))
     _check_layout(path, records, data_begin, file_bytes)
     return {record.name: record for record in records}
@@ -121,7 +121,7 @@ def build_header(
     return struct.pack("<Q", len(text)) + text, records
 
 
-def _header_length(path: Path, prefix: bytes, file_bytes: int) -> int:
+def _header_length(path: str, prefix: bytes, file_bytes: int) -> int:
     if len(prefix) < LENGTH_BYTES:
         raise InputError(f"{path}: truncated: {file_bytes} bytes, expected at least {LENGTH_BYTES}; fetch it anew")
     length: int = struct.unpack("<Q", prefix)[0]
@@ -134,7 +134,7 @@ def _header_length(path: Path, prefix: bytes, file_bytes: int) -> int:
     return length
 
 
-def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
+def _parse_json(path: str, text: bytes) -> dict[str, Any]:
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -154,7 +154,7 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _record(path: Path, name: str, entry: Any, data_begin: int) -> TensorRecord:
+def _record(path: str, file: str, name: str, entry: Any, data_begin: int) -> TensorRecord:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise InputError(f"{path}: tensor {name!r}: expected dtype, shape and data_offsets, found {_shown(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -170,7 +170,7 @@ def _record(path: Path, name: str, entry: Any, data_begin: int) -> TensorRecord:
             f"{path}: tensor {name!r}: {dtype} {shape} takes {expected_bytes} bytes, "
             f"its data_offsets hold {offsets[1] - offsets[0]}"
         )
-    return TensorRecord(name, dtype, tuple(shape), path.name, data_begin + offsets[0], data_begin + offsets[1])
+    return TensorRecord(name, dtype, tuple(shape), file, data_begin + offsets[0], data_begin + offsets[1])
 
 
 def _are_sizes(value: Any) -> bool:
@@ -182,7 +182,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _check_layout(path: Path, records: list[TensorRecord], data_begin: int, file_bytes: int) -> None:
+def _check_layout(path: str, records: list[TensorRecord], data_begin: int, file_bytes: int) -> None:
     position = data_begin
     for record in records:
         if record.begin != position:

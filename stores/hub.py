@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import InputError, LaminaError
-from stores.headers import TensorRecord, parse_header
+from stores.headers import FIRST_BYTES, TensorRecord, parse_header
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,7 +24,6 @@ COMPANIONS = (  # what travels with the weights, from the hub and to OUTPUT
     "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 CODE = ("*.py",)  # travels where the manifest says trust_remote_code
-FIRST_BYTES = 1 << 17  # holds most headers whole
 TIMEOUT_S = 30.0
 CONTENT_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
 
@@ -59,13 +58,13 @@ def remote_header(source: str, directory: Path, file: str) -> dict[str, TensorRe
     with _asking(source, directory.name):
         begin, file_bytes = _range(url, 0, FIRST_BYTES)
 
-    def read(offset: int, count: int) -> bytes:
-        if offset + count <= len(begin):
-            return begin[offset : offset + count]
+    def read(start: int, end: int) -> bytes:
+        if end <= len(begin):
+            return begin[start:end]
         with _asking(source, directory.name):
-            return _range(url, offset, count)[0]
+            return _range(url, start, end - start)[0]
 
-    return parse_header(Path(file), read, file_bytes)
+    return parse_header(file, file, read, file_bytes)
 
 
 def _range(url: str, offset: int, count: int) -> tuple[bytes, int]:

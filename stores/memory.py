@@ -1,20 +1,24 @@
-"""Storage in memory, for tests: gone with the process. See `stores.storage.Storage`."""
+"""Storage in memory, for tests: gone with the process. See `stores.backend.Storage`."""
 
 from __future__ import annotations
 
 import errno
 import io
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from stores.backend import Storage
 
-class Memory:
+
+class Memory(Storage):
     """Bytes by name. `below` shares them; threads may use one together."""
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
+        self._written: dict[str, float] = {}
         self._held: dict[str, object] = {}
         self._lock = threading.RLock()
         self._prefix = ""
@@ -25,9 +29,6 @@ class Memory:
                 raise FileExistsError(errno.EEXIST, "already there", self.at(name))
             self.write(name, data)
 
-    def replace(self, name: str, data: bytes) -> None:
-        self.write(name, data)
-
     @contextmanager
     def writer(self, name: str) -> Iterator[io.BytesIO]:
         file = io.BytesIO()
@@ -37,45 +38,33 @@ class Memory:
     def write(self, name: str, data: Any) -> None:
         with self._lock:
             self._files[self._prefix + name] = bytes(data)
-
-    def sync(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.size(name)
+            self._written[self._prefix + name] = time.time()
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         data = self._file(name)
         return data[max(0, len(data) + begin) if begin < 0 else begin : end]
 
-    def size(self, name: str) -> int:
-        return len(self._file(name))
+    def stamp(self, name: str) -> dict[str, int | str]:
+        data = self._file(name)
+        return {"size": len(data), "written": str(self._written[self._prefix + name])}
 
-    def names(self, folder: str = "") -> list[str]:
+    def written(self, folder: str = "") -> dict[str, float]:
         start = self._prefix + (f"{folder}/" if folder else "")
         with self._lock:
-            return sorted(name.removeprefix(self._prefix) for name in self._files if name.startswith(start))
-
-    def folders(self, folder: str = "") -> list[str]:
-        start = f"{folder}/" if folder else ""
-        inside = (name.removeprefix(start) for name in self.names(folder))
-        return sorted({name.partition("/")[0] for name in inside if "/" in name})
+            inside = sorted(name for name in self._files if name.startswith(start))
+            return {name.removeprefix(self._prefix): self._written[name] for name in inside}
 
     def delete(self, names: Iterable[str]) -> None:
         with self._lock:
             for name in names:
                 self._files.pop(self._prefix + name, None)
 
-    def delete_folder(self, folder: str) -> None:
-        with self._lock:
-            self.delete(self.names(folder))
-
-    def sweep(self, below: bool = True) -> int:
-        return 0
-
     def hold(self, name: str) -> MemoryLock:
         with self._lock:
             if self.is_held(name):
                 raise BlockingIOError(errno.EAGAIN, "held", self.at(name))
-            self._files.setdefault(self._prefix + name, b"")
+            if self._prefix + name not in self._files:
+                self.write(name, b"")
             lock = MemoryLock(self._files, self._held, self._prefix + name)
             self._held[self._prefix + name] = lock
             return lock
@@ -87,6 +76,7 @@ class Memory:
     def below(self, folder: str) -> Memory:
         inside = Memory()
         inside._files, inside._held, inside._lock = self._files, self._held, self._lock
+        inside._written = self._written
         inside._prefix = f"{self._prefix}{folder}/"
         return inside
 
@@ -101,7 +91,7 @@ class Memory:
 
 
 class MemoryLock:
-    """See `stores.storage.Hold`. A name that was removed is nobody's."""
+    """See `stores.backend.Hold`. A name that was removed is nobody's."""
 
     def __init__(self, files: dict[str, bytes], held: dict[str, object], name: str) -> None:
         self._files = files

@@ -1,4 +1,4 @@
-"""The dense checkpoint: sharded safetensors in a directory, or fetched from the hub. Never written to.
+"""The dense checkpoint: sharded safetensors at a place, or fetched from the hub. Never written to.
 
 Everything about names, shapes and sizes is checked on opening; tensors are read front to back, each file opened once.
 """
@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from manifests.errors import InputError, StorageError
-from stores.durable import CHUNK_BYTES, read_whole, sha256_file, storage_error, storage_errors
+from stores.backend import PIECE_BYTES
+from stores.durable import storage_error
 from stores.headers import TensorRecord, read_header, without_duplicates
 from stores.hub import (
     CONFIG_FILE,
@@ -31,6 +31,7 @@ from stores.hub import (
     remote_header,
     repository_files,
 )
+from stores.storage import Readable, Storage, is_address, open_storage
 
 __all__ = [
     "CONFIG_FILE", "INDEX_FILE", "SINGLE_FILE", "SourceCheckpoint", "is_hub_id", "open_source", "parse_json",
@@ -42,21 +43,26 @@ MAX_FAULTS = 20
 MAX_JSON_BYTES = 512 * 1024 * 1024  # an index of a million tensors has 100 MB
 HASH_THREADS = 4
 
-FileStat = dict[str, int]
+FileStamp = dict[str, int | str]
 
 
 @dataclass(frozen=True)
 class SourceCheckpoint:
-    """A checked checkpoint. Holds no open file, so that it can be sent to workers on nodes that see the directory.
+    """A checked checkpoint. Holds no open file, so that it can be sent to workers on nodes that see its place.
 
     `tensors`: every tensor by name; `files`: the safetensors files; `config`: the content of config.json.
     """
 
-    directory: Path
+    storage: Storage
     config: dict[str, Any]
     tensors: dict[str, TensorRecord]
     files: tuple[str, ...]
     indexed: bool
+
+    @property
+    def place(self) -> str:
+        """Where it is, as messages and `open_source` have it."""
+        return self.storage.at()
 
     def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Checks that the tensors named are there with these shapes. Raises InputError with every fault (up to 20)."""
@@ -67,7 +73,7 @@ class SourceCheckpoint:
                 faults.append(f"{name}: missing")
             elif record.shape != tuple(shape):
                 faults.append(f"{name}: shape {list(record.shape)}, expected {list(shape)}")
-        raise_faults(f"{self.directory}: config.json and weights do not fit together", faults)
+        raise_faults(f"{self.place}: config.json and weights do not fit together", faults)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The tensors on the CPU, each in memory of its own, in the order asked; read by file and offset.
@@ -80,26 +86,21 @@ class SourceCheckpoint:
         records = sorted(map(self._record, set(wanted)), key=lambda record: (record.file, record.begin))
         tensors: dict[str, torch.Tensor] = {}
         for file_name in sorted({record.file for record in records}):
-            path = self.directory / file_name
-            with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
-                self._check_size(file_name, os.fstat(file.fileno()).st_size)
+            with self.storage.reader(file_name) as file:
+                self._check_size(file_name, file.size)
                 tensors |= {record.name: read_tensor(file, record) for record in records if record.file == file_name}
         return {name: tensors[name] for name in wanted}
 
-    def copy_bytes(self, name: str, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def copy_bytes(self, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
         """A tensor's bytes as they are in the file, in pieces. Raises as `read` does."""
-        record = self._record(name)
-        path = self.directory / record.file
-        with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
-            self._check_size(record.file, os.fstat(file.fileno()).st_size)
-            file.seek(record.begin)
-            left_bytes = record.num_bytes
-            while left_bytes:
-                piece = file.read(min(chunk_bytes, left_bytes))
-                if not piece:
-                    raise _short_read(record, record.num_bytes - left_bytes)
-                left_bytes -= len(piece)
+        record, done_bytes = self._record(name), 0
+        with self.storage.reader(record.file) as file:
+            self._check_size(record.file, file.size)
+            for piece in file.pieces(record.begin, record.end, piece_bytes):
+                done_bytes += len(piece)
                 yield piece
+        if done_bytes != record.num_bytes:
+            raise _short_read(record, done_bytes)
 
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same dtype, shape and bytes; reads both in pieces. Raises as `read` does."""
@@ -108,16 +109,18 @@ class SourceCheckpoint:
             return False
         return all(a == b for a, b in zip(self.copy_bytes(one), self.copy_bytes(other), strict=True))
 
-    def file_stat(self, file: str) -> FileStat:
-        """size, mtime_ns, ctime_ns and inode of a file of the checkpoint. Raises StorageError."""
-        path = self.directory / file
-        with storage_errors("reading", path):
-            return _stat_record(os.stat(path))
+    def file_stamp(self, file: str) -> FileStamp:
+        """What tells without reading that a file of the checkpoint is as it was. Raises StorageError."""
+        try:
+            return dict(self.storage.stamp(file))
+        except (FileNotFoundError, ValueError) as error:
+            raise StorageError(f"reading {self.storage.at(file)}: {error}; restore it, then start again") from error
 
     def file_digests(self, known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """size, mtime_ns, ctime_ns, inode and sha256 of config.json, the index and every safetensors file.
+        """Stamp and sha256 of config.json, the index and every safetensors file: of files on a disk size, mtime_ns,
+        ctime_ns and inode.
 
-        A file whose stat equals that of its record in `known` is not read again.
+        A file whose stamp equals that of its record in `known` is not read again.
 
         Raises:
             StorageError: a file cannot be read, or changes while it is.
@@ -128,19 +131,20 @@ class SourceCheckpoint:
             return dict(zip(names, records, strict=True))
 
     def _digest(self, file_name: str, known: Mapping[str, Any]) -> dict[str, Any]:
-        stat = self.file_stat(file_name)
+        stamp = self.file_stamp(file_name)
         known = known if isinstance(known, Mapping) else {}
-        if all(known.get(field) == value for field, value in stat.items()) and isinstance(known.get("sha256"), str):
+        if all(known.get(field) == value for field, value in stamp.items()) and isinstance(known.get("sha256"), str):
             return dict(known)
-        path = self.directory / file_name
-        sha256 = sha256_file(path)
-        if self.file_stat(file_name) != stat:
+        with self.storage.reader(file_name) as file:
+            sha256 = file.sha256()
+        if self.file_stamp(file_name) != stamp:
+            path = self.storage.at(file_name)
             raise StorageError(f"{path}: changed while it was read; let nothing write to the source, then start again")
-        return {**stat, "sha256": sha256}
+        return {**stamp, "sha256": sha256}
 
     def _record(self, name: str) -> TensorRecord:
         if name not in self.tensors:
-            raise InputError(f"{self.directory}: no tensor {name!r} among its {len(self.tensors)}")
+            raise InputError(f"{self.place}: no tensor {name!r} among its {len(self.tensors)}")
         return self.tensors[name]
 
     def _check_size(self, file_name: str, actual_bytes: int) -> None:
@@ -148,7 +152,7 @@ class SourceCheckpoint:
         expected_bytes = max(record.end for record in self.tensors.values() if record.file == file_name)
         if actual_bytes < expected_bytes:
             raise StorageError(
-                f"{self.directory / file_name}: {actual_bytes} bytes, expected {expected_bytes}: "
+                f"{self.storage.at(file_name)}: {actual_bytes} bytes, expected {expected_bytes}: "
                 "it was changed or truncated after the job opened it; restore it, then run the same command again"
             )
 
@@ -168,9 +172,9 @@ def open_source(
         StorageError: a file cannot be read.
     """
     try:
-        directory = _locate(source)
-        if directory is not None:
-            return _open(directory)
+        storage = _locate(source)
+        if storage is not None:
+            return _open(storage)
         return _open_fetched(source, fetch_description(source, revision, code), weights)
     except OSError as error:
         raise InputError(f"model source {storage_error('reading', error.filename or source, error)}") from error
@@ -182,41 +186,40 @@ def is_hub_id(source: str) -> bool:
 
 
 def _open_fetched(source: str, directory: Path, weights: bool) -> SourceCheckpoint:
-    names = repository_files(source, directory)
+    names, storage = repository_files(source, directory), open_storage(directory)
     if weights:
         faults: list[str] = []
-        files = [SINGLE_FILE] if SINGLE_FILE in names else list(_indexed_names(directory, names, faults))
+        files = [SINGLE_FILE] if SINGLE_FILE in names else list(_indexed_names(storage, names, faults))
         raise_faults(f"{source}: no usable checkpoint", faults)
         fetch_weights(source, directory, files)
-        return _open(directory)
+        return _open(storage)
 
     def header(file: str) -> dict[str, TensorRecord]:
-        there = directory / file
-        return read_header(there) if there.is_file() else remote_header(source, directory, file)
+        return read_header(storage, file) if storage.has(file) else remote_header(source, directory, file)
 
-    return _open(directory, names, header)
+    return _open(storage, names, header)
 
 
 def _open(
-    directory: Path,
+    storage: Storage,
     names: frozenset[str] | None = None,
     header: Callable[[str], dict[str, TensorRecord]] | None = None,
 ) -> SourceCheckpoint:
-    """`names`: the files of the checkpoint, and `header` of one of them, where they are not all in the directory."""
-    names = frozenset(path.name for path in directory.iterdir() if path.is_file()) if names is None else names
-    header = header or (lambda file: read_header(directory / file))
+    """`names`: the files of the checkpoint, and `header` of one of them, where they are not all at the place."""
+    names = frozenset(storage.files()) if names is None else names
+    header = header or (lambda file: read_header(storage, file))
     faults: list[str] = []
-    config = _read_object(directory / CONFIG_FILE, faults)
+    config = _read_object(storage, CONFIG_FILE, faults)
     indexed = SINGLE_FILE not in names  # transformers, too, takes the single file where both are there
-    names_of = _indexed_names(directory, names, faults) if indexed else {SINGLE_FILE: None}
+    names_of = _indexed_names(storage, names, faults) if indexed else {SINGLE_FILE: None}
     tensors: dict[str, TensorRecord] = {}
     for file, wanted in names_of.items():
         if file in names:
-            tensors |= _shard_tensors(directory / file, wanted, header, faults)
+            tensors |= _shard_tensors(storage.at(file), file, wanted, header, faults)
         else:
-            faults.append(f"{directory / file}: missing, though the index names it; fetch the model anew")
-    raise_faults(f"{directory}: no usable checkpoint", faults)
-    return SourceCheckpoint(directory, config, tensors, tuple(names_of), indexed)
+            faults.append(f"{storage.at(file)}: missing, though the index names it; fetch the model anew")
+    raise_faults(f"{storage.at()}: no usable checkpoint", faults)
+    return SourceCheckpoint(storage, config, tensors, tuple(names_of), indexed)
 
 
 def raise_faults(what: str, faults: Sequence[str]) -> None:
@@ -226,26 +229,30 @@ def raise_faults(what: str, faults: Sequence[str]) -> None:
         raise InputError("\n  ".join([f"{what}:", *faults[:MAX_FAULTS], *more]))
 
 
-def _locate(source: str) -> Path | None:
-    """The directory; None for a hub id."""
-    directory = Path(source).expanduser()
-    if directory.is_dir():
-        return directory.resolve()
-    if directory.exists():
+def _locate(source: str) -> Storage | None:
+    """The directory or bucket; None for a hub id."""
+    if is_address(source):
+        storage = open_storage(source)
+        if fault := storage.fault():
+            raise InputError(f"model source {source}: {fault}")
+        return storage
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        return open_storage(os.path.realpath(path))
+    if os.path.exists(path):
         raise InputError(f"model source {source}: a file; give the directory that holds config.json")
-    if "://" in source:
-        raise InputError(f"model source {source}: buckets cannot be read yet; copy the model to a directory")
     if not HUB_ID.fullmatch(source):
         raise InputError(f"model source {source}: no such directory")
     return None
 
 
-def _read_object(path: Path, faults: list[str]) -> dict[str, Any]:
-    if not path.is_file():
+def _read_object(storage: Storage, name: str, faults: list[str]) -> dict[str, Any]:
+    path = storage.at(name)
+    if not storage.has(name):
         faults.append(f"{path}: missing; the directory of a transformers model has it")
         return {}
     try:
-        content = parse_json(read_whole(path, MAX_JSON_BYTES))
+        content = parse_json(storage.read_whole(name, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         faults.append(f"{path}: not JSON: {error or type(error).__name__}")
         return {}
@@ -267,14 +274,14 @@ def parse_json(data: bytes) -> Any:
     return json.loads(data, object_pairs_hook=without_duplicates, parse_float=number, parse_constant=number)
 
 
-def _indexed_names(directory: Path, there: frozenset[str], faults: list[str]) -> dict[str, list[str] | None]:
+def _indexed_names(storage: Storage, there: frozenset[str], faults: list[str]) -> dict[str, list[str] | None]:
     """The tensor names by file, as the index has them; files ascending."""
-    path = directory / INDEX_FILE
+    path = storage.at(INDEX_FILE)
     if INDEX_FILE not in there:
-        faults.append(_why_no_weights(directory, there))
+        faults.append(_why_no_weights(storage.at(), there))
         return {}
     before = len(faults)
-    weight_map = _read_object(path, faults).get("weight_map")
+    weight_map = _read_object(storage, INDEX_FILE, faults).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         if len(faults) == before:
             faults.append(f"{path}: weight_map is {type(weight_map).__name__}, expected an object of tensor name: file")
@@ -293,26 +300,27 @@ def _is_plain_file_name(file: str) -> bool:
     return file.endswith(".safetensors") and file == os.path.basename(file) and "\\" not in file and "\0" not in file
 
 
-def _why_no_weights(directory: Path, there: frozenset[str]) -> str:
+def _why_no_weights(place: str, there: frozenset[str]) -> str:
     pickles = sorted(name for name in there if name.endswith(PICKLE_SUFFIXES))
     if pickles:
         return (
-            f"{directory}: only pickled weights ({', '.join(pickles[:3])}): refused, because "
+            f"{place}: only pickled weights ({', '.join(pickles[:3])}): refused, because "
             "loading a pickle runs code of whoever made it; convert them to safetensors "
             "(save_pretrained of transformers writes it) where you trust them"
         )
-    return f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}"
+    return f"{place}: neither {SINGLE_FILE} nor {INDEX_FILE}"
 
 
 def _shard_tensors(
-    path: Path,
+    path: str,
+    file: str,
     names: list[str] | None,
     header: Callable[[str], dict[str, TensorRecord]],
     faults: list[str],
 ) -> dict[str, TensorRecord]:
     """The records of the tensors of one file: of those named, or of all."""
     try:
-        records = header(path.name)
+        records = header(file)
     except InputError as error:
         faults.append(str(error))
         return {}
@@ -322,17 +330,12 @@ def _shard_tensors(
     return {name: records[name] for name in names if name in records}
 
 
-def read_tensor(file: RawIOBase, record: TensorRecord) -> torch.Tensor:
+def read_tensor(file: Readable, record: TensorRecord) -> torch.Tensor:
     # torch's allocator aligns to 64 bytes; a file's offsets need not be aligned, so that mapping it would not do.
     buffer = torch.empty(record.num_bytes, dtype=torch.uint8)
-    view = buffer.numpy().data
-    file.seek(record.begin)
-    done_bytes = 0
-    while done_bytes < record.num_bytes:
-        count = file.readinto(view[done_bytes:])
-        if not count:
-            raise _short_read(record, done_bytes)
-        done_bytes += count
+    done_bytes = file.read_into(record.begin, buffer.numpy().data)
+    if done_bytes < record.num_bytes:
+        raise _short_read(record, done_bytes)
     return buffer.view(record.torch_dtype).reshape(record.shape)
 
 
@@ -341,7 +344,3 @@ def _short_read(record: TensorRecord, done_bytes: int) -> StorageError:
         f"{record.file}: tensor {record.name!r} ends after {done_bytes} of {record.num_bytes} bytes: the file was "
         "truncated after the job opened it; restore it, then run the same command again"
     )
-
-
-def _stat_record(stat: os.stat_result) -> FileStat:
-    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}

@@ -6,14 +6,12 @@ import hashlib
 import re
 import uuid
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import torch
 
 from manifests.errors import CorruptError, InputError
 from manifests.records import StagedRecord
 from stores.checkpoint import write_shard
-from stores.durable import storage_errors
 from stores.headers import read_header
 from stores.source import read_tensor
 from stores.storage import Place, open_storage
@@ -43,26 +41,25 @@ def sweep_staged(run_dir: Place, live: Iterable[StagedRecord]) -> int:
     return len(strays) + storage.below(STAGED).sweep()
 
 
-def read_staged(run_dir: Path, record: StagedRecord) -> dict[str, torch.Tensor]:
+def read_staged(run_dir: Place, record: StagedRecord) -> dict[str, torch.Tensor]:
     """The tensors of a staged layer, each held against its digest. Raises CorruptError."""
-    path = run_dir / record["path"]
-    if not path.is_file():
-        raise CorruptError(f"staged layer missing: {path}", record["path"])
+    storage, name = open_storage(run_dir), record["path"]
+    path = storage.at(name)
+    if not storage.has(name):
+        raise CorruptError(f"staged layer missing: {path}", name)
     try:
-        found = read_header(path)
+        found = read_header(storage, name)
     except InputError as error:
-        raise CorruptError(f"staged layer damaged: {error}", record["path"]) from None
+        raise CorruptError(f"staged layer damaged: {error}", name) from None
     tensors = {}
-    with storage_errors("reading", path), open(path, "rb", buffering=0) as file:
-        for name, committed in record["tensors"].items():
-            at = found.get(name)
+    with storage.reader(name) as file:
+        for key, committed in record["tensors"].items():
+            at = found.get(key)
             described = (at.dtype, list(at.shape)) if at else None
             tensor = read_tensor(file, at) if at and described == (committed["dtype"], committed["shape"]) else None
             if tensor is None or _digest(tensor) != committed["sha256"]:
-                raise CorruptError(
-                    f"staged layer damaged: {path}: tensor {name} is not what was committed", record["path"]
-                )
-            tensors[name] = tensor
+                raise CorruptError(f"staged layer damaged: {path}: tensor {key} is not what was committed", name)
+            tensors[key] = tensor
     return tensors
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import factories
+from tests import buckets, factories
 
 # The same examples in every run, no time limit for one (machines are shared), nothing kept on disk.
 settings.register_profile("lamina", derandomize=True, deadline=None, database=None)
@@ -45,6 +45,21 @@ def shared_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"no trained models: {path} is missing")
     return path
+
+
+@pytest.fixture(scope="session")
+def s3_url() -> Iterator[str]:
+    """The URL of an S3 server on loopback."""
+    with buckets.s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def s3_bucket(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a bucket of this test's own, with the environment that opens it, here and in children."""
+    for name, value in {**buckets.ENVIRONMENT, "AWS_ENDPOINT_URL": s3_url}.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{buckets.make_bucket(s3_url)}"
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def test_what_the_stores_write(tmp_path: Path) -> None:
     (tmp_path / "staged").mkdir()
     staged = write_staged(tmp_path, 0, {"a.weight": torch.ones(2, 2)})
     check(StagedRecord, staged)
-    check(ShardRecord, describe_shard(tmp_path / staged["path"]))
+    check(ShardRecord, describe_shard(tmp_path, staged["path"]))
     check(LayerEntry, {"staged": staged, "forms": {"q": {"form": "low_rank", "rank": 1}}, "groups": {}})
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from manifests.errors import LaminaError, LostInputError, WorkerError
 from pipeline.ports import Unit
 from workers.config import WorkerConfig
+from workers.device_settings import settle_device
 from workers.hardware import describe_hardware, software_versions
 from workers.memory import map_large_tensors, peak_bytes
 from workers.metrics import WorkerMeters, run_name
@@ -66,6 +67,7 @@ class WorkerActor:
 
     def __init__(self, setup: WorkerConfig) -> None:
         map_large_tensors()
+        settle_device(setup.gpu_share)
         torch.set_num_threads(setup.threads)
         self.transfer = RayTransfer()
         self.worker = Worker(setup, self.transfer)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import ray
+from ray._common.utils import get_system_memory
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
@@ -139,6 +140,7 @@ def _start_local(workers: Workers) -> None:
             ray.init(
                 address="local",  # not one that happens to run here
                 num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
+                _memory=machine_bytes(),  # Ray counts what is free just now, of which a busy machine has little
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
@@ -156,17 +158,26 @@ def _start_local(workers: Workers) -> None:
                 ) from error
 
 
-def why_unplaceable(workers: Workers) -> str | None:
+def machine_bytes() -> int:
+    """Of this machine's memory, by which Ray places workers."""
+    return int(get_system_memory())  # a container's limit counts
+
+
+def why_unplaceable(workers: Workers, memory_bytes: int = 0) -> str | None:
     """Why no worker will ever start: no node has what it asks for, and no autoscaler adds nodes. None: one may."""
-    wanted = {"CPU": float(workers.cpus), "GPU": workers.gpus}
+    wanted = {"CPU": float(workers.cpus), "GPU": workers.gpus, "memory": float(memory_bytes)}
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(all(node.get(kind, 0.0) >= amount for kind, amount in wanted.items()) for node in alive) or autoscales():
         return None
-    largest: dict[str, float] = max(alive, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)), default={})
+    largest: dict[str, float] = max(
+        alive, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0), node.get("memory", 0.0)), default={}
+    )
     return (
-        f"a worker asks for {workers.cpus} CPUs and {workers.gpus:g} GPUs (workers.cpus, workers.gpus), but none of "
-        f"the {len(alive)} nodes has them; the largest has {largest.get('CPU', 0.0):g} CPUs and "
-        f"{largest.get('GPU', 0.0):g} GPUs, and no autoscaler is there to add one"
+        f"a worker asks for {workers.cpus} CPUs, {workers.gpus:g} GPUs (workers.cpus, workers.gpus) and "
+        f"{memory_bytes / 2**30:.1f} GiB of memory (by the plan), but none of the {len(alive)} nodes has them; the "
+        f"largest has {largest.get('CPU', 0.0):g} CPUs and {largest.get('GPU', 0.0):g} GPUs, "
+        f"{largest.get('memory', 0.0) / 2**30:.1f} GiB declared to Ray (ray start --memory), and no autoscaler is "
+        "there to add one"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.samples import gradient_count, shard_range
 from stores.source import SourceCheckpoint
+from stores.storage import Place
 
 FORWARD_DTYPES = ("F64", "F32", "BF16", "F16")
 
@@ -31,13 +31,15 @@ class WorkerConfig:
         gradient_samples: how many of the samples the backward pass takes, spread over the shards.
         run_dir: holds activations.zarr, statistics.zarr and staged/.
         token_ids: the token ids themselves (samples, sequence), instead of `tokens`: they travel with this value.
+        gpu_share: of the GPU that a worker computes on; its allocator takes no more than that of the memory.
+        memory_bytes: of host memory, as the plan expects; 0: unknown. Ray places workers where so much is free.
         hardware: what the job's workers compute on (workers/hardware.py); None: the first worker says.
     """
 
     source: SourceCheckpoint
     config: Mapping[str, Any]
     geometry: Geometry
-    run_dir: Path
+    run_dir: Place
     tokens: ArrayRecord | None
     shards: int
     micro_batch: int
@@ -48,6 +50,8 @@ class WorkerConfig:
     manifest: Manifest | None = None
     token_ids: torch.Tensor | None = None
     gradient_samples: int = 0
+    gpu_share: float = 0.0
+    memory_bytes: int = 0
     hardware: Mapping[str, str] | None = None
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from manifests import VERSION
+from workers.device_settings import device_settings
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -17,8 +18,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 def describe_hardware(device: torch.device) -> dict[str, str]:
     """Field -> value; results have the same bytes where all are equal.
 
-    A GPU: its name, compute capability, torch and CUDA versions. A CPU: its maker and the instructions that torch's
-    and oneMKL's kernels are chosen by.
+    A GPU: its name, compute capability, torch and CUDA versions, settings. A CPU: its maker and the instructions that
+    torch's and oneMKL's kernels are chosen by.
     """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -27,6 +28,7 @@ def describe_hardware(device: torch.device) -> dict[str, str]:
             "compute_capability": f"{major}.{minor}",
             "torch": torch.__version__,
             "cuda": str(torch.version.cuda),
+            **device_settings(),
         }
     return {
         "device": f"CPU of {_cpu_maker()}",

@@ -116,7 +116,7 @@ def cpu_reader(source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch
         source=source,
         config=config,
         geometry=geometry_of(config),
-        run_dir=source.directory,
+        run_dir=source.storage,
         tokens=None,
         shards=1,
         micro_batch=1,

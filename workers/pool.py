@@ -97,6 +97,8 @@ class RayPool:
         self.trace: Callable[[dict[str, Any]], None] = lambda _: None  # takes a line for each unit that is done
         self.meters = PoolMeters(metrics, run_name(setup))
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
+        resources |= {"memory": setup.memory_bytes} if setup.memory_bytes else {}
+        self.memory_bytes = setup.memory_bytes
         self.actor_class: Any = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
         self._await_members(min(workers.min, self.wanted))
 
@@ -187,7 +189,7 @@ class RayPool:
         starved_s = now - self.starved_since
         if now - self.warned_at < START_WARNING_SECONDS and starved_s < self.workers.start_timeout_s:
             return
-        never = why_unplaceable(self.workers)
+        never = why_unplaceable(self.workers, self.memory_bytes)
         if never and starved_s >= self.workers.start_timeout_s:
             raise WorkerError(f"{never}; waited {starved_s:.0f} s (workers.start_timeout_s)")
         if now - self.warned_at >= START_WARNING_SECONDS:

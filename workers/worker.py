@@ -32,6 +32,7 @@ from pipeline.ports import (
     Forward,
     ForwardDone,
     Measure,
+    Pair,
     Predict,
     Reduce,
     Score,
@@ -41,8 +42,10 @@ from pipeline.ports import (
     Write,
 )
 from stores.activations import ActivationStore
+from stores.run_directory import ACTIVATIONS, STATISTICS
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
+from stores.storage import open_storage
 from workers.backward import BackwardPass
 from workers.block import Tap, overflow_advice
 from workers.comparing import compare_models
@@ -50,7 +53,9 @@ from workers.config import WorkerConfig
 from workers.embedding_and_head import embedding, head
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
 from workers.layers import LayerReader
+from workers.pairing import PairPass
 from workers.scoring import LogitRows, summed_divergence, summed_loss
+from workers.solving import solve_group
 from workers.tensor_transfer import TensorTransfer, get_all
 
 ROWS_PER_LOGITS = 1024
@@ -64,12 +69,14 @@ class Worker:
         self.transfer = transfer
         self.device = torch.device("cuda" if setup.use_gpu else "cpu")
         self.methods = build_methods(setup.manifest) if setup.manifest else ()
-        self.activations = ActivationStore(setup.run_dir / "activations.zarr")
-        self.statistics = StatisticsStore(setup.run_dir / "statistics.zarr")
+        run_dir = open_storage(setup.run_dir)
+        self.activations = ActivationStore(run_dir.below(ACTIVATIONS))
+        self.statistics = StatisticsStore(run_dir.below(STATISTICS))
         self.tokens = self._open_tokens()
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
         self.layers = LayerReader(setup, self.device)
         self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
+        self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.compute_seconds = 0.0  # spent inside products and decompositions
 
     def execute(self, unit: Unit) -> Any:
@@ -83,6 +90,7 @@ class Worker:
         """
         handlers: dict[type, Callable[[Any], Any]] = {
             Forward: self._forward,
+            Pair: self._pair,
             Backward: self._backward,
             Reduce: self._reduce,
             Measure: self._measure,
@@ -148,6 +156,15 @@ class Worker:
             partials={moment: self.transfer.put(partial) for moment, partial in partials.items()},
             activation=record if unit.store else None,
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
+        )
+
+    def _pair(self, unit: Pair) -> ForwardDone:
+        totals, record = self.pairs.run(unit)
+        return ForwardDone(
+            partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
+            cosine=None,
+            activation=record if unit.store else None,
+            tokens=self._samples(unit.shard) * self._sequence,
         )
 
     def _inputs(self, unit: Forward | Score | Diverge, layer: int) -> HiddenReader:
@@ -234,7 +251,7 @@ class Worker:
             return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
         totals = ordered_sum(get_all(self.transfer, unit.partials))
         record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", totals["moment"])
-        if unit.moment.kind == "value":
+        if unit.moment.kind != "gradient":
             return record
         sequences = self.setup.gradient_samples
         return GradientRecord(
@@ -280,17 +297,12 @@ class Worker:
         return self.layers.dense_weights(group.layer, names)
 
     def _solve(self, unit: Solve) -> SolveDone:
-        group, geometry = unit.task, self.setup.geometry
-        weights = self._group_weights(group)
-        statistics = self._statistics(unit.statistics)
-        method = self.methods[unit.task.method]
+        weights, statistics = self._group_weights(unit.task), self._statistics(unit.statistics)
+        before = self.transfer.get(unit.before) if unit.before is not None else {}
+        method, geometry = self.methods[unit.task.method], self.setup.geometry
         with self._computing():
-            solution = method.compress(group, geometry, weights, statistics, unit.ranks)
-        factors = {
-            geometry.tensor_name(group.layer, key, group.roles): tensor.to(_stored_dtype(key, tensor, weights))
-            for key, tensor in solution.tensors.items()
-        }
-        return SolveDone(self.transfer.put(factors), solution.forms, solution.report)
+            factors, found = solve_group(method, unit.task, geometry, weights, statistics, unit.ranks, before)
+        return SolveDone(self.transfer.put(factors), found.forms, found.report)
 
     def _write(self, unit: Write) -> Any:
         geometry, source = self.setup.geometry, self.setup.source
@@ -383,10 +395,3 @@ class Worker:
     def _hidden_writer(self, shard_key: tuple[str, int, int], store: bool) -> HiddenWriter:
         shape_MSD = (self._samples(shard_key[2]), self._sequence, self.setup.geometry.hidden)
         return self.hidden.hidden_writer(shard_key, shape_MSD, self.setup.dtype, store, self.setup.micro_batch)
-
-
-def _stored_dtype(key: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> torch.dtype:
-    """A factor is stored in the dtype of its role's weight, a group's in that of its first one; integers stay."""
-    if not tensor.is_floating_point():
-        return tensor.dtype
-    return weights.get(f"{key.partition('.')[0]}.weight", next(iter(weights.values()))).dtype

@@ -6,10 +6,8 @@ Order of durability: the index is renamed into OUTPUT after everything else; a d
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lamina import MODELLING_FILES, modelling_source
@@ -39,11 +37,10 @@ from stores.checkpoint import (
     verify_shard,
     write_index,
 )
-from stores.disk import copy_file, link_or_copy
-from stores.durable import fsync_directory, sweep_partials, write_durably
 from stores.headers import read_header
 from stores.hub import CODE, COMPANIONS
 from stores.source import CONFIG_FILE, INDEX_FILE
+from stores.storage import Place, matching, open_storage
 
 SHARD_SUFFIX = ".safetensors"
 CARD_FILE = "README.md"
@@ -73,8 +70,8 @@ def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
     rest: dict[str, list[str]] = {}
     for name, record in inputs.source.tensors.items():
         if name not in taken:
-            rest.setdefault(Path(record.file).name, []).append(name)
-    held = {file: read_header(inputs.source.directory / file).keys() for file in rest}
+            rest.setdefault(record.file, []).append(name)
+    held = {file: read_header(inputs.source.storage, file).keys() for file in rest}
     count = len(layers) + len(rest)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     plans = [ShardPlan(name, layer=layer) for name, layer in zip(names, layers, strict=False)]
@@ -92,7 +89,7 @@ class Assembler:
         self,
         inputs: Inputs,
         journal: Journal,
-        run_dir: Path,
+        run_dir: Place,
         source_files: Mapping[str, Any],
         guard: Callable[[], None] = lambda: None,
     ) -> None:
@@ -100,15 +97,16 @@ class Assembler:
         self.guard = guard
         self.inputs = inputs
         self.journal = journal
-        self.run_dir = run_dir
+        self.run_dir = open_storage(run_dir)
         self.source_files = source_files
-        self.output = Path(inputs.manifest.output)
+        self.output = open_storage(inputs.manifest.output)
 
     def names(self) -> frozenset[str]:
         """The names of all files that `run` writes."""
         shards = (plan.name for plan in plan_shards(self.inputs))
-        companions = (path.name for path in self._companions())
-        return frozenset({*shards, *companions, *MODELLING_FILES, CONFIG_FILE, CARD_FILE, RECORD_FILE, INDEX_FILE})
+        return frozenset(
+            {*shards, *self._companions(), *MODELLING_FILES, CONFIG_FILE, CARD_FILE, RECORD_FILE, INDEX_FILE}
+        )
 
     def run(self, replaceable: Set[str] = frozenset()) -> dict[str, Any]:
         """Writes everything, the index last; returns the compression record.
@@ -116,22 +114,20 @@ class Assembler:
         `replaceable`: files in OUTPUT of earlier work; those that are not written again are removed.
         Ask for `damaged_layers` first. Raises CorruptError when the ledger has lost an entry.
         """
-        self.output.mkdir(parents=True, exist_ok=True)
         plans = plan_shards(self.inputs)
         self._remove_index(replaceable)
         records = {plan.name: self._place(plan) for plan in plans}
-        fsync_directory(self.output)
+        self.output.sync(records)
         compression = self._record(plans, records)
         names = self._write_companions()
-        write_durably(self.output / CONFIG_FILE, encode_json(self._config()))
-        write_durably(self.output / CARD_FILE, model_card(compression).encode())
-        described = {name: describe_file(self.output / name) for name in (*names, CONFIG_FILE, CARD_FILE)}
+        self.output.replace(CONFIG_FILE, encode_json(self._config()))
+        self.output.replace(CARD_FILE, model_card(compression).encode())
+        described = {name: describe_file(self.output, name) for name in (*names, CONFIG_FILE, CARD_FILE)}
         index = index_arguments(compression)
         described[INDEX_FILE] = describe_bytes(index_content(*index))
         compression = sealed({**compression, "files": described})
-        for name in replaceable - {*described, *records, RECORD_FILE}:
-            (self.output / name).unlink(missing_ok=True)
-        write_durably(self.output / RECORD_FILE, encode_json(compression))
+        self.output.delete(sorted(replaceable - {*described, *records, RECORD_FILE}))
+        self.output.replace(RECORD_FILE, encode_json(compression))
         self.guard()
         write_index(self.output, *index)
         return compression
@@ -143,7 +139,7 @@ class Assembler:
             entry = self.journal.get(key := layer_key(layer))
             try:
                 if entry is not None:
-                    verify_shard(self.run_dir / entry["staged"]["path"], entry["staged"])
+                    verify_shard(self.run_dir, entry["staged"]["path"], entry["staged"])
             except CorruptError as error:
                 self.journal.retract(key)
                 damaged[key] = str(error)
@@ -151,28 +147,24 @@ class Assembler:
 
     def _remove_index(self, replaceable: Set[str]) -> None:
         """First, so that what is being replaced is no checkpoint; then shards that would only take room meanwhile."""
-        (self.output / INDEX_FILE).unlink(missing_ok=True)
-        sweep_partials(self.output, below=False)
-        fsync_directory(self.output)
-        for name in replaceable - self.names():
-            if name.endswith(SHARD_SUFFIX):
-                (self.output / name).unlink(missing_ok=True)
+        self.output.delete([INDEX_FILE])
+        self.output.sweep(below=False)
+        self.output.delete(sorted(name for name in replaceable - self.names() if name.endswith(SHARD_SUFFIX)))
 
     def _place(self, plan: ShardPlan) -> ShardRecord:
-        target = self.output / plan.name
         if plan.layer is not None:
             entry = self._entry(plan.layer)
             assert entry is not None
-            link_or_copy(self.run_dir / entry["staged"]["path"], target)
+            self.output.take(plan.name, self.run_dir, entry["staged"]["path"])
             return entry["staged"]
         key = rest_key(plan.name.removesuffix(SHARD_SUFFIX))
         entered = self.journal.get(key)
-        if entered is not None and _is_whole(target, entered):
+        if entered is not None and self._is_whole(plan.name, entered):
             return entered
         assert plan.source_file is not None
         if plan.whole:
-            link_or_copy(self.inputs.source.directory.resolve() / plan.source_file, target)
-            record = describe_shard(target)
+            self.output.take(plan.name, self.inputs.source.storage, plan.source_file)
+            record = describe_shard(self.output, plan.name)
         else:
             record = copy_shard(self.output, plan.name, self.inputs.source, plan.tensors)
         self.journal.commit(key, record)
@@ -187,8 +179,8 @@ class Assembler:
         entry = self.journal.get(layer_key(layer))
         if entry is None and any(task.layer == layer for task in self.inputs.tasks):
             raise CorruptError(
-                f"{self.run_dir}: the ledger no longer holds layer {layer}; was a mount lost? Mount it again, then run "
-                "the same command again",
+                f"{self.run_dir.at()}: the ledger no longer holds layer {layer}; was a mount lost? Mount it again, "
+                "then run the same command again",
                 f"layer/{layer:05d}",
             )
         return entry
@@ -258,24 +250,30 @@ class Assembler:
         entry = self._entry(layer)
         return {"groups": entry["groups"] if entry else {}, "forms": entry["forms"] if entry else {}}
 
-    def _companions(self) -> list[Path]:
+    def _companions(self) -> list[str]:
         """The files of the source that travel with the weights, ascending."""
-        source, trusted = self.inputs.source.directory, self.inputs.manifest.model.trust_remote_code
-        patterns = (*COMPANIONS, *CODE) if trusted else COMPANIONS
-        return sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()})
+        trusted = self.inputs.manifest.model.trust_remote_code
+        return matching(self.inputs.source.storage, (*COMPANIONS, *CODE) if trusted else COMPANIONS)
 
     def _write_companions(self) -> list[str]:
         """Writes what travels with the weights. Returns the names."""
-        trusted = self.inputs.manifest.model.trust_remote_code
-        paths = self._companions()
-        for path in paths:
-            if path.name == TOKENIZER_FILE and not trusted:
-                write_durably(self.output / path.name, without_code(path.read_bytes()))
+        source, trusted = self.inputs.source.storage, self.inputs.manifest.model.trust_remote_code
+        companions = self._companions()
+        for name in companions:
+            if name == TOKENIZER_FILE and not trusted:
+                self.output.replace(name, without_code(source.read(name)))
             else:
-                copy_file(path, self.output / path.name)
+                self.output.copy(name, source, name)
         for name in MODELLING_FILES:
-            write_durably(self.output / name, modelling_source(name))
-        return [*(path.name for path in paths if path.name not in MODELLING_FILES), *MODELLING_FILES]
+            self.output.replace(name, modelling_source(name))
+        return [*(name for name in companions if name not in MODELLING_FILES), *MODELLING_FILES]
+
+    def _is_whole(self, name: str, record: ShardRecord) -> bool:
+        try:
+            verify_shard(self.output, name, record)
+        except (CorruptError, InputError):
+            return False
+        return True
 
 
 def without_code(tokenizer_config: bytes) -> bytes:
@@ -288,18 +286,3 @@ def without_code(tokenizer_config: bytes) -> bytes:
         return tokenizer_config
     del fields["auto_map"]
     return json.dumps(fields, indent=2).encode()
-
-
-def _is_whole(path: Path, record: ShardRecord) -> bool:
-    try:
-        verify_shard(path, record)
-    except (CorruptError, InputError):
-        return False
-    return True
-
-
-def free_bytes(path: Path) -> int:
-    """Free space on the filesystem that a path is, or will be, on."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free

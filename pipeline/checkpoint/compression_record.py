@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from manifests.errors import CorruptError, InputError
-from stores.durable import read_whole, sha256_file, storage_errors
 from stores.source import MAX_JSON_BYTES, parse_json
+from stores.storage import Place, Storage, open_storage
 
 RECORD_VERSION = 1
 RECORD_FILE = "compression.json"
@@ -134,27 +133,25 @@ def describe_bytes(content: bytes) -> dict[str, Any]:
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def describe_file(path: Path) -> dict[str, Any]:
+def describe_file(storage: Storage, name: str) -> dict[str, Any]:
     """The same of a file. Raises StorageError."""
-    with storage_errors("reading", path):
-        size = path.stat().st_size
-    return {"size": size, "sha256": sha256_file(path)}
+    with storage.reader(name) as file:
+        return {"size": file.size, "sha256": file.sha256()}
 
 
-def read_record(output: Path) -> dict[str, Any]:
+def read_record(output: Place) -> dict[str, Any]:
     """compression.json, held against its own digest.
 
     Raises:
         InputError: there is none, or it is of another version.
         CorruptError: it is not as it was written, or does not say what a compression says.
     """
-    path = output / RECORD_FILE
+    storage = open_storage(output)
+    path = storage.at(RECORD_FILE)
+    if fault := storage.fault():
+        raise InputError(f"{path}: {fault}; is it a Lamina checkpoint?")
     try:
-        path.exists()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; is it a Lamina checkpoint?") from None
-    try:
-        content = read_whole(path, MAX_JSON_BYTES)
+        content = storage.read_whole(RECORD_FILE, MAX_JSON_BYTES)
         compression = parse_json(content)
     except FileNotFoundError:
         raise InputError(f"{path}: missing; is it a Lamina checkpoint?") from None
@@ -179,32 +176,33 @@ def read_record(output: Path) -> dict[str, Any]:
     return compression
 
 
-def file_fault(path: Path, record: Mapping[str, Any], digest: bool = True) -> str | None:
+def file_fault(storage: Storage, name: str, record: Mapping[str, Any], digest: bool = True) -> str | None:
     """What is wrong with a file of the checkpoint; its size alone is looked at with `digest` off."""
-    if not path.is_file():
+    path = storage.at(name)
+    if not storage.has(name):
         return f"{path}: missing"
-    with storage_errors("reading", path):
-        size = path.stat().st_size
-    if size != record["size"]:
-        return f"{path}: {size} bytes, {RECORD_FILE} says {record['size']}"
-    if digest and sha256_file(path) != record["sha256"]:
-        return f"{path}: sha256 differs from what {RECORD_FILE} says"
+    with storage.reader(name) as file:
+        if file.size != record["size"]:
+            return f"{path}: {file.size} bytes, {RECORD_FILE} says {record['size']}"
+        if digest and file.sha256() != record["sha256"]:
+            return f"{path}: sha256 differs from what {RECORD_FILE} says"
     return None
 
 
-def quick_faults(output: Path, seal: str) -> list[str]:
+def quick_faults(output: Place, seal: str) -> list[str]:
     """What is seen to be wrong without reading weights: the compression, digests of small files, sizes of shards.
 
     `seal` is the compression's digest when the job wrote it.
     """
+    storage = open_storage(output)
     try:
-        compression = read_record(output)
+        compression = read_record(storage)
     except (InputError, CorruptError) as error:
         return [str(error)]
     if compression[SEAL] != seal:
-        return [f"{output / RECORD_FILE}: not the one that this job wrote"]
-    found = [file_fault(output / name, record) for name, record in compression["files"].items()]
-    found += [file_fault(output / name, record, digest=False) for name, record in compression["shards"].items()]
+        return [f"{storage.at(RECORD_FILE)}: not the one that this job wrote"]
+    found = [file_fault(storage, name, record) for name, record in compression["files"].items()]
+    found += [file_fault(storage, name, record, digest=False) for name, record in compression["shards"].items()]
     return [fault for fault in found if fault]
 
 

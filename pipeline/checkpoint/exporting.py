@@ -7,7 +7,6 @@ really smaller; value heads of another width are multiplied back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,33 +19,32 @@ from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.families.registry import geometry_of, source_config
 from stores.checkpoint import copy_shard, write_index, write_shard
-from stores.disk import copy_file
-from stores.durable import write_durably
 from stores.hub import COMPANIONS
 from stores.source import CONFIG_FILE, INDEX_FILE
+from stores.storage import Place, matching, open_storage
 from workers.layers import cpu_reader
 
 Target = Literal["dense", "stock"]
 
 
-def export_checkpoint(output: Path, target: Target, destination: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def export_checkpoint(output: Place, target: Target, destination: Place, say: Callable[[str], None]) -> dict[str, Any]:
     """Writes OUTPUT as an ordinary checkpoint, a layer in memory at a time, the index last. Returns what it stores.
 
     Raises:
         InputError: no Lamina checkpoint, a destination that holds something, or forms that the target cannot have.
         StorageError: a file cannot be read or written.
     """
-    checkpoint, config = read_checkpoint(str(output))
+    checkpoint, config = read_checkpoint(open_storage(output).at())
     if config.get("model_type") != "lamina":
-        raise InputError(f"{output}: not compressed by Lamina; it is what it is")
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise InputError(f"{destination}: holds something; give a directory that does not, or is not there yet")
+        raise InputError(f"{checkpoint.place}: not compressed by Lamina; it is what it is")
+    written_to = open_storage(destination)
+    if written_to.fault() or written_to.children():
+        raise InputError(f"{written_to.at()}: holds something; give a directory that does not, or is not there yet")
     config = {**config, "core": "dense"}
     geometry, stored = geometry_of(config), getattr(torch, config["dtype"])
     width = config["intermediate_size"] if target == "dense" else common_width(config)
     written = source_config({**config, "intermediate_size": width}, config["dtype"])
     reader = cpu_reader(checkpoint, config, torch.float64)
-    destination.mkdir(parents=True, exist_ok=True)
     total, numbers = geometry.num_layers + 1, 0
     weight_map: dict[str, str] = {}
     for layer in range(geometry.num_layers):
@@ -55,25 +53,26 @@ def export_checkpoint(output: Path, target: Target, destination: Path, say: Call
         names = geometry.layer_tensors(layer)
         named = {names[key][0]: tensor.to(stored) for key, tensor in weights.items()}
         file = f"model-{layer + 1:05d}-of-{total:05d}{SHARD_SUFFIX}"
-        write_shard(destination, file, named)
+        write_shard(written_to, file, named)
         weight_map |= dict.fromkeys(named, file)
         numbers += sum(tensor.numel() for tensor in named.values())
         say(f"layer {layer} written")
     outside = [name for name, _ in geometry.outer]
     file = f"model-{total:05d}-of-{total:05d}{SHARD_SUFFIX}"
-    copy_shard(destination, file, checkpoint, outside)
+    copy_shard(written_to, file, checkpoint, outside)
     weight_map |= dict.fromkeys(outside, file)
     numbers += sum(
         checkpoint.tensors[name].num_bytes // checkpoint.tensors[name].torch_dtype.itemsize for name in outside
     )
     ours = {CARD_FILE, RECORD_FILE, *MODELLING_FILES}
-    for path in sorted({path for pattern in COMPANIONS for path in output.glob(pattern) if path.name not in ours}):
-        copy_file(path, destination / path.name)
-    write_durably(destination / CONFIG_FILE, encode_json(written))
-    size = sum((destination / file).stat().st_size for file in set(weight_map.values()))
-    write_index(destination, weight_map, size, numbers)
+    for name in matching(checkpoint.storage, COMPANIONS):
+        if name not in ours:
+            written_to.copy(name, checkpoint.storage, name)
+    written_to.replace(CONFIG_FILE, encode_json(written))
+    size = sum(written_to.size(file) for file in set(weight_map.values()))
+    write_index(written_to, weight_map, size, numbers)
     before = sum(record.num_bytes for record in checkpoint.tensors.values())
-    return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": str(destination / INDEX_FILE)}
+    return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": written_to.at(INDEX_FILE)}
 
 
 def common_width(config: Mapping[str, Any]) -> int:

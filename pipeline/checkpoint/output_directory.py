@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from manifests.errors import CorruptError, InputError, StorageError
 from manifests.records import AssemblingEntry, StagedRecord
 from pipeline.checkpoint.compression_record import RECORD_FILE, SEAL, read_record
 from pipeline.keys import ASSEMBLING, COMPLETE
-from stores.durable import is_hidden, partial_path, storage_errors, sweep_partials, write_durably
+from stores.durable import is_hidden
 from stores.ledger import Ledger
 from stores.lock import RunLock
+from stores.storage import Place, Storage, open_storage
 
 LOCK_FILE = ".lamina.lock"
 SHOWN_FILES = 20
@@ -26,13 +24,14 @@ class OutputFiles:
     """The files of OUTPUT that are there.
 
     Attributes:
+        output: the place, as messages have it.
         ours: those of this job, also of a run that was interrupted: they may be replaced and removed.
         of_lamina: those of the checkpoint of another of Lamina's jobs.
         foreign: all others but hidden ones, ascending; folders among them.
         fresh: whether the checkpoint of another job of Lamina's may be replaced, too.
     """
 
-    output: Path
+    output: str
     ours: frozenset[str]
     of_lamina: frozenset[str]
     foreign: tuple[str, ...]
@@ -58,52 +57,52 @@ class OutputFiles:
         return self.ours | self.of_lamina
 
 
-def survey_output(output: Path, ledger: Ledger, fresh: bool = False) -> OutputFiles:
+def survey_output(output: Place, ledger: Ledger, fresh: bool = False) -> OutputFiles:
     """Tells the files of OUTPUT apart: by the ledger, and by the compression record that lies there.
 
     Raises StorageError.
     """
-    with storage_errors("listing", output):
-        found = [entry for entry in os.scandir(output) if not is_hidden(entry.name)] if output.is_dir() else []
-    files = {entry.name for entry in found if not entry.is_dir(follow_symlinks=False)}
-    recorded, seal = _recorded(output) if RECORD_FILE in files else (frozenset(), None)
+    storage = open_storage(output)
+    found = {name for name in storage.children() if not is_hidden(name)}
+    files = found.difference(storage.folders())
+    recorded, seal = _recorded(storage) if RECORD_FILE in files else (frozenset(), None)
     entered = ledger.get(ASSEMBLING)
     ours: set[str] = set()
-    if entered and entered["output"] == str(output.resolve()) and _still_there(output, files, entered):
+    if entered and entered["output"] == storage.address and _still_there(storage, files, entered):
         ours = files.intersection(entered.get("files", files))
     finished = ledger.get(COMPLETE)
     if finished and seal == finished["contract_sha256"]:
         ours |= recorded & files
     of_lamina = (recorded & files) - ours
-    foreign = sorted({entry.name for entry in found} - ours - of_lamina)
-    return OutputFiles(output, frozenset(ours), frozenset(of_lamina), tuple(foreign), fresh)
+    foreign = sorted(found - ours - of_lamina)
+    return OutputFiles(storage.at(), frozenset(ours), frozenset(of_lamina), tuple(foreign), fresh)
 
 
-def claim_files(ledger: Ledger, output: Path, names: Iterable[str], shards: Iterable[StagedRecord]) -> None:
+def claim_files(ledger: Ledger, output: Place, names: Iterable[str], shards: Iterable[StagedRecord]) -> None:
     """Enters that files of these names in OUTPUT are this job's, before the first is written or replaced.
 
     `shards`: records of some of them; by their sizes a folder that took OUTPUT's place later is told from it.
     """
-    names = sorted(names)
+    storage, names = open_storage(output), sorted(names)
     sizes = {record["size"] for record in shards}
-    sizes |= {(output / name).stat().st_size for name in names if _is_shard(name) and (output / name).is_file()}
-    entry = AssemblingEntry(output=str(output.resolve()), files=names, shard_bytes=sorted(sizes))
+    sizes |= {storage.size(name) for name in storage.files() if name in names and _is_shard(name)}
+    entry = AssemblingEntry(output=storage.address, files=names, shard_bytes=sorted(sizes))
     ledger.commit(ASSEMBLING, entry)
 
 
-def _still_there(output: Path, files: set[str], entered: AssemblingEntry) -> bool:
+def _still_there(storage: Storage, files: set[str], entered: AssemblingEntry) -> bool:
     """Whether the folder is the one that was written to: holds the record, or a shard of a size that it had."""
     sizes = entered.get("shard_bytes")
     if not sizes or RECORD_FILE in files:
         return True
-    return any(_is_shard(name) and (output / name).stat().st_size in sizes for name in files)
+    return any(_is_shard(name) and storage.has(name) and storage.size(name) in sizes for name in files)
 
 
 def _is_shard(name: str) -> bool:
     return name.startswith("model-") and name.endswith(".safetensors")
 
 
-def _recorded(output: Path) -> tuple[frozenset[str], str | None]:
+def _recorded(output: Storage) -> tuple[frozenset[str], str | None]:
     """The names in the compression record, and its digest; none when it is damaged."""
     try:
         compression = read_record(output)
@@ -113,25 +112,23 @@ def _recorded(output: Path) -> tuple[frozenset[str], str | None]:
 
 
 @contextmanager
-def claim_output(output: Path) -> Iterator[RunLock]:
+def claim_output(output: Place) -> Iterator[RunLock]:
     """The lock of OUTPUT, held; with it OUTPUT is there. Both go when the block ends, unless OUTPUT holds anything.
 
     Raises InUseError, and InputError when nothing can be written there.
     """
-    lock = RunLock(output, LOCK_FILE, temporary=True)
-    made = not os.path.lexists(output)
+    storage = open_storage(output)
+    lock = RunLock(storage, LOCK_FILE, temporary=True)
+    made = not storage.exists()
     try:
         try:
             lock.acquire()
-            sweep_partials(output, below=False)  # the probe, too, may come back after a power cut
-            probe = partial_path(output / "probe")
-            write_durably(probe, b"")
-            probe.unlink()
+            storage.sweep(below=False)  # the probe, too, may come back after a power cut
+            storage.prepare()
         except StorageError as error:
-            raise InputError(f"output {output} cannot be used: {error}") from error
+            raise InputError(f"output {storage.at()} cannot be used: {error}") from error
         yield lock
     finally:
         lock.release()
         if made:
-            with contextlib.suppress(OSError):  # published to, or never made
-                output.rmdir()
+            storage.remove_empty()

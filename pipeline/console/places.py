@@ -1,4 +1,4 @@
-"""Where a job's files are: paths that stay what they mean, whoever starts the job and wherever it runs."""
+"""Where a job's files are: paths and addresses that mean the same, whoever starts the job and wherever it runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from manifests.errors import InputError
 from manifests.schema import Manifest
+from stores.storage import is_address, open_storage
 
 PACKAGE_FOLDERS = ("working_dir_files", "py_modules_files")  # of Ray's runtime environments
 FIELDS = ("output", "run_dir", "model.source")
@@ -17,7 +18,7 @@ def settle_places(manifest: Manifest, base: Path | None) -> Manifest:
     """The manifest with relative paths resolved against `base`, if there is one.
 
     Raises:
-        InputError: a bucket where only a directory will do; or a relative path in a folder that Ray made of
+        InputError: an address of no known kind of place; or a relative path in a folder that Ray made of
             `--working-dir`, where what is written is lost.
     """
     faults = [fault for field in FIELDS if (fault := _fault(field, _value(manifest, field), base))]
@@ -27,8 +28,12 @@ def settle_places(manifest: Manifest, base: Path | None) -> Manifest:
 
 
 def _fault(field: str, path: str, base: Path | None) -> str | None:
-    if "://" in path:
-        return f"{field}: {path} is a bucket's address, which is not supported yet; give a directory"
+    if is_address(path):
+        try:
+            open_storage(path)
+        except InputError as error:
+            return f"{field}: {error}"
+        return None
     if base is not None or Path(path).is_absolute() or not _in_package_folder():
         return None
     if field == "model.source" and not Path(path).exists():
@@ -54,7 +59,7 @@ def _value(manifest: Manifest, field: str) -> str:
 def _resolved(document: Mapping[str, Any], base: Path) -> dict[str, Any]:
     if not base.is_dir():
         raise InputError(f"--base {base}: no directory that this machine sees")
-    settled = {**document, "output": str(base / document["output"]), "run_dir": str(base / document["run_dir"])}
+    settled = {**document, "output": _below(base, document["output"]), "run_dir": _below(base, document["run_dir"])}
     source = base / document["model"]["source"]
     if source.is_dir():
         settled["model"] = {**document["model"], "source": str(source)}
@@ -68,4 +73,8 @@ def _with_files(block: Any, base: Path) -> Any:
     if not isinstance(block, Mapping):
         return block
     settled = {name: _with_files(value, base) for name, value in block.items()}
-    return {**settled, "files": tuple(str(base / file) for file in block["files"])} if block.get("files") else settled
+    return {**settled, "files": tuple(_below(base, file) for file in block["files"])} if block.get("files") else settled
+
+
+def _below(base: Path, path: str) -> str:
+    return path if is_address(path) else str(base / path)

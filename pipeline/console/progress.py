@@ -6,15 +6,16 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from manifests.errors import StorageError
 from pipeline.ports import Backward, BackwardDone, Forward, ForwardDone, Unit
 from stores.durable import storage_errors
+from stores.storage import Growing, Place, open_storage
 
 LOG = logging.getLogger("lamina")
 STORES = logging.getLogger("stores")
@@ -123,31 +124,37 @@ class JobObserver:
             self.bar = None
 
 
-class _LogFile(logging.FileHandler):
+class _LogFile(logging.StreamHandler[Growing]):
     """Says once when nothing more can be written; logging itself would print a traceback for every line."""
 
     failed = False
 
+    def __init__(self, path: str, file: Growing) -> None:
+        super().__init__(file)
+        self.path = path
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         error = sys.exc_info()[1]
         if not self.failed:
-            print(f"log {self.baseFilename}: {error}; the job goes on without", file=sys.stderr)
+            print(f"log {self.path}: {error}; the job goes on without", file=sys.stderr)
         self.failed = True
 
     def close(self) -> None:
+        super().close()
         try:
-            super().close()
-        except OSError as error:  # what was buffered is written here
+            self.stream.close()
+        except (OSError, StorageError) as error:  # what was buffered is written here
             if not self.failed:
-                print(f"log {self.baseFilename}: {error}", file=sys.stderr)
+                print(f"log {self.path}: {error}", file=sys.stderr)
 
 
-def open_log(directory: Path) -> Path:
-    """Starts a log file of its own for this run; everything `say` says and all warnings go there."""
+def open_log(directory: Place) -> str:
+    """Starts a log file of its own for this run; everything `say` says and all warnings go there. Returns its path."""
     close_log()
-    path = directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{psutil.Process().pid}.log"
+    storage, name = open_storage(directory), f"{time.strftime('%Y%m%d-%H%M%S')}-{psutil.Process().pid}.log"
+    path = storage.at(name)
     with storage_errors("writing", path):
-        handler = _LogFile(path, encoding="utf-8")
+        handler = _LogFile(path, storage.appender(name))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     LOG.setLevel(logging.INFO)
     LOG.propagate = False

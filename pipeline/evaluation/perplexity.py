@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from pipeline.job.pool import worker_pool
 from pipeline.ports import Forward, Pool, Score
 from pipeline.steps import do_units
 from stores.source import SourceCheckpoint
+from stores.storage import Storage
 from workers.config import WorkerConfig
 
 SHARDS = 16  # fixed, so that the sum does not depend on the number of workers
@@ -37,7 +38,7 @@ def measure_perplexity(
     dtype: torch.dtype | None,
     stop: threading.Event,
     observer: JobObserver,
-    scratch: Path | None = None,
+    scratch: str | os.PathLike[str] | None = None,
     start: Callable[[], None] = lambda: None,
     limit: int | None = None,
     trust_remote_code: bool = False,
@@ -56,7 +57,7 @@ def measure_perplexity(
     """
     opened = open_scored(model, window)
     source, config = opened
-    tokens = window_tokens(source.directory, text, window, config["vocab_size"], trust_remote_code)[:limit]
+    tokens = window_tokens(source.storage, text, window, config["vocab_size"], trust_remote_code)[:limit]
     start()
     return _score(opened, tokens, workers, dtype, stop, observer, scratch)
 
@@ -68,7 +69,7 @@ def score_tokens(
     dtype: torch.dtype | None,
     stop: threading.Event,
     observer: JobObserver,
-    scratch: Path,
+    scratch: str | None,
 ) -> dict[str, Any]:
     """The same of token ids (windows, window) that are known."""
     return _score(open_scored(model, tokens.shape[1]), tokens, workers, dtype, stop, observer, scratch)
@@ -93,23 +94,24 @@ def _score(
     dtype: torch.dtype | None,
     stop: threading.Event,
     observer: JobObserver,
-    scratch: Path | None,
+    scratch: str | os.PathLike[str] | None,
 ) -> dict[str, Any]:
     """`dtype`: of the forward pass; None: as stored. The log-softmax is float32 in any case."""
     source, config = opened
     geometry, window = geometry_of(config), tokens.shape[1]
-    with tempfile.TemporaryDirectory(dir=scratch, prefix=SCRATCH_PREFIX) as directory:
+    with tempfile.TemporaryDirectory(dir=scratch and os.path.abspath(scratch), prefix=SCRATCH_PREFIX) as directory:
         setup = WorkerConfig(
             source=source,
             config=config,
             geometry=geometry,
-            run_dir=Path(directory),
+            run_dir=directory,
             tokens=None,
             shards=min(SHARDS, len(tokens)),
             micro_batch=max(1, NUMBERS_PER_BATCH // window),
             dtype=dtype or _stored_dtype(source, config),
             threads=workers.cpus,
             use_gpu=workers.gpus > 0,
+            gpu_share=workers.gpus,
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
             token_ids=tokens.to(torch.int32),  # through Ray: another node sees no folder of this one
         )
@@ -127,6 +129,13 @@ def _score(
 def _stored_dtype(source: SourceCheckpoint, config: Mapping[str, Any]) -> torch.dtype:
     named = config.get("dtype")  # of a compressed checkpoint; its bitmaps are bytes
     return getattr(torch, named) if named else layer_dtype(source, geometry_of(config))
+
+
+def sweep_scratch(run_dir: Storage) -> None:
+    """Removes what scoring left that was killed."""
+    for folder in run_dir.folders():
+        if folder.startswith(SCRATCH_PREFIX):
+            run_dir.delete_folder(folder)
 
 
 def score_windows(pool: Pool, num_layers: int, shards: int, observer: JobObserver) -> tuple[float, int]:

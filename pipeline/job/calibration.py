@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from manifests.errors import InputError
 from pipeline.job.inputs import Inputs
 from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
+from stores.storage import Place
 
 HELD_OUT = 10  # one window held out for so many samples
 SAMPLE_SHAPE = (2, 64)
@@ -34,7 +34,7 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
     calibration = inputs.manifest.calibration
     if calibration is None or not inputs.needs_calibration:
         return None
-    tokenizer = load_tokenizer(inputs.source.directory, inputs.manifest.model.trust_remote_code)
+    tokenizer = load_tokenizer(inputs.source.storage, inputs.manifest.model.trust_remote_code)
     length, seed = calibration.sequence_length, inputs.manifest.seed
     drawn = [
         draw_samples(read_documents(text), tokenizer, count, -(-count // HELD_OUT), length, seed)
@@ -50,13 +50,13 @@ def evaluation_tokens(inputs: Inputs) -> torch.Tensor | None:
     wanted, model = inputs.manifest.evaluation.perplexity, inputs.manifest.model
     if wanted is None:
         return None
-    directory, vocab = inputs.source.directory, inputs.geometry.vocab
-    return window_tokens(directory, wanted.text, wanted.window, vocab, model.trust_remote_code)
+    storage, vocab = inputs.source.storage, inputs.geometry.vocab
+    return window_tokens(storage, wanted.text, wanted.window, vocab, model.trust_remote_code)
 
 
-def window_tokens(directory: Path, text: Any, window: int, vocab: int, trust_remote_code: bool = False) -> torch.Tensor:
+def window_tokens(place: Place, text: Any, window: int, vocab: int, trust_remote_code: bool = False) -> torch.Tensor:
     """Token ids (windows, window) of an evaluation text. Raises InputError about the text."""
-    tokens = evaluation_windows(read_documents(text), load_tokenizer(directory, trust_remote_code), window)
+    tokens = evaluation_windows(read_documents(text), load_tokenizer(place, trust_remote_code), window)
     check_ids(tokens, vocab)
     return tokens
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord
+from manifests.records import ArrayRecord, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import staged_layer
 from pipeline.console.signals import catch_signals, interrupt_on_signals
 from pipeline.driver import Driver
-from pipeline.evaluation.perplexity import SCRATCH_PREFIX
+from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.job.calibration import sample_tokens
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
@@ -27,8 +26,10 @@ from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS
 from pipeline.ports import Compare
 from pipeline.repair import REPAIRS
 from stores.activations import ActivationStore
+from stores.run_directory import RunDirectory
 from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
+from stores.storage import open_storage
 from workers.config import WorkerConfig
 from workers.pool import RayPool
 
@@ -44,11 +45,10 @@ class Effort:
 class StoreCleaner:
     """See `pipeline.ports.Cleaner`; the arrays of `always` stay."""
 
-    def __init__(
-        self, activations: ActivationStore, statistics: StatisticsStore, always: tuple[ArrayRecord, ...]
-    ) -> None:
-        self.activations = activations
-        self.statistics = statistics
+    def __init__(self, run_dir: RunDirectory, always: tuple[ArrayRecord, ...]) -> None:
+        self.run_dir = run_dir
+        self.activations: ActivationStore = run_dir.activations
+        self.statistics: StatisticsStore = run_dir.statistics
         self.always = always
 
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
@@ -58,6 +58,10 @@ class StoreCleaner:
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored moments but these."""
         self.statistics.sweep(records)
+
+    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
+        """Drops all staged layers but these."""
+        sweep_staged(self.run_dir.storage, records)
 
 
 def compress_layers(job: JobContext, heartbeat: Heartbeat, *, compared: bool = True) -> Effort:
@@ -94,7 +98,7 @@ def _workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[tuple[Driver, Ra
     _sweep(job)
     held_out = job.ledger.get(HELD_OUT)
     always = ((tokens,) if tokens else ()) + ((held_out["tokens"], *held_out["outputs"]) if held_out else ())
-    cleaner = StoreCleaner(job.run_dir.activations, job.run_dir.statistics, always)
+    cleaner = StoreCleaner(job.run_dir, always)
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
     with (
@@ -136,7 +140,7 @@ def assemble_output(job: JobContext) -> dict[str, Any]:
 
 
 def _assembler(job: JobContext) -> Assembler:
-    return Assembler(job.inputs, job.ledger, job.run_dir.path, job.source_files, job.run_dir.lock.check)
+    return Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, job.run_dir.lock.check)
 
 
 def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
@@ -146,13 +150,15 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         source=job.inputs.source,
         config=job.inputs.config,
         geometry=job.inputs.geometry,
-        run_dir=job.run_dir.path.resolve(),
+        run_dir=open_storage(job.run_dir.storage.address),
         tokens=tokens,
         shards=calibration.shards if calibration else manifest.workers.max,
         micro_batch=calibration.micro_batch if calibration else 1,
         dtype=job.inputs.dtype,
         threads=manifest.workers.cpus,
         use_gpu=manifest.workers.gpus > 0,
+        gpu_share=manifest.workers.gpus,
+        memory_bytes=job.plan.worker_host_bytes,
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
         gradient_samples=job.inputs.gradient_samples,
@@ -181,6 +187,5 @@ def _sweep(job: JobContext) -> None:
     """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
     job.ledger.sweep()
     entered = [job.ledger.get(key) for key in job.ledger.keys("layer/")]
-    sweep_staged(job.run_dir.path, [entry["staged"] for entry in entered if entry])
-    for left in job.run_dir.path.glob(f"{SCRATCH_PREFIX}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    sweep_staged(job.run_dir.storage, [entry["staged"] for entry in entered if entry])
+    sweep_scratch(job.run_dir.storage)

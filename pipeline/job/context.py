@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from manifests.errors import InputError
 from manifests.loading import dump_manifest
 from manifests.records import Key, ReusedEntry
 from manifests.schema import RANKS_ONLY, Manifest
-from pipeline.checkpoint.assembling import free_bytes
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.computation import Job
 from pipeline.console.progress import JobObserver
@@ -29,10 +27,10 @@ from pipeline.job.ledger_entries import check_entries
 from pipeline.keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
 from pipeline.plan.estimate import Plan, make_plan
-from stores.durable import write_durably
 from stores.ledger import Ledger
 from stores.lock import RunLock
-from stores.run_directory import RunDirectory
+from stores.run_directory import MANIFEST, RunDirectory
+from stores.storage import open_storage
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ class JobContext:
 
     @property
     def output(self) -> str:
-        """OUTPUT as an absolute path."""
-        return str(Path(self.manifest.output).resolve())
+        """The address of OUTPUT: an absolute path, or a bucket's."""
+        return open_storage(self.manifest.output).address
 
     def seconds(self) -> float:
         """Since this run of the job began."""
@@ -101,7 +99,7 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
             "budget.max_loss: is measured on calibration text beyond the samples, and there is none; give more text, "
             "or lower calibration.samples"
         )
-    run_dir, output = RunDirectory(manifest.run_dir), Path(manifest.output)
+    run_dir, output = RunDirectory(manifest.run_dir), open_storage(manifest.output)
     plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
@@ -155,15 +153,16 @@ def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
         job.observer.say(remark, logging.WARNING)
     for fault in faults:
         job.observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)
-    output = Path(job.manifest.output)
+    output = open_storage(job.manifest.output)
     replaceable = frozenset() if finished else job.output_files.replaceable()
     if replaceable:
         claim_files(job.ledger, output, replaceable, ())  # with --fresh, the ledger has forgotten whose they are
-    if not finished and free_bytes(output) < job.plan.output_bytes:
+    free_bytes = output.free_bytes()
+    if not finished and free_bytes is not None and free_bytes < job.plan.output_bytes:
         raise InputError(
-            f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes(output):,} are free at {output}"
+            f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes:,} are free at {output.at()}"
         )
-    write_durably(job.run_dir.manifest, dump_manifest(job.manifest).encode())
+    job.run_dir.storage.replace(MANIFEST, dump_manifest(job.manifest).encode())
     if not finished:
         _say_where_it_goes_on(job)
     if reused := job.ledger.get(REUSED):
@@ -199,6 +198,7 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
         COMPLETE,
         HELD_OUT_SCORE,
         *ledger.keys("layer/"),
+        *ledger.keys("activations/"),
         RANKS,
         TARGET,
         *ledger.keys("measured/"),

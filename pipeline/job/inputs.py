@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from pipeline.methods.registry import (
 from pipeline.samples import gradient_count, gradient_samples
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint, is_hub_id
+from stores.storage import open_storage
 from workers.config import FORWARD_DTYPES
 
 STORED_NAMES = {
@@ -144,7 +144,7 @@ def _checked(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, 
     if inputs.max_loss is not None:
         _check_max_loss(inputs)
     _check_sequence(manifest, config)
-    _check_places(manifest, source.directory)
+    _check_places(manifest, source)
     return inputs
 
 
@@ -199,17 +199,21 @@ def _check_sequence(manifest: Manifest, config: Mapping[str, Any]) -> None:
             raise InputError(f"{field}: {length} is longer than the model's max_position_embeddings {limit}")
 
 
-def _check_places(manifest: Manifest, source: Path) -> None:
-    places = {"output": Path(manifest.output).resolve(), "run_dir": Path(manifest.run_dir).resolve()}
-    source = source.resolve()
+def _check_places(manifest: Manifest, source: SourceCheckpoint) -> None:
+    places = {"output": open_storage(manifest.output), "run_dir": open_storage(manifest.run_dir)}
+    model = source.storage.address
     for name, place in places.items():
-        if place == source or place in source.parents or source in place.parents:
+        if _holds(place.address, model) or _holds(model, place.address):
             raise InputError(
-                f"{name}: {place} and the model {source} lie in each other; the source is never written to"
+                f"{name}: {place.address} and the model {model} lie in each other; the source is never written to"
             )
-        if place.exists() and not place.is_dir():
-            raise InputError(f"{name}: {place} is no directory")
-    if places["output"] == places["run_dir"] or places["output"] in places["run_dir"].parents:
-        raise InputError(
-            f"output: {places['output']} must not hold run_dir {places['run_dir']}; give two separate directories"
-        )
+        if fault := place.fault():
+            raise InputError(f"{name}: {place.address} is {fault}")
+    output, run_dir = places["output"].address, places["run_dir"].address
+    if _holds(output, run_dir):
+        raise InputError(f"output: {output} must not hold run_dir {run_dir}; give two separate directories")
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """Whether an address is another's, or of a folder that it is in."""
+    return f"{inner}/".startswith(f"{outer.rstrip('/')}/")

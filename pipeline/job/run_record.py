@@ -7,14 +7,13 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from manifests.errors import InUseError, LaminaError
 from pipeline.console.endings import Ending, ending_of
 from pipeline.console.progress import close_log, open_log
 from pipeline.job.context import JobContext
-from stores.durable import write_durably
+from stores.run_directory import ENDED
 
 RECORD_VERSION = 1
 LOG = logging.getLogger("lamina")
@@ -37,7 +36,7 @@ def recorded(job: JobContext) -> Iterator[None]:
         close_log()
 
 
-def _enter(job: JobContext, log: Path, ending: Ending) -> None:
+def _enter(job: JobContext, log: str, ending: Ending) -> None:
     LOG.log(logging.ERROR if ending.exit_code else logging.INFO, ending.line if ending.exit_code else "done")
     record = {
         "version": RECORD_VERSION,
@@ -48,10 +47,10 @@ def _enter(job: JobContext, log: Path, ending: Ending) -> None:
         "where": ending.where or _place(job.observer.state),
         "ended": time.time(),
         "seconds": job.seconds(),
-        "log": str(log),
+        "log": log,
     }
     try:
-        write_durably(job.run_dir.ended, json.dumps(record).encode())
+        job.run_dir.storage.replace(ENDED, json.dumps(record).encode())
     except LaminaError as error:
         LOG.warning("how this run ended could not be entered: %s", error)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from manifests.records import Key, ScoreEntry, TaskScoreEntry
 from pipeline.console.signals import catch_signals
 from pipeline.console.summary import SEEN_LIMIT, seen_warning
-from pipeline.evaluation.perplexity import SCRATCH_PREFIX, score_tokens
+from pipeline.evaluation.perplexity import score_tokens, sweep_scratch
 from pipeline.evaluation.tasks import score_tasks, tasks_digest
 from pipeline.job.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext
@@ -39,8 +38,7 @@ def score_output(job: JobContext, seal: str) -> None:
     Raises:
         Interrupted: a signal came; what is entered stays.
     """
-    for left in job.run_dir.path.glob(f"{SCRATCH_PREFIX}*"):  # of a run that was killed
-        shutil.rmtree(left)
+    sweep_scratch(job.run_dir.storage)
     for key, model in _wanted(job, seal).items():
         if job.ledger.get(key) is not None:
             continue
@@ -53,7 +51,7 @@ def score_output(job: JobContext, seal: str) -> None:
             torch.float32,
             job.stop,
             job.observer,
-            job.run_dir.path.resolve(),
+            job.run_dir.storage.folder,
         )
         wanted = job.manifest.evaluation.perplexity
         assert wanted is not None
@@ -112,7 +110,7 @@ def _wanted(job: JobContext, seal: str) -> dict[Key[ScoreEntry], str]:
         return {}
     wanted = {score_key("output", _digest(seal, tokens_digest(job.evaluation))): job.manifest.output}
     if job.manifest.evaluation.perplexity and job.manifest.evaluation.perplexity.dense:
-        wanted |= dict.fromkeys(_dense_key(job), str(job.inputs.source.directory))
+        wanted |= dict.fromkeys(_dense_key(job), job.inputs.source.place)
     return wanted
 
 

@@ -89,7 +89,7 @@ def _aim(job: JobContext, size: int) -> None:
     """Undoes what was made at another size before this one is entered, so that none of it is taken for this one's."""
     target = job.ledger.get(TARGET)
     if target is not None and target["size"] != size:
-        undone: list[Key[Any]] = [HELD_OUT_SCORE, *job.ledger.keys("layer/"), RANKS]
+        undone: list[Key[Any]] = [HELD_OUT_SCORE, *job.ledger.keys("layer/"), *job.ledger.keys("activations/"), RANKS]
         for key in undone:
             job.ledger.retract(key)
     if target is None or target["size"] != size:

@@ -13,7 +13,7 @@ from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import InputError
 from pipeline.families.registry import geometry_of, standard_config
-from stores.source import SourceCheckpoint, open_source
+from stores.source import CONFIG_FILE, SourceCheckpoint, open_source
 
 CAUSAL_SUFFIX = "ForCausalLM"
 
@@ -34,7 +34,7 @@ def open_dense(
 
 def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[SourceCheckpoint, dict[str, Any]]:
     """The same of one that is open. Raises as `open_dense` does."""
-    where = f"{opened.directory}/config.json"
+    where = opened.storage.at(CONFIG_FILE)
     refuse_other_models(opened.config, where)
     config = standard_config(opened.config)
     check_buildable(config, where)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from manifests.records import CompleteEntry
@@ -55,7 +54,7 @@ def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]
         return None, []
     seal = done["contract_sha256"]
     summary = {**done["summary"], "evaluation": scores(job, seal), "already_finished": True}
-    return summary, quick_faults(Path(job.manifest.output), seal)
+    return summary, quick_faults(job.manifest.output, seal)
 
 
 def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, Protocol
+
+from manifests.errors import StorageError
+from stores.storage import Place, open_storage
 
 LOG = logging.getLogger("lamina")
 SUFFIX = ".units.jsonl"
@@ -23,11 +25,12 @@ class Traced(Protocol):
 
 
 @contextmanager
-def units_logged(pool: Traced, logs: Path) -> Iterator[None]:
+def units_logged(pool: Traced, logs: Place) -> Iterator[None]:
     """Within it, a file of its own in `logs` takes a line for each unit. What cannot be written ends no job."""
-    path = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{SUFFIX}"
+    storage, name = open_storage(logs), f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{SUFFIX}"
+    path = storage.at(name)
     try:
-        file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed below
+        file = storage.appender(name)
     except OSError as error:
         LOG.warning("units are not logged: %s: %s", path, error.strerror)
         yield
@@ -36,8 +39,9 @@ def units_logged(pool: Traced, logs: Path) -> Iterator[None]:
     def write(line: dict[str, Any]) -> None:
         try:
             file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            LOG.warning("units are not logged any more: %s: %s", path, error.strerror)
+        except (OSError, StorageError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            LOG.warning("units are not logged any more: %s: %s", path, reason)
             pool.trace = _nothing
 
     pool.trace = write
@@ -45,7 +49,7 @@ def units_logged(pool: Traced, logs: Path) -> Iterator[None]:
         yield
     finally:
         pool.trace = _nothing
-        with suppress(OSError):  # what was left in the buffer
+        with suppress(OSError, StorageError):  # what was left in the buffer
             file.close()
 
 

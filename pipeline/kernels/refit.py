@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.kernels.checks import require_finite
+from pipeline.kernels.checks import require_finite, require_square
 
 
 class Refit(NamedTuple):
@@ -47,15 +47,30 @@ def refit(pairs: Iterable[tuple[Tensor, Tensor]], start_Dk: Tensor, ridge: float
     if tokens == 0:
         raise ValueError("a refit needs tokens")
     moment_kk, cross_Dk, power_DD = moment_kk / tokens, cross_Dk / tokens, power_DD / tokens
-    mean = float(moment_kk.diagonal().mean())
-    weight_Dk = start_Dk
-    if mean > 0.0:
-        damped_kk = moment_kk + ridge * mean * torch.eye(inputs, dtype=torch.float64, device=moment_kk.device)
-        factor_kk = torch.linalg.cholesky(damped_kk)
-        weight_Dk = start_Dk + torch.cholesky_solve((cross_Dk - start_Dk @ moment_kk).T, factor_kk).T
+    weight_Dk = start_Dk + correction(cross_Dk - start_Dk @ moment_kk, moment_kk, ridge)
     fitted_DD = weight_Dk @ cross_Dk.T
     residual_DD = power_DD - fitted_DD - fitted_DD.T + weight_Dk @ moment_kk @ weight_Dk.T
     return Refit(weight_Dk, moment_kk, residual_DD / max(0.5, 1.0 - inputs / tokens))
+
+
+def correction(error_Dk: Tensor, moment_kk: Tensor, ridge: float) -> Tensor:
+    """The ΔW of least E‖e − ΔW x‖² + λ‖ΔW‖², from E[e xᵀ] (D, k) and E[x xᵀ] (k, k): what to add to a weight that
+    leaves the error e of what it should give. λ = `ridge` · mean of the moment's diagonal. float64; zeros for inputs
+    that are all zero. Raises ValueError on shapes that do not fit, NaN, infinity, or a ridge that is not positive.
+    """
+    inputs = require_square("moment", moment_kk)
+    if error_Dk.ndim != 2 or error_Dk.shape[1] != inputs:
+        raise ValueError(f"error {tuple(error_Dk.shape)} and moment {tuple(moment_kk.shape)} do not fit")
+    if not 0.0 < ridge < float("inf"):
+        raise ValueError(f"ridge must be positive, not {ridge}")
+    require_finite("error", error_Dk)
+    require_finite("moment", moment_kk)
+    error_Dk, moment_kk = error_Dk.detach().to(torch.float64), moment_kk.detach().to(torch.float64)
+    mean = float(moment_kk.diagonal().mean())
+    if mean <= 0.0:
+        return torch.zeros_like(error_Dk)
+    damped_kk = moment_kk + ridge * mean * torch.eye(inputs, dtype=torch.float64, device=moment_kk.device)
+    return torch.cholesky_solve(error_Dk.T, torch.linalg.cholesky(damped_kk)).T
 
 
 def evenly_spread(start: int, count: int, total: int, wanted: int) -> Tensor:

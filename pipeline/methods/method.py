@@ -36,6 +36,10 @@ class Moment:
         kind: of the activations, over the calibration tokens; or of the gradients of the samples' log-likelihood,
             labels drawn from the model, over the gradient tokens. docs/methods.md#gradient-moments.
             Or a sample: no moment at all, but the values themselves, (1, tokens, F) in the forward's dtype.
+            Or a pair: (1, F + D, F), Σ x xᵀ and below it Σ e xᵀ, x at the point of a layer that is partly compressed,
+            behind compressed ones, and e (D numbers) what the dense layer behind dense ones has more: of
+            `attention.in` and `mlp.in` at the same point, of `o.in` in the residual stream after attention, of
+            `down.in` in that after the layer. docs/methods.md#corrections.
         diagonal: the sums of squares alone, (groups, F/heads).
         tokens: of a sample, at most; they are spread evenly over the calibration tokens.
     """
@@ -43,7 +47,7 @@ class Moment:
     point: str
     heads: int = 1
     groups: int = 1
-    kind: Literal["value", "gradient", "sample"] = "value"
+    kind: Literal["value", "gradient", "sample", "pair"] = "value"
     diagonal: bool = False
     tokens: int = 0
 
@@ -53,7 +57,7 @@ class Moment:
         point = re.sub(r"[:+]", "-", self.point)
         if self.kind == "sample":
             return f"sample-{point}-{self.tokens}"
-        kind = "gradient-" if self.kind == "gradient" else ""
+        kind = "" if self.kind == "value" else f"{self.kind}-"
         return f"{kind}{point}-{self.heads}-{self.groups}{'-diagonal' if self.diagonal else ''}"
 
 
@@ -99,12 +103,15 @@ class Group:
     Attributes:
         roles: the roles whose tensors are claimed; nobody else may claim them.
         moments: the statistics needed; empty for a data-free group.
+        corrections: pairs, each taken on the layer as the corrections of points before it have left it; with any, the
+            group is not compressed at once but by a `Correcting.correct` for each.
     """
 
     layer: int
     name: str
     roles: tuple[str, ...]
     moments: tuple[Moment, ...] = ()
+    corrections: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -252,4 +259,24 @@ class Predicting(Protocol):
     def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
         """Points to choose from, as columns that JSON has: `ranks` (name -> list), `numbers` stored, `cache` numbers
         per token, `loss` predicted in nats per token. The first is the smallest, the last the dense group, loss 0."""
+        ...
+
+
+@runtime_checkable
+class Correcting(Protocol):
+    """A method whose groups may be solved a part at a time, behind what was compressed before."""
+
+    def correct(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Mapping[str, Tensor],
+        statistics: Statistics,
+        ranks: Ranks,
+        before: Mapping[str, Tensor],
+    ) -> Solution:
+        """What the one pair among the statistics changes: a role's tensors and form replace all that it had.
+
+        `before`: `role.weight` and `role.bias` as the correction before this one left them, where they are stored so.
+        """
         ...

@@ -16,9 +16,10 @@ from pipeline.families.family import Geometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers, scope_numbers
 
+DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
 MOMENT_BYTES = 8  # float64
-SOLVE_COPIES = 4  # C, its factor or inverse, and two temporaries
+SOLVE_COPIES = 3  # C, its inverse beside the gram of W_down, the panels (tests/kernels/test_elimination.py)
 TOKEN_BYTES = 4
 
 
@@ -32,6 +33,8 @@ class Plan:
     source_bytes: int
     read_bytes: int
     worker_peak_bytes: int
+    worker_host_bytes: int
+    worker_device_bytes: int
     driver_peak_bytes: int
     statistics_bytes_per_layer: int
     activation_bytes: int
@@ -67,6 +70,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     expected = _expected_numbers(manifest, geometry)
     keep_all = manifest.statistics.keep if manifest.statistics.keep is not None else not compressed
     kept_statistics = statistics * (len(claimed) if keep_all else 1)
+    host, device = _worker_peak(manifest, geometry, itemsize, statistics, activations // max(1, workers))
     return Plan(
         layers=geometry.num_layers,
         claimed_layers=len(claimed),
@@ -77,7 +81,9 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
             + 2 * (dense - geometry.num_layers * layer_numbers) * itemsize
             + (dense + expected) * itemsize  # both models side by side, for what `verify` compares with
         ),
-        worker_peak_bytes=_worker_peak(manifest, geometry, itemsize, statistics, activations // max(1, workers)),
+        worker_peak_bytes=host + device,
+        worker_host_bytes=host,
+        worker_device_bytes=device,
         driver_peak_bytes=PROCESS_BYTES + tokens * 8,
         statistics_bytes_per_layer=statistics,
         activation_bytes=activations,
@@ -132,15 +138,23 @@ def _expected_numbers(manifest: Manifest, geometry: Geometry) -> int:
     return dense - round((1 - manifest.budget.share) * scope_numbers(geometry, manifest.budget.scope))
 
 
-def _worker_peak(manifest: Manifest, geometry: Geometry, itemsize: int, statistics: int, activations: int) -> int:
+def _worker_peak(
+    manifest: Manifest, geometry: Geometry, itemsize: int, statistics: int, activations: int
+) -> tuple[int, int]:
+    """Of host memory and of the device's. A worker without a GPU holds everything in the first.
+
+    Beside a GPU, the host holds the process, a layer read ahead, hidden states, and a layer's moments on their way out.
+    """
     calibration = manifest.calibration
-    weights = 2 * geometry.layer_numbers() * itemsize
+    layer = geometry.layer_numbers() * itemsize
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
     features = 6 * geometry.hidden + 3 * geometry.intermediate + 4 * geometry.heads * geometry.head_dim
     held = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
     solving = SOLVE_COPIES * statistics + geometry.layer_numbers() * (8 + itemsize)
-    streaming = weights + 2 * statistics + batch * features * 4 + held
-    return PROCESS_BYTES + max(streaming, held + solving)
+    computing = max(2 * layer + 2 * statistics + batch * features * 4, solving)
+    if manifest.workers.gpus == 0:
+        return PROCESS_BYTES + held + computing, 0
+    return PROCESS_BYTES + DEVICE_PROCESS_BYTES + held + layer + statistics, computing
 
 
 def _forward_flops(geometry: Geometry, sequence: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from html import escape
+from pathlib import PurePosixPath
 
 from pipeline.methods.registry import layers_of
 from pipeline.reporting import tables
@@ -43,7 +44,7 @@ def render(run: Run) -> str:
         ),
         _section("Log", _log(run)),
     ]
-    title = f"{run.path.resolve().name}: {run.state}"
+    title = f"{PurePosixPath(run.path).name}: {run.state}"
     return (
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
@@ -67,7 +68,7 @@ def _head(run: Run) -> str:
     cards = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
     paths = f"{run.manifest.model.source} → {run.manifest.output}"
     return (
-        f"<header><h1>{escape(run.path.resolve().name)}</h1><p>{escape(methods)}: <code>{escape(paths)}</code></p>"
+        f"<header><h1>{escape(PurePosixPath(run.path).name)}</h1><p>{escape(methods)}: <code>{escape(paths)}</code></p>"
         f"{''.join(told)}<dl>{cards}</dl></header>"
     )
 

@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from manifests.errors import InputError
-from manifests.loading import load_manifest
+from manifests.errors import InputError, StorageError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
@@ -24,7 +22,8 @@ from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.estimate import MOMENT_BYTES, Plan, make_plan
 from stores.headers import DTYPES
 from stores.lock import read_lock
-from stores.run_directory import RunDirectory
+from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, RunDirectory
+from stores.storage import Place, Storage, matching
 
 LOG_LINES = 60
 OF_A_UNIT = {"unit", "kind", "worker", "ended", "seconds", "peak_bytes", "tokens"}
@@ -48,7 +47,7 @@ class Run:
         log: the last lines of the last log, and the warnings before them.
     """
 
-    path: Path
+    path: str
     state: str
     ended: Mapping[str, Any] | None
     owner: Mapping[str, Any] | None
@@ -115,28 +114,29 @@ class Run:
         return found
 
 
-def read_run(path: Path) -> Run:
-    """Reads all of it. Raises InputError when `path` is no run directory, or not one of this version."""
-    run_dir = RunDirectory(path)
-    if not run_dir.fingerprint.exists() or not run_dir.manifest.exists():
-        raise InputError(f"{path}: no run directory (it has no fingerprint.json and manifest.yaml)")
+def read_run(place: Place) -> Run:
+    """Reads all of it. Raises InputError when `place` is no run directory, or not one of this version."""
+    run_dir = RunDirectory(place)
+    storage, manifest = run_dir.storage, run_dir.read_manifest()
+    if manifest is None or not storage.has(FINGERPRINT):
+        raise InputError(f"{run_dir.place}: no run directory (it has no {FINGERPRINT} and {MANIFEST})")
     ledger = run_dir.ledger
     keys = ledger.keys()
     entries: dict[str, Any] = {key: ledger.get(key) or {} for key in keys if key.split("/")[0] in KINDS}
     complete, ranks = entries.get("complete", {}), entries.get("ranks", {})
-    owner, ended = read_lock(path), _json(run_dir.ended)
+    owner, ended = read_lock(storage), _json(storage, ENDED)
     if ended and owner and ended.get("run") != owner["token"]:
         ended = None  # of an earlier run
     curves = [entry["curves"] for key, entry in entries.items() if key.startswith("curves/")]
     return Run(
-        path=path,
+        path=storage.address,
         state=_state(owner, ended, complete),
         ended=ended,
         owner=owner,
-        manifest=load_manifest(run_dir.manifest),
-        manifest_text=run_dir.manifest.read_text(encoding="utf-8"),
-        fingerprint=(_json(run_dir.fingerprint) or {})["fields"],
-        commits=_commits(path / "ledger", keys),
+        manifest=manifest,
+        manifest_text=storage.read(MANIFEST).decode(),
+        fingerprint=(_json(storage, FINGERPRINT) or {})["fields"],
+        commits=_commits(ledger.storage, keys),
         layers={int(key.partition("/")[2]): entry for key, entry in entries.items() if key.startswith("layer/")},
         ranks=ranks.get("ranks", {}),
         importance={int(layer): value for layer, value in ranks.get("importance", {}).items()},
@@ -162,11 +162,11 @@ def _state(owner: Mapping[str, Any] | None, ended: Mapping[str, Any] | None, com
     return "done" if complete else "stopped"
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _json(storage: Storage, name: str) -> dict[str, Any] | None:
     """None where there is none, or none that can be read."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(storage.read(name))
+    except (OSError, StorageError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -181,26 +181,30 @@ def _statistics_bytes(entries: Mapping[str, Mapping[str, Any]]) -> dict[int, int
     return {layer: size for layer, size in found.items() if size}
 
 
-def _commits(ledger: Path, keys: Sequence[str]) -> tuple[tuple[float, str], ...]:
+def _commits(ledger: Storage, keys: Sequence[str]) -> tuple[tuple[float, str], ...]:
     times: dict[str, float] = {}
-    for path in ledger.glob("*.json"):
-        key = path.name.rsplit(".", 2)[0].replace(".", "/")
-        times[key] = max(times.get(key, 0.0), path.stat().st_mtime)
+    for name, written in ledger.written().items():
+        key = name.rsplit(".", 2)[0].replace(".", "/")
+        times[key] = max(times.get(key, 0.0), written)
     return tuple(sorted((times[key], key) for key in keys if key in times))
 
 
-def _units(logs: Path) -> tuple[Mapping[str, Any], ...]:
+def _units(logs: Storage) -> tuple[Mapping[str, Any], ...]:
     """Lines that a kill has cut off are left out."""
-    files = sorted(logs.glob(f"*{SUFFIX}"))
     found = []
-    for line in files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []:
+    for line in _last_file(logs, f"*{SUFFIX}"):
         with suppress(ValueError):
             found.append(json.loads(line))
     return tuple(unit for unit in found if isinstance(unit, dict) and unit.keys() >= OF_A_UNIT)
 
 
-def _log(logs: Path) -> tuple[str, ...]:
-    files = sorted(logs.glob("*.log"))
-    lines = files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []
+def _log(logs: Storage) -> tuple[str, ...]:
+    lines = _last_file(logs, "*.log")
     warnings = [line for line in lines[:-LOG_LINES] if " WARNING " in line or " ERROR " in line]
     return (*warnings[-LOG_LINES:], *lines[-LOG_LINES:])
+
+
+def _last_file(logs: Storage, pattern: str) -> list[str]:
+    """The lines of the last of the files of a kind."""
+    names = matching(logs, [pattern])
+    return logs.read(names[-1]).decode(errors="replace").splitlines() if names else []

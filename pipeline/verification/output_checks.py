@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from pipeline.families.registry import geometry_of
 from stores.checkpoint import index_content
 from stores.headers import read_header
 from stores.source import INDEX_FILE, SourceCheckpoint
+from stores.storage import Storage
 
 PLACED = ("dtype", "shape", "sha256", "origin", "shard")  # of a tensor's entry; the rest is its form
 
@@ -32,25 +32,25 @@ class Finding:
     faults: tuple[str, ...] = ()
 
 
-def check_output_files(output: Path, compression: Mapping[str, Any]) -> Finding:
+def check_output_files(output: Storage, compression: Mapping[str, Any]) -> Finding:
     """The headers hold exactly the tensors that the record names, where and as it says; the index says the same."""
     faults = []
     for shard in sorted({*compression["shards"], *(entry["shard"] for entry in compression["tensors"].values())}):
         if shard not in compression["shards"]:
-            faults.append(f"{output / shard}: named by tensors, but not among the shards of compression.json")
+            faults.append(f"{output.at(shard)}: named by tensors, but not among the shards of compression.json")
         promised = {name: entry for name, entry in compression["tensors"].items() if entry["shard"] == shard}
-        found = read_header(output / shard)
-        faults += [f"{output / shard}: {name}: in compression.json only" for name in sorted(promised - found.keys())]
-        faults += [f"{output / shard}: {name}: not in compression.json" for name in sorted(found.keys() - promised)]
+        found = read_header(output, shard)
+        faults += [f"{output.at(shard)}: {name}: in compression.json only" for name in sorted(promised - found.keys())]
+        faults += [f"{output.at(shard)}: {name}: not in compression.json" for name in sorted(found.keys() - promised)]
         for name in sorted(promised.keys() & found.keys()):
             said = (promised[name]["dtype"], promised[name]["shape"])
             if (found[name].dtype, list(found[name].shape)) != said:
                 faults.append(
-                    f"{output / shard}: {name}: {found[name].dtype} {list(found[name].shape)}, "
+                    f"{output.at(shard)}: {name}: {found[name].dtype} {list(found[name].shape)}, "
                     f"compression.json says {said[0]} {said[1]}"
                 )
-    if (output / INDEX_FILE).read_bytes() != index_content(*index_arguments(compression)):
-        faults.append(f"{output / INDEX_FILE}: not what compression.json's tensors and counts give")
+    if output.read(INDEX_FILE) != index_content(*index_arguments(compression)):
+        faults.append(f"{output.at(INDEX_FILE)}: not what compression.json's tensors and counts give")
     return Finding("contents", f"{len(compression['tensors'])} tensors in headers, index and record", tuple(faults))
 
 

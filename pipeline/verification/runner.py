@@ -6,9 +6,10 @@ finding, too: never a traceback.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -21,39 +22,41 @@ from pipeline.verification import output_checks, source_checks
 from pipeline.verification.output_checks import Finding
 from stores.checkpoint import verify_shard
 from stores.source import CONFIG_FILE, INDEX_FILE
+from stores.storage import Place, Storage, on_this_machine, open_storage
 
 __all__ = ["Finding", "verify"]
 
 
-def verify(output: Path, source: Path | None, bound: float | None = None) -> Iterator[Finding]:
+def verify(output: Place, source: str | None, bound: float | None = None) -> Iterator[Finding]:
     """The findings, one check after another.
 
     Raises InputError when `output` is no Lamina checkpoint at all or of another version, and when `source` is no model.
     """
     original, standard = open_dense(str(source)) if source is not None else (None, {})
+    checked = open_storage(output)
     try:
-        compression = read_record(output)
+        compression = read_record(checked)
     except CorruptError as error:
         yield Finding("contract", "the other files cannot be held against it", (str(error),))
         return
     except InputError as error:
-        if not (output / MODELLING_FILE).exists():
+        if not checked.has(MODELLING_FILE):
             raise
         yield Finding("contract", "the other files cannot be held against it", (str(error),))
         return
     yield Finding("contract", f"{RECORD_FILE}, version {compression['version']}, is as it was written")
-    files = _files(output, compression)
+    files = _files(checked, compression)
     yield files
-    yield _guarded("digests", _digests, output, compression)
+    yield _guarded("digests", _digests, checked, compression)
     if any(name in fault for fault in files.faults for name in (CONFIG_FILE, INDEX_FILE)):
-        yield Finding("contents", "not checked", (f"{output}: {CONFIG_FILE} or {INDEX_FILE} is damaged",))
+        yield Finding("contents", "not checked", (f"{checked.at()}: {CONFIG_FILE} or {INDEX_FILE} is damaged",))
         return
     try:
-        checkpoint, config = read_checkpoint(str(output))
+        checkpoint, config = read_checkpoint(checked.at())
     except LaminaError as error:
         yield Finding("contents", "cannot be opened", (str(error),))
         return
-    yield _guarded("contents", output_checks.check_output_files, output, compression)
+    yield _guarded("contents", output_checks.check_output_files, checked, compression)
     yield _guarded("forms", output_checks.check_forms, checkpoint, config, compression)
     yield _guarded("values", output_checks.check_values, checkpoint, compression)
     yield _guarded("counts", output_checks.check_counts, checkpoint, config, compression, original)
@@ -73,38 +76,38 @@ def _guarded(check: str, function: Callable[..., Finding], *arguments: Any) -> F
         return Finding(check, "could not be finished", (f"{type(error).__name__}: {error}",))
 
 
-def _files(output: Path, compression: Mapping[str, Any]) -> Finding:
+def _files(output: Storage, compression: Mapping[str, Any]) -> Finding:
     """Every file but the shards; and that there are no others, which a loader might take up."""
-    faults = [file_fault(output / name, record) for name, record in sorted(compression["files"].items())]
+    faults = [file_fault(output, name, record) for name, record in sorted(compression["files"].items())]
     named = {RECORD_FILE, *compression["files"], *compression["shards"]}
-    strangers = sorted(path for path in output.iterdir() if path.name not in named and not path.name.startswith("."))
-    faults += [f"{path}: not part of the checkpoint; remove it" for path in strangers]
+    strangers = [name for name in output.children() if name not in named and not name.startswith(".")]
+    faults += [f"{output.at(name)}: not part of the checkpoint; remove it" for name in strangers]
     needed = [CONFIG_FILE, INDEX_FILE, *_modelling_files(output)]
-    faults += [f"{output / name}: {RECORD_FILE} has no digest of it" for name in needed if name not in named]
+    faults += [f"{output.at(name)}: {RECORD_FILE} has no digest of it" for name in needed if name not in named]
     return Finding(
         "files", f"{len(compression['files'])} files against sha256", tuple(fault for fault in faults if fault)
     )
 
 
-def _modelling_files(output: Path) -> list[str]:
+def _modelling_files(output: Storage) -> list[str]:
     """The modelling file and all that it imports relatively, which a loader takes from beside it."""
-    modelling = output / MODELLING_FILE
     try:
-        imported = get_relative_import_files(modelling)
+        with on_this_machine(output, ["*.py"]) as folder:
+            imported = get_relative_import_files(os.path.join(folder, MODELLING_FILE))
     except (OSError, ValueError):  # one of them is missing or no text: its digest says so, by name
         imported = []
-    return [MODELLING_FILE, *sorted({Path(path).name for path in imported})]
+    return [MODELLING_FILE, *sorted({PurePath(path).name for path in imported})]
 
 
-def _digests(output: Path, compression: Mapping[str, Any]) -> Finding:
+def _digests(output: Storage, compression: Mapping[str, Any]) -> Finding:
     finding = Finding("digests", f"{len(compression['shards'])} shards against sha256")
     faults = []
     for shard, record in sorted(compression["shards"].items()):
         tensors = {name: entry for name, entry in compression["tensors"].items() if entry["shard"] == shard}
         try:
-            verify_shard(output / shard, {"size": record["size"], "sha256": record["sha256"], "tensors": tensors})
+            verify_shard(output, shard, {"size": record["size"], "sha256": record["sha256"], "tensors": tensors})
         except (CorruptError, InputError) as error:
-            faults.append(f"{error}{_lost(tensors) if not (output / shard).is_file() else ''}")
+            faults.append(f"{error}{_lost(tensors) if not output.has(shard) else ''}")
     return replace(finding, faults=tuple(faults))
 
 

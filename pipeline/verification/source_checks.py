@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lamina import MODELLING_FILES
 from pipeline.checkpoint.assembling import CARD_FILE, TOKENIZER_FILE, without_code
-from pipeline.checkpoint.compression_record import describe_bytes
+from pipeline.checkpoint.compression_record import describe_bytes, file_fault
 from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import sample_tokens
 from pipeline.verification.output_checks import Finding
-from stores.durable import sha256_file
 from stores.source import SourceCheckpoint
+from stores.storage import Storage
 from workers.comparing import compare_models, deviation
 from workers.layers import cpu_reader
 
@@ -41,25 +40,24 @@ def check_source(
     recorded = compression["source"]["files"]
     faults = []
     for name, record in recorded.items():
-        path = original.directory / name
-        if not path.is_file() or path.stat().st_size != record["size"] or sha256_file(path) != record["sha256"]:
-            faults.append(f"{path}: not the file that the checkpoint was made from")
+        if file_fault(original.storage, name, record):
+            faults.append(f"{original.storage.at(name)}: not the file that the checkpoint was made from")
     standard = json.loads(json.dumps(standard))
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
     for name in sorted(compression["files"].keys() - recorded.keys() - {CARD_FILE, *MODELLING_FILES}):
-        path = original.directory / name
-        if path.is_file() and compression["files"][name]["sha256"] not in _copies(path):
+        there = original.storage.has(name)
+        if there and compression["files"][name]["sha256"] not in _copies(original.storage, name):
             faults.append(f"{name}: differs from the source's")
     return Finding("source", f"{len(recorded)} files of the source, and the config made from it", tuple(faults))
 
 
-def _copies(path: Path) -> list[str]:
+def _copies(storage: Storage, name: str) -> list[str]:
     """Digests of what may have become of a file that travels with the weights."""
-    if path.name != TOKENIZER_FILE:
-        return [sha256_file(path)]
-    content = path.read_bytes()
+    content = storage.read(name)
+    if name != TOKENIZER_FILE:
+        return [describe_bytes(content)["sha256"]]
     return [describe_bytes(copied)["sha256"] for copied in (content, without_code(content))]
 
 

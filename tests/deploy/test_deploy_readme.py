@@ -116,7 +116,7 @@ def test_figures_are_the_plan_s(tmp_path: Path, capsys: pytest.CaptureFixture[st
     gib = {name: value / 2**30 for name, value in json.loads(capsys.readouterr().out).items() if "bytes" in name}
     told = " ".join(README.split())
     assert f"{gib['read_bytes']:.0f} GiB read from a source of {gib['source_bytes']:.0f}" in told
-    assert f"{gib['worker_peak_bytes']:.1f} GiB in a worker" in told
+    assert f"{gib['worker_device_bytes']:.1f} GiB on a worker's GPU and {gib['worker_host_bytes']:.1f}" in told
     assert f"{gib['driver_peak_bytes']:.1f} GiB in the driver" in told
     assert f"{gib['run_dir_bytes']:,.0f} GiB in `run_dir`, {gib['output_bytes']:.0f} GiB of output" in told
     assert f"16 × {gib['statistics_bytes_per_layer']:.1f} GiB" in told

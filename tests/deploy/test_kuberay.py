@@ -154,7 +154,7 @@ def test_nodes_hold_the_job_s_workers(
         limits = pod["containers"][0]["resources"]["limits"]
         sizes = {volume["name"]: volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if "emptyDir" in volume}
         objects, spilled = _bytes(sizes["objects"]), _bytes(sizes["session"])
-        assert planned["worker_peak_bytes"] + objects < 0.9 * _bytes(limits["memory"])  # Ray ends workers at 95 %
+        assert planned["worker_host_bytes"] + objects < 0.9 * _bytes(limits["memory"])  # Ray ends workers at 95 %
         partial_sums = manifest.calibration.shards * planned["statistics_bytes_per_layer"]  # all of them on one node
         assert partial_sums < 0.9 * (objects + spilled)
         assert int(limits["cpu"]) >= manifest.workers.cpus

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.kernels.refit import evenly_spread, refit
+from pipeline.kernels.refit import correction, evenly_spread, refit
 
 
 def problem(tokens: int = 90) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,3 +80,18 @@ def test_a_sample_is_the_same_however_the_tokens_are_cut(total: int, wanted: int
 def test_tokens_that_are_not_there() -> None:
     with pytest.raises(ValueError, match="tokens 90 to 101 are not of 100"):
         evenly_spread(90, 11, 100, 5)
+
+
+def test_a_correction_is_the_ridge_regression_of_the_error() -> None:
+    errors, inputs, _ = problem()
+    moment, error = inputs.T @ inputs / len(inputs), errors.T @ inputs / len(inputs)
+    ridge = 0.1
+    found = correction(error, moment, ridge)
+    size = ridge * float(moment.diagonal().mean())
+    expected = torch.linalg.solve(moment + size * torch.eye(7, dtype=torch.float64), error, left=False)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(correction(error, torch.zeros_like(moment), ridge), torch.zeros_like(error))
+    with pytest.raises(ValueError, match=r"error \(5, 6\) and moment \(7, 7\)"):
+        correction(error[:, :6], moment, ridge)
+    with pytest.raises(ValueError, match="ridge must be"):
+        correction(error, moment, 0.0)

@@ -22,6 +22,7 @@ from pipeline.ports import (
     Forward,
     ForwardDone,
     Measure,
+    Pair,
     Predict,
     Reduce,
     Solve,
@@ -136,6 +137,9 @@ class WorldCleaner:
     def retain_statistics(self, records: tuple[dict[str, Any], ...]) -> None:
         self._retain("statistic", records)
 
+    def retain_staged(self, records: tuple[dict[str, Any], ...]) -> None:
+        self._retain("staged", records)
+
     def _retain(self, kind: str, records: Sequence[dict[str, Any]]) -> None:
         self.world.happen()
         kept = {record["path"] for record in records}
@@ -215,6 +219,8 @@ class SimulatedPool:
     def _execute(self, unit: Unit) -> Any:
         if isinstance(unit, Forward):
             return self._forward(unit)
+        if isinstance(unit, Pair):
+            return self._pair(unit)
         if isinstance(unit, Backward):
             return self._backward(unit)
         if isinstance(unit, Reduce):
@@ -254,6 +260,24 @@ class SimulatedPool:
             inputs=kept,
         )
 
+    def _pair(self, unit: Pair) -> ForwardDone:
+        assert len(unit.replay) == unit.layer - unit.base
+        assert (unit.base_record is None) == (unit.base == 0)
+        embedded = digest("embedded", unit.shard)
+        dense, packed = embedded, embedded
+        if unit.base_record is not None:
+            dense, packed = self.world.load("activation", unit.base_record).split()
+        for before, staged in enumerate(unit.replay, unit.base):
+            dense, packed = self._through(before, None, dense), self._through(before, staged, packed)
+        after = self._through(unit.layer, None, dense), self._through(unit.layer, unit.staged, packed)
+        moments = {moment: digest("pair", moment.key, unit.layer, dense, packed, *after) for moment in unit.moments}
+        return ForwardDone(
+            partials={moment: self._handle(value) for moment, value in moments.items()},
+            cosine=None,
+            activation=self.world.store("activation", " ".join(after)) if unit.store else None,
+            tokens=1,
+        )
+
     def _backward(self, unit: Backward) -> BackwardDone:
         self.world.backward_passes += len(unit.inputs)
         read = [self.world.load("activation", record) for record in unit.inputs]
@@ -287,9 +311,13 @@ class SimulatedPool:
 
     def _solve(self, unit: Solve) -> SolveDone:
         group = unit.task
-        assert tuple(unit.statistics) == group.moments
+        pairs = [moment for moment in unit.statistics if moment.kind == "pair"]
+        assert tuple(unit.statistics) == (*group.moments, *pairs)
+        assert len(pairs) == bool(group.corrections)
+        assert not pairs or (unit.before is None) == (pairs[0] == group.corrections[0])
         read = [self.world.load("statistic", record) for record in unit.statistics.values()]
-        value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()))
+        before = self._open(unit.before) if unit.before is not None else ""
+        value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()), before)
         return SolveDone(self._handle(value), {group.name: {"form": "test", "layer": group.layer}}, {"error": 0.5})
 
     def _handle(self, value: str) -> Handle:
@@ -305,6 +333,7 @@ class SimulatedPool:
 IMPORTANCE = frozenset({"importance"})
 SHARED, OWN, MLP = Moment("q.in"), Moment("o.in", heads=2, groups=1), Moment("down.in")
 MID, OUT = Moment("mid", kind="gradient"), Moment("out", kind="gradient")
+PAIRS = {point: Moment(point, kind="pair") for point in ("attention.in", "o.in", "down.in")}
 
 
 def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp")) -> tuple[Task, ...]:
@@ -318,6 +347,25 @@ def make_tasks(layers: Sequence[int], groups: Sequence[str] = ("attention", "mlp
     }
     return tuple(
         Task.of(0, Group(layer, name, (f"role-{name}",), moments[name])) for layer in layers for name in sorted(groups)
+    )
+
+
+def make_corrected_tasks(layers: Sequence[int], groups: Sequence[str] = ("first", "second")) -> tuple[Task, ...]:
+    """Tasks solved in parts: "first" by two pairs, "second" by one of them and a later one; "free" as ever."""
+    pairs = {"first": ("attention.in", "o.in"), "second": ("attention.in", "down.in"), "free": ()}
+    return tuple(
+        Task.of(
+            0,
+            Group(
+                layer,
+                name,
+                (f"role-{name}",),
+                (SHARED,) if pairs[name] else (),
+                tuple(PAIRS[point] for point in pairs[name]),
+            ),
+        )
+        for layer in layers
+        for name in sorted(groups)
     )
 
 
@@ -354,6 +402,12 @@ def make_gradient_job(
     return make_job(tasks, **given)
 
 
+def make_corrected_job(layers: Sequence[int], groups: Sequence[str] = ("first", "second"), **settings: Any) -> Job:
+    """Every layer in parts, behind what became of those before."""
+    given = {"num_layers": max(layers) + 1, "propagate": "dense", "keep_statistics": True, "scores": frozenset()}
+    return make_job(make_corrected_tasks(layers, groups), **{**given, **settings})
+
+
 def run(job: Job, world: World | None = None, pool: SimulatedPool | None = None) -> tuple[World, Recorder]:
     """One process's life, from start to end."""
     world = world or World()
@@ -386,6 +440,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "gradient-some": lambda: make_gradient_job([1, 3], groups=["free", "loss-mlp"], num_layers=5),
     "gradient-local": lambda: make_gradient_job(ALL, gradient="local", every=2),
     "gradient-behind-compressed": lambda: make_gradient_job(ALL, propagate="compressed"),
+    "corrected": lambda: make_corrected_job(range(3), ["first"], shards=1),
+    "corrected-two": lambda: make_corrected_job(range(2), shards=1, keep_statistics=False),
+    "corrected-every-2": lambda: make_corrected_job(range(4), ["second"], every=2, shards=1),
+    "corrected-some": lambda: make_corrected_job([1], ["first", "free"], num_layers=3),
     "free": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset()),
     "free-ranked": lambda: make_job(make_tasks(ALL, ["free"])),
     "free-measured": lambda: make_job(make_tasks(ALL, ["free"]), scores=frozenset(), measures=measures(ALL)),

@@ -15,8 +15,9 @@ from lamina import MODELLING_FILES
 from manifests.errors import CorruptError, InUseError
 from manifests.schema import Manifest
 from pipeline.checkpoint import assembling
-from pipeline.checkpoint.assembling import Assembler, free_bytes, plan_shards
+from pipeline.checkpoint.assembling import Assembler, plan_shards
 from pipeline.job.inputs import Inputs, read_inputs
+from stores.disk import Disk
 from stores.durable import partial_path
 from stores.ledger import Ledger
 from stores.source import INDEX_FILE
@@ -116,7 +117,7 @@ def test_files_are_linked_where_they_can_be(finished: Finished) -> None:
             assert (finished.output / plan.name).samefile(finished.staged(plan.layer))
         elif plan.whole:
             assert plan.source_file is not None
-            assert (finished.output / plan.name).samefile(finished.inputs.source.directory / plan.source_file)
+            assert (finished.output / plan.name).samefile(Path(finished.inputs.source.place) / plan.source_file)
 
 
 def test_counts_are_those_of_the_files(finished: Finished) -> None:
@@ -257,5 +258,5 @@ def test_nothing_is_published_by_one_who_lost_the_run_directory(finished: Finish
 
 
 def test_free_space_is_found_before_the_directory_is_made(tmp_path: Path) -> None:
-    assert free_bytes(tmp_path / "a" / "b" / "c") > 0
-    assert math.isclose(free_bytes(tmp_path / "a"), free_bytes(tmp_path), rel_tol=0.2)
+    assert Disk(tmp_path / "a" / "b" / "c").free_bytes() > 0
+    assert math.isclose(Disk(tmp_path / "a").free_bytes(), Disk(tmp_path).free_bytes(), rel_tol=0.2)

@@ -81,13 +81,13 @@ def test_a_base_that_is_not_visible(tmp_path: Path, package_folder: Path) -> Non
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
-        ("output", {"output": "s3://bucket/out"}),
+        ("output", {"output": "ftp://host/out"}),
         ("run_dir", {"run_dir": "gs://bucket/run"}),
-        ("model.source", {"model": {"source": "s3://bucket/model"}}),
+        ("model.source", {"model": {"source": "az://bucket/model"}}),
     ],
 )
-def test_buckets_are_refused_by_name(field: str, changes: dict[str, Any]) -> None:
-    """No folder named `s3:`."""
+def test_unknown_places_are_refused_by_name(field: str, changes: dict[str, Any]) -> None:
+    """No folder named `gs:`."""
     with pytest.raises(InputError, match=rf"{field}: \w+://.*give a directory"):
         settle_places(manifest(**changes), None)
 

@@ -18,7 +18,7 @@ from stores import checkpoint
 from stores.checkpoint import copy_shard, verify_shard, write_index, write_shard
 from stores.disk import link_or_copy
 from stores.durable import sweep_partials
-from stores.source import SourceCheckpoint, open_source
+from stores.source import INDEX_FILE, SourceCheckpoint, open_source
 
 KilledAnywhere = Callable[..., int]
 
@@ -62,7 +62,7 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
     assert record["size"] == (tmp_path / "a.safetensors").stat().st_size
     assert record["file"] == "a.safetensors"
     assert json.loads(json.dumps(record)) == record
-    verify_shard(tmp_path / "a.safetensors", record)
+    verify_shard(tmp_path, "a.safetensors", record)
 
 
 def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
@@ -93,10 +93,10 @@ def test_finite_check_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_copy_is_bit_for_bit(tmp_path: Path, source: SourceCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 11)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 11)
     names = ["nan", *tensors()]
     record = copy_shard(tmp_path, "copy.safetensors", source, names)
-    verify_shard(tmp_path / "copy.safetensors", record)
+    verify_shard(tmp_path, "copy.safetensors", record)
     found = load_file(tmp_path / "copy.safetensors")
     for name in names:
         before, after = source.read([name])[name], found[name]
@@ -108,7 +108,7 @@ def test_copy_is_bit_for_bit(tmp_path: Path, source: SourceCheckpoint, monkeypat
 
 
 def test_a_source_cut_meanwhile_publishes_nothing(tmp_path: Path, source: SourceCheckpoint) -> None:
-    os.truncate(source.directory / "model.safetensors", 600)
+    os.truncate(Path(source.place) / "model.safetensors", 600)
     with pytest.raises(StorageError, match="truncated after the job opened it"):
         copy_shard(tmp_path, "copy", source, list(source.tensors))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -118,7 +118,7 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object]) -> No
     record = write_shard(tmp_path, "a", tensors())
     damage(tmp_path / "a")
     with pytest.raises(CorruptError) as caught:
-        verify_shard(tmp_path / "a", record)
+        verify_shard(tmp_path, "a", record)
     assert str(tmp_path / "a") in str(caught.value)
 
 
@@ -128,14 +128,14 @@ def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
     other["f16"] = other["f16"] + 1
     other_record = write_shard(tmp_path, "b", other)
     with pytest.raises(CorruptError, match=r"tensors that differ: f16$"):
-        verify_shard(tmp_path / "b", record)
+        verify_shard(tmp_path, "b", record)
     with pytest.raises(CorruptError, match=r"tensors that differ: f16$"):
-        verify_shard(tmp_path / "a", other_record)
+        verify_shard(tmp_path, "a", other_record)
     data = bytearray((tmp_path / "a").read_bytes())
     data[9] ^= 0xFF
     (tmp_path / "a").write_bytes(data)
     with pytest.raises(CorruptError, match="header is damaged"):
-        verify_shard(tmp_path / "a", record)
+        verify_shard(tmp_path, "a", record)
 
 
 def test_link_and_link_again(tmp_path: Path) -> None:
@@ -182,8 +182,8 @@ def test_index(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     record = write_shard(tmp_path, "a.safetensors", tensors())
     weight_map = dict.fromkeys(tensors(), "a.safetensors")
-    path = write_index(tmp_path, weight_map, record["size"], 123)
-    assert json.loads(path.read_text()) == {
+    write_index(tmp_path, weight_map, record["size"], 123)
+    assert json.loads((tmp_path / INDEX_FILE).read_text()) == {
         "metadata": {"total_parameters": 123, "total_size": record["size"]},
         "weight_map": weight_map,
     }
@@ -197,7 +197,7 @@ def test_killed_anywhere_files_are_whole(killed_anywhere: KilledAnywhere, source
     def act(directory: Path) -> None:
         write_shard(directory, "a", tensors(0))
         copy_shard(directory, "b", source, ["view"])
-        link_or_copy(source.directory / "model.safetensors", directory / "c")
+        link_or_copy(Path(source.place) / "model.safetensors", directory / "c")
         write_index(directory, {"view": "b"}, 1, 1)
 
     def check(directory: Path) -> None:

@@ -15,10 +15,14 @@ import torch
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
 from manifests.schema import completed
-from stores.run_directory import RunDirectory
+from stores.run_directory import FINGERPRINT, MANIFEST, STAGED, RunDirectory
 
 KilledAnywhere = Callable[..., int]
 FIELDS: dict[str, Any] = {"seed": 0, "manifest": {"budget": {"keep": 0.8}, "methods": [{"method": "a", "keep": None}]}}
+
+
+def _at(run: RunDirectory, name: str = "") -> Path:
+    return Path(run.storage.at(name))
 
 
 def changed(**fields: Any) -> dict[str, Any]:
@@ -35,20 +39,20 @@ def fill(run: RunDirectory, name: str) -> None:
     statistic = run.statistics.write(0, name, torch.ones(2, 3))
     hidden = run.activations.write("dense", 1, 0, torch.ones(1, 2, 3))
     run.ledger.commit("layer/00000", {"statistics": statistic, "activations": hidden})
-    (run.staged / f"layer-00000.{'0' * 32}.safetensors").write_bytes(b"data")
+    (_at(run, STAGED) / f"layer-00000.{'0' * 32}.safetensors").write_bytes(b"data")
 
 
 def test_layout(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "a" / "run")
     run.prepare()
     run.prepare()
-    assert sorted(path.name for path in run.path.iterdir()) == ["ledger", "logs", "staged"]
+    assert sorted(path.name for path in _at(run).iterdir()) == ["ledger", "logs", "staged"]
     assert run.check_fingerprint(FIELDS)
     fill(run, "m")
     with run.lock:
         pass
-    run.manifest.write_text("")
-    assert sorted(path.name for path in run.path.iterdir()) == [
+    _at(run, MANIFEST).write_text("")
+    assert sorted(path.name for path in _at(run).iterdir()) == [
         "activations.zarr",
         "fingerprint.json",
         "ledger",
@@ -61,9 +65,9 @@ def test_layout(tmp_path: Path) -> None:
     ]
 
 
-def test_a_bucket_is_refused() -> None:
-    with pytest.raises(InputError, match="buckets"):
-        RunDirectory("s3://bucket/run")
+def test_an_address_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(InputError, match="ftp://host/run"):
+        RunDirectory("ftp://host/run")
 
 
 def test_a_disk_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +132,7 @@ def test_work_of_nobody_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_fingerprint(tmp_path: Path, text: str) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
-    run.fingerprint.write_text(text)
+    _at(run, FINGERPRINT).write_text(text)
     message = refused(run, FIELDS)
     assert "damaged" in message
     assert "--fresh" in message
@@ -138,11 +142,11 @@ def test_a_flipped_bit_is_not_taken_for_another_job(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
     run.check_fingerprint(FIELDS)
-    content = json.loads(run.fingerprint.read_text())
+    content = json.loads(_at(run, FINGERPRINT).read_text())
     content["fields"]["seed"] = 7
-    run.fingerprint.write_text(json.dumps(content))
+    _at(run, FINGERPRINT).write_text(json.dumps(content))
     message = refused(run, FIELDS)
-    assert f"{run.fingerprint}: damaged" in message
+    assert f"{_at(run, FINGERPRINT)}: damaged" in message
     assert "another job" not in message
 
 
@@ -150,7 +154,7 @@ def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
     run.check_fingerprint(FIELDS)
-    run.fingerprint.write_text(json.dumps({**json.loads(run.fingerprint.read_text()), "version": 2}))
+    _at(run, FINGERPRINT).write_text(json.dumps({**json.loads(_at(run, FINGERPRINT).read_text()), "version": 2}))
     assert "version 2" in refused(run, FIELDS)
 
 
@@ -161,7 +165,7 @@ def test_fresh_starts_over(tmp_path: Path) -> None:
     fill(run, "m")
     assert run.check_fingerprint(changed(seed=1), fresh=True)
     assert run.ledger.keys() == []
-    assert list(run.staged.iterdir()) == []
+    assert list(_at(run, STAGED).iterdir()) == []
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith("c.")]
     assert not run.check_fingerprint(changed(seed=1))
     assert "seed: 1 -> 0" in refused(run, FIELDS)
@@ -188,7 +192,7 @@ def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
             assert torch.equal(run.statistics.read(record["statistics"]), torch.ones(2, 3))
             assert run.activations.open(record["activations"]).read(0, 1).sum() == 6
             assert not run.check_fingerprint(FIELDS)
-        owner = json.loads(run.fingerprint.read_text())["fields"]["seed"]
+        owner = json.loads(_at(run, FINGERPRINT).read_text())["fields"]["seed"]
         if owner == 1:
             assert not record
             assert not run.check_fingerprint(changed(seed=1))
@@ -244,7 +248,7 @@ def test_what_a_start_leaves_is_ours(tmp_path: Path) -> None:
         run.ask_for_workers(2, run.lock.token)
         assert run.foreign_files() == []
     assert run.foreign_files() == []
-    run.manifest.write_text("of a user who chose this folder meanwhile")
+    _at(run, MANIFEST).write_text("of a user who chose this folder meanwhile")
     assert run.foreign_files() == ["manifest.yaml"]
 
 
@@ -254,11 +258,11 @@ def test_a_damaged_run_directory_is_still_ours(tmp_path: Path, damage: str) -> N
     run.prepare()
     with run.lock:
         run.check_fingerprint(FIELDS)
-        run.manifest.write_text("")
-    run.fingerprint.write_text(damage)
+        _at(run, MANIFEST).write_text("")
+    _at(run, FINGERPRINT).write_text(damage)
     assert run.foreign_files() == []
     fill(run, "m")
-    run.fingerprint.unlink()
+    _at(run, FINGERPRINT).unlink()
     (tmp_path / "lock.json").unlink()
     assert run.foreign_files() == []
 
@@ -268,6 +272,6 @@ def test_starting_over_removes_only_what_was_staged(tmp_path: Path) -> None:
     run.prepare()
     run.check_fingerprint(FIELDS)
     fill(run, "m")
-    (run.staged / "layer-notes.txt").write_text("theirs")
+    (_at(run, STAGED) / "layer-notes.txt").write_text("theirs")
     assert run.check_fingerprint(FIELDS, fresh=True)
-    assert os.listdir(run.staged) == ["layer-notes.txt"]
+    assert os.listdir(_at(run, STAGED)) == ["layer-notes.txt"]

@@ -13,6 +13,7 @@ import torch
 
 from manifests import VERSION
 from workers import hardware
+from workers.device_settings import device_settings
 from workers.hardware import describe_hardware, software_versions
 
 
@@ -54,7 +55,8 @@ def test_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = describe_hardware(torch.device("cuda"))
     assert found == {
-        "device": "NVIDIA H200", "compute_capability": "9.0", "torch": torch.__version__, "cuda": "13.0"
+        "device": "NVIDIA H200", "compute_capability": "9.0", "torch": torch.__version__, "cuda": "13.0",
+        **device_settings(),
     }  # fmt: skip
 
 

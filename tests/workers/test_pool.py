@@ -30,11 +30,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def made(fake: FakeRay, *, shards: int = 8, hardware: dict[str, str] | None = None, **workers: Any) -> RayPool:
         monkeypatch.setattr(pool_module, "ray", fake)
-        monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: None)
+        monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: None)
         sizes = {"max": 2, **workers}
         sizes.setdefault("min", sizes["max"])
         notes: list[str] = []
-        setup: Any = SimpleNamespace(shards=shards, hardware=hardware, manifest=None)
+        setup: Any = SimpleNamespace(shards=shards, hardware=hardware, manifest=None, memory_bytes=7)
         pool = RayPool(setup, Workers(**sizes), threading.Event(), notes.append)
         pool.notes = notes  # type: ignore[attr-defined]
         return pool
@@ -154,7 +154,7 @@ def test_no_more_workers_than_shards(make: Any) -> None:
 def test_what_an_actor_takes_is_asked_of_ray(make: Any) -> None:
     fake = FakeRay()
     make(fake, max=1, cpus=3, gpus=0.5)
-    assert fake.options_given == {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 3, "num_gpus": 0.5}
+    assert fake.options_given == {"max_restarts": 0, "max_task_retries": 0, "num_cpus": 3, "num_gpus": 0.5, "memory": 7}
 
 
 # Loss -----------------------------------------------------------------------------------------------------------------
@@ -443,16 +443,18 @@ def test_a_signal_ends_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.on_wait = stop.set
     monkeypatch.setattr(pool_module, "ray", fake)
     with pytest.raises(Interrupted, match="before any worker was ready"):
-        RayPool(SimpleNamespace(shards=2, hardware=None, manifest=None), Workers(), stop, lambda _: None)  # type: ignore[arg-type]
+        RayPool(
+            SimpleNamespace(shards=2, hardware=None, manifest=None, memory_bytes=0), Workers(), stop, lambda _: None
+        )  # type: ignore[arg-type]
 
 
 def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said within a minute, ended after `workers.start_timeout_s`; with an autoscaler it is waited for."""
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((10**9, 1, None)))
-    monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: "a worker asks for 64 CPUs")
+    monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: "a worker asks for 64 CPUs")
     monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.1)
-    setup: Any = SimpleNamespace(shards=2, hardware=None, manifest=None)
+    setup: Any = SimpleNamespace(shards=2, hardware=None, manifest=None, memory_bytes=0)
     with pytest.raises(WorkerError, match=r"asks for 64 CPUs; waited \d+ s \(workers.start_timeout_s\)"):
         RayPool(setup, Workers(cpus=64, start_timeout_s=0.4), threading.Event(), notes.append)
     assert notes[0] == "waiting for 1 workers, 0 are ready: a worker asks for 64 CPUs"
@@ -462,8 +464,13 @@ def test_waiting_long_for_workers_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((250, 1, None)))
     monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.0)
-    monkeypatch.setattr(pool_module, "why_unplaceable", lambda _: None)
-    RayPool(SimpleNamespace(shards=2, hardware=None, manifest=None), Workers(), threading.Event(), notes.append)  # type: ignore[arg-type]
+    monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: None)
+    RayPool(
+        SimpleNamespace(shards=2, hardware=None, manifest=None, memory_bytes=0),
+        Workers(),
+        threading.Event(),
+        notes.append,
+    )  # type: ignore[arg-type]
     assert notes
     assert "for 1 workers, 0 are ready: the cluster has {'CPU': 2.0}" in notes[0]
 

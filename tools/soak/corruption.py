@@ -161,7 +161,7 @@ def checked_shards(job: Job) -> list[tuple[Path, str, int]]:
     found: dict[str, tuple[Path, str, int]] = {}
     for name, entry in sorted(job.compression()["tensors"].items()):
         path = job.output / entry["shard"]
-        at = read_header(path)[name]
+        at = read_header(path.parent, path.name)[name]
         part = name.rpartition(".")[2] if entry["form"] != "dense" else "weight"
         found[f"{entry['form']}.{part} {entry['origin']}"] = (path, name, (at.begin + at.end) // 2)
         found["header"] = (path, "header", 12)

@@ -32,7 +32,7 @@ class Edited:
         path = self.output / name
         path.unlink()
         write_shard(path.parent, path.name, tensors)
-        described = describe_shard(path)
+        described = describe_shard(path.parent, path.name)
         self.compression["shards"][name] = {key: described[key] for key in ("size", "sha256")}
         for tensor in [t for t, entry in self.compression["tensors"].items() if entry["shard"] == name]:
             if tensor not in described["tensors"]:
@@ -111,11 +111,11 @@ def _factor_nan(made: Edited) -> None:
     name = next(n for n in sorted(made.compression["tensors"]) if _is_float_factor(made, n))
     path = made.output / made.compression["tensors"][name]["shard"]
     content = bytearray(path.read_bytes())
-    at = read_header(path)[name]
+    at = read_header(path.parent, path.name)[name]
     content[at.begin : at.begin + 4] = b"\xff\xff\xff\x7f"
     path.unlink()
     path.write_bytes(content)
-    described = describe_shard(path)
+    described = describe_shard(path.parent, path.name)
     made.compression["shards"][path.name] = {key: described[key] for key in ("size", "sha256")}
     made.compression["tensors"][name].update(described["tensors"][name])
 

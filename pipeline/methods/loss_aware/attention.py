@@ -25,6 +25,7 @@ from pipeline.kernels.sensitivity import (
 )
 from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.kernels.value_output import fit_value_output
+from pipeline.methods.loss_aware.pairs import carry, complete, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import FormSpec, Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, steps
@@ -34,6 +35,8 @@ VALUE, OUTPUT = "value", "output"
 CONTEXT = Moment("o.in")
 METRIC = Moment("mid", kind="gradient")
 MOMENTS = (CONTEXT, METRIC)
+READ, WRITTEN = pair("attention.in"), pair("o.in")
+CORRECTIONS = (READ, WRITTEN)
 BASES = 16  # ranks of the value basis that are compared at most; each takes an eigenproblem of D × D
 
 
@@ -85,26 +88,61 @@ def solve(
     whole_basis, whole_output = rank >= geometry.head_dim, ranks[OUTPUT] >= stack.full
     if whole_basis and whole_output:
         return Solution(dict(weights), {}, {"dense": True})
+    reduced, based = _based(entry, geometry, weights, found, rank)
+    cut = _cut(entry, geometry, reduced.output, reduced.moment, found, ranks)
+    biases = biases_of(weights, ("o",))
+    return Solution(_without_output(based.tensors) | cut.tensors | biases, based.forms | cut.forms)
+
+
+def correct(
+    entry: LossAware,
+    geometry: Geometry,
+    weights: Mapping[str, Tensor],
+    found: Statistics,
+    ranks: Ranks,
+    before: Mapping[str, Tensor],
+) -> Solution:
+    """First v and its basis for the input as it now comes, with a full-rank o; then o, by what is missing behind it."""
+    if READ in found.moments:
+        return _based(entry, geometry, carry(found, READ, weights, ("v",)).weights, found, ranks[VALUE])[1]
+    now = complete(found, WRITTEN, before["o.weight"])
+    cut = _cut(entry, geometry, now.weight, now.moment, found, ranks)
+    return Solution(cut.tensors | biases_of(weights, ("o",)), cut.forms)
+
+
+def _based(
+    entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics, rank: int
+) -> tuple[Reduced, Solution]:
+    """v and o on the basis of a rank; o is not cut."""
     context_FF, metric_DD = found.mean(CONTEXT)[0], _solving_metric(entry, found.mean(METRIC)[0])
     output_DF, tensors = weights["o.weight"].double(), dict(weights)
-    forms: dict[str, FormSpec] = {}
     heads_Gdd = _directions_of_heads(geometry, output_DF, context_FF, metric_DD)
     reduced = _reduced(output_DF, context_FF, metric_DD, heads_Gdd[:, :rank])
-    if reduced.encode is not None:
-        tensors["v.weight"] = _encoded(reduced.encode, weights["v.weight"])
-        if "v.bias" in weights:
-            tensors["v.bias"] = _encoded(reduced.encode, weights["v.bias"][:, None])[:, 0]
-        tensors["o.weight"] = reduced.output
-        form: FormSpec = {"form": "head_pca", "rank": rank}
-        forms = dict.fromkeys(ROLES, form)
-    if not whole_output:
-        directions = output_directions(reduced.output, reduced.moment, metric_DD)
-        kept = ranks[OUTPUT]
-        first_rR, second_Dr = directions.encode[:kept] @ reduced.output, directions.decode[:, :kept]
-        stored, of_output = stack.store({"o": reduced.output}, first_rR, second_Dr)
-        del tensors["o.weight"]
-        tensors, forms = tensors | stored, forms | of_output
-    return Solution(tensors | biases_of(weights, ("o",)), forms)
+    if reduced.encode is None:
+        return reduced, Solution(tensors, {})
+    tensors["v.weight"] = _encoded(reduced.encode, weights["v.weight"])
+    if "v.bias" in weights:
+        tensors["v.bias"] = _encoded(reduced.encode, weights["v.bias"][:, None])[:, 0]
+    tensors["o.weight"] = reduced.output
+    form: FormSpec = {"form": "head_pca", "rank": rank}
+    return reduced, Solution(tensors, dict.fromkeys(ROLES, form))
+
+
+def _cut(
+    entry: LossAware, geometry: Geometry, output_DR: Tensor, moment_RR: Tensor, found: Statistics, ranks: Ranks
+) -> Solution:
+    """o behind the basis at its own rank."""
+    stack, rank = _stack(entry, geometry, ranks[VALUE]), ranks[OUTPUT]
+    if rank >= stack.full:
+        basis: FormSpec = {"form": "head_pca", "rank": ranks[VALUE]}
+        return Solution({"o.weight": output_DR}, {"o": basis} if ranks[VALUE] < geometry.head_dim else {})
+    directions = output_directions(output_DR, moment_RR, _solving_metric(entry, found.mean(METRIC)[0]))
+    first_rR, second_Dr = directions.encode[:rank] @ output_DR, directions.decode[:, :rank]
+    return Solution(*stack.store({"o": output_DR}, first_rR, second_Dr))
+
+
+def _without_output(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name != "o.weight"}
 
 
 def _other_numbers(geometry: Geometry, rank: int) -> int:

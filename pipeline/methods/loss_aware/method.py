@@ -15,7 +15,7 @@ from manifests.methods import LossAware
 from pipeline.families.family import Geometry
 from pipeline.methods.base import MethodBase
 from pipeline.methods.loss_aware import attention, mlp, query_key
-from pipeline.methods.method import Curve, Group, Key, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, to_columns
 
@@ -31,6 +31,18 @@ class Part(Protocol):
     @property
     def least_numbers(self) -> Callable[[LossAware, Geometry], int]:
         """What the smallest of it stores."""
+        ...
+
+    @property
+    def CORRECTIONS(self) -> tuple[Moment, ...]:  # noqa: N802 - a constant of the module
+        """The pairs that `correct` is called with, one after another."""
+        ...
+
+    @property
+    def correct(
+        self,
+    ) -> Callable[[LossAware, Geometry, Mapping[str, Tensor], Statistics, Ranks, Mapping[str, Tensor]], Solution]:
+        """As `Correcting.correct`."""
         ...
 
     @property
@@ -56,8 +68,9 @@ class LossAwareMethod(MethodBase[LossAware]):
             "mlp": (mlp.roles(geometry), mlp.moments(geometry)),
         }
         chosen = {name: parts for name, parts in whole.items() if getattr(self.entry, name)}
+        corrects = self.entry.correct == "output"
         return tuple(
-            Group(layer, name, roles, moments)
+            Group(layer, name, roles, moments, PARTS[name].CORRECTIONS if corrects else ())
             for layer in self.entry.chosen_layers(geometry.num_layers)
             for name, (roles, moments) in chosen.items()
         )
@@ -84,3 +97,15 @@ class LossAwareMethod(MethodBase[LossAware]):
     ) -> Solution:
         """Dispatches on the group; see the modules beside."""
         return PARTS[group.name].solve(self.entry, geometry, weights, statistics, ranks)
+
+    def correct(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Weights,
+        statistics: Statistics,
+        ranks: Ranks,
+        before: Weights,
+    ) -> Solution:
+        """Dispatches on the group; see the modules beside."""
+        return PARTS[group.name].correct(self.entry, geometry, weights, statistics, ranks, before)

@@ -8,6 +8,7 @@ Legend: D hidden, N intermediate, k channels kept, m rows of the stack of gate a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +30,7 @@ from pipeline.kernels.sensitivity import (
     pushed,
 )
 from pipeline.kernels.spectra import symmetric_root
+from pipeline.methods.loss_aware.pairs import carry, complete, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import FormSpec, Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, merged
@@ -36,6 +38,8 @@ from pipeline.ranks.curves import Point, merged
 WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
 INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
 METRIC = Moment("out", kind="gradient")
+READ, WRITTEN = pair("mlp.in"), pair("down.in")
+CORRECTIONS = (READ, WRITTEN)
 SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
 PROBE_TOKENS = 4  # for each channel; enough to see what a rank of gate and up costs
 PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up
@@ -86,33 +90,38 @@ def solve(
     if width >= geometry.intermediate and ranks[GATE_UP] >= upper.full and ranks[DOWN] >= lower.full:
         return Solution(dict(weights), {}, {"dense": True})
     kept = solver.kept(width)
-    tensors: dict[str, Tensor] = {}
-    pruned: FormSpec = {"form": "pruned", "rank": width}
-    forms = dict.fromkeys(roles(geometry), pruned) if width < geometry.intermediate else {}
-    parts = {role: weights[f"{role}.weight"][kept].double() for role in readers(geometry)}
-    if ranks[GATE_UP] >= upper.full:
-        tensors |= {f"{role}.weight": part for role, part in parts.items()}
-    else:
-        directions, rank = solver.reader_directions(kept), ranks[GATE_UP]
-        second_mr = torch.cat(list(parts.values())) @ directions.decode[:, :rank]
-        stored, of_readers = upper.store(parts, directions.encode[:rank], second_mr)
-        tensors, forms = tensors | stored, forms | of_readers
+    read = solver.read(kept, ranks)
     refit_Dk, report = solver.refit(kept)
     moment_kk = solver.moment(kept)
     if ranks[GATE_UP] < upper.full and solver.sees(width):
-        again = solver.refit_again(kept, directions, rank, solver.sample_TD)
+        again = solver.refit_again(kept, solver.reader_directions(kept), ranks[GATE_UP], solver.sample_TD)
         refit_Dk, moment_kk = again.weight, again.moment
         report |= {"refit_tokens": len(solver.sample_TD)}
-    if ranks[DOWN] >= lower.full:
-        tensors["down.weight"] = refit_Dk
-    else:
-        directions, rank = solver.down_directions(refit_Dk, moment_kk), ranks[DOWN]
-        stored, of_down = lower.store(
-            {"down": refit_Dk}, directions.encode[:rank] @ refit_Dk, directions.decode[:, :rank]
-        )
-        tensors, forms = tensors | stored, forms | of_down
-    tensors |= {name: bias[kept] for name, bias in biases_of(weights, readers(geometry)).items()}
-    return Solution(tensors | biases_of(weights, ("down",)), forms, report)
+    written = solver.written(refit_Dk, moment_kk, ranks)
+    return Solution(read.tensors | written.tensors, read.forms | written.forms, report)
+
+
+def correct(
+    entry: LossAware,
+    geometry: Geometry,
+    weights: Mapping[str, Tensor],
+    found: Statistics,
+    ranks: Ranks,
+    before: Mapping[str, Tensor],
+) -> Solution:
+    """First gate and up for the input as it now comes, with a full-rank down; then down, by what is missing behind."""
+    if READ not in found.moments:
+        now = complete(found, WRITTEN, before["down.weight"])
+        return _Solver(entry, geometry, weights, found).written(now.weight, now.moment, ranks)
+    moved = carry(found, READ, weights, readers(geometry))
+    behind = replace(found, moments={**found.moments, INPUT: moved.moment[None] * found.tokens})
+    solver = _Solver(entry, geometry, moved.weights, behind)
+    kept = solver.kept(ranks[WIDTH])
+    read = solver.read(kept, ranks)
+    refit_Dk, report = solver.refit(kept)
+    full = {**ranks, DOWN: _down_stack(entry, geometry, ranks[WIDTH]).full}
+    written = solver.written(refit_Dk, solver.moment(kept), full)
+    return Solution(read.tensors | written.tensors, read.forms | written.forms, report)
 
 
 class _Solver:
@@ -126,6 +135,7 @@ class _Solver:
         self.metric_DD = found.mean(METRIC)[0]
         self.gradients_N = {role: found.mean(_gradient(role))[0] for role in readers(geometry)}
         self.sample_TD = found.moments[_sample(geometry)][0]
+        self._directions: dict[int, Directions] = {}  # by width
 
     def sees(self, width: int) -> bool:
         """Whether the sample has tokens enough to fit so many channels."""
@@ -144,6 +154,34 @@ class _Solver:
         """Predicted loss by width."""
         return nested_losses(self.hidden_NN, self.down_DN, self.metric_DD, self.priority)
 
+    def read(self, kept_k: Tensor, ranks: Ranks) -> Solution:
+        """gate and up on the channels that stay, at their rank."""
+        width, rank, names = kept_k.numel(), ranks[GATE_UP], readers(self.geometry)
+        stack = _reader_stack(self.entry, self.geometry, width)
+        parts = {role: self.weights[f"{role}.weight"][kept_k].double() for role in names}
+        biases = {name: bias[kept_k] for name, bias in biases_of(self.weights, names).items()}
+        if rank >= stack.full:
+            tensors = {f"{role}.weight": part for role, part in parts.items()}
+            return Solution(tensors | biases, self._pruned(names, width))
+        found = self.reader_directions(kept_k)
+        second_mr = torch.cat(list(parts.values())) @ found.decode[:, :rank]
+        tensors, forms = stack.store(parts, found.encode[:rank], second_mr)
+        return Solution(tensors | biases, forms)
+
+    def written(self, weight_Dk: Tensor, moment_kk: Tensor, ranks: Ranks) -> Solution:
+        """down on the channels that stay, whose inputs have this moment, at its rank."""
+        width, rank = weight_Dk.shape[1], ranks[DOWN]
+        stack, biases = _down_stack(self.entry, self.geometry, width), biases_of(self.weights, (DOWN,))
+        if rank >= stack.full:
+            return Solution({"down.weight": weight_Dk, **biases}, self._pruned((DOWN,), width))
+        found = self.down_directions(weight_Dk, moment_kk)
+        tensors, forms = stack.store({DOWN: weight_Dk}, found.encode[:rank] @ weight_Dk, found.decode[:, :rank])
+        return Solution(tensors | biases, forms)
+
+    def _pruned(self, names: tuple[str, ...], width: int) -> dict[str, FormSpec]:
+        form: FormSpec = {"form": "pruned", "rank": width}
+        return dict.fromkeys(names, form) if width < self.geometry.intermediate else {}
+
     def kept(self, width: int) -> Tensor:
         """The channels that stay, ascending."""
         if width >= self.geometry.intermediate:
@@ -152,7 +190,10 @@ class _Solver:
 
     def reader_directions(self, kept_k: Tensor) -> Directions:
         """Of the stack of gate and up on the channels that stay."""
-        return input_directions(self.input_DD, self._pull(kept_k, by_loss=self.by_loss))
+        width = kept_k.numel()
+        if width not in self._directions:
+            self._directions[width] = input_directions(self.input_DD, self._pull(kept_k, by_loss=self.by_loss))
+        return self._directions[width]
 
     def reader_losses(self, kept_k: Tensor) -> Tensor:
         """Predicted loss by rank of gate/up: the linear one, times what a few ranks are seen to cost on the sample.

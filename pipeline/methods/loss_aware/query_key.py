@@ -13,6 +13,7 @@ from torch import Tensor
 from manifests.methods import LossAware
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import Directions, input_directions, projection_losses
+from pipeline.methods.loss_aware.pairs import carry, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point
@@ -22,6 +23,8 @@ NAME = "query_key"
 INPUT = Moment("attention.in")
 PULL = Moment("pull:q+k", kind="gradient")
 MOMENTS = (INPUT, PULL)
+PAIR = pair("attention.in")
+CORRECTIONS = (PAIR,)
 
 
 def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
@@ -43,10 +46,34 @@ def solve(
     entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:
     """The stack at its rank; biases as they are."""
-    stack, rank = _stack(entry, geometry), ranks[NAME]
-    if rank >= stack.full:
+    if ranks[NAME] >= _stack(entry, geometry).full:
         return Solution(dict(weights), {}, {"dense": True})
-    directions = _directions(entry, weights, found)
+    return _stored(entry, geometry, weights, _directions(entry, weights, found), ranks[NAME])
+
+
+def correct(
+    entry: LossAware,
+    geometry: Geometry,
+    weights: Mapping[str, Tensor],
+    found: Statistics,
+    ranks: Ranks,
+    before: Mapping[str, Tensor],
+) -> Solution:
+    """The stack for the input as it comes behind compressed layers."""
+    moved = carry(found, PAIR, weights, ROLES)
+    if ranks[NAME] >= _stack(entry, geometry).full:
+        return Solution(moved.weights, {})
+    if entry.weighting == "loss":
+        pull_DD = moved.transfer.T @ found.mean(PULL)[0] @ moved.transfer
+    else:
+        pull_DD = _gram(moved.weights)
+    return _stored(entry, geometry, moved.weights, input_directions(moved.moment, pull_DD), ranks[NAME])
+
+
+def _stored(
+    entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], directions: Directions, rank: int
+) -> Solution:
+    stack = _stack(entry, geometry)
     parts = {role: weights[f"{role}.weight"] for role in ROLES}
     stacked_mD = torch.cat([part.double() for part in parts.values()])
     tensors, forms = stack.store(parts, directions.encode[:rank], stacked_mD @ directions.decode[:, :rank])
@@ -57,8 +84,12 @@ def _directions(entry: LossAware, weights: Mapping[str, Tensor], found: Statisti
     input_DD = found.mean(INPUT)[0]
     if entry.weighting == "loss":
         return input_directions(input_DD, found.mean(PULL)[0])
+    return input_directions(input_DD, _gram(weights))
+
+
+def _gram(weights: Mapping[str, Tensor]) -> Tensor:
     stacked_mD = torch.cat([weights[f"{role}.weight"].double() for role in ROLES])
-    return input_directions(input_DD, stacked_mD.T @ stacked_mD)
+    return stacked_mD.T @ stacked_mD
 
 
 def _stack(entry: LossAware, geometry: Geometry) -> Stack:

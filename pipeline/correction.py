@@ -1,0 +1,170 @@
+"""The walk of `correct: output`: every layer is solved in parts, against what the dense model has more at that place.
+
+docs/methods.md#corrections.
+
+Both models' hidden states go through a layer side by side, once for each part: what the layer is by then is staged,
+its pairs are summed, the groups that asked for them are solved. Only the finished layer is entered; an interruption
+costs the layer in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+from manifests.errors import CorruptError, LostInputError
+from manifests.records import ActivationsEntry, ArrayRecord, StagedLayer, StagedRecord
+from pipeline.computation import Job, RanksOf, staged_layer
+from pipeline.keys import activations_key
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import layers_of
+from pipeline.ports import Cleaner, Pair, Solve, SolveDone, Unit, Write
+from pipeline.steps import Steps, write_unit
+
+POINTS = ("attention.in", "o.in", "mlp.in", "down.in")  # in the order of the forward pass
+Solved = dict[Task, tuple[Solve, SolveDone]]
+
+
+class CorrectedWalk:
+    """Solves and enters every claimed layer, in order."""
+
+    def __init__(
+        self,
+        job: Job,
+        steps: Steps,
+        cleaner: Cleaner,
+        statistics_of: Callable[[Task], Mapping[Moment, ArrayRecord]],
+        retain_statistics: Callable[[], None],
+    ) -> None:
+        self.job = job
+        self.steps = steps
+        self.cleaner = cleaner
+        self.statistics_of = statistics_of
+        self.retain_statistics = retain_statistics
+
+    def run(self, ranks: RanksOf) -> None:
+        """Goes on where the journal says it was left."""
+        pending = [layer for layer in layers_of(self.job.tasks) if staged_layer(self.steps.journal, layer) is None]
+        if not pending:
+            return
+        base = next((layer for layer in range(pending[0], 0, -1) if self._activations(layer)), 0)
+        self.steps.observer.phase("correct", pending[-1] + 1 - base, (len(POINTS) + 1) * self.job.shards)
+        for layer in range(base, pending[-1] + 1):
+            if layer in pending:
+                self._solve(layer, base, ranks)
+                self._drop_drafts()
+            if layer < pending[-1] and self.job.is_boundary(layer + 1):
+                base = self._propagate(layer, base)
+
+    def _solve(self, layer: int, base: int, ranks: RanksOf) -> None:
+        tasks = [task for task in self.job.tasks if task.layer == layer]
+        solved: Solved = {}
+        draft = self._drafted(layer, [task for task in tasks if not task.corrections], {}, ranks, solved)
+        for step, point in enumerate(POINTS):
+            asking = {task: moment for task in tasks for moment in task.corrections if moment.point == point}
+            if asking:
+                units = self._units(layer, base, step, draft, moments=tuple(sorted(set(asking.values()))))
+                with self._redone(draft):
+                    _, sums = self.steps.sum_moments("paired", layer, sorted(set(asking.values())), units)
+                pairs = {task: {moment: sums[moment.key]} for task, moment in asking.items()}
+                draft = self._drafted(layer, list(asking), pairs, ranks, solved) or draft
+        assert draft is not None, "a claimed layer has groups"
+        record = cast("StagedRecord", {name: value for name, value in draft.items() if name != "forms"})
+        self.steps.enter_layer(layer, [solved[task] for task in tasks], record)
+
+    def _drafted(
+        self,
+        layer: int,
+        tasks: Sequence[Task],
+        pairs: Mapping[Task, Mapping[Moment, ArrayRecord]],
+        ranks: RanksOf,
+        solved: Solved,
+    ) -> StagedLayer | None:
+        """The layer written with these groups solved, as far as their pairs allow; None for no groups."""
+        if not tasks:
+            return None
+        units = []
+        for task in tasks:
+            statistics = {**self.statistics_of(task), **pairs.get(task, {})}
+            before = solved[task][1].factors if task in solved else None
+            units.append(Solve(task, ranks[task.key], statistics, before))
+        others = [found for task, found in solved.items() if task not in tasks]
+
+        def by_task(solutions: Sequence[SolveDone]) -> Solved:
+            found = zip(tasks, units, solutions, strict=True)
+            return {
+                task: (unit, _joined(solved[task][1], done) if task in solved else done) for task, unit, done in found
+            }
+
+        def write(solutions: Sequence[SolveDone]) -> Write:
+            return write_unit(layer, [*others, *by_task(solutions).values()])
+
+        with self._redone(*(record for found in pairs.values() for record in found.values())):
+            solutions, (record,) = self.steps.do_both(units, lambda solutions: [write(solutions)])
+        solved.update(by_task(solutions))
+        return cast("StagedLayer", {**record, "forms": dict(write(solutions).forms)})
+
+    def _drop_drafts(self) -> None:
+        """What the layer in hand was made of, once it is entered."""
+        self.retain_statistics()
+        layers = (staged_layer(self.steps.journal, layer) for layer in range(self.job.num_layers))
+        self.cleaner.retain_staged(tuple(staged for staged in layers if staged))
+
+    def _propagate(self, layer: int, base: int) -> int:
+        """Both models' outputs become the committed inputs of the next layer (returned)."""
+        units = self._units(layer, base, len(POINTS), staged_layer(self.steps.journal, layer), emit=True)
+        activations = [result.activation for result in self.steps.do(units)]
+        self.steps.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
+        self.cleaner.retain_activations(tuple(activations))
+        return layer + 1
+
+    def _units(
+        self,
+        layer: int,
+        base: int,
+        step: int,
+        staged: StagedLayer | None,
+        *,
+        moments: tuple[Moment, ...] = (),
+        emit: bool = False,
+    ) -> list[Unit]:
+        """All shards through both layers, in shard order."""
+        activations = self._activations(base)
+        replay = tuple(staged_layer(self.steps.journal, before) for before in range(base, layer))
+        return [
+            Pair(
+                layer,
+                shard,
+                step,
+                staged,
+                moments,
+                emit=emit,
+                store=emit,
+                base=base,
+                base_record=activations[shard] if activations else None,
+                replay=replay,
+                ahead=layer + 1 if emit else None,
+            )
+            for shard in range(self.job.shards)
+        ]
+
+    def _activations(self, layer: int) -> list[ArrayRecord] | None:
+        entry = self.steps.journal.get(activations_key(layer)) if layer else None
+        return entry["activations"] if entry else None
+
+    @contextmanager
+    def _redone(self, *records: Mapping[str, Any] | None) -> Iterator[None]:
+        """What no entry names yet, and is damaged, is lost: the layer in hand is made again."""
+        try:
+            yield
+        except CorruptError as error:
+            if error.path in [record["path"] for record in records if record]:
+                raise LostInputError(str(error)) from error
+            raise
+
+
+def _joined(before: SolveDone, after: SolveDone) -> SolveDone:
+    """What two corrections say of a group; the factors are all in the later one."""
+    return replace(after, forms={**before.forms, **after.forms}, report={**before.report, **after.report})

@@ -1,0 +1,59 @@
+"""What the pairs of `correct: output` say. docs/methods.md#corrections.
+
+Legend: D hidden, F features at a point, a_d and a_c what the dense and the compressed layers read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.kernels.refit import correction
+from pipeline.methods.method import Moment, Statistics
+
+READERS_RIDGE, WRITERS_RIDGE = 1e-3, 1e-4  # of the mean diagonal of what is read
+
+
+class Carried(NamedTuple):
+    """`weights` with W A for W, A = `transfer` (D, D) the best of a_d = A a_c; `moment` E[a_c a_cᵀ]."""
+
+    weights: dict[str, Tensor]
+    transfer: Tensor
+    moment: Tensor
+
+
+class Completed(NamedTuple):
+    """A `weight` (D, F) that writes to the residual stream, and the `moment` (F, F) of what it reads."""
+
+    weight: Tensor
+    moment: Tensor
+
+
+def pair(point: str) -> Moment:
+    """Both models at a point."""
+    return Moment(point, kind="pair")
+
+
+def carry(found: Statistics, moment: Moment, weights: Mapping[str, Tensor], roles: tuple[str, ...]) -> Carried:
+    """The roles' weights for the input as it comes behind compressed layers; exactly as they are if it is the same."""
+    moment_DD, error_DD = _sums(found, moment)
+    change_DD = correction(error_DD, moment_DD, READERS_RIDGE)
+    moved = {name: weights[name].double() for name in (f"{role}.weight" for role in roles)}
+    moved = {name: weight + weight @ change_DD for name, weight in moved.items()}
+    return Carried({**weights, **moved}, torch.eye(len(change_DD)).to(change_DD) + change_DD, moment_DD)
+
+
+def complete(found: Statistics, moment: Moment, weight_DF: Tensor) -> Completed:
+    """A weight with what the dense model has more in the residual stream behind it."""
+    moment_FF, error_DF = _sums(found, moment)
+    return Completed(weight_DF.double() + correction(error_DF, moment_FF, WRITERS_RIDGE), moment_FF)
+
+
+def _sums(found: Statistics, moment: Moment) -> tuple[Tensor, Tensor]:
+    """E[x xᵀ] (F, F) and E[e xᵀ] (D, F), per token."""
+    whole_PF = found.mean(moment)[0]
+    width = whole_PF.shape[1]
+    return whole_PF[:width], whole_PF[width:]

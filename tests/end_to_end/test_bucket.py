@@ -1,0 +1,100 @@
+"""Jobs whose model, texts, run directory and output are in a bucket: the bytes are those of a disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import InputError
+from manifests.loading import load_manifest
+from pipeline.console.places import settle_places
+from stores.bucket import Bucket
+from stores.disk import Disk
+from stores.storage import Storage, matching
+from tests.end_to_end.jobs import Job, command
+
+MakeJob = Callable[..., Job]
+SAYS_WHERE = ("compression.json", "README.md", ".lamina.lock")  # they name the model's place
+
+
+@pytest.fixture
+def address(s3_bucket: str, llama: Path, text: Path) -> str:
+    """A bucket that holds the model under `model`, and the text."""
+    bucket = Bucket(s3_bucket)
+    for name in Disk(llama).files():
+        bucket.below("model").copy(name, Disk(llama), name)
+    bucket.copy("text.txt", Disk(text.parent), text.name)
+    return s3_bucket
+
+
+def digests(storage: Storage) -> dict[str, str]:
+    return {name: hashlib.sha256(storage.read(name)).hexdigest() for name in storage.files() if name not in SAYS_WHERE}
+
+
+def everything_at(address: str) -> dict[str, object]:
+    return {
+        "model.source": f"{address}/model",
+        "calibration.text.files": [f"{address}/text.txt"],
+        "output": f"{address}/output",
+        "run_dir": f"{address}/run",
+    }
+
+
+@pytest.mark.parametrize("propagate", ["compressed", "dense"])
+def test_everything_in_a_bucket(propagate: str, job: MakeJob, address: str, inline: None) -> None:
+    changes = {"calibration.propagate": propagate, "evaluation": {"perplexity": {"window": 16}}}
+    local = job(**changes, **{"evaluation.perplexity.text.files": ["text"]})
+    local.changes = {**changes, "evaluation.perplexity.text.files": [str(local.text)]}
+    expected = local.run().json
+    remote = job(**changes)
+    remote.changes = {**changes, **everything_at(address), "evaluation.perplexity.text.files": [f"{address}/text.txt"]}
+    summary = remote.run().json
+    output = Bucket(f"{address}/output")
+    assert digests(output) == digests(Disk(local.output))
+    assert summary["evaluation"]["perplexity"]["loss"] == expected["evaluation"]["perplexity"]["loss"]
+    assert [path.name for path in remote.root.iterdir()] == ["manifest.yaml"], "nothing is on this disk"
+    assert not matching(output, [".lamina*"])
+    assert remote.run().json["already_finished"]
+    status = command("status", f"{address}/run", "--json").json
+    assert (status["state"], status["output"], status["layers"]["compressed"]) == ("finished", output.address, 3)
+    assert "done" in status["log"][-1]
+    report = command("report", f"{address}/run", "--json").json
+    assert report["bytes"] == Bucket(f"{address}/run").size("report.html")
+    verified = command("verify", output.address, "--source", f"{address}/model")
+    assert verified.code == 0, verified.out + verified.err
+
+
+@pytest.mark.parametrize("place", ["model.source", "calibration.text.files", "output", "run_dir"])
+def test_any_mix(place: str, job: MakeJob, address: str, inline: None) -> None:
+    local = job()
+    assert local.run().code == 0
+    mixed = job(**{place: everything_at(address)[place]})
+    assert mixed.run().code == 0
+    output = Bucket(f"{address}/output") if place == "output" else Disk(mixed.output)
+    assert digests(output) == digests(Disk(local.output))
+
+
+@pytest.mark.parametrize("place", ["model.source", "calibration.text.files", "output", "run_dir"])
+def test_a_bucket_that_is_not_there_is_named_before_any_work(
+    place: str, job: MakeJob, address: str, no_ray: None
+) -> None:
+    missing = job(**{place: everything_at("s3://no-such-bucket")[place]})
+    ended = missing.run()
+    assert ended.code == 2, ended.err
+    assert "s3://no-such-bucket/" in ended.err
+    assert "NoSuchBucket" in ended.err
+
+
+def test_addresses_in_a_manifest_stay_as_they_are(job: MakeJob, tmp_path: Path) -> None:
+    made = job(**{**everything_at("s3://bucket"), "calibration.text.files": ["s3://bucket/a.txt", "b.txt"]})
+    given = load_manifest(made.manifest)
+    assert settle_places(given, None) == given
+    settled = settle_places(given, tmp_path)
+    assert (settled.output, settled.run_dir, settled.model.source) == (given.output, given.run_dir, given.model.source)
+    assert settled.calibration is not None
+    assert settled.calibration.texts[0][0].files == ("s3://bucket/a.txt", str(tmp_path / "b.txt"))
+    with pytest.raises(InputError, match=r"output: s3:///out: no address of a bucket; expected s3://BUCKET"):
+        settle_places(given.model_copy(update={"output": "s3:///out"}), None)

@@ -1,0 +1,88 @@
+"""Jobs with `correct: output`: killed at every commit, on several workers, at another size, on every family."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.jobs import Job, file_digests, load, logits_of, relative_error, some_tokens
+from tests.end_to_end.sources import FAMILIES, make_source
+
+MakeJob = Callable[..., Job]
+CORRECTED: dict[str, Any] = {
+    "methods": [{"method": "loss_aware", "correct": "output"}],
+    "calibration.propagate": "dense",
+    "budget.keep": 0.6,
+}
+LAYERS, SHARDS, POINTS, MOST_RUNS = 3, 3, 4, 60
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> dict[str, str]:
+    """The output of one run without an interruption."""
+    made = Job(tmp_path_factory.mktemp("clean"), llama, text, CORRECTED).write()
+    child = Child("run", [str(made.manifest)], made.root / "log")
+    assert child.end() == 0, child.said
+    assert len(list((made.run_dir / "staged").iterdir())) <= LAYERS, "drafts are left"
+    return file_digests(made.output)
+
+
+@pytest.mark.parametrize(("every", "hook"), [(1, Hook("commit")), (2, Hook("commit", after=True))])
+def test_killed_again_and_again_it_ends_the_same(
+    every: int, hook: Hook, job: MakeJob, reference: dict[str, str]
+) -> None:
+    made = job(**CORRECTED, **{"resume.every": every})
+    for run in range(MOST_RUNS):
+        child = Child("run", [str(made.manifest)], made.root / "log", Hook(hook.what, run // 2 + 1, "", hook.after))
+        code = child.end()
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, child.said
+    assert run >= 3
+    assert file_digests(made.output) == reference
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("shared_ray")
+def test_bytes_for_any_number_of_workers(job: MakeJob, reference: dict[str, str]) -> None:
+    made = job(**CORRECTED, **{"workers.max": 3})
+    assert made.run().code == 0
+    assert file_digests(made.output) == reference
+
+
+def test_another_budget_walks_again(job: MakeJob, inline: None, reference: dict[str, str]) -> None:
+    """What came of the layers at one size is no input at another."""
+    made = job(**CORRECTED)
+    assert made.run("--set", "budget.keep=0.8").code == 0
+    second = made.root / "second"
+    ended = made.run("--set", f"output={second}")
+    assert "phase statistics" not in ended.err
+    assert "compress layer 0 committed" in ended.err
+    assert file_digests(second) == reference
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_the_source_at_full_size(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
+    source = make_source(tmp_path / "source", family)
+    made = job(source, **{**CORRECTED, "budget.keep": 1.0})
+    assert made.run().code == 0
+    dense, compressed = load(source), load(made.output)
+    ids = some_tokens(dense.config.vocab_size)
+    assert relative_error(logits_of(compressed, ids), logits_of(dense, ids)) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
+    source = make_source(tmp_path / "source", family)
+    made = job(source, **CORRECTED)
+    ended = made.run()
+    assert ended.code == 0
+    assert 0 < ended.json["held_out"]["divergence"] < 1.0
+    dense, compressed = load(source), load(made.output)
+    ids = some_tokens(dense.config.vocab_size)
+    assert 0 < relative_error(logits_of(compressed, ids), logits_of(dense, ids)) < 1.0

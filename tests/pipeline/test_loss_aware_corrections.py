@@ -1,0 +1,139 @@
+"""correct: output without any model: its least squares written out; where nothing is missing, nothing changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.families.family import Geometry
+from pipeline.methods.loss_aware.pairs import READERS_RIDGE, WRITERS_RIDGE, carry, complete, pair
+from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
+from pipeline.ranks.curves import from_columns
+from tests.pipeline.loss_aware_weights import make_statistics, make_weights, rebuild
+from tests.pipeline.test_loss_aware import GEOMETRIES, group_of, method_of
+
+TOKENS = 40
+NAMES = ("query_key", "attention", "mlp")
+
+
+def with_pair(values_TF: Tensor, errors_TE: Tensor, moment: Moment) -> Statistics:
+    whole_PF = torch.cat((values_TF, errors_TE), dim=1).T @ values_TF
+    return Statistics({moment: whole_PF[None]}, len(values_TF))
+
+
+def ridged(values_TF: Tensor, targets_TE: Tensor, ridge: float) -> Tensor:
+    """The ΔW (E, F) of least Σ‖e − ΔW x‖² + T·λ‖ΔW‖², by least squares on rows that stand for the ridge."""
+    width = values_TF.shape[1]
+    size = math.sqrt(ridge * float(values_TF.square().sum()) / width)
+    rows_RF = torch.cat((values_TF, size * torch.eye(width, dtype=torch.float64)))
+    targets_RE = torch.cat((targets_TE, torch.zeros(width, targets_TE.shape[1], dtype=torch.float64)))
+    solution: Tensor = torch.linalg.lstsq(rows_RF, targets_RE).solution.T
+    return solution
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def test_readers_read_what_the_dense_input_gave() -> None:
+    packed_TD, dense_TD, weight_mD = randn(TOKENS, 8), randn(TOKENS, 8) + 0.5 * randn(TOKENS, 8), randn(5, 8)
+    found = with_pair(packed_TD, dense_TD - packed_TD, pair("mlp.in"))
+    moved = carry(found, pair("mlp.in"), {"up.weight": weight_mD, "up.bias": randn(5)}, ("up",))
+    # of least ‖W a_d − W' a_c‖² + λ‖W' − W‖²
+    missing_Tm = (dense_TD - packed_TD) @ weight_mD.T
+    torch.testing.assert_close(moved.weights["up.weight"], weight_mD + ridged(packed_TD, missing_Tm, READERS_RIDGE))
+    torch.testing.assert_close(moved.weights["up.weight"], weight_mD @ moved.transfer)
+    torch.testing.assert_close(moved.moment, packed_TD.T @ packed_TD / TOKENS)
+    assert torch.equal(moved.weights["up.bias"], randn(5))
+
+
+def test_writers_add_what_is_missing() -> None:
+    values_TF, errors_TD, weight_DF = randn(TOKENS, 6), randn(TOKENS, 9), randn(9, 6)
+    found = complete(with_pair(values_TF, errors_TD, pair("o.in")), pair("o.in"), weight_DF)
+    torch.testing.assert_close(found.weight, weight_DF + ridged(values_TF, errors_TD, WRITERS_RIDGE))
+    torch.testing.assert_close(found.moment, values_TF.T @ values_TF / TOKENS)
+
+
+def test_nothing_missing_changes_no_bit() -> None:
+    values_TF, weight_DF = randn(TOKENS, 6), randn(9, 6)
+    nothing = with_pair(values_TF, torch.zeros(TOKENS, 9, dtype=torch.float64), pair("o.in"))
+    assert torch.equal(complete(nothing, pair("o.in"), weight_DF).weight, weight_DF)
+    same = with_pair(values_TF, torch.zeros(TOKENS, 6, dtype=torch.float64), pair("mlp.in"))
+    assert torch.equal(carry(same, pair("mlp.in"), {"up.weight": weight_DF}, ("up",)).weights["up.weight"], weight_DF)
+
+
+def corrected(
+    where: Geometry, group: Group, weights: dict[str, Tensor], statistics: Statistics, ranks: Ranks, **entry: Any
+) -> Solution:
+    """All corrections of a group one after another, where nothing is missing: what a worker and the driver make."""
+    method = method_of(correct="output", **entry)
+    tensors: dict[str, Tensor] = {}
+    forms: dict[str, Any] = {}
+    for moment in group.corrections:
+        own_FF = read_at(moment.point, where, group, weights, statistics, ranks)
+        zeros_DF = own_FF.new_zeros(where.hidden, len(own_FF))
+        whole_PF = torch.cat((own_FF, zeros_DF)) * statistics.tokens
+        known = replace(statistics, moments={**statistics.moments, moment: whole_PF[None]})
+        before = {name: tensor for name, tensor in tensors.items() if name in weights}
+        part = method.correct(group, where, weights, known, ranks, before)
+        changed = {*part.forms, *(name.partition(".")[0] for name in part.tensors)}
+        tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] not in changed}
+        tensors, forms = tensors | part.tensors, forms | part.forms
+    return Solution(tensors, forms)
+
+
+def read_at(
+    point: str, where: Geometry, group: Group, weights: dict[str, Tensor], statistics: Statistics, ranks: Ranks
+) -> Tensor:
+    """E[x xᵀ] at a point, as the dense statistics have it for what is left of the layer there."""
+    if point.split(".")[0] in ("attention", "mlp"):
+        known = [moment for moment in statistics.moments if moment.point == point and moment.kind == "value"]
+        if known:
+            return statistics.mean(known[0])[0]
+        factor = randn(where.hidden, where.hidden)  # only q and k take the input's moment into account
+        return factor @ factor.T
+    if point == "down.in":
+        from pipeline.methods.loss_aware.mlp import _Solver
+
+        solver = _Solver(method_of().entry, where, weights, statistics)
+        return solver.moment(solver.kept(ranks["width"]))
+    from pipeline.methods.loss_aware.attention import _based
+
+    return _based(method_of().entry, where, weights, statistics, ranks["value"])[0].moment
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("geometry", ["gqa", "biased", "opt", "gptj", "wide-heads"])
+@pytest.mark.parametrize("entry", [{}, {"factors": "plain"}])
+def test_behind_dense_layers_it_is_the_plain_solution(geometry: str, name: str, entry: dict[str, Any]) -> None:
+    """Without the second fit of down on a sample, which has no part in it."""
+    where, method = GEOMETRIES[geometry], method_of(correct="output", **entry)
+    group = group_of(method, where, name)
+    weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
+    short = {m: values[:, :1] if m.kind == "sample" else values for m, values in statistics.moments.items()}
+    statistics = replace(statistics, moments=short)
+    points = from_columns(method.curve(group, where, weights, statistics))
+    for point in points[:: max(1, len(points) // 5)] + points[-1:]:
+        plain = method.compress(group, where, weights, statistics, point.ranks)
+        found = corrected(where, group, weights, statistics, point.ranks, **entry)
+        assert found.forms == plain.forms, point
+        assert found.tensors.keys() == plain.tensors.keys(), point
+        ours, theirs = rebuild(found, where, weights), rebuild(plain, where, weights)
+        for role in theirs:
+            torch.testing.assert_close(ours[role], theirs[role].double(), rtol=1e-6, atol=1e-6)
+
+
+def test_pairs_are_asked_for_in_the_order_of_the_layer() -> None:
+    where = GEOMETRIES["gqa"]
+    found = {group.name: [m.point for m in group.corrections] for group in method_of(correct="output").claims(where)}
+    assert found == {
+        "query_key": ["attention.in"],
+        "attention": ["attention.in", "o.in"],
+        "mlp": ["mlp.in", "down.in"],
+    }
+    assert all(not group.corrections for group in method_of().claims(where))

@@ -1,0 +1,45 @@
+"""What a worker sets before it computes on a GPU, on a machine without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from workers.device_settings import device_settings, settle_device
+
+
+@pytest.fixture
+def shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    taken: list[float] = []
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(matmul, name) for name in names}
+    cudnn = torch.backends.cudnn.allow_tf32
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", taken.append)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    yield taken
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.allow_tf32 = cudnn
+    for name, value in before.items():
+        setattr(matmul, name, value)
+
+
+def test_a_share_of_a_gpu_caps_the_allocator(shares: list[float]) -> None:
+    settle_device(0.5)
+    assert shares == [0.5]
+    assert device_settings() == {
+        "deterministic": "True",
+        "cublas_workspace": ":4096:8",
+        "tf32": "False",
+        "reduced_precision": "bfloat16 False, float16 False",
+    }
+
+
+def test_a_whole_gpu_and_none(shares: list[float]) -> None:
+    settle_device(0)
+    assert device_settings()["deterministic"] == "False"
+    settle_device(1)
+    assert device_settings()["deterministic"] == "True"
+    assert shares == []

@@ -1,0 +1,165 @@
+"""Both models side by side on a worker, against transformers' model with the compressed layers' outputs put into it.
+
+M samples, S sequence, D hidden, F features at a point.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manifests.errors import CorruptError
+from pipeline.methods.method import Moment
+from pipeline.ports import ForwardDone, Pair
+from tests.workers.bench import (
+    LOW,
+    SAMPLES,
+    Reference,
+    close,
+    flip,
+    hooked,
+    make_setup,
+    make_worker,
+    save_source,
+    solve_layer,
+)
+from workers.worker import Worker
+
+FLAT = {"method": "flat_llm"}
+RANKS = {name: rank for name, rank in LOW.items() if name != "query_key"}
+POINTS = ("attention.in", "o.in", "mlp.in", "down.in")
+MOMENTS = tuple(Moment(point, kind="pair") for point in POINTS)
+FAMILIES = ("llama-gqa", "qwen2-tied", "opt-tied", "gptj")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_source(tmp_path_factory.mktemp("family") / "model", request.param, torch.float64)
+
+
+class Behind:
+    """What passes a layer of the reference when other hidden states go in."""
+
+    def __init__(self, reference: Reference, layer: int, hidden_MSD: Tensor) -> None:
+        self.seen: dict[str, Tensor] = {"in": hidden_MSD}
+        self.reference, self.layer = reference, layer
+        whole = reference.layers[layer]
+        handles = [
+            whole.register_forward_pre_hook(self._replace, with_kwargs=True),
+            whole.register_forward_hook(self._keep("out", 1)),
+            *(
+                reference.module(layer, role).register_forward_pre_hook(self._keep(point, 0))
+                for role, point in {"q": "attention.in", "o": "o.in", "up": "mlp.in", "down": "down.in"}.items()
+            ),
+            reference.module(layer, "o").register_forward_hook(self._keep("o.out", 1)),
+        ]
+        with torch.no_grad():
+            reference.model(reference.ids_MS, use_cache=False)
+        for handle in handles:
+            with hooked(handle):
+                pass
+
+    def _replace(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if arguments:
+            return (self.seen["in"], *arguments[1:]), named
+        return arguments, {**named, "hidden_states": self.seen["in"]}
+
+    def _keep(self, name: str, place: int) -> Any:
+        def keep(_: nn.Module, *passed: Any) -> None:
+            values = passed[place]
+            values = values[0] if isinstance(values, tuple) else values
+            self.seen[name] = values.detach().reshape(SAMPLES, -1, values.shape[-1])
+
+        return keep
+
+    def stream(self, point: str) -> Tensor:
+        """What is compared at a point."""
+        if point in ("attention.in", "mlp.in"):
+            return self.seen[point]
+        return self.seen["in"] + self.seen["o.out"] if point == "o.in" else self.seen["out"]
+
+
+def behind_a_compressed_layer(model: Path, run_dir: Path, **changes: Any) -> tuple[Worker, Reference, Any]:
+    setup = make_setup(model, run_dir, FLAT, dtype=torch.float64, **changes)
+    worker = make_worker(setup)
+    staged, _ = solve_layer(worker, 0, RANKS)
+    return worker, Reference(model, setup), staged
+
+
+def run_pairs(worker: Worker, unit: Pair) -> list[ForwardDone]:
+    found = []
+    for shard in range(worker.setup.shards):
+        done = worker.execute(Pair(**{**vars(unit), "shard": shard}))
+        assert isinstance(done, ForwardDone)
+        found.append(done)
+    return found
+
+
+def test_sums_are_those_of_hooks_on_the_source(model: Path, tmp_path: Path) -> None:
+    worker, reference, staged = behind_a_compressed_layer(model, tmp_path / "run")
+    packed_MSD = worker.layers.block(0, staged).run(reference.hidden_LMSD[0])
+    assert packed_MSD is not None
+    dense = Behind(reference, 1, reference.hidden_LMSD[1])
+    packed = Behind(reference, 1, packed_MSD)
+    done = run_pairs(worker, Pair(1, 0, 0, moments=MOMENTS, replay=(staged,)))
+    for moment in MOMENTS:
+        values_TF = packed.seen[moment.point].flatten(0, 1)
+        errors_TD = (dense.stream(moment.point) - packed.stream(moment.point)).flatten(0, 1)
+        assert errors_TD.abs().max() > 1e-3
+        expected_PF = torch.cat((values_TF, errors_TD), dim=1).T @ values_TF
+        found_1PF = sum(worker.transfer.get(part.partials[moment])["moment"] for part in done)
+        assert isinstance(found_1PF, Tensor)
+        assert found_1PF.dtype == torch.float64
+        torch.testing.assert_close(found_1PF[0], expected_PF, rtol=1e-4, atol=2e-6 * float(expected_PF.abs().max()))
+
+
+def test_nothing_is_missing_behind_dense_layers(model: Path, tmp_path: Path) -> None:
+    worker = make_worker(make_setup(model, tmp_path / "run", FLAT))
+    for done in run_pairs(worker, Pair(1, 0, 0, moments=MOMENTS, replay=(None,))):
+        for moment in MOMENTS:
+            (sums_PF,) = worker.transfer.get(done.partials[moment])["moment"]
+            width = sums_PF.shape[1]
+            assert sums_PF[:width].diagonal().min() >= 0
+            assert torch.equal(sums_PF[width:], torch.zeros_like(sums_PF[width:]))
+
+
+def test_outputs_of_both_travel_on(model: Path, tmp_path: Path) -> None:
+    """Held, or replayed from the embeddings by another worker, or from what was stored."""
+    worker, reference, staged = behind_a_compressed_layer(model, tmp_path / "run")
+    packed_MSD = worker.layers.block(0, staged).run(reference.hidden_LMSD[0])
+    expected_MSD = torch.cat((reference.hidden_LMSD[1], packed_MSD), dim=-1)
+    stored = run_pairs(worker, Pair(0, 0, 4, staged, emit=True, store=True, ahead=1))
+    records = [done.activation for done in stored]
+    other = make_worker(worker.setup)
+    for shard in range(worker.setup.shards):
+        start, stop = worker.setup.shard_range(shard, SAMPLES)
+        held = worker.hidden.get(("paired", 1, shard))
+        assert held is not None
+        close(held.read(0, stop - start), expected_MSD[start:stop])
+        unit = Pair(1, shard, 0, moments=MOMENTS[:1], replay=(staged,))
+        replayed = other.transfer.get(other.execute(unit).partials[MOMENTS[0]])["moment"]
+        unit = Pair(1, shard, 0, moments=MOMENTS[:1], base=1, base_record=records[shard])
+        fresh = make_worker(worker.setup)
+        assert torch.equal(fresh.transfer.get(fresh.execute(unit).partials[MOMENTS[0]])["moment"], replayed)
+        assert torch.equal(worker.transfer.get(worker.execute(unit).partials[MOMENTS[0]])["moment"], replayed)
+
+
+def test_spilled_hidden_states_give_the_same(model: Path, tmp_path: Path) -> None:
+    sums = []
+    for name, limit in {"large": 2**30, "small": 1}.items():
+        worker, _, staged = behind_a_compressed_layer(model, tmp_path / name, hidden_bytes=limit)
+        done = run_pairs(worker, Pair(1, 0, 0, moments=MOMENTS[1:2], replay=(staged,)))
+        sums.append([worker.transfer.get(part.partials[MOMENTS[1]])["moment"] for part in done])
+    assert all(torch.equal(one, other) for one, other in zip(*sums, strict=True))
+
+
+def test_a_damaged_draft_is_told_by_its_path(model: Path, tmp_path: Path) -> None:
+    worker, _, staged = behind_a_compressed_layer(model, tmp_path / "run")
+    flip(worker.setup.run_dir / staged["path"])
+    with pytest.raises(CorruptError) as raised:
+        worker.execute(Pair(0, 0, 1, staged, moments=MOMENTS[1:2]))
+    assert raised.value.path == staged["path"]

@@ -1,0 +1,185 @@
+"""A shard through the dense layer and through what has been made of it so far. docs/methods.md#corrections.
+
+Legend: M samples of a shard, S sequence, D hidden, B micro-batch, F features at a point, P = F + D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from manifests.errors import NumericsError
+from manifests.records import ArrayRecord, StagedLayer
+from pipeline.kernels.moments import add_pair_moment_
+from pipeline.methods.method import Moment
+from pipeline.ports import Pair
+from workers.block import Block, overflow_advice
+from workers.config import WorkerConfig
+from workers.embedding_and_head import embedding
+from workers.hidden import HiddenReader, HiddenStates
+from workers.layers import LayerReader
+
+LINEAGE = "paired"
+READ = ("attention.in", "mlp.in")  # what is missing there is told by the same point of the dense layer
+
+
+class PairPass:
+    """Does `Pair` units for a worker, with its layer, its hidden states, and one layer more."""
+
+    def __init__(
+        self,
+        setup: WorkerConfig,
+        layers: LayerReader,
+        hidden: HiddenStates,
+        tokens: Callable[[int, int], Tensor],
+        computing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.setup = setup
+        self.layers = layers
+        self.packed = LayerReader(setup, layers.device)
+        self.hidden = hidden
+        self.tokens = tokens
+        self.computing = computing
+
+    def run(self, unit: Pair) -> tuple[dict[Moment, Tensor], ArrayRecord | None]:
+        """The partial sums (1, P, F), and the record of the outputs if they are stored.
+
+        Raises:
+            NumericsError: NaN or infinity, naming layer and point.
+            CorruptError: stored hidden states or a staged layer are damaged.
+        """
+        held = self._inputs(unit)
+        totals: dict[Moment, Tensor] = {}
+        record = self._through(unit, unit.layer, unit.staged, held, totals, emit=unit.emit)
+        return totals, record
+
+    def release(self) -> None:
+        """Lets go of the compressed layer."""
+        self.packed.current = None
+
+    def _inputs(self, unit: Pair) -> HiddenReader:
+        """Both models' hidden states: held, committed, or made from the last that are."""
+        self.hidden.release_before(LINEAGE, unit.base)
+        nearest = unit.layer
+        while (held := self.hidden.get((LINEAGE, nearest, unit.shard))) is None and nearest > unit.base:
+            nearest -= 1
+        if held is None and unit.base_record is not None:
+            held = self.hidden.load((LINEAGE, unit.base, unit.shard), unit.base_record)
+        held = self._embedded(unit.shard) if held is None else held
+        for layer in range(nearest, unit.layer):
+            self._through(unit, layer, unit.replay[layer - unit.base], held, {}, emit=True)
+            held = self._held(layer + 1, unit.shard)
+        return held
+
+    def _embedded(self, shard: int) -> HiddenReader:
+        embed, (first, _) = embedding(self.layers), self._range(shard)
+        writer = self.hidden.hidden_writer(
+            (LINEAGE, 0, shard), self._shape(shard), self.setup.dtype, False, self._batch
+        )
+        for start, stop in self._micro_batches(shard):
+            hidden_BSD = embed(self.tokens(first + start, first + stop))
+            writer.append(torch.cat((hidden_BSD, hidden_BSD), dim=-1))
+        self.hidden.keep((LINEAGE, 0, shard), writer)
+        return self._held(0, shard)
+
+    def _through(
+        self,
+        unit: Pair,
+        layer: int,
+        staged: StagedLayer | None,
+        inputs: HiddenReader,
+        totals: dict[Moment, Tensor],
+        *,
+        emit: bool,
+    ) -> ArrayRecord | None:
+        """All micro-batches through both layers; their sums if the layer is the unit's own, their outputs if `emit`."""
+        own = layer == unit.layer
+        dense = self.layers.block(layer, None)
+        packed = self.packed.block(layer, staged) if staged is not None else dense
+        self.layers.read_ahead(unit.ahead if own else None)
+        shard_key = (LINEAGE, layer + 1, unit.shard)
+        shape = self._shape(unit.shard)
+        store = own and unit.store
+        writer = self.hidden.hidden_writer(shard_key, shape, self.setup.dtype, store, self._batch) if emit else None
+        for start, stop in self._micro_batches(unit.shard):
+            dense_BSD, packed_BSD = inputs.read(start, stop).to(self.layers.device).chunk(2, dim=-1)
+            with self.computing():
+                for moment in unit.moments if own else ():
+                    self._add(moment, totals, _values(dense, packed, dense_BSD, packed_BSD, moment.point), layer)
+                if writer is not None:
+                    outputs = (_run(dense, dense_BSD), _run(packed, packed_BSD))
+                    writer.append(torch.cat(outputs, dim=-1))
+        return self.hidden.keep(shard_key, writer) if writer is not None else None
+
+    def _add(self, moment: Moment, totals: dict[Moment, Tensor], found: tuple[Tensor, Tensor], layer: int) -> None:
+        values_BSF, errors_BSD = found
+        width = values_BSF.shape[-1]
+        if moment not in totals:
+            shape = (1, width + errors_BSD.shape[-1], width)
+            totals[moment] = torch.zeros(shape, dtype=torch.float64, device=values_BSF.device)
+        try:
+            add_pair_moment_(totals[moment][0], values_BSF, errors_BSD)
+        except ValueError as error:
+            advice = overflow_advice(values_BSF.dtype)
+            raise NumericsError(f"layer {layer}: both models at {moment.point}: {error}; {advice}") from error
+
+    def _held(self, layer: int, shard: int) -> HiddenReader:
+        held = self.hidden.get((LINEAGE, layer, shard))
+        assert held is not None
+        return held
+
+    def _shape(self, shard: int) -> tuple[int, int, int]:
+        first, end = self._range(shard)
+        return end - first, self.setup.tokens_shape[1], 2 * self.setup.geometry.hidden
+
+    @property
+    def _batch(self) -> int:
+        return self.setup.micro_batch
+
+    def _range(self, shard: int) -> tuple[int, int]:
+        return self.setup.shard_range(shard, self.setup.tokens_shape[0])
+
+    def _micro_batches(self, shard: int) -> list[tuple[int, int]]:
+        first, end = self._range(shard)
+        return [(start, min(start + self._batch, end - first)) for start in range(0, end - first, self._batch)]
+
+
+def _values(dense: Block, packed: Block, dense_BSD: Tensor, packed_BSD: Tensor, point: str) -> tuple[Tensor, Tensor]:
+    """x at a point of the compressed layer, and the e that `methods.method.Moment` says; e in float32 or better."""
+    if point in READ:
+        return (found := _at(packed, packed_BSD, point)), _wide(_at(dense, dense_BSD, point)) - _wide(found)
+    if point == "o.in":
+        values_BSF, output_BSD = _both(packed, packed_BSD, point, "o.out")
+        streams = (dense_BSD, _at(dense, dense_BSD, "o.out")), (packed_BSD, output_BSD)
+        dense_mid, packed_mid = (_wide(stream) + _wide(added) for stream, added in streams)
+        return values_BSF, dense_mid - packed_mid
+    assert point == "down.in", point
+    caught: list[Tensor] = []
+    output_BSD = _run(packed, packed_BSD, (point, caught.append))
+    return caught[0], _wide(_run(dense, dense_BSD)) - _wide(output_BSD)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _run(block: Block, hidden_BSD: Tensor, *taps: tuple[str, Callable[[Tensor], None]]) -> Tensor:
+    output_BSD = block.run(hidden_BSD, taps)
+    assert output_BSD is not None
+    return output_BSD
+
+
+def _at(block: Block, hidden_BSD: Tensor, point: str) -> Tensor:
+    (values,) = _both(block, hidden_BSD, point)
+    return values
+
+
+def _both(block: Block, hidden_BSD: Tensor, *points: str) -> list[Tensor]:
+    """The values at some points; the pass ends at the last."""
+    caught: dict[str, Tensor] = {}
+    taps = [(point, lambda values, point=point: caught.update({point: values})) for point in points]
+    block.run(hidden_BSD, taps, output=False)
+    return [caught[point] for point in points]

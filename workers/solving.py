@@ -1,0 +1,50 @@
+"""A method's solution of one group as tensors of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipeline.families.family import Geometry
+from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics
+
+
+def solve_group(
+    method: Method,
+    group: Group,
+    geometry: Geometry,
+    weights: Mapping[str, Tensor],
+    statistics: Statistics,
+    ranks: Ranks,
+    before: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], Solution]:
+    """Factors by their names in the checkpoint, and the solution that they are of.
+
+    `weights`: dense, by `role.weight` / `role.bias`. `before`: the factors that the group's last correction gave; those
+    of roles that this one changes are replaced.
+    """
+    if not any(moment.kind == "pair" for moment in statistics.moments):
+        solution = method.compress(group, geometry, weights, statistics, ranks)
+    else:
+        assert isinstance(method, Correcting)
+        names = {key: geometry.tensor_name(group.layer, key, group.roles) for key in weights}
+        known = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
+        solution = method.correct(group, geometry, weights, statistics, ranks, known)
+    replaced = tuple(f"{geometry.path(group.layer, role)}." for role in group.roles if _changes(solution, role))
+    factors = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
+    for key, tensor in solution.tensors.items():
+        factors[geometry.tensor_name(group.layer, key, group.roles)] = tensor.to(_stored_dtype(key, tensor, weights))
+    return factors, solution
+
+
+def _changes(solution: Solution, role: str) -> bool:
+    return role in solution.forms or any(key.startswith(f"{role}.") for key in solution.tensors)
+
+
+def _stored_dtype(key: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> torch.dtype:
+    """A factor is stored in the dtype of its role's weight, a group's in that of its first one; integers stay."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return weights.get(f"{key.partition('.')[0]}.weight", next(iter(weights.values()))).dtype
