@@ -59,7 +59,7 @@ def _body(arguments: Any) -> int:
         if getattr(arguments, name) < (2 if name == "window" else 1):
             raise InputError(f"--{name}: {getattr(arguments, name)} is too small")
     if arguments.tasks:
-        check_tasks(arguments.tasks, "--tasks")
+        check_tasks(arguments.tasks, "--tasks", [model for model in (arguments.model, arguments.beside) if model])
     found = _perplexity(arguments) if arguments.text else {}
     scores = {}
     for model in (arguments.model, *([arguments.beside] if arguments.beside else [])) if arguments.tasks else ():

@@ -23,8 +23,10 @@ YAML_SUFFIXES = (".yaml", ".yml")
 Scores = dict[str, TaskScores]
 
 
-def check_tasks(tasks: Sequence[str], field: str) -> None:
-    """Raises InputError, naming the field, without lm-eval and for tasks that it does not know."""
+def check_tasks(tasks: Sequence[str], field: str, models: Sequence[str] = ()) -> None:
+    """Raises InputError, naming the field, without lm-eval, for tasks that it does not know and models in a bucket."""
+    if tasks and (remote := [model for model in models if "://" in model]):
+        raise InputError(f"{field}: lm-eval loads whole models from a directory or the hub, not from {remote[0]}")
     if tasks:
         _named(tasks, field)
 

@@ -140,7 +140,7 @@ def _checked(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, 
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
-    check_tasks(manifest.evaluation.tasks, "evaluation.tasks")
+    check_tasks(manifest.evaluation.tasks, "evaluation.tasks", (manifest.output, manifest.model.source))
     if inputs.max_loss is not None:
         _check_max_loss(inputs)
     _check_sequence(manifest, config)

@@ -121,7 +121,7 @@ def _wanted_tasks(job: JobContext, seal: str) -> dict[Key[TaskScoreEntry], str]:
     digest, source = tasks_digest(tasks), {file: found["sha256"] for file, found in job.source_files.items()}
     return {
         task_score_key("output", _digest(seal, digest)): job.manifest.output,
-        task_score_key("dense", _digest(source, digest)): str(job.inputs.source.directory),
+        task_score_key("dense", _digest(source, digest)): job.inputs.source.place,
     }
 
 

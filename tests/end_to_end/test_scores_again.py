@@ -150,7 +150,7 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
             task: {"documents": 9, "metrics": {"acc": {"value": len(asked_for) / 4, "stderr": 0.125}}} for task in tasks
         }
 
-    monkeypatch.setattr("pipeline.job.inputs.check_tasks", lambda tasks, field: None)
+    monkeypatch.setattr("pipeline.job.inputs.check_tasks", lambda tasks, field, models: None)
     monkeypatch.setattr("pipeline.job.scoring.score_tasks", score)
     made = job(evaluation={"tasks": ["arc_easy"]})
     found = made.run().json["evaluation"]["tasks"]

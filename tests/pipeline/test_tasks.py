@@ -56,6 +56,9 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InputError, match=re.escape("evaluation.tasks: lm-eval is not installed; pip install 'lamina-")):
         check_tasks(["hellaswag"], "evaluation.tasks")
     check_tasks([], "evaluation.tasks")
+    with pytest.raises(InputError, match="from a directory or the hub, not from s3://bucket/out"):
+        check_tasks(["hellaswag"], "evaluation.tasks", ["/models/dense", "s3://bucket/out"])
+    check_tasks([], "evaluation.tasks", ["s3://bucket/out"])
 
 
 @pytest.mark.parametrize(("content", "said"), [("group: x\n", "has no line `task: NAME`"), (None, "No such file")])
