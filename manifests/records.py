@@ -89,10 +89,20 @@ class StagedRecord(ShardRecord):
     path: Annotated[str, Field(pattern=r"^staged/layer-\d{5,}\.[0-9a-f]{32}\.safetensors$")]
 
 
+@with_config(STRICT)
+class Scheme(TypedDict):
+    """How a matrix is rounded: bits of a code, and columns that share a scale (None: the whole row)."""
+
+    bits: Annotated[int, Field(ge=2, le=8)]
+    group: PositiveInt | None
+
+
 class StagedLayer(StagedRecord):
-    """What a worker needs to load a compressed layer: its file, and the form of each role's tensors."""
+    """What a worker needs to load a compressed layer: its file, the form of each role's tensors, and the scheme of each
+    rounded matrix by the path of its module."""
 
     forms: dict[str, dict[str, Any]]
+    rounded: dict[str, Scheme]
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
@@ -190,11 +200,13 @@ class GroupReport(TypedDict):
 
 @with_config(STRICT)
 class LayerEntry(TypedDict):
-    """A compressed layer: its file, the form of each role, the report of each group."""
+    """A compressed layer: its file, the form of each role, the report of each group, the scheme of each rounded matrix
+    by the path of its module."""
 
     staged: StagedRecord
     forms: dict[str, dict[str, Any]]
     groups: dict[str, GroupReport]
+    rounded: NotRequired[dict[str, Scheme]]
 
 
 @with_config(STRICT)

@@ -7,18 +7,22 @@ values are refused, all of them at once.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, PositiveInt, Tag, ValidationInfo, field_validator, model_validator
 
 from manifests.blocks import Block, Listed, Location, Share
 from manifests.methods import AnyMethod
+from manifests.quantize import Quantize
 
 MANIFEST_VERSION = 1
-RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks, and nothing that is measured on text
-    r"budget(\..*)?|methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above)(\..*)?", re.ASCII
+RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks and bits, and nothing measured on text
+    r"budget(\..*)?|quantize\.(bits|group)|"
+    r"methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above)(\..*)?",
+    re.ASCII,
 )
 
 
@@ -219,6 +223,7 @@ class Manifest(Block):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     budget: Budget | None = None
     calibration: Calibration | None = None
+    quantize: Quantize | None = None
     methods: Annotated[tuple[AnyMethod, ...], Listed]
     workers: Workers = Workers()
     resume: Resume = Resume()
@@ -235,11 +240,31 @@ class Manifest(Block):
 
     @field_validator("methods")
     @classmethod
-    def _has_a_method(cls, methods: tuple[AnyMethod, ...]) -> tuple[AnyMethod, ...]:
+    def _has_a_method(cls, methods: tuple[AnyMethod, ...], info: ValidationInfo) -> tuple[AnyMethod, ...]:
         # Not min_length: it counts the entries that are right, and so reports a wrong entry twice.
-        if not methods:
-            raise ValueError("should list at least one method")
+        if not methods and info.data.get("quantize", "wrong") is None:
+            raise ValueError("should list at least one method; or none, beside `quantize`")
         return methods
+
+    @model_validator(mode="after")
+    def _rounding_has_its_text(self) -> Self:
+        if self.quantize is not None and self.quantize.feedback and self.calibration is None:
+            raise ValueError(
+                "quantize.feedback: true needs calibration, whose text says what the weights read; leave it out to "
+                "round to nearest"
+            )
+        return self
+
+    @property
+    def rank_multiple(self) -> int | None:
+        """What ranks are multiples of unless an entry says so itself: of the budget's `multiple` and of the groups."""
+        multiple, group = self.budget.multiple if self.budget else None, self.quantize.group if self.quantize else None
+        return math.lcm(multiple or 1, group or 1) if multiple or group else None
+
+    @property
+    def rounds_by_feedback(self) -> bool:
+        """Whether what is stored is rounded by what it reads on calibration text."""
+        return self.quantize is not None and self.calibration is not None and self.quantize.feedback is not False
 
     @model_validator(mode="after")
     def _gradient_has_its_text(self) -> Self:
@@ -261,7 +286,7 @@ class Manifest(Block):
         """
         kept = self.model_dump(
             mode="json",
-            include={"version", "seed", "budget", "calibration", "methods"},
+            include={"version", "seed", "budget", "calibration", "methods", "quantize"},
             exclude={"calibration": {"text"}},
         )
         kept["workers"] = {"cpus": self.workers.cpus}

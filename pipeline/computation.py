@@ -76,6 +76,8 @@ def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, 
 
 
 def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
-    """The committed compressed layer, its file and its forms; None for one that is not compressed."""
+    """The committed compressed layer: its file, forms and schemes; None for one that is not compressed."""
     entry = journal.get(layer_key(layer))
-    return StagedLayer(**entry["staged"], forms=entry["forms"]) if entry else None
+    if entry is None:
+        return None
+    return StagedLayer(**entry["staged"], forms=entry["forms"], rounded=entry.get("rounded", {}))

@@ -49,6 +49,7 @@ from pipeline.ports import (
 )
 from pipeline.repair import Repairs
 from pipeline.steps import Steps, write_unit
+from pipeline.summing import Summing
 
 
 class Driver:
@@ -62,6 +63,7 @@ class Driver:
         self.observer = observer
         self.repairs = Repairs(journal, job.num_layers, observer)
         self.steps = Steps(pool, journal, observer, self.repairs)
+        self.summing = Summing(self.steps)
         self.gradients = GradientPass(job, self.steps, cleaner)
 
     def run(self) -> None:
@@ -143,7 +145,7 @@ class Driver:
             units = self._forward(
                 "dense", layer, None, moments, base, cosine=True, emit=layer < last, store=store, keep=layer in span
             )
-            done, statistics = self.steps.sum_moments("dense", layer, moments, units)
+            done, statistics = self.summing.run(moments, units)
             entry: DenseEntry = {"cosine": [result.cosine for result in done], "statistics": {**found, **statistics}}
             if layer in span:
                 entry["inputs"] = [result.inputs for result in done]
@@ -251,8 +253,8 @@ class Driver:
         entered = self.journal.get(statistics_key(layer))
         if entered is None:
             moments = layer_moments(self.job.tasks, layer)
-            units = self._forward("compressed", layer, None, moments, base, emit=False) if moments else []
-            entered = {"statistics": self.steps.sum_moments("compressed", layer, moments, units)[1]}
+            units = self._forward("compressed", layer, None, moments, base, emit=False)
+            entered = {"statistics": self.summing.run(moments, units)[1] if moments else {}}
             self.steps.enter(statistics_key(layer), entered)
         return entered["statistics"]
 
@@ -280,7 +282,7 @@ class Driver:
         emit: bool = True,
         store: bool = False,
         keep: bool = False,
-    ) -> list[Unit]:
+    ) -> list[Forward]:
         """All shards through a layer, in shard order."""
         activations = self._activations(lineage, base)
         replay = tuple(

@@ -6,11 +6,12 @@ Units and results are small and picklable; tensors travel between workers behind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
-from manifests.records import ArrayRecord, E, Key, StagedLayer, StagedRecord
+from manifests.records import ArrayRecord, E, Key, Scheme, StagedLayer, StagedRecord
 from pipeline.methods.method import FormSpec, Moment, Task
+from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
 
 Lineage = Literal["dense", "compressed", "paired", "held_out_dense", "held_out"]
 
@@ -23,7 +24,8 @@ class Forward:
         lineage: whose hidden states come in and go out: those of the dense model or of the compressed one, on the
             calibration samples or on what is held out.
         staged: the committed record of the compressed layer to use; None: the layer's dense weights.
-        moments: statistics to take.
+        moments: statistics to take. Samples of values go back with the result.
+        sums: where the others are added, once for each shard; the worker keeps them until a `Collect`.
         cosine: whether to sum the cosines between input and output.
         emit: whether the outputs become the hidden states of the next layer.
         store: whether these outputs are written to the activation store.
@@ -38,6 +40,7 @@ class Forward:
     shard: int
     staged: StagedLayer | None = None
     moments: tuple[Moment, ...] = ()
+    sums: Sums | None = None
     cosine: bool = False
     emit: bool = True
     store: bool = False
@@ -55,18 +58,22 @@ class Forward:
     @property
     def handles(self) -> int:
         """How many handles its result holds."""
-        return len(self.moments)
+        return sum(moment.kind == "sample" for moment in self.moments)
 
 
 @dataclass(frozen=True)
 class ForwardDone:
-    """What came of a `Forward`: handles of the partial moments, (sum, count) of cosines, the activation record."""
+    """What came of a `Forward`: handles of the samples of values, (sum, count) of cosines, the activation record.
+
+    `worker`: who did it, and keeps the sums that the shard was added to.
+    """
 
     partials: Mapping[Moment, Any]
     cosine: tuple[float, int] | None
     activation: ArrayRecord | None
     tokens: int
     inputs: ArrayRecord | None = None
+    worker: str = ""
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """With `made(handle)` in place of each handle."""
@@ -168,8 +175,11 @@ class BackwardDone:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Adds the partial moments of all shards, in shard order, and stores the sum. The result is its record, which for
-    gradients holds besides what `kernels.shrinkage` needs: `square_norms`, `sequences`, `tokens`."""
+    """Adds partial moments of gradients, or puts samples of values together, in shard order, and stores the result.
+
+    The result is its record, which for gradients holds besides what `kernels.shrinkage` needs: `square_norms`,
+    `sequences`, `tokens`.
+    """
 
     lineage: Lineage
     layer: int
@@ -207,11 +217,13 @@ class Solve:
 
 @dataclass(frozen=True)
 class SolveDone:
-    """Handle of the factors, the forms they take, and the figures for the summary."""
+    """Handle of the factors, the forms they take, the figures for the summary, and how matrices are rounded, by the
+    path of their module."""
 
     factors: Any
     forms: Mapping[str, FormSpec]
     report: Mapping[str, Any]
+    rounded: Mapping[str, Scheme] = field(default_factory=dict)
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """With `made(handle)` in place of the handle."""
@@ -332,9 +344,10 @@ class Compare:
         return "compare"
 
 
-Unit = Forward | Pair | Backward | Reduce | Measure | Predict | Solve | Write | Score | Diverge | Compare
-ShardUnit = Forward | Pair | Backward | Score | Diverge  # goes to the worker that holds the shard
-TensorUnit = Forward | Pair | Backward | Solve  # its result holds handles of tensors
+SumUnit = ChooseGrids | Collect | Total | Reduce
+Unit = Forward | Pair | Backward | SumUnit | Measure | Predict | Solve | Write | Score | Diverge | Compare
+ShardUnit = Forward | Pair | Backward | ChooseGrids | Score | Diverge  # goes to the worker that holds the shard
+TensorUnit = Forward | Pair | Backward | ChooseGrids | Collect | Total | Solve  # its result holds handles of tensors
 
 
 class Pool(Protocol):
@@ -350,7 +363,7 @@ class Pool(Protocol):
         ...
 
     def wait(self) -> tuple[Unit, Any]:
-        """The next finished unit and its result.
+        """The next finished unit and its result; of a `Collect` whose worker is gone, None.
 
         Raises:
             Interrupted: the job was asked to stop.

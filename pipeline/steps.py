@@ -56,9 +56,15 @@ class Steps:
     ) -> tuple[list[Any], list[Any]]:
         """Results of some units, and of those that build on them. What is lost in between is done again, no more."""
         made = self.do(producers)
+        return made, self.build_on(made, producers, consumers)
+
+    def build_on(
+        self, made: list[Any], producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
+    ) -> list[Any]:
+        """Results of the units that build on what `producers` have `made`; there, what is lost is replaced."""
         while True:
             try:
-                return made, self.do(consumers(made))
+                return self.do(consumers(made))
             except LostInputError as error:
                 lost = [place for place, unit in enumerate(producers) if unit.key in error.producers]
                 if not lost:
@@ -68,6 +74,19 @@ class Steps:
                 for place, result in zip(lost, self.do([producers[place] for place in lost]), strict=True):
                     made[place] = result
 
+    def reduced(
+        self, lineage: Lineage, layer: int, moments: Sequence[Moment], units: Sequence[Unit], done: list[Any]
+    ) -> dict[str, ArrayRecord]:
+        """What the units of all shards have left behind of some moments, in shard order: key -> record."""
+
+        def reduces(done: Sequence[ForwardDone | BackwardDone]) -> list[Unit]:
+            return [
+                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in moments
+            ]
+
+        records = self.build_on(done, units, reduces)
+        return {moment.key: record for moment, record in zip(moments, records, strict=True)}
+
     def sum_moments(
         self, lineage: Lineage, layer: int, moments: Sequence[Moment], units: Sequence[Unit]
     ) -> tuple[list[Any], dict[str, ArrayRecord]]:
@@ -75,14 +94,8 @@ class Steps:
 
         The results are returned without their partial sums, so that nobody holds those while the next layer's are made.
         """
-
-        def reduces(done: Sequence[ForwardDone | BackwardDone]) -> list[Unit]:
-            return [
-                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in moments
-            ]
-
-        done, records = self.do_both(units, reduces)
-        sums = {moment.key: record for moment, record in zip(moments, records, strict=True)}
+        done = self.do(units)
+        sums = self.reduced(lineage, layer, moments, units, done)
         return [replace(result, partials={}) for result in done], sums
 
     def enter(self, key: Key[E], record: E) -> None:
@@ -95,6 +108,8 @@ class Steps:
         groups = {solve.task.name: _report(solve, done) for solve, done in solved}
         forms = dict(write_unit(layer, solved).forms)
         entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
+        if rounded := {path: scheme for _, done in solved for path, scheme in done.rounded.items()}:
+            entry["rounded"] = rounded
         self.enter(layer_key(layer), entry)
         self.observer.layer_done("compress", layer, groups)
 

@@ -58,6 +58,10 @@ LAYERS = {  # the longest name that fits a module is its layer
         ("manifests", "pipeline.kernels", "pipeline.ranks", "pipeline.families", "pipeline.methods"),
         never=frozenset({"ray"}),
     ),
+    "pipeline.rounding": Layer(
+        ("manifests", "pipeline.kernels", "pipeline.families", "pipeline.methods", "pipeline.rounding"),
+        never=frozenset({"ray"}),
+    ),
     "stores": Layer(("manifests", "stores"), never=frozenset({"ray"})),
     "workers": Layer(("manifests", "pipeline", "stores", "workers", "lamina")),
     "lamina": Layer(("lamina",), never=frozenset({"ray", "zarr"})),

@@ -83,6 +83,7 @@ class WorkerActor:
         return {
             "node": ray.util.get_node_ip_address(),
             "pid": os.getpid(),
+            "worker": self.worker.name,
             "device": str(self.worker.device),
             "hardware": describe_hardware(self.worker.device),
             "versions": software_versions(),

@@ -103,6 +103,11 @@ class HiddenStates:
                 self.spilled[shard_key] = record
         return record
 
+    def keep_reader(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> HiddenReader:
+        """As `keep`. Returns what is held."""
+        self.keep(shard_key, hidden_writer)
+        return self.held[shard_key]
+
     def release_before(self, lineage: str, layer: int) -> None:
         """Lets go of what is older than a committed layer: shards that another worker has taken over."""
         self._release([shard_key for shard_key in self.held if shard_key[0] == lineage and shard_key[1] < layer])

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lamina import LaminaConfig
 from manifests.errors import NumericsError
-from manifests.records import StagedLayer
+from manifests.records import Scheme, StagedLayer
 from pipeline.families.registry import geometry_of
+from pipeline.rounding.schemes import packed_modules, rounded_modules, unpacked
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from workers.block import Block
@@ -85,12 +86,12 @@ class LayerReader:
         config = copy.copy(self.config)
         config.forms = [dict(staged["forms"]) if index == layer else {} for index in range(config.num_hidden_layers)]
         tensors = read_staged(self.setup.run_dir, staged)
-        return Block(config, layer, self._relative(layer, tensors), self.device)
+        return Block(config, layer, self._relative(layer, tensors, staged["rounded"]), self.device)
 
     def _read_layer(self, layer: int) -> dict[str, Tensor]:
         prefix = f"{self.setup.geometry.layers_path}.{layer}."
         names = [name for name in self.setup.source.tensors if name.startswith(prefix)]
-        return self._relative(layer, self._read(names))
+        return self._relative(layer, self._read(names), rounded_modules(self.setup.config, packed_modules(names)))
 
     def _read(self, names: list[str]) -> dict[str, Tensor]:
         tensors = self.setup.source.read(names)
@@ -98,9 +99,11 @@ class LayerReader:
             _require_finite(name, tensor, "source")
         return {name: self._converted(tensor) for name, tensor in tensors.items()}
 
-    def _relative(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _relative(self, layer: int, tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
+        """By names inside the layer; rounded weights multiplied out in the forward's dtype, as transformers does."""
         prefix = f"{self.setup.geometry.layers_path}.{layer}."
-        return {name.removeprefix(prefix): self._converted(tensor) for name, tensor in tensors.items()}
+        converted = {name: self._converted(tensor) for name, tensor in tensors.items()}
+        return {name.removeprefix(prefix): tensor for name, tensor in unpacked(converted, rounded).items()}
 
     def _converted(self, tensor: Tensor) -> Tensor:
         """In the forward's dtype; indices stay as they are."""

@@ -29,7 +29,8 @@ from ray.util import metrics
 
 from manifests.errors import InputError, Interrupted, StorageError, WorkerError
 from manifests.schema import Workers
-from pipeline.ports import ShardUnit, Unit
+from pipeline.ports import Forward, ShardUnit, Unit
+from pipeline.sum_units import Collect
 from workers.actor import Outcome, WorkerActor
 from workers.cluster import why_unplaceable
 from workers.config import WorkerConfig
@@ -57,6 +58,7 @@ class _Member:
     running: dict[Any, Unit] = field(default_factory=dict)
     tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
     leaving: bool = False  # gets nothing more, and ends when it is done with what it has
+    keeps_sums: bool = False  # until they are collected
 
 
 class RayPool:
@@ -129,8 +131,9 @@ class RayPool:
                     raise outcome.error
                 return unit, outcome.result
             self._dispatch()
-            self._step(POLL_SECONDS)
-            self._complain(1)
+            if not self.finished:
+                self._step(POLL_SECONDS)
+                self._complain(1)
 
     def cancel_pending(self) -> None:
         """Waits for what runs, forgets everything submitted."""
@@ -141,6 +144,8 @@ class RayPool:
             self._step(POLL_SECONDS)
             self.waiting.clear()
         self.finished.clear()
+        for member in self.members:
+            member.keeps_sums = False
 
     def busy(self) -> dict[str, str]:
         """Worker -> the unit it is at, for the status."""
@@ -206,7 +211,7 @@ class RayPool:
             member.leaving = True
             member.shards.clear()
             self.note(f"worker {_name(member)} is sent away: {self.wanted} are wanted")
-        for member in [member for member in self.members if member.leaving and not member.running]:
+        for member in [m for m in self.members if m.leaving and not m.running and not m.keeps_sums]:
             self.members.remove(member)
             ray.kill(member.actor)
         if not self.pause.lasts():
@@ -241,8 +246,10 @@ class RayPool:
                 self._welcome(member, value)
                 return
             unit = member.running.pop(ref)
-            del self.failures[unit.key]
+            del self.failures[_failure_key(unit)]
             self.pause.end()
+            if isinstance(unit, Collect):
+                member.keeps_sums = False
             self._account(member, unit, value)
             result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))
@@ -284,10 +291,11 @@ class RayPool:
         if isinstance(error, OutOfMemoryError) and others_hold_most(str(error)):
             self._wait_for_memory(member, error)
         else:
-            for key in [unit.key for unit in lost] + ([] if member.live else ["start"]):
+            for key in [_failure_key(unit) for unit in lost] + ([] if member.live else ["start"]):
                 self._count_failure(member, key, error)
             self.note(f"worker {_name(member)} died, {len(lost)} units are done again: {type(error).__name__}")
-        self.waiting.extendleft(reversed(lost))
+        self.waiting.extendleft(reversed([unit for unit in lost if not isinstance(unit, Collect)]))
+        self._finish_gone([unit for unit in lost if isinstance(unit, Collect)])
 
     def _wait_for_memory(self, member: _Member, error: Exception) -> None:
         first = str(error).partition("\n")[0]
@@ -325,6 +333,7 @@ class RayPool:
 
     def _dispatch(self) -> None:
         """Gives units to the workers that have room, one each in turn, the least busy first."""
+        self._dispatch_collects()
         live = self._ready()
         given = True
         while given and self.waiting:
@@ -335,6 +344,19 @@ class RayPool:
                     self._give(member, live, index)
                     given = True
 
+    def _dispatch_collects(self) -> None:
+        """Gives each to the worker that it is for, who may be leaving; of one that is gone there is nothing to have."""
+        for unit in [unit for unit in self.waiting if isinstance(unit, Collect)]:
+            holder = next((member for member in self.members if member.where.get("worker") == unit.worker), None)
+            if holder is None:
+                self.waiting.remove(unit)
+                self._finish_gone([unit])
+            elif len(holder.running) < DEPTH:
+                self._give(holder, [], self.waiting.index(unit))
+
+    def _finish_gone(self, units: list[Collect]) -> None:
+        self.finished.extend((unit, Outcome(None, None, 0.0, 0.0, 0)) for unit in units)
+
     def _choose(self, member: _Member, live: list[_Member]) -> int | None:
         """Which waiting unit a worker should do.
 
@@ -344,6 +366,8 @@ class RayPool:
         holders = {shard: other for other in live for shard in other.shards}
         new = taken_over = None
         for index, unit in enumerate(self.waiting):
+            if isinstance(unit, Collect):
+                continue
             holder = holders.get(unit.shard) if isinstance(unit, ShardUnit) else member
             if holder is member:
                 return index
@@ -360,6 +384,7 @@ class RayPool:
             for other in live:
                 other.shards.discard(unit.shard)
             member.shards.add(unit.shard)
+            member.keeps_sums |= isinstance(unit, Forward) and unit.sums is not None
         count = handle_count(unit)
         returned = member.actor.execute.options(num_returns=1 + count, name=f"lamina {unit_kind(unit)}").remote(unit)
         outcome, *tensors = returned if count else [returned]
@@ -374,6 +399,11 @@ def _differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
         for field, value in expected.items()
         if found.get(field) != value
     )
+
+
+def _failure_key(unit: Unit) -> str:
+    """What is counted when workers die on a unit: a `Collect` is another one for each worker."""
+    return f"collect/{unit.lineage}/{unit.layer}" if isinstance(unit, Collect) else unit.key
 
 
 def _name(member: _Member) -> str:

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from manifests.quantize import Quantize
+from manifests.records import Scheme
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics
+from pipeline.rounding.schemes import WEIGHT
+from pipeline.rounding.solutions import round_solution
 
 
 def solve_group(
@@ -19,12 +23,15 @@ def solve_group(
     statistics: Statistics,
     ranks: Ranks,
     before: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], Solution]:
-    """Factors by their names in the checkpoint, and the solution that they are of.
+    quantize: Quantize | None = None,
+) -> tuple[dict[str, Tensor], Solution, dict[str, Scheme]]:
+    """Factors by their names in the checkpoint, the solution that they are of, and the schemes of rounded matrices by
+    the path of their module.
 
     `weights`: dense, by `role.weight` / `role.bias`. `before`: the factors that the group's last correction gave; those
     of roles that this one changes are replaced.
     """
+    rounded: dict[str, Scheme] = {}
     if not any(moment.kind == "pair" for moment in statistics.moments):
         solution = method.compress(group, geometry, weights, statistics, ranks)
     else:
@@ -32,11 +39,16 @@ def solve_group(
         names = {key: geometry.tensor_name(group.layer, key, group.roles) for key in weights}
         known = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
         solution = method.correct(group, geometry, weights, statistics, ranks, known)
+    if quantize is not None:
+        dtypes = {key: _stored_dtype(key, tensor, weights) for key, tensor in solution.tensors.items()}
+        solution, schemes = round_solution(solution, quantize, statistics.moments, dtypes)
+        for key, scheme in schemes.items():
+            rounded[geometry.tensor_name(group.layer, key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
     replaced = tuple(f"{geometry.path(group.layer, role)}." for role in group.roles if _changes(solution, role))
     factors = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
     for key, tensor in solution.tensors.items():
         factors[geometry.tensor_name(group.layer, key, group.roles)] = tensor.to(_stored_dtype(key, tensor, weights))
-    return factors, solution
+    return factors, solution, rounded
 
 
 def _changes(solution: Solution, role: str) -> bool:

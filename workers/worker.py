@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import Tensor
 from manifests.errors import CorruptError, LostInputError, NumericsError
 from manifests.records import ArrayRecord, GradientRecord
 from pipeline.kernels.gradients import ordered_sum
-from pipeline.kernels.moments import add_head_moment_, cosine_sums
+from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Curve, Group, Measuring, Moment, Predicting, Statistics
@@ -41,13 +42,14 @@ from pipeline.ports import (
     Unit,
     Write,
 )
+from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, Total
 from stores.activations import ActivationStore
 from stores.run_directory import ACTIVATIONS, STATISTICS
 from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
 from workers.backward import BackwardPass
-from workers.block import Tap, overflow_advice
+from workers.block import Tap
 from workers.comparing import compare_models
 from workers.config import WorkerConfig
 from workers.embedding_and_head import embedding, head
@@ -56,6 +58,7 @@ from workers.layers import LayerReader
 from workers.pairing import PairPass
 from workers.scoring import LogitRows, summed_divergence, summed_loss
 from workers.solving import solve_group
+from workers.sums import LayerSums, Squares
 from workers.tensor_transfer import TensorTransfer, get_all
 
 ROWS_PER_LOGITS = 1024
@@ -65,6 +68,7 @@ class Worker:
     """Holds the hidden states of the shards it was given, and one layer."""
 
     def __init__(self, setup: WorkerConfig, transfer: TensorTransfer) -> None:
+        self.name = uuid.uuid4().hex
         self.setup = setup
         self.transfer = transfer
         self.device = torch.device("cuda" if setup.use_gpu else "cpu")
@@ -76,6 +80,7 @@ class Worker:
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
         self.layers = LayerReader(setup, self.device)
         self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
+        self.sums = LayerSums(self.transfer, self.statistics, self.device)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.compute_seconds = 0.0  # spent inside products and decompositions
 
@@ -92,6 +97,9 @@ class Worker:
             Forward: self._forward,
             Pair: self._pair,
             Backward: self._backward,
+            ChooseGrids: self._choose_grids,
+            Collect: self.sums.collect,
+            Total: self.sums.total,
             Reduce: self._reduce,
             Measure: self._measure,
             Predict: self._predict,
@@ -117,28 +125,30 @@ class Worker:
         inputs = self._inputs(unit, unit.layer)
         block = self.layers.block(unit.layer, unit.staged)
         self.layers.read_ahead(unit.ahead)
-        totals: dict[Moment, Tensor] = {}
-        taps = [(moment.point, self._tap(unit, moment, totals)) for moment in unit.moments]
+        samples: dict[Moment, Tensor] = {}
+        taps = self._taps(unit, samples)
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)
         hidden_writer = self._hidden_writer(shard_key, unit.store) if unit.emit else None
         cosine = (0.0, 0)
         kept_inputs = self._keep_inputs(unit, inputs) if unit.keep_inputs else None
-        for start, stop in self._micro_batches(unit.shard):
-            hidden_BSD = inputs.read(start, stop).to(self.device)
-            with self._computing():
-                output_BSD = block.run(hidden_BSD, taps, output=unit.emit or unit.cosine)
-            if output_BSD is not None and unit.cosine:
-                total, count = cosine_sums(hidden_BSD, output_BSD)
-                cosine = (cosine[0] + total, cosine[1] + count)
-            if output_BSD is not None and hidden_writer is not None:
-                hidden_writer.append(output_BSD)
+        with self.sums.adding(unit):
+            for start, stop in self._micro_batches(unit.shard):
+                hidden_BSD = inputs.read(start, stop).to(self.device)
+                with self._computing():
+                    output_BSD = block.run(hidden_BSD, taps, output=unit.emit or unit.cosine)
+                if output_BSD is not None and unit.cosine:
+                    total, count = cosine_sums(hidden_BSD, output_BSD)
+                    cosine = (cosine[0] + total, cosine[1] + count)
+                if output_BSD is not None and hidden_writer is not None:
+                    hidden_writer.append(output_BSD)
         record = self.hidden.keep(shard_key, hidden_writer) if hidden_writer is not None else None
         return ForwardDone(
-            partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
+            partials={moment: self.transfer.put({"moment": values}) for moment, values in samples.items()},
             cosine=cosine if unit.cosine else None,
             activation=record if unit.store else None,
             tokens=self._samples(unit.shard) * self._sequence,
             inputs=kept_inputs,
+            worker=self.name,
         )
 
     def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> ArrayRecord:
@@ -193,10 +203,7 @@ class Worker:
         first, _ = self._range(unit.shard)
         for start, stop in self._micro_batches(unit.shard):
             hidden_writer.append(embed(self._tokens(first + start, first + stop)))
-        self.hidden.keep(shard_key, hidden_writer)
-        held = self.hidden.get(shard_key)
-        assert held is not None
-        return held
+        return self.hidden.keep_reader(shard_key, hidden_writer)
 
     def _replay(self, unit: Forward | Score | Diverge, layer: int, inputs: HiddenReader) -> HiddenReader:
         """A layer once more, for its outputs alone."""
@@ -208,28 +215,28 @@ class Worker:
                 output_BSD = block.run(inputs.read(start, stop).to(self.device))
             assert output_BSD is not None
             hidden_writer.append(output_BSD)
-        self.hidden.keep(shard_key, hidden_writer)
-        held = self.hidden.get(shard_key)
-        assert held is not None
-        return held
+        return self.hidden.keep_reader(shard_key, hidden_writer)
 
-    def _tap(self, unit: Forward, moment: Moment, totals: dict[Moment, Tensor]) -> Tap:
-        if moment.kind == "sample":
-            return self._sample_tap(unit, moment, totals)
+    def _taps(self, unit: Forward, samples: dict[Moment, Tensor]) -> list[tuple[str, Tap]]:
+        """What takes the unit's moments, at their points; a shard that is in the sums already is not added again."""
+        taps = [
+            (moment.point, self._sample_tap(unit, moment, samples))
+            for moment in unit.moments
+            if moment.kind == "sample"
+        ]
+        return taps + self.sums.taps(unit)
 
-        def add(values: Tensor) -> None:
-            width = values.shape[-1] // moment.heads
-            if moment not in totals:
-                totals[moment] = torch.zeros(moment.groups, width, width, dtype=torch.float64, device=self.device)
-            try:
-                add_head_moment_(totals[moment], values, moment.heads, moment.groups)
-            except ValueError as error:
-                advice = overflow_advice(values.dtype)
-                raise NumericsError(f"layer {unit.layer}: activations at {moment.point}: {error}; {advice}") from error
+    def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
+        forward: Forward = unit.forward
+        inputs = self._inputs(forward, forward.layer)
+        block = self.layers.block(forward.layer, forward.staged)
+        start, stop = self._micro_batches(forward.shard)[0]
+        squares = Squares(self._calibration_tokens)
+        with self._computing():
+            block.run(inputs.read(start, stop).to(self.device), squares.taps(forward), output=False)
+        return ChooseGridsDone({moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids().items()})
 
-        return add
-
-    def _sample_tap(self, unit: Forward, moment: Moment, totals: dict[Moment, Tensor]) -> Tap:
+    def _sample_tap(self, unit: Forward, moment: Moment, samples: dict[Moment, Tensor]) -> Tap:
         """Keeps the values of those tokens of the shard that are among the sample's."""
         token = self._range(unit.shard)[0] * self._sequence
 
@@ -238,7 +245,7 @@ class Worker:
             rows_TF = values_BSF.flatten(0, -2)
             chosen = evenly_spread(token, len(rows_TF), self._calibration_tokens, moment.tokens)
             kept_TF = rows_TF[chosen.to(rows_TF.device)]
-            totals[moment] = torch.cat((totals[moment], kept_TF[None]), dim=1) if moment in totals else kept_TF[None]
+            samples[moment] = torch.cat((samples[moment], kept_TF[None]), dim=1) if moment in samples else kept_TF[None]
             token += len(rows_TF)
 
         return keep
@@ -300,9 +307,12 @@ class Worker:
         weights, statistics = self._group_weights(unit.task), self._statistics(unit.statistics)
         before = self.transfer.get(unit.before) if unit.before is not None else {}
         method, geometry = self.methods[unit.task.method], self.setup.geometry
+        quantize = self.setup.manifest.quantize if self.setup.manifest else None
         with self._computing():
-            factors, found = solve_group(method, unit.task, geometry, weights, statistics, unit.ranks, before)
-        return SolveDone(self.transfer.put(factors), found.forms, found.report)
+            factors, found, rounded = solve_group(
+                method, unit.task, geometry, weights, statistics, unit.ranks, before, quantize
+            )
+        return SolveDone(self.transfer.put(factors), found.forms, found.report, rounded)
 
     def _write(self, unit: Write) -> Any:
         geometry, source = self.setup.geometry, self.setup.source

@@ -13,7 +13,7 @@ from typing import Any
 from lamina import MODELLING_FILES, modelling_source
 from manifests import VERSION
 from manifests.errors import CorruptError, InputError
-from manifests.records import LayerEntry, ShardRecord
+from manifests.records import LayerEntry, Scheme, ShardRecord
 from pipeline.checkpoint.compression_record import (
     RECORD_FILE,
     RECORD_VERSION,
@@ -25,11 +25,13 @@ from pipeline.checkpoint.compression_record import (
 )
 from pipeline.checkpoint.counting import count
 from pipeline.checkpoint.model_card import model_card
+from pipeline.checkpoint.reading import linear_modules
 from pipeline.families.registry import checkpoint_config
 from pipeline.job.inputs import Inputs
 from pipeline.keys import COMPARED, layer_key, rest_key
 from pipeline.methods.registry import config_fields, layers_of
 from pipeline.ports import Journal
+from pipeline.rounding.schemes import FIELD, quantization_config
 from stores.checkpoint import (
     copy_shard,
     describe_shard,
@@ -187,7 +189,12 @@ class Assembler:
 
     def _config(self) -> dict[str, Any]:
         config = checkpoint_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
-        return config | config_fields(self.inputs.methods)
+        rounded: dict[str, Scheme] = {}
+        for layer in range(self.inputs.geometry.num_layers):
+            entry = self._entry(layer)
+            rounded |= entry.get("rounded", {}) if entry else {}
+        fields = {FIELD: quantization_config(rounded, linear_modules(config))} if rounded else {}
+        return config | config_fields(self.inputs.methods) | fields
 
     def _record(self, plans: Sequence[ShardPlan], records: Mapping[str, ShardRecord]) -> dict[str, Any]:
         geometry, forms = self.inputs.geometry, self._forms()

@@ -12,6 +12,7 @@ from manifests.errors import InputError
 from pipeline.families.registry import check_fields, geometry_of
 from pipeline.job.inputs import STORED_NAMES
 from pipeline.job.sources import as_loaded, check_buildable, describe_dense
+from pipeline.rounding.schemes import FIELD, packed_shapes, rounded_modules
 from stores.source import SourceCheckpoint, open_source
 
 
@@ -38,10 +39,20 @@ def read_checkpoint(model: str) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor -> shape of the model that the config of a Lamina checkpoint describes."""
-    with torch.device("meta"):
-        model = LaminaForCausalLM(LaminaConfig(**config))
+    """Tensor -> shape of the checkpoint that the config of a Lamina checkpoint describes."""
+    model = build_on_meta(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         expected.pop(f"{config['block']['head']}.weight", None)
-    return expected
+    return packed_shapes(expected, rounded_modules(config, linear_modules(config)))
+
+
+def build_on_meta(config: Mapping[str, Any]) -> LaminaForCausalLM:
+    """The model that a config describes, without its numbers; nothing of it is rounded."""
+    with torch.device("meta"):
+        return LaminaForCausalLM(LaminaConfig(**{name: value for name, value in config.items() if name != FIELD}))
+
+
+def linear_modules(config: Mapping[str, Any]) -> list[str]:
+    """The paths of all `torch.nn.Linear` of the model that a config describes."""
+    return [path for path, module in build_on_meta(config).named_modules() if isinstance(module, torch.nn.Linear)]

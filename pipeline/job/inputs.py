@@ -25,6 +25,7 @@ from pipeline.methods.registry import (
     layer_gradients,
     predict_tasks,
 )
+from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
 from pipeline.samples import gradient_count, gradient_samples
 from stores.headers import DTYPES
 from stores.source import SourceCheckpoint, is_hub_id
@@ -74,7 +75,7 @@ class Inputs:
             for position, method in enumerate(self.methods)
             if isinstance(method, Remarking)
             for remark in method.remarks(self.geometry)
-        )
+        ) + (rounding_remarks(self.manifest.quantize, self.geometry) if self.manifest.quantize else ())
 
     @property
     def needs_calibration(self) -> bool:
@@ -135,6 +136,8 @@ def _checked(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, 
     geometry = replace(geometry, bits=8 * dtype.itemsize)
     methods = build_methods(manifest)
     tasks = claim_tasks(methods, geometry)
+    if manifest.quantize is not None:
+        tasks = rounded_tasks(tasks, manifest, geometry)
     inputs = Inputs(manifest, source, config, geometry, methods, tasks, dtype)
     config_fields(methods)
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))

@@ -41,7 +41,9 @@ class Grid:
     highest: int
 
     def raised(self, channels_Gd: Tensor) -> "Grid":
-        """With a wider bound for some channels, as far as it goes."""
+        """With a wider bound for some channels. Raises ValueError when one of them has the widest there is."""
+        if bool((self.exponents[channels_Gd.cpu()] >= self.highest).any()):
+            raise ValueError(f"sums of squares beyond 4^{self.highest} times the number of rows have no float64")
         steps_Gd = channels_Gd.cpu().to(torch.int16) * STEP
         return replace(self, exponents=(self.exponents + steps_Gd).clamp_max(self.highest))
 

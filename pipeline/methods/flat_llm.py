@@ -160,7 +160,11 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             tensors["o.bias"] = weights["o.bias"].double()
         form = {"form": "head_pca", "rank": rank}
         report = {"error": dropped_share(eigenvalues_Gd, rank)} | ({"clipped": clipped} if clipped else {})
-        return Solution(tensors, {"v": form, "o": form}, report)
+        inputs = {}
+        if CONTEXT in statistics.moments:
+            encoded_RF = _by_heads(encoder_Grd, statistics.moments[CONTEXT][0], geometry.heads)
+            inputs["o"] = _by_heads(encoder_Grd, encoded_RF.T, geometry.heads)
+        return Solution(tensors, {"v": form, "o": form}, report, inputs)
 
     def _basis(
         self, geometry: Geometry, output_DF: Tensor, statistics: Statistics, rank: int
@@ -199,7 +203,8 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             tensors["down.bias"] = weights["down.bias"].double()
         form = {"form": "pruned", "rank": rank}
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
-        return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), report)
+        inputs = {"down": moment_NN[kept_k][:, kept_k]}
+        return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), report, inputs)
 
 
 def _compress_query_key(
@@ -237,6 +242,12 @@ def _encode(encoder_nrd: Tensor, weight: Tensor) -> Tensor:
     """(n, r, d) times the n row blocks of a (n·d, D) weight -> (n·r, D)."""
     n, _, d = encoder_nrd.shape
     return torch.bmm(encoder_nrd, weight.double().reshape(n, d, -1)).flatten(0, 1)
+
+
+def _by_heads(encoder_Grd: Tensor, matrix_Fx: Tensor, heads: int) -> Tensor:
+    """(G, r, d), that of each query head's group, times the head's d rows of (H·d, x) -> (H·r, x)."""
+    encoder_Hrd = encoder_Grd.double().repeat_interleave(heads // encoder_Grd.shape[0], dim=0)
+    return torch.bmm(encoder_Hrd, matrix_Fx.double().reshape(heads, encoder_Hrd.shape[2], -1)).flatten(0, 1)
 
 
 def _decode(weight_DHd: Tensor, decoder_Gdr: Tensor, heads: int) -> Tensor:

@@ -16,6 +16,7 @@ from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
+from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers
 from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
@@ -30,9 +31,10 @@ METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
 
 
 def build_methods(manifest: Manifest) -> tuple[Method, ...]:
-    """The methods of a manifest, in its order."""
-    multiple = manifest.budget.multiple if manifest.budget is not None else None
-    return tuple(METHODS[type(entry)](entry.in_steps_of(multiple)) for entry in manifest.methods)
+    """The methods of a manifest, in its order; where it asks for fewer bits, one more for what they leave."""
+    multiple = manifest.rank_multiple
+    methods = tuple(METHODS[type(entry)](entry.in_steps_of(multiple)) for entry in manifest.methods)
+    return methods if manifest.quantize is None else (*methods, Unchanged(methods, manifest.quantize.skip))
 
 
 def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from pipeline.methods.method import read_task_key, task_key
+from pipeline.methods.registry import build_methods
 from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, MUTED, SERIES, Plot, by_layer, depth_colour, draw
 from pipeline.reporting.reading import Run
 from pipeline.reporting.time_figures import time_plots
@@ -60,7 +61,7 @@ def _rank_plot(run: Run, key: tuple[int, str, str], rank_by_layer: Mapping[int, 
         axes.set_ylim(0, 1.08 * max(*full, *rank_by_layer.values()))
         axes.set_title(f"rank of {title}")
 
-    method_name = run.manifest.methods[int(method)].method
+    method_name = build_methods(run.manifest)[int(method)].name
     told = f"Rank of {title} ({method_name}) in each layer; the dashed line is the full rank."
     return Plot("ranks", draw(f"rank-{method}-{group}-{name}", plot), told)
 

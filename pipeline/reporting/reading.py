@@ -20,6 +20,7 @@ from pipeline.job.unit_log import SUFFIX
 from pipeline.methods.method import Task, task_key
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.estimate import MOMENT_BYTES, Plan, make_plan
+from pipeline.rounding.tasks import rounded_tasks
 from stores.headers import DTYPES
 from stores.lock import read_lock
 from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, RunDirectory
@@ -73,7 +74,8 @@ class Run:
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
         """What the manifest claims."""
-        return claim_tasks(build_methods(self.manifest), self.geometry)
+        tasks = claim_tasks(build_methods(self.manifest), self.geometry)
+        return tasks if self.manifest.quantize is None else rounded_tasks(tasks, self.manifest, self.geometry)
 
     @cached_property
     def plan(self) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.console.summary import compute_share
 from pipeline.methods.method import read_task_key
+from pipeline.methods.registry import build_methods
 from pipeline.reporting.figures import chosen_point
 from pipeline.reporting.reading import Run
 
@@ -64,7 +65,7 @@ def scores(run: Run) -> str:
 
 def layers(run: Run) -> str:
     """Every group of every committed layer, and what had to be done for it."""
-    rows = []
+    rows, methods = [], build_methods(run.manifest)
     for layer, entry in sorted(run.layers.items()):
         stored = run.stored_bytes(layer)
         for group, report in entry["groups"].items():
@@ -73,7 +74,7 @@ def layers(run: Run) -> str:
                 (
                     layer,
                     group,
-                    run.manifest.methods[report["method"]].method,
+                    methods[report["method"]].name,
                     ", ".join(f"{name} {rank:,}" for name, rank in report["ranks"].items()),
                     _notes(report),
                     f"{run.importance[layer]:.4f}" if layer in run.importance else "",

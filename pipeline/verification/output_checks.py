@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina import LaminaConfig, LaminaForCausalLM
+from lamina import LaminaConfig
 from pipeline.checkpoint.compression_record import index_arguments
 from pipeline.checkpoint.counting import stored_numbers
+from pipeline.checkpoint.reading import build_on_meta, expected_tensors
 from pipeline.families.registry import geometry_of
+from pipeline.rounding.schemes import packed_dtype
 from stores.checkpoint import index_content
 from stores.headers import read_header
 from stores.source import INDEX_FILE, SourceCheckpoint
@@ -59,11 +61,11 @@ def check_forms(checkpoint: SourceCheckpoint, config: Mapping[str, Any], compres
     faults = []
     if config["forms"] != [layer["forms"] for layer in compression["layers"]]:
         faults.append("config.json: its forms differ from those of compression.json's layers")
-    with torch.device("meta"):
-        model = LaminaForCausalLM(LaminaConfig(**config))
-    expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
-    if config["tie_word_embeddings"]:
-        expected.pop(f"{config['block']['head']}.weight", None)
+    model = build_on_meta(config)
+    kinds = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    expected = {
+        name: (shape, kinds.get(name) or packed_dtype(name)) for name, shape in expected_tensors(config).items()
+    }
     tensors = checkpoint.tensors
     for name, (shape, dtype) in expected.items():
         if name not in tensors:

@@ -17,6 +17,8 @@ from pipeline.checkpoint.assembling import CARD_FILE, TOKENIZER_FILE, without_co
 from pipeline.checkpoint.compression_record import describe_bytes, file_fault
 from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import sample_tokens
+from pipeline.methods.unchanged import Unchanged
+from pipeline.rounding.schemes import packed_dtype, packed_names
 from pipeline.verification.output_checks import Finding
 from stores.source import SourceCheckpoint
 from stores.storage import Storage
@@ -79,6 +81,8 @@ def check_coverage(
         for name, _ in geometry.role_tensors(layer, role).values()
     }
     methods = {entry["method"] for entry in compression["manifest"]["methods"]}
+    if compression["manifest"].get("quantize"):
+        methods.add(Unchanged.name)
     claimed = compression["claimed"]
     faults: list[str] = []
     copied = kept = 0
@@ -92,7 +96,9 @@ def check_coverage(
             continue
         layer, role = roles[name]
         form = compression["layers"][layer]["forms"].get(role)
-        if form is None:  # looked at and left as it was
+        if form is None and name not in checkpoint.tensors and packed_names(name) <= checkpoint.tensors.keys():
+            faults += _packed_faults(compression, packed_names(name), claimed[name])
+        elif form is None:  # looked at and left as it was
             kept += 1
             faults += _copy_faults(original, checkpoint, compression, name, claimed[name])
         else:
@@ -130,8 +136,15 @@ def _factor_faults(
             continue
         if entry["origin"] != method or entry["form"] != form["form"]:
             yield f"{stored}: {entry['form']} by {entry['origin']}, but {name} is claimed as {form['form']} by {method}"
-        elif entry["dtype"] != original.tensors[name].dtype and entry["dtype"] != "U8":
+        elif entry["dtype"] not in (original.tensors[name].dtype, "U8") and packed_dtype(stored).is_floating_point:
             yield f"{stored}: {entry['dtype']} numbers, the source's {name} has {original.tensors[name].dtype}"
+
+
+def _packed_faults(compression: Mapping[str, Any], names: set[str], method: str) -> Iterator[str]:
+    """A weight that is as it was but for rounding is stored by the method that claims it."""
+    for name in sorted(names):
+        if compression["tensors"][name]["origin"] != method:
+            yield f"{name}: of {compression['tensors'][name]['origin']!r}, but claimed by {method}"
 
 
 def _stray_faults(original: SourceCheckpoint, compression: Mapping[str, Any], methods: set[str]) -> Iterator[str]:
@@ -223,6 +236,6 @@ def cut_nothing(compression: Mapping[str, Any]) -> bool:
     for layer in compression["layers"]:
         for report in layer["groups"].values():
             errors = [value for key, value in report.items() if "error" in key]
-            if not report.get("dense") and (not errors or max(errors) > 0.0):
+            if report.get("rounding_error") or (not report.get("dense") and (not errors or max(errors) > 0.0)):
                 return False
     return True

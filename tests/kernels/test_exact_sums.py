@@ -187,9 +187,13 @@ def test_nothing_exceeds_the_highest_exponents(dtype: torch.dtype) -> None:
     largest = 1e150 if dtype == torch.float64 else torch.finfo(dtype).max
     values_TF = torch.full((8, 2), largest, dtype=dtype)
     grid = choose_grid(torch.zeros(1, 2, dtype=torch.float64), 1, 8, dtype)
-    for _ in range(100):
-        grid = grid.raised(torch.ones(1, 2, dtype=torch.bool))
+    both = torch.ones(1, 2, dtype=torch.bool)
+    while int(grid.exponents.min()) < grid.highest:
+        grid = grid.raised(both)
     assert not exceeding(summed([values_TF], grid), grid).any()
+    with pytest.raises(ValueError, match=rf"beyond 4\^{grid.highest} times"):
+        grid.raised(both)
+    assert grid.raised(~both).exponents.tolist() == grid.exponents.tolist()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

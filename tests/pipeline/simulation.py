@@ -30,6 +30,7 @@ from pipeline.ports import (
     Unit,
     Write,
 )
+from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Total, TotalDone
 
 
 class Killed(BaseException):
@@ -176,8 +177,11 @@ class Recorder:
 class SimulatedPool:
     """Does units when they are waited for, in the order of `order` ("first", "last", or a seed to shuffle by).
 
-    Its workers hold nothing between units: every forward pass starts at `base`. Handles are worth nothing to another
-    process.
+    Its workers hold nothing between units but their sums: every forward pass starts at `base`. Handles are worth
+    nothing to another process.
+
+    `narrow`: moment keys whose first grid of each layer is too narrow. `die_before`: a unit's key -> the worker that is
+    gone when the unit is done, once.
     """
 
     def __init__(self, world: World, order: str | int = "first", size: int = 2) -> None:
@@ -187,6 +191,10 @@ class SimulatedPool:
         self.drained = 0
         self.fail_on: dict[str, Exception] = {}  # unit key -> raised once
         self.stop_after: int | None = None  # waits before a signal is noticed
+        self.sums: dict[str, tuple[str, dict[int, dict[str, str]]]] = {}  # worker -> pass, shard -> moment -> value
+        self.turn = 0
+        self.narrow: frozenset[str] = frozenset()
+        self.die_before: dict[str, str] = {}
         self.random = random.Random(order) if isinstance(order, int) else None
         self.last_first = order == "last"
         world.life += 1
@@ -208,6 +216,8 @@ class SimulatedPool:
             unit = self.pending.pop(-1 if self.last_first else 0)
         if error := self.fail_on.pop(unit.key, None):
             raise error
+        if worker := self.die_before.pop(unit.key, None):
+            self.sums.pop(worker, None)
         self.world.done.append(unit)
         self.world.events.append(("unit", unit.key))
         return unit, self._execute(unit)
@@ -223,6 +233,14 @@ class SimulatedPool:
             return self._pair(unit)
         if isinstance(unit, Backward):
             return self._backward(unit)
+        if isinstance(unit, ChooseGrids):
+            assert all(moment.kind == "value" for moment in unit.forward.moments)
+            layer = unit.forward.layer
+            return ChooseGridsDone({moment: self._handle(f"grid {layer}") for moment in unit.forward.moments})
+        if isinstance(unit, Collect):
+            return self._collect(unit)
+        if isinstance(unit, Total):
+            return self._total(unit)
         if isinstance(unit, Reduce):
             parts = [self._open(handle) for handle in unit.partials]
             return self.world.store("statistic", digest("sum", unit.lineage, unit.layer, unit.moment.key, parts))
@@ -252,13 +270,51 @@ class SimulatedPool:
         number = int(hidden[:4], 16)
         kept = self.world.store("activation", digest("input", unit.layer, hidden)) if unit.keep_inputs else None
         moments = {moment: digest("moment", moment.key, unit.layer, hidden) for moment in unit.moments}
+        samples = {moment: self._handle(value) for moment, value in moments.items() if moment.kind == "sample"}
+        assert (unit.sums is not None) == any(moment.kind == "value" for moment in moments)
         return ForwardDone(
-            partials={moment: self._handle(value) for moment, value in moments.items()},
+            partials=samples,
             cosine=(number / 65536, 1) if unit.cosine else None,
             activation=self.world.store("activation", output) if unit.store else None,
             tokens=1,
             inputs=kept,
+            worker=self._add(unit, {moment.key: value for moment, value in moments.items() if moment.kind == "value"}),
         )
+
+    def _add(self, unit: Forward, values: dict[str, str]) -> str:
+        """The worker, one after another, to whose sums of this pass the shard is added."""
+        worker = f"worker-{self.turn % max(1, self.size)}"
+        self.turn += 1
+        if unit.sums is not None:
+            assert {self._open(handle) for handle in unit.sums.grids.values()} <= {f"grid {unit.layer}", "wider"}
+            name, shards = self.sums.get(worker, ("", {}))
+            if name != unit.sums.name:
+                shards = {}
+            assert unit.shard not in shards
+            self.sums[worker] = (unit.sums.name, {**shards, unit.shard: values})
+        return worker
+
+    def _collect(self, unit: Collect) -> CollectDone | None:
+        if unit.worker not in self.sums:
+            return None
+        name, shards = self.sums.pop(unit.worker)
+        assert name == unit.sums
+        found = {
+            moment: self._handle(json.dumps({shard: values[moment.key] for shard, values in shards.items()}))
+            for moment in unit.moments
+        }
+        return CollectDone(tuple(shards), found)
+
+    def _total(self, unit: Total) -> TotalDone:
+        if unit.moment.key in self.narrow and self._open(unit.grid) != "wider":
+            return TotalDone(None, self._handle("wider"))
+        shards: dict[str, str] = {}
+        for handle in unit.partials:
+            part = json.loads(self._open(handle))
+            assert not shards.keys() & part.keys(), "a shard is added once"
+            shards |= part
+        value = digest("sum", unit.lineage, unit.layer, unit.moment.key, sorted(shards.items()))
+        return TotalDone(self.world.store("statistic", value))
 
     def _pair(self, unit: Pair) -> ForwardDone:
         assert len(unit.replay) == unit.layer - unit.base

@@ -12,8 +12,10 @@ import pytest
 
 from pipeline.computation import Job
 from pipeline.driver import Driver
+from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_moments
 from pipeline.ports import Forward, Reduce, Solve, Unit, Write
+from pipeline.sum_units import Total
 from tests.pipeline.simulation import (
     ALL,
     JOBS,
@@ -62,19 +64,22 @@ def test_dense_takes_everything_in_one_pass() -> None:
 
 def test_units_of_one_layer_of_the_walk() -> None:
     world, _ = run(make_job(make_tasks([0, 1]), num_layers=2, scores=frozenset()))
-    assert [unit.key for unit in world.done[:10]] == [
+    assert [unit.key for unit in world.done[:13]] == [
+        "choosegrids/compressed/0",
         "forward/compressed/0/0/dense",
         "forward/compressed/0/1/dense",
-        "reduce/compressed/0/down.in-1-1",
-        "reduce/compressed/0/o.in-2-1",
-        "reduce/compressed/0/q.in-1-1",
+        "collect/compressed/0/pass-0/worker-0",
+        "collect/compressed/0/pass-0/worker-1",
+        "total/compressed/0/down.in-1-1",
+        "total/compressed/0/o.in-2-1",
+        "total/compressed/0/q.in-1-1",
         "solve/0/0/attention",
         "solve/0/0/mlp",
         "write/0",
         "forward/compressed/0/0/staged",
         "forward/compressed/0/1/staged",
     ]
-    first, again = world.done[0], world.done[8]
+    first, again = world.done[1], world.done[11]
     assert isinstance(first, Forward)
     assert isinstance(again, Forward)
     assert (first.emit, first.store, first.cosine, first.ahead) == (False, False, False, 1)
@@ -184,7 +189,7 @@ def test_a_shared_moment_is_taken_once() -> None:
     world, _ = run(JOBS["compressed-uniform"]())
     taken = [unit for unit in forwards(world) if unit.moments]
     assert {tuple(moment.key for moment in unit.moments) for unit in taken} == {("down.in-1-1", "o.in-2-1", "q.in-1-1")}
-    assert Counter(unit.moment.key for unit in world.done if isinstance(unit, Reduce)) == {
+    assert Counter(unit.moment.key for unit in world.done if isinstance(unit, Total)) == {
         "down.in-1-1": 4, "o.in-2-1": 4, "q.in-1-1": 4,
     }  # fmt: skip
 
@@ -268,15 +273,15 @@ def test_the_order_of_completion_changes_nothing(job: Job, order: str | int) -> 
     assert {key for _, key in world.repairs} == set()
 
 
-def test_partials_and_factors_stay_in_order() -> None:
-    world = World()
-    run(make_job(make_tasks(ALL), shards=5), world, SimulatedPool(world, order="last"))
-    for unit in world.done:
-        if isinstance(unit, Reduce):
-            values = [digest("moment", unit.moment.key, unit.layer, digest("embedded", shard)) for shard in range(5)]
-            assert unit.layer > 0 or [handle.value for handle in unit.partials] == values
-        if isinstance(unit, Write):
-            assert len(unit.factors) == 2
+def test_samples_and_factors_stay_in_order() -> None:
+    world, sample = World(), Moment("down.in", kind="sample", tokens=9)
+    tasks = tuple(replace(t, moments=(*t.moments, sample)) for t in make_tasks(ALL))
+    run(make_job(tasks, shards=5), world, SimulatedPool(world, order="last"))
+    reduced = [unit for unit in world.done if isinstance(unit, Reduce)]
+    assert [(unit.layer, unit.moment) for unit in reduced] == [(layer, sample) for layer in ALL]
+    values = [digest("moment", sample.key, 0, digest("embedded", shard)) for shard in range(5)]
+    assert [handle.value for handle in reduced[0].partials] == values
+    assert {len(unit.factors) for unit in world.done if isinstance(unit, Write)} == {2}
 
 
 class OrderChecks(WorldCleaner):

@@ -94,8 +94,9 @@ def test_stored_inputs_are_dropped_as_the_gradient_passes_them() -> None:
 def test_partial_sums_of_one_layer_at_a_time(name: str) -> None:
     """What is summed of a layer is gone before the next one's is made: at size it is most of the memory."""
     job = JOBS[name]()
-    most = max(
-        max(job.shards * len(layer_moments(job.tasks, layer)), job.shards * len(layer_gradients(job.tasks, layer)))
+    shards = len(job.gradient_shards)
+    most = max(  # of one worker: a grid and a sum of each moment, however many shards; and a gradient's of each shard
+        max(2 * len(layer_moments(job.tasks, layer)), shards * len(layer_gradients(job.tasks, layer)))
         for layer in range(job.num_layers)
     )
     world, alive = World(), []

@@ -11,10 +11,12 @@ import pytest
 
 from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError, WorkerError
 from pipeline.computation import Job
-from pipeline.ports import Forward, Reduce, Solve
+from pipeline.ports import Forward, Solve
+from pipeline.sum_units import Collect, Total
 from tests.pipeline.simulation import (
     ALL,
     JOBS,
+    MLP,
     Killed,
     SimulatedPool,
     World,
@@ -89,10 +91,13 @@ def test_stopped_at_any_wait_it_goes_on(name: str) -> None:
         assert pool.drained == 0
         run(job, world)
         assert world.journal() == expected.journal()
-        repeated = sum(
-            (Counter(unit.key for unit in world.done) - Counter(unit.key for unit in expected.done)).values()
-        )
+        repeated = sum((work_of(world) - work_of(expected)).values())
         assert repeated <= max(job.shards + 4, 2 * len(make_tasks([0])) + 1)
+
+
+def work_of(world: World) -> Counter[str]:
+    """All that was done, but for what a worker takes no time for."""
+    return Counter(unit.key for unit in world.done if not isinstance(unit, Collect))
 
 
 # Damage and loss ------------------------------------------------------------------------------------------------------
@@ -214,7 +219,7 @@ def test_dense_statistics_outlive_their_hidden_states() -> None:
     assert len(world.repairs) == 1
     assert commits(world).count("dense/00001") == 2
     assert not [key for event, key in world.events if event == "retract"]
-    assert Counter(unit.key for unit in world.done if isinstance(unit, Reduce)).most_common(1)[0][1] == 1
+    assert Counter(unit.key for unit in world.done if isinstance(unit, Total)).most_common(1)[0][1] == 1
 
 
 def test_data_that_stays_corrupt_ends_the_job() -> None:
@@ -233,7 +238,15 @@ def test_corrupt_data_that_no_entry_names_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["reduce/compressed/1/down.in-1-1", "write/2", "forward/dense/1/0/dense", "solve/3/0/mlp"]
+    "key",
+    [
+        "total/compressed/1/down.in-1-1",
+        "choosegrids/compressed/2",
+        "collect/compressed/1/pass-1/worker-0",
+        "write/2",
+        "forward/dense/1/0/dense",
+        "solve/3/0/mlp",
+    ],
 )
 def test_lost_results_are_made_again(key: str) -> None:
     job = JOBS["compressed"]()
@@ -251,8 +264,11 @@ def test_lost_results_are_made_again(key: str) -> None:
 @pytest.mark.parametrize(
     ("consumer", "producers"),
     [
-        ("reduce/compressed/1/down.in-1-1", ["forward/compressed/1/1/dense"]),
-        ("reduce/compressed/2/q.in-1-1", ["forward/compressed/2/0/dense", "forward/compressed/2/1/dense"]),
+        ("total/compressed/1/down.in-1-1", ["collect/compressed/1/pass-1/worker-1"]),
+        (
+            "total/compressed/2/q.in-1-1",
+            ["collect/compressed/2/pass-2/worker-0", "collect/compressed/2/pass-2/worker-1"],
+        ),
         ("write/2", ["solve/2/0/mlp"]),
     ],
 )
@@ -268,7 +284,45 @@ def test_only_what_was_lost_is_made_again(consumer: str, producers: list[str]) -
     kinds = (Forward, Solve)
     again = Counter(unit.key for unit in world.done if isinstance(unit, kinds))
     again -= Counter(unit.key for unit in expected.done if isinstance(unit, kinds))
-    assert sorted(again.elements()) == producers
+    # What a worker gave away was summed over the shards that it had: one of two.
+    lost = [key if key.startswith("solve") else shard_of(key, world) for key in producers]
+    assert sorted(again.elements()) == lost
+
+
+def shard_of(collect: str, world: World) -> str:
+    _, lineage, layer, _, worker = collect.split("/")
+    return f"forward/{lineage}/{layer}/{worker[-1]}/dense"
+
+
+@pytest.mark.parametrize("when", ["forward/compressed/1/2/dense", "collect/compressed/1/pass-1/worker-0"])
+def test_a_worker_s_death_costs_the_shards_in_its_sums(when: str) -> None:
+    """Three workers have two shards each: those of the dead are done again, by whoever is there, and nothing else."""
+    job = make_job(make_tasks(ALL), shards=6)
+    expected, world = World(), World()
+    run(job, expected, SimulatedPool(expected, size=3))
+    pool = SimulatedPool(world, size=3)
+    pool.die_before[when] = "worker-0"
+    run(job, world, pool)
+    assert world.journal() == expected.journal()
+    assert not world.repairs
+    again = Counter(unit.key for unit in forwards(world)) - Counter(unit.key for unit in forwards(expected))
+    lost = [unit for unit in forwards(world) if unit.key in again and not unit.emit and not unit.cosine]
+    assert {unit.layer for unit in lost} == {1}
+    assert len(again) == (1 if when.startswith("forward") else 2)
+
+
+def test_a_moment_beyond_its_grid_is_taken_again_alone() -> None:
+    job = make_job(make_tasks(ALL), propagate="dense")
+    expected, _ = run(job)
+    world = World()
+    pool = SimulatedPool(world)
+    pool.narrow = frozenset({"down.in-1-1"})
+    run(job, world, pool)
+    assert world.journal() == expected.journal()
+    again = [unit for unit in forwards(world) if not unit.cosine]
+    assert [(unit.layer, unit.shard) for unit in again] == [(layer, shard) for layer in ALL for shard in range(2)]
+    assert {unit.moments for unit in again} == {(MLP,)}
+    assert not any(unit.emit or unit.store for unit in again)
 
 
 class Losing(SimulatedPool):
@@ -276,7 +330,7 @@ class Losing(SimulatedPool):
 
     def __init__(self, world: World, times: int) -> None:
         super().__init__(world)
-        self.left = Counter({f"reduce/compressed/{layer}/down.in-1-1": times for layer in range(40)})
+        self.left = Counter({f"total/compressed/{layer}/down.in-1-1": times for layer in range(40)})
 
     def wait(self) -> tuple[Any, Any]:
         key = self.pending[0].key

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.method import Task
+from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.ports import Forward, Reduce, Solve, SolveDone, Write
+from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
 from stores.activations import ActivationStore
 from stores.source import open_source
 from tests.pipeline.geometries import manifest
@@ -166,18 +169,40 @@ def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Any,
     """All units that compress a layer; the staged record, as the driver hands it on, and the reports by group."""
     solved, reports = [], {}
     for task in tasks_of(worker.setup, layer):
-        moments = task.moments
-        units = [Forward("dense", layer, s, moments=moments, emit=False, replay=(None,) * layer) for s in range(2)]
-        done = [worker.execute(unit) for unit in units]
-        records = {
-            moment: worker.execute(Reduce("dense", layer, moment, tuple(part.partials[moment] for part in done)))
-            for moment in moments
-        }
+        records = sum_layer(layer, task.moments, [worker, worker])
         found = worker.execute(Solve(task, ranks, records))
         solved.append(found)
         reports[task.name] = found.report
     unit = write_unit(worker.setup, layer, solved)
     return {**worker.execute(unit), "forms": dict(unit.forms)}, reports
+
+
+def sum_layer(layer: int, moments: Sequence[Moment], holders: Sequence[Worker]) -> dict[Moment, Any]:
+    """Records of the moments of a dense layer, as the driver gets them. `holders`: who does which shard."""
+    units = [Forward("dense", layer, s, moments=tuple(moments), emit=False, replay=(None,) * layer) for s in range(2)]
+    sums = tuple(moment for moment in moments if moment.kind == "value")
+    last = holders[-1]
+    if sums:
+        grids = holders[0].execute(ChooseGrids(replace(units[0], moments=sums))).grids
+        passed = Sums(f"pass-{uuid.uuid4()}", grids)
+        units = [replace(unit, sums=passed) for unit in units]
+    done = [worker.execute(unit) for worker, unit in zip(holders, units, strict=True)]
+    records = {
+        moment: last.execute(Reduce("dense", layer, moment, tuple(part.partials[moment] for part in done)))
+        for moment in moments
+        if moment not in sums
+    }
+    if sums:
+        parts = [collect(worker, units[0], sums) for worker in dict.fromkeys(holders)]
+        for moment in sums:
+            partials = tuple(part.partials[moment] for part in parts)
+            records[moment] = last.execute(Total("dense", layer, moment, grids[moment], partials)).record
+    return {moment: records[moment] for moment in moments}
+
+
+def collect(worker: Worker, unit: Forward, moments: tuple[Moment, ...]) -> Any:
+    assert unit.sums is not None
+    return worker.execute(Collect(unit.lineage, unit.layer, worker.name, unit.sums.name, moments))
 
 
 def write_unit(setup: WorkerConfig, layer: int, solved: list[SolveDone]) -> Write:

@@ -69,7 +69,12 @@ class FakeActor:
         if call == "ready":
             hardware = self.ray.hardware.get(self.number, {"device": "CPU"})
             versions = self.ray.versions.get(self.number, software_versions())
-            where = {"node": "fake", "pid": self.number, "ray_folder": "/tmp/ray/fake"}
+            where = {
+                "node": "fake",
+                "pid": self.number,
+                "worker": f"worker-{self.number}",
+                "ray_folder": "/tmp/ray/fake",
+            }
             return {**where, "hardware": hardware, "versions": versions}
         self.done.append(call)
         failure = self.ray.failures.pop(call.key, None)

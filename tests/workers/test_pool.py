@@ -15,6 +15,7 @@ from manifests.errors import InputError, Interrupted, NumericsError, StorageErro
 from manifests.schema import Workers
 from pipeline.methods.method import Moment
 from pipeline.ports import Forward, ForwardDone, Reduce, Score, Unit, Write
+from pipeline.sum_units import Collect, Sums
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers.actor import Outcome
@@ -248,15 +249,89 @@ def test_how_often_workers_may_die_is_given(make: Any) -> None:
 
 def test_what_a_unit_leaves_behind_is_known_by_its_handle(make: Any) -> None:
     """The references come from the driver's call, which owns them, not from the worker, which may die."""
-    moments = (Moment("q.in"), Moment("o.in"))
+    moments = (Moment("q.in", kind="sample"), Moment("v.out"), Moment("o.in", kind="sample"))
     fake = FakeRay()
     pool = make(fake)
-    result = ForwardDone({moments[1]: 0, moments[0]: 1}, None, None, 5)
+    result = ForwardDone({moments[2]: 0, moments[0]: 1}, None, None, 5)
     unit = Forward("dense", 2, 3, moments=moments)
     fake.failures[unit.key] = Outcome(result, None, 1.0, 0.5, 10)
     pool.submit(unit)
     partials = pool.wait()[1].partials
-    assert partials == {moments[1]: Handle(unit.key, "tensors 0"), moments[0]: Handle(unit.key, "tensors 1")}
+    assert partials == {moments[2]: Handle(unit.key, "tensors 0"), moments[0]: Handle(unit.key, "tensors 1")}
+
+
+# Sums that workers keep -----------------------------------------------------------------------------------------------
+
+
+SUMS = Sums("pass-0", {})
+
+
+def summing(layer: int, shards: int = 8) -> list[Unit]:
+    return [Forward("dense", layer, shard, sums=SUMS) for shard in range(shards)]
+
+
+def collects(*workers: int) -> list[Unit]:
+    return [Collect("dense", 0, f"worker-{number}", SUMS.name, ()) for number in workers]
+
+
+def test_sums_are_collected_from_the_worker_that_has_them(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake, max=3)
+    do(pool, summing(0))
+    do(pool, collects(2, 0, 1))
+    assert [[u.worker for u in actor.done if isinstance(u, Collect)] for actor in fake.actors] == [
+        ["worker-0"], ["worker-1"], ["worker-2"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dies_at", [40, 9])
+def test_of_a_worker_that_is_gone_there_is_nothing_to_collect(make: Any, dies_at: int) -> None:
+    """Whether it is known to be gone, or dies on the unit: no other is asked, and the driver is told."""
+    fake = FakeRay((0, 1, None), (0, 30, dies_at), (0, 1, None))
+    pool = make(fake)
+    do(pool, summing(0, 1))
+    for unit in collects(1):
+        pool.submit(unit)
+    unit, result = pool.wait()
+    assert (unit.key, result) == ("collect/dense/0/pass-0/worker-1", None if dies_at == 9 else unit.key)
+    do(pool, summing(1))
+    for unit in collects(17):
+        pool.submit(unit)
+    assert pool.wait()[1] is None
+
+
+def test_workers_that_die_of_collecting_end_the_job(make: Any) -> None:
+    pool = make(FakeRay((0, 50, 20)), max=1)
+    for number in range(3):
+        while pool.size < 1:
+            pool._step(1.0)
+        pool.submit(collects(number)[0])
+        if number < 2:
+            assert pool.wait()[1] is None
+    with pytest.raises(WorkerError, match="collect/dense/0: 3 workers died on it"):
+        pool.wait()
+
+
+def test_who_is_sent_away_stays_until_its_sums_are_collected(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake)
+    do(pool, summing(0))
+    pool.resize(1)
+    do(pool, [Write(layer, (), (), {}) for layer in range(4)])
+    assert [actor.killed for actor in fake.actors] == [False, False]
+    do(pool, collects(0, 1))
+    do(pool, [Write(0, (), (), {})])
+    assert [actor.killed for actor in fake.actors] == [True, False]
+
+
+def test_sums_that_nobody_will_collect_keep_nobody(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake)
+    do(pool, summing(0))
+    pool.resize(1)
+    pool.cancel_pending()
+    do(pool, [Write(layer, (), (), {}) for layer in range(2)])
+    assert [actor.killed for actor in fake.actors] == [True, False]
 
 
 # Growing and shrinking ------------------------------------------------------------------------------------------------

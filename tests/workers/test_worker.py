@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional
 from manifests.errors import NumericsError
 from pipeline.methods.method import Moment
 from pipeline.ports import Diverge, Forward, ForwardDone, Reduce, Score, Solve
+from pipeline.sum_units import ChooseGrids, Sums, Total
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,
@@ -22,12 +24,14 @@ from tests.workers.bench import (
     SEQUENCE,
     Reference,
     close,
+    collect,
     held,
     layer_names,
     make_setup,
     make_worker,
     save_source,
     solve_layer,
+    sum_layer,
     tasks_of,
     write_unit,
 )
@@ -81,16 +85,14 @@ def test_moments_and_cosines_are_those_of_hooks_on_the_source(model: Path, tmp_p
         Moment("attention.in"), Moment("o.in", heads, groups), Moment("v.out", groups, groups),
         Moment("q.out", heads, heads), Moment("k.out", groups, groups), Moment("mlp.in"), Moment("down.in"),
     )  # fmt: skip
+    for moment, record in sum_layer(1, moments, [worker, worker]).items():
+        point = {"attention.in": "q.in", "mlp.in": "up.in"}.get(moment.point, moment.point)
+        expected = moment_of(reference.at(1, point), moment)
+        found = worker.statistics.read(record)
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
     for shard in range(setup.shards):
-        unit = Forward("dense", 1, shard, moments=moments, cosine=True, emit=False, replay=(None,))
-        done = worker.execute(unit)
-        assert set(done.partials) == set(moments)
-        for moment in moments:
-            point = {"attention.in": "q.in", "mlp.in": "up.in"}.get(moment.point, moment.point)
-            expected = moment_of(reference.shard(reference.at(1, point), shard), moment)
-            found = worker.transfer.get(done.partials[moment])["moment"]
-            assert found.dtype == torch.float64
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        done = worker.execute(Forward("dense", 1, shard, cosine=True, emit=False, replay=(None,)))
         before, after = (reference.shard(reference.hidden_LMSD[layer], shard).double() for layer in (1, 2))
         cosines = functional.cosine_similarity(before, after, dim=-1)
         assert done.cosine == (pytest.approx(cosines.sum().item(), rel=1e-5), cosines.numel())
@@ -103,12 +105,23 @@ def test_micro_batches_change_nothing_but_rounding(llama: Path, tmp_path: Path) 
         setup = make_setup(llama, tmp_path / f"run-{batch}", micro_batch=batch, shards=1)
         worker = make_worker(setup)
         moment = Moment("down.in")
-        done = worker.execute(Forward("dense", 0, 0, moments=(moment,), cosine=True))
-        found.append((held_all(worker), worker.transfer.get(done.partials[moment])["moment"], done.cosine))
+        done = worker.execute(Forward("dense", 0, 0, cosine=True))
+        hidden = held_all(worker).clone()
+        found.append((hidden, worker.statistics.read(sum_all(worker, moment)), done.cosine))
     for hidden, moment_1NN, cosine in found[1:]:
         close(hidden, found[0][0])
         torch.testing.assert_close(moment_1NN, found[0][1], rtol=1e-5, atol=1e-5)
         assert cosine == (pytest.approx(found[0][2][0]), found[0][2][1])
+
+
+def sum_all(worker: Worker, moment: Moment) -> Any:
+    """Of layer 0, whose only shard is the first."""
+    unit = Forward("dense", 0, 0, moments=(moment,), emit=False)
+    grids = worker.execute(ChooseGrids(unit)).grids
+    unit = replace(unit, sums=Sums("pass-0", grids))
+    worker.execute(unit)
+    partials = (collect(worker, unit, (moment,)).partials[moment],)
+    return worker.execute(Total("dense", 0, moment, grids[moment], partials)).record
 
 
 def held_all(worker: Worker) -> Tensor:
@@ -196,7 +209,7 @@ def test_bfloat16_forward(tmp_path: Path) -> None:
     model = save_source(tmp_path / "model", "llama-gqa", torch.bfloat16)
     setup = make_setup(model, tmp_path / "run", dtype=torch.bfloat16)
     worker, reference = make_worker(setup), Reference(model, setup)
-    done = worker.execute(Forward("dense", 0, 0, moments=(Moment("down.in"),), store=True))
+    done = worker.execute(Forward("dense", 0, 0, store=True))
     found = held(worker, "dense", 1, 0)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, reference.shard(reference.hidden_LMSD[1], 0), rtol=2e-2, atol=2e-2)
@@ -206,20 +219,12 @@ def test_bfloat16_forward(tmp_path: Path) -> None:
 # Reduce, Solve, Write -------------------------------------------------------------------------------------------------
 
 
-def test_reduce_adds_in_the_order_given(llama: Path, tmp_path: Path) -> None:
-    worker, moment = make_worker(make_setup(llama, tmp_path / "run")), Moment("down.in")
-    parts = [torch.full((1, 2, 2), value, dtype=torch.float64) for value in (1.0, 1e16, -1e16)]
-    handles = [worker.transfer.put({"moment": part}) for part in parts]
-
-    def total(*order: int) -> float:
-        record = worker.execute(Reduce("dense", 0, moment, tuple(handles[index] for index in order)))
-        assert record["path"].startswith("layer-00000/dense-down.in-1-1/")
-        return worker.statistics.read(record)[0, 0, 0].item()
-
-    assert total(0, 1, 2) == 0.0  # the 1 is lost beside 1e16
-    assert total(1, 2, 0) == 1.0
-    assert total(2) == -1e16
-    assert [part[0, 0, 0].item() for part in parts] == [1.0, 1e16, -1e16]
+def test_samples_are_put_together_in_the_order_given(llama: Path, tmp_path: Path) -> None:
+    worker, sample = make_worker(make_setup(llama, tmp_path / "run")), Moment("down.in", kind="sample", tokens=6)
+    handles = [worker.transfer.put({"moment": torch.full((1, 2, 3), float(value))}) for value in range(3)]
+    record = worker.execute(Reduce("dense", 0, sample, (handles[2], handles[0])))
+    assert record["path"].startswith("layer-00000/dense-sample-down.in-6/")
+    assert worker.statistics.read(record)[0, :, 0].tolist() == [2.0, 2.0, 0.0, 0.0]
 
 
 def test_full_rank_is_the_dense_layer(model: Path, tmp_path: Path) -> None:
@@ -312,14 +317,7 @@ def test_two_workers_give_what_one_gives(llama: Path, tmp_path: Path) -> None:
     workers = [make_worker(setup) for _ in range(2)]
     solved = []
     for task in tasks_of(setup, 1):
-        done = [
-            worker.execute(Forward("dense", 1, shard, moments=task.moments, emit=False, replay=(None,)))
-            for shard, worker in enumerate(workers)
-        ]
-        records = {
-            moment: workers[1].execute(Reduce("dense", 1, moment, tuple(part.partials[moment] for part in done)))
-            for moment in task.moments
-        }
+        records = sum_layer(1, task.moments, workers)
         solved.append(workers[0].execute(Solve(task, LOW, records)))
     staged = workers[1].execute(write_unit(setup, 1, solved))
     assert staged["sha256"] == alone["sha256"]

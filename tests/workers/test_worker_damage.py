@@ -10,7 +10,8 @@ import torch
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
 from pipeline.methods.method import Moment
-from pipeline.ports import Forward, Reduce, Solve, Write
+from pipeline.ports import Forward, Solve, Write
+from pipeline.sum_units import ChooseGrids
 from tests.workers.bench import (
     LOW,
     Reference,
@@ -41,9 +42,7 @@ def test_bad_weights_name_layer_and_tensor(llama: Path, tmp_path: Path, value: f
     with pytest.raises(NumericsError, match=rf"tensor {name} holds NaN or infinity; the checkpoint is damaged"):
         worker.execute(Forward("dense", 1, 0, replay=(None,)))
     (task,) = tasks_of(setup, 1)
-    record = worker.execute(
-        Reduce("dense", 1, task.moments[0], ({"moment": torch.eye(12).expand(3, 12, 12).double()},))
-    )
+    record = worker.statistics.write(1, "dense-v.out", torch.eye(12).expand(3, 12, 12).double())
     with pytest.raises(NumericsError, match=rf"layer 1: tensor {name}"):
         worker.execute(Solve(task, LOW, {task.moments[0]: record}))
 
@@ -68,8 +67,9 @@ def test_activations_that_overflow_name_layer_and_module(llama: Path, tmp_path: 
     worker = make_worker(make_setup(model, tmp_path / "run"))
     with pytest.raises(NumericsError, match=r"layer 1: NaN or infinity first appears in the output of mlp\.up_proj"):
         worker.execute(Forward("dense", 1, 0, replay=(None,)))
+    unit = ChooseGrids(Forward("dense", 1, 0, replay=(None,), emit=False, moments=(Moment("down.in"),)))
     with pytest.raises(NumericsError, match=r"layer 1: activations at down\.in: "):
-        worker.execute(Forward("dense", 1, 0, replay=(None,), emit=False, moments=(Moment("down.in"),)))
+        worker.execute(unit)
 
 
 def damage_arrays(run_dir: Path, store: str, record: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ def damage_arrays(run_dir: Path, store: str, record: dict[str, Any]) -> None:
 def test_corrupt_statistics_name_their_record(llama: Path, tmp_path: Path) -> None:
     setup = make_setup(llama, tmp_path / "run", {"attention": False})
     worker, moment = make_worker(setup), Moment("down.in")
-    record = worker.execute(Reduce("dense", 0, moment, ({"moment": torch.eye(80).double()[None]},)))
+    record = worker.statistics.write(0, "dense-down.in", torch.eye(80).double()[None])
     damage_arrays(setup.run_dir, "statistics.zarr", record)
     (task,) = tasks_of(setup, 0)
     with pytest.raises(CorruptError) as raised:

@@ -35,6 +35,7 @@ import pipeline.job.stages
 import pipeline.run
 import stores.checkpoint
 import workers.layers
+import workers.sums
 import workers.worker
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
@@ -63,7 +64,7 @@ PARTS: tuple[tuple[object, str, str], ...] = (  # owner, attribute, kind of work
     (workers.layers, "_require_finite", "looking for NaN"),
     (stores.checkpoint, "_check_finite", "looking for NaN"),
     (Block, "__init__", "building layers"),
-    (workers.worker, "add_head_moment_", "moments"),
+    (workers.sums, "add_rounded_moment_", "moments"),
     (workers.worker, "cosine_sums", "cosines"),
     (StatisticsStore, "write", "storing statistics"),
     (StatisticsStore, "read", "reading statistics"),

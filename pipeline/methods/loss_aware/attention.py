@@ -91,7 +91,8 @@ def solve(
     reduced, based = _based(entry, geometry, weights, found, rank)
     cut = _cut(entry, geometry, reduced.output, reduced.moment, found, ranks)
     biases = biases_of(weights, ("o",))
-    return Solution(_without_output(based.tensors) | cut.tensors | biases, based.forms | cut.forms)
+    tensors = _without_output(based.tensors) | cut.tensors | biases
+    return Solution(tensors, based.forms | cut.forms, inputs={"o": reduced.moment})
 
 
 def correct(

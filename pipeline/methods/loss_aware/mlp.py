@@ -98,7 +98,7 @@ def solve(
         refit_Dk, moment_kk = again.weight, again.moment
         report |= {"refit_tokens": len(solver.sample_TD)}
     written = solver.written(refit_Dk, moment_kk, ranks)
-    return Solution(read.tensors | written.tensors, read.forms | written.forms, report)
+    return Solution(read.tensors | written.tensors, read.forms | written.forms, report, {"down": moment_kk})
 
 
 def correct(

@@ -1,0 +1,164 @@
+"""Rounds the matrices of a solution, each by the moment of what it reads. docs/methods.md#rounding.
+
+Legend: O outputs, I inputs, r latents; C the moment of the inputs, A a first factor, B a second one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from manifests.quantize import QUANTIZED_ROLES, Quantize
+from manifests.records import Scheme
+from pipeline.kernels.rounding import Rounded, round_to_nearest, round_with_feedback, rounding_error
+from pipeline.methods.method import Moment, Solution
+from pipeline.rounding.schemes import WEIGHT, packed_tensors
+
+INPUTS = {
+    **dict.fromkeys(("q", "k", "v"), Moment("attention.in")),
+    "o": Moment("o.in"),
+    **dict.fromkeys(("gate", "up"), Moment("mlp.in")),
+    "down": Moment("down.in"),
+}
+FIRST, SECOND, ROWS, COEFFICIENTS = (
+    "first.weight",
+    "second.weight",
+    "pivoted.rows.weight",
+    "pivoted.coefficients.weight",
+)
+LEAST_GROUP = 16  # smaller ones would store more in scales than they save
+RIDGE = 1e-6  # of the latents' mean moment, towards the second factor as it was
+
+
+class Matrix(NamedTuple):
+    """A matrix to be rounded: its key, the roles that it serves, and the key of the factor whose output it reads."""
+
+    key: str
+    roles: tuple[str, ...]
+    behind: str | None = None
+
+
+def input_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
+    """What rounding with error feedback needs of a group of these roles, each once."""
+    return tuple(dict.fromkeys(INPUTS[role] for role in roles if role in INPUTS))
+
+
+def round_solution(
+    solution: Solution, quantize: Quantize, moments: Mapping[Moment, Tensor], dtypes: Mapping[str, torch.dtype]
+) -> tuple[Solution, dict[str, Scheme]]:
+    """The solution with packed tensors in place of its matrices; and the schemes by key, without `.weight`.
+
+    First factors, and what is no factor, are rounded by the moment of the role's input, of the solution's own `inputs`
+    before the dense one's; then second factors and pivoted coefficients are fitted again to what the rounded first ones
+    give, B' = B A C Â' (Â C Â')⁻¹, and rounded by the moment Â C Â' of these latents. Without a moment, every number
+    goes to the nearest code. `dtypes`: key -> stored dtype, that of the scales. What no linear module holds (biases,
+    norms, factors per head, Tucker cores) stays.
+
+    Raises ValueError, naming the matrix, where no group fits its columns, or on NaN and the like.
+    """
+    tensors, worst = dict(solution.tensors), 0.0
+    schemes: dict[str, Scheme] = {}
+    values: dict[str, Tensor] = {}
+    nearest: list[str] = []
+    for matrix in _matrices(solution, quantize.skip):
+        weight_OI, moment_II = _as_read(matrix, solution, moments, values)
+        try:
+            scheme = Scheme(bits=quantize.bits, group=fitting_group(weight_OI.shape[1], quantize.group))
+            rounded = _round(weight_OI, moment_II, scheme, dtypes[matrix.key])
+        except ValueError as error:
+            raise ValueError(f"{matrix.key}: {error}") from error
+        path = matrix.key.removesuffix(WEIGHT)
+        del tensors[matrix.key]
+        tensors |= packed_tensors(path, rounded.codes, rounded.scales, scheme)
+        schemes[path], values[matrix.key] = scheme, rounded.values
+        worst = max(worst, rounding_error(weight_OI, rounded.values, moment_II))
+        nearest += [path] if moment_II is None else []
+    report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
+    if nearest and moments:
+        report["nearest"] = sorted(nearest)
+    return replace(solution, tensors=tensors, report={**solution.report, **report}), schemes
+
+
+def fitting_group(columns: int, group: int | None) -> int | None:
+    """The columns that share a scale in a matrix of so many: `group`, or what it has in common with them.
+
+    Raises ValueError where that is less than LEAST_GROUP.
+    """
+    common = group and math.gcd(columns, group)
+    if common and common < LEAST_GROUP:
+        raise ValueError(f"groups of {group} have only {common} in common with {columns} columns")
+    return common
+
+
+def _round(weight_OI: Tensor, moment_II: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> Rounded:
+    if moment_II is None:
+        return round_to_nearest(weight_OI, scheme["bits"], scheme["group"], dtype)
+    return round_with_feedback(weight_OI, moment_II, scheme["bits"], scheme["group"], dtype)
+
+
+def _matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
+    """What is to be rounded, first factors before those that read what they give."""
+    found = []
+    for key in sorted(solution.tensors):
+        owner, _, part = key.partition(".")
+        shared = tuple(role for role, form in solution.forms.items() if form.get("group") == owner)
+        roles = shared if part in (ROWS, COEFFICIENTS) else (owner,)
+        if not all(role in QUANTIZED_ROLES and role not in skip for role in roles):
+            continue
+        if part in ("weight", FIRST, ROWS):
+            found.append(Matrix(key, roles))
+        elif part == COEFFICIENTS:
+            found.append(Matrix(key, roles, f"{owner}.{ROWS}"))
+        elif part == SECOND:
+            found.append(Matrix(key, roles, f"{_owner_of_first(owner, solution)}.{FIRST}"))
+    return sorted(found, key=lambda matrix: matrix.behind is not None)
+
+
+def _owner_of_first(role: str, solution: Solution) -> str:
+    """The role under whose name the first factor lies that this role's second one reads."""
+    group = solution.forms[role].get("group")
+    sharing = [other for other, form in solution.forms.items() if group and form.get("group") == group]
+    return next(other for other in (role, *sharing) if f"{other}.{FIRST}" in solution.tensors)
+
+
+def _as_read(
+    matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], values: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """The weight to round, float64, and the moment of what it reads, or None."""
+    weight_OI = solution.tensors[matrix.key].to(torch.float64)
+    input_II = _input(matrix.roles[0], solution, moments)
+    before_rI = None if matrix.behind is None else solution.tensors[matrix.behind].to(torch.float64)
+    columns = (weight_OI if before_rI is None else before_rI).shape[1]
+    if input_II is None or input_II.shape != (columns, columns):
+        return weight_OI, None
+    if before_rI is None:
+        return weight_OI, input_II
+    rounded_rI = values.get(matrix.behind or "", before_rI)
+    read_Ir = input_II @ rounded_rI.T
+    latents_rr = rounded_rI @ read_Ir
+    return _refit(weight_OI, before_rI @ read_Ir, latents_rr), latents_rr
+
+
+def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor]) -> Tensor | None:
+    """The moment of what a role's stored matrix reads, float64."""
+    if role in solution.inputs:
+        return solution.inputs[role].to(torch.float64)
+    dense = moments.get(INPUTS[role])
+    return None if dense is None else dense[0].to(torch.float64)
+
+
+def _refit(second_Or: Tensor, cross_rr: Tensor, latents_rr: Tensor) -> Tensor:
+    """B' of least Σ‖B z − B' ẑ‖², with z the latents before and ẑ those behind the rounded first factor."""
+    mean = latents_rr.diagonal().mean()
+    if not mean > 0.0:
+        return second_Or
+    ridge_rr = RIDGE * mean * torch.eye(len(latents_rr), dtype=latents_rr.dtype, device=latents_rr.device)
+    lower_rr, failed = torch.linalg.cholesky_ex(latents_rr + ridge_rr)
+    if int(failed):
+        return second_Or
+    return torch.cholesky_solve((second_Or @ (cross_rr + ridge_rr)).T, lower_rr).T

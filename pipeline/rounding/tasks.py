@@ -1,0 +1,99 @@
+"""What rounding asks of a job before it computes: moments of what is read, groups that divide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from manifests.errors import InputError
+from manifests.methods import LeSTD, LossAware, MethodEntry
+from manifests.quantize import QUANTIZED_ROLES, Quantize
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from pipeline.methods.method import Task
+from pipeline.rounding.solutions import LEAST_GROUP, input_moments
+
+
+def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry) -> tuple[Task, ...]:
+    """The tasks with the moments that rounding with error feedback needs.
+
+    Raises InputError for what cannot be rounded: Tucker forms, corrected layers, dense widths or given ranks that no
+    group fits.
+    """
+    assert manifest.quantize is not None
+    _refuse_methods(manifest)
+    _check_multiples(manifest, manifest.quantize.group)
+    _check_groups(manifest.quantize.group, manifest.quantize.skip, geometry)
+    if not manifest.rounds_by_feedback:
+        return tuple(tasks)
+    return tuple(_with_inputs(task, manifest.quantize.skip) for task in tasks)
+
+
+def _with_inputs(task: Task, skip: Sequence[str]) -> Task:
+    needed = input_moments([role for role in task.roles if role not in skip])
+    return replace(task, moments=tuple(dict.fromkeys((*task.moments, *needed))))
+
+
+def _refuse_methods(manifest: Manifest) -> None:
+    for position, entry in enumerate(manifest.methods):
+        if isinstance(entry, LossAware) and entry.correct != "none":
+            raise InputError(
+                f"quantize: methods.{position}.correct: {entry.correct} solves a layer in parts, which are not rounded "
+                "yet; use correct: none"
+            )
+        if isinstance(entry, LeSTD):
+            raise InputError(
+                f"quantize: methods.{position} (lestd) stores a sparse core and factors that no linear module holds; "
+                "the pack-quantized layout has no place for their codes: use another method, or leave out quantize"
+            )
+
+
+def _check_multiples(manifest: Manifest, group: int | None) -> None:
+    for position, entry in enumerate(manifest.methods):
+        if group and entry.rank_multiple and math.gcd(entry.rank_multiple, group) < LEAST_GROUP:
+            raise InputError(
+                f"methods.{position}.rank_multiple: groups of {group} (quantize.group) do not fit multiples of "
+                f"{entry.rank_multiple}; budget.multiple: {math.lcm(entry.rank_multiple, group)} would, or leave it out"
+            )
+        _check_ranks(position, entry, group)
+
+
+def _check_ranks(position: int, entry: MethodEntry, group: int | None) -> None:
+    """Of ranks given outright. Value heads lie side by side in what o reads, so that theirs are checked when solved."""
+    given = getattr(entry, "ranks", None)
+    for name, rank in given.model_dump().items() if given is not None else ():
+        if group and rank and math.gcd(rank, group) < LEAST_GROUP and name != "value":
+            raise InputError(
+                f"methods.{position}.ranks.{name}: groups of {group} (quantize.group) have less than {LEAST_GROUP} in "
+                f"common with {rank}; give a multiple of it, or `keep`, whose ranks are multiples of {group}"
+            )
+
+
+def _check_groups(group: int | None, skip: Sequence[str], geometry: Geometry) -> None:
+    faults = [
+        f"{role} reads {width} numbers"
+        for role, width in _odd_widths(group, skip, geometry).items()
+        if group and math.gcd(width, group) < LEAST_GROUP
+    ]
+    if faults:
+        raise InputError(
+            f"quantize.group: {group} has less than {LEAST_GROUP} in common with what is read: {', '.join(faults)}; "
+            "use group: null (a scale for each row), or skip these roles"
+        )
+
+
+def _odd_widths(group: int | None, skip: Sequence[str], geometry: Geometry) -> dict[str, int]:
+    """Role -> what it reads in the dense model, where groups do not divide it."""
+    widths = {role: geometry.weight_shape(role)[1] for role in geometry.roles if role in QUANTIZED_ROLES}
+    return {role: width for role, width in widths.items() if group and role not in skip and width % group}
+
+
+def rounding_remarks(quantize: Quantize, geometry: Geometry) -> tuple[str, ...]:
+    """What is not as the manifest asks, and what will be instead."""
+    group = quantize.group or 1
+    return tuple(
+        f"quantize.group: {group} does not divide the {width} numbers that {role} reads; its groups, where it stays "
+        f"that wide, are of {math.gcd(width, group)}, which not every engine's kernels take"
+        for role, width in _odd_widths(quantize.group, quantize.skip, geometry).items()
+    )

@@ -1,0 +1,181 @@
+"""Jobs that store codes of a few bits: what is written, what transformers makes of it, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lamina import LaminaConfig, LaminaForCausalLM
+from pipeline.kernels.packing import scaled, unpack
+from tests.end_to_end.jobs import (
+    Job,
+    command,
+    file_digests,
+    load,
+    logits_of,
+    read_tensors,
+    relative_error,
+    some_tokens,
+)
+from tests.end_to_end.sources import make_source
+
+pytestmark = pytest.mark.usefixtures("inline")
+
+MakeJob = Callable[..., Job]
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+FACTORS = [
+    {"method": "flat_llm", "ranks": {"value": 8, "mlp": 64}, "allocation": "uniform"},
+    {"method": "joint_rank_k", "mlp": False, "ranks": {"query_key": 32}, "weighting": "input"},
+]
+PLAIN = {"method": "loss_aware", "factors": "plain", "rank_multiple": 32}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose widths groups of 32 divide."""
+    return make_source(tmp_path_factory.mktemp("wide"), "llama", **SIZES)
+
+
+def rounding(bits: int, group: int | None = 32, **more: Any) -> dict[str, Any]:
+    return {"quantize": {"bits": bits, "group": group, **more}, "calibration.propagate": "dense"}
+
+
+def multiplied_out(output: Path) -> dict[str, torch.Tensor]:
+    """Every tensor by the name that it has without rounding."""
+    config = json.loads((output / "config.json").read_text())["quantization_config"]
+    bits = {group["weights"]["num_bits"] for group in config["config_groups"].values()}
+    tensors = read_tensors(output)
+    for path in [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]:
+        words, scales, shape = (tensors.pop(f"{path}.weight_{part}") for part in ("packed", "scale", "shape"))
+        tensors[f"{path}.weight"] = scaled(unpack(words, *bits, int(shape[1])), scales)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("methods", "bits"), [([], 8), ([], 4), ([], 3), (FACTORS, 4), ([PLAIN], 8)], ids=["8", "4", "3", "factors", "loss"]
+)
+def test_transformers_loads_what_was_meant(wide: Path, job: MakeJob, methods: list[Any], bits: int) -> None:
+    pytest.importorskip("compressed_tensors")
+    made = job(wide, methods=methods, budget={"keep": 0.8} if methods == [PLAIN] else None, **rounding(bits))
+    divergence = made.run().json["held_out"]["divergence"]
+    assert 0.0 < divergence < (1.0 if methods else {8: 0.01, 4: 0.5, 3: 1.5}[bits])
+    model, ids = load(made.output), some_tokens(320)
+    found = logits_of(model, ids)
+    config = json.loads((made.output / "config.json").read_text())
+    plain = load_plain(made.output, config)
+    assert relative_error(found, logits_of(plain, ids)) < 1e-5
+    tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
+    for end in range(ids.shape[1], tokens.shape[1]):
+        assert torch.equal(logits_of(model, tokens[:, :end])[:, -1].argmax(-1), tokens[:, end])
+    verified = command("verify", str(made.output), "--source", str(wide), "--json")
+    assert verified.code == 0, verified.out + verified.err
+
+
+def load_plain(output: Path, config: dict[str, Any]) -> Any:
+    """The checkpoint's own class with the weights multiplied out here, without compressed-tensors."""
+    model = LaminaForCausalLM(LaminaConfig(**{k: v for k, v in config.items() if k != "quantization_config"}))
+    missing, unexpected = model.load_state_dict(multiplied_out(output), strict=True)
+    assert not missing
+    assert not unexpected
+    return model.eval()
+
+
+def test_feedback_is_nearer_than_nearest(wide: Path, job: MakeJob) -> None:
+    """Of the dense model's layers, on text; to nearest takes none."""
+    fed, nearest, free = (
+        job(wide, methods=[], budget=None, **{**rounding(4), **changes})
+        for changes in ({}, {"quantize.feedback": False}, {"calibration": None})
+    )
+    assert all(made.run().code == 0 for made in (fed, nearest, free))
+    assert file_digests(nearest.output).items() >= shards(free.output).items()
+    ids = torch.tensor(fed.compression()["compared"]["tokens"])
+    dense = hidden_states(AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval(), ids)
+    first = []
+    for made in (fed, nearest):
+        config = json.loads((made.output / "config.json").read_text())
+        first.append(relative_error(hidden_states(load_plain(made.output, config), ids), dense))
+    assert first[0] < 0.8 * first[1]
+
+
+def shards(output: Path) -> dict[str, str]:
+    return {name: digest for name, digest in file_digests(output).items() if name.endswith(".safetensors")}
+
+
+def hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What leaves the first layer."""
+    with torch.no_grad():
+        states: torch.Tensor = model.model(ids, output_hidden_states=True).hidden_states[1]
+    return states
+
+
+def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, job: MakeJob) -> None:
+    """The same bytes whether solved at once, from the ledger, or from the statistics of a job of other bits."""
+    whole = job(wide, methods=[], budget=None, **rounding(4))
+    assert whole.run().code == 0
+    again = job(wide, methods=[], budget=None, **rounding(8))
+    assert again.run().code == 0
+    for entry in (again.run_dir / "ledger").glob("layer.00001.*"):
+        entry.unlink()
+    again.changes = {**again.changes, **rounding(4)}
+    found = again.run().json
+    assert found["seconds_saved"] > 0.0
+    assert file_digests(again.output) == file_digests(whole.output)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"calibration": None, "quantize.feedback": True}, "quantize.feedback: true needs calibration"),
+        ({"model.source": "thin"}, "has less than 16 in common with what is read: q reads 40 numbers, k reads"),
+        ({"quantize.bits": 5}, "quantize.bits: should be 8, 4 or 3"),
+        ({"quantize.symmetric": False}, "only symmetric codes are stored"),
+        ({"methods": [{"method": "lestd", "keep": 0.8}]}, "methods.0 (lestd) stores a sparse core"),
+        ({"methods": [{"method": "flat_llm", "ranks": {"mlp": 40}}]}, "methods.0.ranks.mlp: groups of 32"),
+        ({"methods": [{"method": "flat_llm", "keep": 0.8, "rank_multiple": 24}]}, "budget.multiple: 96 would"),
+    ],
+)
+@pytest.mark.usefixtures("no_ray")
+def test_what_cannot_be_rounded_is_refused(
+    wide: Path, job: MakeJob, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    source = make_source(tmp_path / "thin", "llama", 1, hidden_size=40) if "model.source" in changes else wide
+    changes = {name: value for name, value in changes.items() if name != "model.source"}
+    ended = job(source, **{"methods": [], "budget": None, **rounding(4), **changes}).run()
+    assert ended.code == 2
+    assert says in ended.err, ended.err
+
+
+def test_widths_that_groups_do_not_divide(job: MakeJob, tmp_path: Path) -> None:
+    """Groups of what they have in common, and the job says so; the others as they were asked for."""
+    source = make_source(tmp_path / "odd", "llama", 1, hidden_size=64, intermediate_size=112)
+    made = job(source, methods=[], budget=None, **rounding(4))
+    ended = made.run()
+    assert (
+        "does not divide the 112 numbers that down reads; its groups, where it stays that wide, are of 16" in ended.err
+    )
+    config = json.loads((made.output / "config.json").read_text())["quantization_config"]
+    groups = {group["weights"]["group_size"]: group["targets"] for group in config["config_groups"].values()}
+    assert groups[16] == ["model.layers.0.mlp.down_proj"]
+    assert sorted(groups) == [16, 32]
+    if find_spec("compressed_tensors"):
+        ids = some_tokens(320)
+        plain = load_plain(made.output, json.loads((made.output / "config.json").read_text()))
+        assert relative_error(logits_of(load(made.output), ids), logits_of(plain, ids)) < 1e-5
+
+
+def test_a_rounded_source_is_refused(wide: Path, job: MakeJob, tmp_path: Path) -> None:
+    source = tmp_path / "rounded"
+    source.mkdir()
+    for path in wide.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    ended = job(source, methods=[], budget=None, **rounding(4)).run()
+    assert (ended.code, "the weights are quantised (gptq)" in ended.err) == (2, True), ended.err

@@ -1,0 +1,177 @@
+"""Sums that workers keep: what is in them, what leaves a worker, and that nobody's order shows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from manifests.errors import NumericsError
+from pipeline.kernels.exact_sums import BAND
+from pipeline.methods.method import Moment
+from pipeline.ports import Forward
+from pipeline.sum_units import ChooseGrids, Sums, Total
+from tests.workers.bench import collect, make_setup, make_worker, rewrite, save_source
+from workers.config import WorkerConfig
+from workers.worker import Worker
+
+SHARDS = 5
+POINTS = (Moment("attention.in"), Moment("o.in", 6, 3), Moment("mlp.in"), Moment("down.in"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_source(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture
+def setup(llama: Path, tmp_path: Path) -> WorkerConfig:
+    return make_setup(llama, tmp_path / "run", shards=SHARDS, micro_batch=1)
+
+
+def units(worker: Worker, name: str = "pass-0", moments: tuple[Moment, ...] = POINTS) -> list[Forward]:
+    made = [Forward("dense", 0, shard, moments=moments, emit=False) for shard in range(worker.setup.shards)]
+    grids = worker.execute(ChooseGrids(made[0])).grids
+    return [replace(unit, sums=Sums(name, grids)) for unit in made]
+
+
+def totals(worker: Worker, parts: Sequence[Any], made: Sequence[Forward]) -> dict[Moment, Tensor]:
+    assert made[0].sums is not None
+    grids = made[0].sums.grids
+    found = {}
+    for moment in made[0].moments:
+        partials = tuple(part.partials[moment] for part in parts if part.shards)
+        done = worker.execute(Total("dense", 0, moment, grids[moment], partials))
+        found[moment] = worker.statistics.read(done.record)
+    return found
+
+
+def same(found: dict[Moment, Tensor], expected: dict[Moment, Tensor]) -> bool:
+    return all(torch.equal(found[moment], expected[moment]) for moment in expected)
+
+
+def test_no_order_and_no_division_of_the_shards_shows(setup: WorkerConfig) -> None:
+    """All ways of giving five shards to two workers, forth and back, and the totals added either way."""
+    alone = make_worker(setup)
+    made = units(alone)
+    for unit in made:
+        alone.execute(unit)
+    expected = totals(alone, [collect(alone, made[0], POINTS)], made)
+    workers = [make_worker(setup), make_worker(setup)]
+    for way, holders in enumerate(itertools.product((0, 1), repeat=SHARDS)):
+        passed = [replace(unit, sums=replace(unit.sums, name=f"way-{way}")) for unit in made if unit.sums]
+        for unit, holder in list(zip(passed, holders, strict=True))[:: 1 if way % 2 else -1]:
+            workers[holder].execute(unit)
+        parts = [collect(worker, passed[0], POINTS) for worker in workers[:: 1 if way % 3 else -1]]
+        assert sorted(shard for part in parts for shard in part.shards) == list(range(SHARDS))
+        assert same(totals(workers[way % 2], parts, passed), expected), holders
+
+
+def test_a_shard_is_added_once_however_often_it_is_done(setup: WorkerConfig) -> None:
+    worker = make_worker(setup)
+    made = units(worker)
+    for unit in made:
+        worker.execute(unit)
+    once = collect(worker, made[0], POINTS)
+    for unit in [*made, made[3], *made[::-1]]:
+        worker.execute(replace(unit, sums=replace(unit.sums, name="again")) if unit.sums else unit)
+    again = collect(worker, replace(made[0], sums=Sums("again", {})), POINTS)
+    assert again.shards == once.shards == tuple(range(SHARDS))
+    assert same(totals(worker, [again], made), totals(worker, [once], made))
+
+
+def test_what_is_collected_is_given_away(setup: WorkerConfig) -> None:
+    worker = make_worker(setup)
+    made = units(worker)
+    worker.execute(made[0])
+    assert collect(worker, made[0], POINTS).shards == (0,)
+    assert collect(worker, made[0], POINTS).shards == ()
+    worker.execute(made[1])
+    assert collect(worker, made[0], POINTS).shards == (1,)
+
+
+def test_another_pass_takes_the_place_of_the_first(setup: WorkerConfig) -> None:
+    worker = make_worker(setup)
+    first, second = units(worker, "pass-0"), units(worker, "pass-1")
+    worker.execute(first[0])
+    worker.execute(second[1])
+    assert collect(worker, first[0], POINTS).shards == ()
+    assert collect(worker, second[0], POINTS).shards == (1,)
+
+
+def test_a_shard_that_fails_leaves_no_half_of_itself(setup: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = make_worker(replace(setup, shards=2))
+    made = units(worker)
+    worker.execute(made[0])
+    block, runs = worker.layers.block(0, None), []
+    real = block.run
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        runs.append(1)
+        if len(runs) == 2:
+            raise NumericsError("in the middle")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(block, "run", failing)
+    with pytest.raises(NumericsError, match="in the middle"):
+        worker.execute(made[1])
+    assert collect(worker, made[0], POINTS).shards == (), "what was added of it is gone, and all with it"
+
+
+def test_a_moment_beyond_its_grid_asks_for_a_wider_one(setup: WorkerConfig) -> None:
+    """The first sample tells nothing of the others: raised until it holds, the sum is the one of a good grid."""
+    worker, moment = make_worker(setup), (Moment("down.in"),)
+    good = units(worker, moments=moment)
+    assert good[0].sums is not None
+    tensors = worker.transfer.get(good[0].sums.grids[moment[0]])
+    handle = worker.transfer.put({**tensors, "exponents": tensors["exponents"] - 14})
+    rounds = 0
+    while True:
+        made = [replace(unit, sums=Sums(f"narrow-{rounds}", {moment[0]: handle})) for unit in good]
+        for unit in made:
+            worker.execute(unit)
+        part = collect(worker, made[0], moment)
+        done = worker.execute(Total("dense", 0, moment[0], handle, (part.partials[moment[0]],)))
+        if done.record is not None:
+            break
+        handle, rounds = done.wider, rounds + 1
+    assert rounds == 1
+    for unit in good:
+        worker.execute(unit)
+    expected = totals(worker, [collect(worker, good[0], moment)], good)[moment[0]]
+    found = worker.statistics.read(done.record)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7 * float(expected.max()))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_what_leaves_a_worker_does_not_grow_with_the_shards(llama: Path, tmp_path: Path, shards: int) -> None:
+    """Per node and layer 4 ΣF² bytes and the lower halves of the diagonal blocks, over the moments' widths F."""
+    worker = make_worker(make_setup(llama, tmp_path / "run", shards=shards))
+    left: list[int] = []
+    real = worker.transfer.put
+    worker.transfer.put = lambda tensors: left.append(sum(t.nbytes for t in tensors.values())) or real(tensors)  # type: ignore[method-assign,func-returns-value]
+    made = units(worker)
+    grids = sum(left)
+    left.clear()
+    for unit in made:
+        worker.execute(unit)
+    assert not left
+    collect(worker, made[0], POINTS)
+    geometry = worker.setup.geometry
+    widths = [geometry.hidden, *[geometry.head_dim] * 3, geometry.hidden, geometry.intermediate]
+    assert grids <= sum(2 * width for width in widths) + 16 * len(POINTS)
+    assert sum(left) <= sum(4 * width * (width + min(width, BAND)) for width in widths)
+
+
+def test_values_that_are_none_name_their_layer_and_point(llama: Path, tmp_path: Path) -> None:
+    model = rewrite(llama, tmp_path / "model", "model.layers.0.mlp.up_proj.weight", lambda weight: weight.fill_(3e38))
+    worker = make_worker(make_setup(model, tmp_path / "run"))
+    unit = ChooseGrids(Forward("dense", 0, 0, moments=(Moment("down.in"),), emit=False))
+    with pytest.raises(NumericsError, match=r"layer 0: activations at down\.in: "):
+        worker.execute(unit)

@@ -1,0 +1,168 @@
+"""What a worker has summed of a layer's moments over the shards that it did (docs/methods.md#sums-without-an-order).
+
+Legend: F features, G groups, d = F / heads, b rows of a band.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from manifests.errors import NumericsError
+from pipeline.kernels.checks import require_finite
+from pipeline.kernels.exact_sums import (
+    Grid,
+    add_bands_,
+    add_rounded_moment_,
+    choose_grid,
+    empty_bands,
+    exceeding,
+    sample_squares,
+    whole_moment,
+)
+from pipeline.methods.method import Moment
+from pipeline.ports import Forward
+from pipeline.sum_units import Collect, CollectDone, Sums, Total, TotalDone
+from stores.statistics import StatisticsStore
+from workers.block import Tap, overflow_advice
+from workers.tensor_transfer import TensorTransfer, get_all
+
+Bands = list[Tensor]  # (G, b, d - first row), the upper triangle
+
+
+class LayerSums:
+    """A worker's sums of one pass of shards: a single triangle of each moment, on the device, and which shards."""
+
+    def __init__(self, transfer: TensorTransfer, statistics: StatisticsStore, device: torch.device) -> None:
+        self.transfer = transfer
+        self.statistics = statistics
+        self.device = device
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of everything: of another pass, or of a shard that was added in part."""
+        self.name: str | None = None
+        self.grids: dict[Moment, Grid] = {}
+        self.bands: dict[Moment, Bands] = {}
+        self.shards: set[int] = set()
+
+    def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
+        """What adds a unit's moments, at their points; none for a shard that is in the sums already.
+
+        What was summed in another pass is let go of.
+        """
+        if unit.sums is None:
+            return []
+        moments = _summed(unit)
+        if self.name != unit.sums.name:
+            self.forget()
+            self._begin(unit.sums, moments)
+        if unit.shard in self.shards:
+            return []
+        return [(moment.point, _checked(unit.layer, moment, self._add)) for moment in moments]
+
+    @contextmanager
+    def adding(self, unit: Forward) -> Iterator[None]:
+        """In here a shard goes through: at the end it is in the sums, or there are none any more."""
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+        if unit.sums is not None:
+            self.shards.add(unit.shard)
+
+    def collect(self, unit: Collect) -> CollectDone:
+        """Gives the sums away."""
+        if self.name != unit.sums:
+            return CollectDone((), {})
+        partials = {moment: self.transfer.put(_packed(self.bands[moment])) for moment in unit.moments}
+        done = CollectDone(tuple(sorted(self.shards)), partials)
+        self.forget()
+        return done
+
+    def total(self, unit: Total) -> TotalDone:
+        """Adds what all workers have given, and stores it, unless it exceeds its grid."""
+        grid = Grid.unpacked(self.transfer.get(unit.grid))
+        total = self._added(get_all(self.transfer, unit.partials))
+        beyond_Gd = exceeding(total, grid)
+        if bool(beyond_Gd.any()):
+            return TotalDone(None, self.transfer.put(_wider(unit, grid, beyond_Gd).packed()))
+        moment_Gdd = whole_moment(total, grid)
+        return TotalDone(self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", moment_Gdd))
+
+    def _begin(self, sums: Sums, moments: Iterable[Moment]) -> None:
+        self.grids = {moment: Grid.unpacked(self.transfer.get(sums.grids[moment])) for moment in moments}
+        self.name = sums.name
+
+    def _add(self, moment: Moment, values: Tensor) -> None:
+        grid = self.grids[moment]
+        if moment not in self.bands:
+            groups, width = grid.exponents.shape
+            self.bands[moment] = empty_bands(groups, width, self.device)
+        add_rounded_moment_(self.bands[moment], values, grid, moment.heads)
+
+    def _added(self, parts: Iterable[Mapping[str, Tensor]]) -> Bands:
+        total: Bands = []
+        for part in parts:
+            bands = [part[name] for name in sorted(part)]
+            if total:
+                add_bands_(total, [band_Gbd.to(self.device) for band_Gbd in bands])
+            else:
+                total = [band_Gbd.to(self.device, copy=True) for band_Gbd in bands]
+        return total
+
+
+class Squares:
+    """Sums of squares of a first micro-batch, by which the grids are chosen of sums over `tokens` tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.found: dict[Moment, Grid] = {}
+
+    def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
+        """At the points of all moments that are summed."""
+        return [(moment.point, _checked(unit.layer, moment, self._see)) for moment in _summed(unit)]
+
+    def grids(self) -> dict[Moment, Grid]:
+        """Of every moment that was seen."""
+        return self.found
+
+    def _see(self, moment: Moment, values: Tensor) -> None:
+        heads_of_a_group = moment.heads // moment.groups
+        rows = values.numel() // values.shape[-1] * heads_of_a_group
+        squares_Gd = sample_squares(values, moment.heads, moment.groups)
+        self.found[moment] = choose_grid(squares_Gd, rows, self.tokens * heads_of_a_group, values.dtype)
+
+
+def _summed(unit: Forward) -> tuple[Moment, ...]:
+    return tuple(moment for moment in unit.moments if moment.kind == "value")
+
+
+def _checked(layer: int, moment: Moment, take: Callable[[Moment, Tensor], None]) -> Tap:
+    """A tap that takes finite values only. It raises NumericsError, naming layer and point."""
+
+    def see(values: Tensor) -> None:
+        try:
+            require_finite("values", values)
+        except ValueError as error:
+            advice = overflow_advice(values.dtype)
+            raise NumericsError(f"layer {layer}: activations at {moment.point}: {error}; {advice}") from error
+        take(moment, values)
+
+    return see
+
+
+def _wider(unit: Total, grid: Grid, beyond_Gd: Tensor) -> Grid:
+    try:
+        return grid.raised(beyond_Gd)
+    except ValueError as error:
+        raise NumericsError(f"layer {unit.layer}: activations at {unit.moment.point}: {error}") from error
+
+
+def _packed(bands: Bands) -> dict[str, Tensor]:
+    """As named tensors, which travel between workers."""
+    return {f"{place:05d}": band_Gbd for place, band_Gbd in enumerate(bands)}
