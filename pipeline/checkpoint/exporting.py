@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from lamina import MODELLING_FILES
+from lamina import MODELLING_FILES, LaminaConfig
 from manifests.errors import InputError
 from pipeline.checkpoint.assembling import CARD_FILE, SHARD_SUFFIX
 from pipeline.checkpoint.compression_record import RECORD_FILE, encode_json
@@ -77,16 +77,18 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
 
 def common_width(config: Mapping[str, Any]) -> int:
     """The MLP width that all layers have. Raises InputError naming those that differ, and what would change it."""
-    widths = [
-        forms.get("up", {}).get("rank", config["intermediate_size"])
-        if forms.get("up", {}).get("form") == "pruned"
-        else config["intermediate_size"]
-        for forms in config["forms"]
-    ]
+    widths = mlp_widths(config)
     if len(set(widths)) > 1:
         raise InputError(
             f"--to stock: the layers' MLPs are {min(widths)} to {max(widths)} wide, and an ordinary "
-            f"{config['source_model_type']} model has one width; compress with `allocation: uniform`, or `ranks: "
+            f"{config['source_model_type']} model has one width; compress with `uniform: true`, or `ranks: "
             "{mlp: WIDTH}`, in the entry of flat_llm; --to dense fills up with zeros"
         )
     return int(widths[0])
+
+
+def mlp_widths(config: Mapping[str, Any]) -> list[int]:
+    """The channels that the MLP of each layer has, before it is factored."""
+    described = LaminaConfig(**config)
+    forms = (described.form_of(layer, "up") for layer in range(described.num_hidden_layers))
+    return [form.inner_width(described.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms)]
