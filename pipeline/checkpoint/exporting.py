@@ -20,7 +20,7 @@ from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.families.registry import geometry_of, source_config
 from stores.checkpoint import copy_shard, write_index, write_shard
 from stores.hub import COMPANIONS
-from stores.source import CONFIG_FILE, INDEX_FILE
+from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
 from stores.storage import Place, matching, open_storage
 from workers.layers import cpu_reader
 
@@ -34,13 +34,10 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
         InputError: no Lamina checkpoint, a destination that holds something, or forms that the target cannot have.
         StorageError: a file cannot be read or written.
     """
-    checkpoint, config = read_checkpoint(open_storage(output).at())
-    if config.get("model_type") != "lamina":
-        raise InputError(f"{checkpoint.place}: not compressed by Lamina; it is what it is")
+    checkpoint, config = compressed_checkpoint(output)
     written_to = open_storage(destination)
     if written_to.fault() or written_to.children():
         raise InputError(f"{written_to.at()}: holds something; give a directory that does not, or is not there yet")
-    config = {**config, "core": "dense"}
     geometry, stored = geometry_of(config), getattr(torch, config["dtype"])
     width = config["intermediate_size"] if target == "dense" else common_width(config)
     written = source_config({**config, "intermediate_size": width}, config["dtype"])
@@ -73,6 +70,14 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     write_index(written_to, weight_map, size, numbers)
     before = sum(record.num_bytes for record in checkpoint.tensors.values())
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": written_to.at(INDEX_FILE)}
+
+
+def compressed_checkpoint(output: Place) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
+    """OUTPUT and its config. Raises InputError where it is no Lamina checkpoint."""
+    checkpoint, config = read_checkpoint(open_storage(output).at())
+    if config.get("model_type") != "lamina":
+        raise InputError(f"{checkpoint.place}: not compressed by Lamina; it is what it is")
+    return checkpoint, {**config, "core": "dense"}
 
 
 def common_width(config: Mapping[str, Any]) -> int:
