@@ -12,9 +12,11 @@ import torch
 
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
+from pipeline.evaluation.tasks import check_tasks
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.sources import open_dense
+from pipeline.kernels.checks import all_finite
 from pipeline.methods.method import Method, Remarking, Scores, Task
 from pipeline.methods.registry import (
     allocate_ranks,
@@ -142,8 +144,7 @@ def _checked(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, 
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
-    if manifest.evaluation.tasks:
-        raise InputError("evaluation.tasks: lm-eval tasks are not built in yet; leave the list empty")
+    check_tasks(manifest.evaluation.tasks, "evaluation.tasks", (manifest.output, manifest.model.source))
     if inputs.max_loss is not None:
         _check_max_loss(inputs)
     _check_sequence(manifest, config)
@@ -163,7 +164,7 @@ def check_copied(inputs: Inputs) -> None:
         if name.startswith(prefixes) or not record.torch_dtype.is_floating_point or record.torch_dtype.itemsize < 2:
             continue
         for piece in inputs.source.copy_bytes(name):
-            if not torch.isfinite(torch.frombuffer(bytearray(piece), dtype=record.torch_dtype)).all():
+            if not all_finite(torch.frombuffer(bytearray(piece), dtype=record.torch_dtype)):
                 raise NumericsError(f"source: tensor {name} holds NaN or infinity; the checkpoint is damaged")
 
 

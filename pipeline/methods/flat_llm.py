@@ -42,9 +42,14 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return self.entry.ranks is not None
 
     @property
+    def uniform(self) -> bool:
+        """As the entry says."""
+        return self.entry.uniform
+
+    @property
     def scores(self) -> frozenset[str]:
         """With `allocation: importance` ranks follow the layers' importance (IPRS)."""
-        follows = self.entry.allocation == "importance" and not self.fixed_ranks
+        follows = self.entry.allocation == "importance" and not (self.fixed_ranks or self.uniform)
         return frozenset({"importance"}) if follows else frozenset()
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
