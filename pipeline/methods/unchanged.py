@@ -28,6 +28,7 @@ class Unchanged:
     config_fields: Mapping[str, Any] = field(default_factory=dict)
     keep: float | None = None
     chosen_bits: bool = False
+    uniform: bool = False
     scores: frozenset[str] = frozenset()
 
     @property
