@@ -83,7 +83,7 @@ def check_room(cache: Cache, layer_idx: int, key_BGTd: Tensor, value_BGTw: Tenso
     """Raises ValueError for a static cache allocated for heads of the source, as by `early_initialization`."""
     layers = getattr(cache, "layers", ())
     layer = layers[layer_idx] if layer_idx < len(layers) else None
-    if not isinstance(layer, StaticLayer) or not layer.is_initialized:
+    if not isinstance(layer, StaticLayer) or layer.keys is None or layer.values is None:
         return
     for name, held, x_BGTw in (("keys", layer.keys, key_BGTd), ("values", layer.values, value_BGTw)):
         room, given = ((x.shape[1], x.shape[3]) for x in (held, x_BGTw))
