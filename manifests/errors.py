@@ -31,7 +31,7 @@ class StorageError(LaminaError):
 class CorruptError(StorageError):
     """Stored data does not match the digest, shape or chunk count that was committed for it.
 
-    `path` is the `path` of the record that names the data, so that the entry with that record can be taken back.
+    `path` is the `path` of the record that names the data, so that the entry with that record can be invalidated.
     """
 
     def __init__(self, message: str, path: str = "") -> None:

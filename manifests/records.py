@@ -10,6 +10,7 @@ from typing import (
     Annotated,
     Any,
     Generic,
+    Literal,
     NotRequired,  # pydantic takes no other before Python 3.12
     TypeVar,
 )
@@ -103,6 +104,30 @@ class StagedLayer(StagedRecord):
 
     forms: dict[str, dict[str, Any]]
     rounded: dict[str, Scheme]
+
+
+Figure = Annotated[float, Field(allow_inf_nan=False, strict=False)]
+
+
+@with_config(STRICT)
+class ComparedFigures(TypedDict):
+    """What the job measured on a few tokens, for `verify` to measure again: see `workers.comparing.Comparison`."""
+
+    origin: Literal["calibration", "random"]
+    tokens: Annotated[list[Annotated[list[NonNegativeInt], Field(min_length=1)]], Field(min_length=1)]
+    layer_errors: list[Figure]
+    error: Figure
+    sketch: list[list[Figure]]
+    logits_sketch: list[Figure]
+
+
+def _alike(found: ComparedFigures) -> ComparedFigures:
+    if len({len(sample) for sample in found["tokens"]}) != 1 or len(found["sketch"]) != len(found["layer_errors"]):
+        raise ValueError("samples of different lengths, or figures of different numbers of layers")
+    return found
+
+
+Compared = Annotated[ComparedFigures, AfterValidator(_alike)]
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
@@ -245,6 +270,14 @@ class TryEntry(HeldOutScoreEntry):
     """What was measured at a size, and the loss that its curves predict (nats per token)."""
 
     predicted: Finite
+
+
+@with_config(STRICT)
+class ComparedEntry(TypedDict):
+    """What the staged layers did on a few tokens beside the dense ones; `layers`: the digests of their files."""
+
+    layers: list[Sha256 | None]
+    compared: Compared
 
 
 @with_config(STRICT)

@@ -41,6 +41,9 @@ class Model(Block):
 class Budget(Block):
     """`keep`: share of the stored numbers in `scope` that may remain, indices and second factors counted.
 
+    Or `bytes`: share of the bytes, with codes and scales where `quantize` asks for fewer bits (`keep` counts numbers
+    before they are rounded).
+
     Or `max_loss`: the smallest such share at which the compressed model is at most so far from the dense one, in nats
     per token (Kullback-Leibler), measured on calibration text beyond the samples. For methods with allocation: loss.
 
@@ -49,24 +52,27 @@ class Budget(Block):
     """
 
     keep: Share | None = None
+    bytes: Share | None = None
     max_loss: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     scope: Literal["decoder", "model"] = "decoder"
     multiple: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
-        if self.keep is not None and self.max_loss is not None:
-            raise ValueError("give either `keep` or `max_loss`, and not both")
-        if self.keep is None and self.max_loss is None and self.multiple is None:
+        given = [name for name in ("keep", "bytes", "max_loss") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give either `keep`, `bytes` or `max_loss`, and not {' and '.join(given)}")
+        if not given and self.multiple is None:
             raise ValueError(
-                "give either `keep` or `max_loss`; or `multiple` alone, beside entries with a size of their own"
+                "give either `keep`, `bytes` or `max_loss`; or `multiple` alone, beside entries with a size of their "
+                "own"
             )
         return self
 
     @property
     def share(self) -> float:
-        """What may remain; all of it as long as `max_loss` has chosen no size."""
-        return 1.0 if self.keep is None else self.keep
+        """What may remain, of numbers or of bytes; all of it as long as `max_loss` has chosen no size."""
+        return self.keep or self.bytes or 1.0
 
 
 class Text(Block):
@@ -249,6 +255,12 @@ class Manifest(Block):
                 "quantize.feedback: true needs calibration, whose text says what the weights read; leave it out to "
                 "round to nearest"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _bytes_are_countable(self) -> Self:
+        if self.budget is not None and self.budget.bytes and self.quantize is not None and self.quantize.group is None:
+            raise ValueError("budget.bytes counts a scale for each group; give quantize.group, or budget.keep")
         return self
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 from manifests.records import (
     ActivationsEntry,
     AssemblingEntry,
+    ComparedEntry,
     CompleteEntry,
     CurvesEntry,
     DenseEntry,
@@ -39,8 +40,8 @@ TARGET: Key[TargetEntry] = Key("target")  # the size that is being made for a bu
 TRIES = "tries/"  # what was measured at a size, by its thousandths
 TOKENS: Key[TokensEntry] = Key("tokens")
 SOURCE: Key[Mapping[str, Mapping[str, Any]]] = Key("source")  # file -> size, times and sha256
-HARDWARE: Key[dict[str, Any]] = Key("hardware")
-COMPARED: Key[dict[str, Any]] = Key("compared")
+HARDWARE: Key[dict[str, str]] = Key("hardware")
+COMPARED: Key[ComparedEntry] = Key("compared")
 ASSEMBLING: Key[AssemblingEntry] = Key("assembling")
 COMPLETE: Key[CompleteEntry] = Key("complete")
 REUSED: Key[ReusedEntry] = Key("reused")

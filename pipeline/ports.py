@@ -351,7 +351,7 @@ TensorUnit = Forward | Pair | Backward | ChooseGrids | Collect | Total | Solve  
 
 
 class Pool(Protocol):
-    """Workers that do units in any order; a lost worker's units are done again by another."""
+    """Workers that do units in any order; a lost worker's units are recomputed by another."""
 
     @property
     def size(self) -> int:
@@ -408,7 +408,7 @@ class Observer(Protocol):
         ...
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:
-        """Stored data was corrupt; these entries are taken back and their work is done again."""
+        """Stored data was corrupt; these entries are invalidated and their work is recomputed."""
         ...
 
 

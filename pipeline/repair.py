@@ -1,4 +1,4 @@
-"""What becomes of the journal when stored data proves corrupt: the entries that name it are taken back."""
+"""Repairs the journal when stored data proves corrupt: the entries that name it are invalidated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPAIRS = 3
 
 
 class Repairs:
-    """Mends a journal, and counts how often, so that what cannot be mended ends the job."""
+    """Repairs a journal, and counts how often, so that what cannot be repaired ends the job."""
 
     def __init__(self, journal: Journal, num_layers: int, observer: Observer) -> None:
         self.journal = journal
@@ -29,7 +29,7 @@ class Repairs:
         del self.counts[""]
 
     def invalidate(self, error: CorruptError | LostInputError) -> None:
-        """Takes back every entry that names the corrupt data, so that it is computed again; of lost data none does.
+        """Retracts every entry that names the corrupt data, so that it is recomputed; none names lost data.
 
         Raises the error itself when no entry names the data, or after `REPAIRS` times in the same place.
         """

@@ -15,18 +15,16 @@ import errno
 import json
 import os
 import re
-import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
-import psutil
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
@@ -37,7 +35,9 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 from manifests.errors import InputError, StorageError
+from stores import lease
 from stores.backend import Readable, Storage, Writable
+from stores.lease import Lease, is_gone, take_lease
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -48,8 +48,6 @@ PART_BYTES = 16 * 1024 * 1024  # of at most 10,000 in an object
 RANGE_BYTES = 16 * 1024 * 1024
 PARALLEL = 4
 COPY_BYTES = 5 * 1000**3  # what one request may copy
-LEASE_S = 60.0
-RENEW_S = 5.0
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 RETRIES: RetryConfig = {
     "max_retries": 10,
@@ -57,11 +55,14 @@ RETRIES: RetryConfig = {
     "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=15), "base": 2},
 }
 FEW_RETRIES: RetryConfig = {**RETRIES, "max_retries": 3, "retry_timeout": timedelta(seconds=20)}
+CUT_WAITS_S = (0.1, 1.0, 5.0, 10.0)  # before an answer that broke off is asked for again
 SHOWN_CHARACTERS = 300
+
+T = TypeVar("T")
 
 
 class _Connection:
-    """The clients of one bucket, opened when they are first asked for."""
+    """The clients of one bucket."""
 
     def __init__(self, bucket: str) -> None:
         self.bucket = bucket
@@ -108,10 +109,7 @@ class Bucket(Storage):
         except AlreadyExistsError:
             raise FileExistsError(errno.EEXIST, "already there", self.at(name)) from None
 
-    def replace(self, name: str, data: bytes) -> None:
-        self._put(name, data)
-
-    def write(self, name: str, data: Any) -> None:
+    def replace(self, name: str, data: Any) -> None:
         self._put(name, data)
 
     @contextmanager
@@ -160,10 +158,13 @@ class Bucket(Storage):
         return {"size": head["size"], "e_tag": str(head["e_tag"]), "modified": head["last_modified"].isoformat()}
 
     def written(self, folder: str = "") -> dict[str, float]:
-        found: dict[str, float] = {}
+        def ask() -> list[Any]:
+            return [
+                head for batch in obstore.list(self._connection.patient, self._key(folder) or None) for head in batch
+            ]
+
         with self._errors("listing", folder):
-            for batch in obstore.list(self._connection.patient, self._key(folder) or None):
-                found |= {self._name(head["path"]): head["last_modified"].timestamp() for head in batch}
+            found = {self._name(head["path"]): head["last_modified"].timestamp() for head in _repeated(ask)}
         return dict(sorted(found.items()))
 
     def folders(self, folder: str = "") -> list[str]:
@@ -214,16 +215,13 @@ class Bucket(Storage):
         return None
 
     def hold(self, name: str) -> Lease:
-        found = self._lease(name)
-        if found is not None and not self._is_free(name, *found):
-            raise BlockingIOError(errno.EAGAIN, "held", self.at(name))
-        return Lease(self, name, found)
+        return take_lease(self, name)
 
     def is_held(self, name: str) -> bool:
-        found = self._lease(name)
-        if found is None or found[0].get("released") or _is_gone(found[0]):
+        found = self.read_lease(name)
+        if found is None or found[0].get("released") or is_gone(found[0]):
             return False
-        return time.time() - float(self._head(name)["last_modified"].timestamp()) < LEASE_S
+        return time.time() - float(self._head(name)["last_modified"].timestamp()) < lease.LEASE_S
 
     def below(self, folder: str) -> Bucket:
         return Bucket(self.at(folder), self._connection)
@@ -270,8 +268,11 @@ class Bucket(Storage):
     def _get(self, name: str, wanted: Any = None, e_tag: str | None = None) -> bytes:
         options: Any = {"range": wanted, "if_match": e_tag}
         given: Any = {key: value for key, value in options.items() if value is not None}
-        data: bytes = obstore.get(self._connection.patient, self._key(name), options=given).bytes().to_bytes()
-        return data
+
+        def ask() -> bytes:
+            return bytes(obstore.get(self._connection.patient, self._key(name), options=given).bytes())
+
+        return _repeated(ask)
 
     def _head(self, name: str) -> Any:
         with self._errors("reading", name):
@@ -279,36 +280,33 @@ class Bucket(Storage):
 
     def _directly(self, folder: str) -> Any:
         with self._errors("listing", folder):
-            return obstore.list_with_delimiter(self._connection.patient, self._key(folder) or None)
+            return _repeated(lambda: obstore.list_with_delimiter(self._connection.patient, self._key(folder) or None))
 
-    def _lease(self, name: str) -> tuple[dict[str, Any], str] | None:
-        """What stands in a lease, and its entity tag; None when there is none."""
+    def read_lease(self, name: str) -> tuple[dict[str, Any], str] | None:
+        """See `stores.lease.Conditional`."""
+
+        def ask() -> tuple[bytes, str]:
+            found = obstore.get(self._connection.patient, self._key(name))
+            return bytes(found.bytes()), str(found.meta["e_tag"])
+
         with self._errors("reading", name):
             try:
-                found = obstore.get(self._connection.patient, self._key(name))
-                data = found.bytes().to_bytes()
+                data, e_tag = _repeated(ask)
             except FileNotFoundError:
                 return None
         try:
             content = json.loads(data)
         except ValueError:
             content = None
-        return (content if isinstance(content, dict) else {}), str(found.meta["e_tag"])
+        return (content if isinstance(content, dict) else {}), e_tag
 
-    def _is_free(self, name: str, content: Mapping[str, Any], e_tag: str) -> bool:
-        """Whether a lease was given up, or its owner is dead: gone from this machine, or silent for the lease's time.
-
-        No two clocks are compared: who lives renews the lease, and the entity tag changes.
-        """
-        if content.get("released") or _is_gone(content):
-            return True
-        deadline = time.monotonic() + LEASE_S
-        while time.monotonic() < deadline:
-            time.sleep(min(RENEW_S / 2, LEASE_S))
-            now = self._lease(name)
-            if now is None or now[1] != e_tag:
-                return False
-        return True
+    def write_lease(self, name: str, content: Mapping[str, Any], before: str | None) -> str | None:
+        """See `stores.lease.Conditional`."""
+        mode: Any = {"e_tag": before} if before else "create"
+        try:
+            return self._put(name, json.dumps(content).encode(), mode=mode, hasty=True)
+        except (AlreadyExistsError, PreconditionError):
+            return None
 
     @contextmanager
     def _errors(self, action: str, name: str) -> Iterator[None]:
@@ -359,9 +357,8 @@ class _Object(Readable):
             stop = min(start + RANGE_BYTES, count)
             view[start:stop] = self._range(begin + start, begin + stop)
 
-        starts = range(0, count, RANGE_BYTES)
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="range") as pool:
-            list(pool.map(fill, starts) if len(starts) > 1 else map(fill, starts))
+            list(pool.map(fill, range(0, count, RANGE_BYTES)))
         return count
 
     def _range(self, begin: int, end: int) -> bytes:
@@ -373,78 +370,16 @@ class _Object(Readable):
                 raise StorageError(f"reading {at}: it was replaced while it was read; start again") from None
 
 
-class Lease:
-    """See `stores.backend.Hold`: an object that its owner, a thread of this process, renews until it is released.
-
-    `generation` grows with each owner: what was done under an older one is of an owner that is dead or should be.
-    """
-
-    def __init__(self, bucket: Bucket, name: str, before: tuple[Mapping[str, Any], str] | None) -> None:
-        self.generation = (int(before[0].get("generation", 0)) if before else 0) + 1
-        self._bucket = bucket
-        self._name = name
-        self._content = {"version": 1, "generation": self.generation, "token": uuid.uuid4().hex, **_this_process()}
-        self._e_tag = before[1] if before else None
-        self._renewals = 0
-        self._renewed_at = time.monotonic()
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        if not self._renew():
-            raise BlockingIOError(errno.EAGAIN, "another was first", bucket.at(name))
-        threading.Thread(target=self._keep_renewing, name=f"lease {name}", daemon=True).start()
-
-    def is_ours(self) -> bool:
-        """Renews it, which shows it. Raises StorageError when the bucket does not answer and it may still be ours."""
-        return not self._ended.is_set() and self._renew()
-
-    def release(self) -> None:
-        if not self._ended.is_set():
-            self._ended.set()
-            with suppress(StorageError):  # it runs out
-                self._renew(released=True)
-
-    def _renew(self, released: bool = False) -> bool:
-        with self._lock:
-            self._renewals += 1
-            content = {**self._content, "renewals": self._renewals, "released": released}
-            mode: Any = {"e_tag": self._e_tag} if self._e_tag else "create"
-            try:
-                self._e_tag = self._bucket._put(self._name, json.dumps(content).encode(), mode=mode, hasty=True)
-            except (AlreadyExistsError, PreconditionError):
-                self._ended.set()
-                return False
-            except StorageError:
-                if time.monotonic() - self._renewed_at < LEASE_S:
-                    raise
-                self._ended.set()  # it ran out, and another may have it
-                return False
-            self._renewed_at = time.monotonic()
-            return True
-
-    def _keep_renewing(self) -> None:
-        while not self._ended.wait(RENEW_S):
-            with suppress(StorageError):
-                self._renew()
-
-
-def _this_process() -> dict[str, Any]:
-    """What tells on the same machine, and only there, whether this process still lives."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            machine = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        machine = uuid.uuid4().hex
-    return {"machine": machine, "pid": os.getpid(), "started": psutil.Process().create_time()}
-
-
-def _is_gone(owner: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote a lease is seen to have ended."""
-    if owner.get("machine") != _this_process()["machine"]:
-        return False
-    try:
-        return bool(psutil.Process(int(owner["pid"])).create_time() != owner["started"])
-    except (psutil.NoSuchProcess, ValueError):
-        return True
+def _repeated(ask: Callable[[], T]) -> T:
+    """Asks again where an answer broke off in the middle; where none came, obstore does."""
+    for wait_s in CUT_WAITS_S:
+        try:
+            return ask()
+        except BaseError as error:
+            if "response body error" not in str(error):
+                raise
+            time.sleep(wait_s)
+    return ask()
 
 
 def _reason(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-nobody", "AWS_REGION": "us-east-1"}
@@ -38,6 +38,11 @@ def s3_server() -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()
+
+
+def use(environment: Mapping[str, str]) -> None:
+    """Opens buckets by this environment from now on, in a process of its own."""
+    os.environ.update(environment)
 
 
 def make_bucket(url: str) -> str:

@@ -122,7 +122,7 @@ def test_minimal_manifest(tmp_path: Path) -> None:
         ({"budget": {"keep": float("-inf")}}, "budget.keep", "-inf", "finite"),
         ({"budget": {"keep": True}}, "budget.keep", "True", "number"),
         ({"budget": {"keep": "0.8"}}, "budget.keep", "'0.8'", "number"),
-        ({"budget": {"keep": None}}, "budget", "None", "either `keep` or `max_loss`"),
+        ({"budget": {"keep": None}}, "budget", "None", "either `keep`, `bytes` or `max_loss`"),
         ({"budget": {"keep": 0.5, "scope": "all"}}, "budget.scope", "'all'", "'decoder' or 'model'"),
         ({"budget": [0.5]}, "budget", "[0.5]", "a mapping of fields"),
         (flat_llm(attention="yes"), "methods.0.attention", "'yes'", "true or false"),

@@ -135,7 +135,7 @@ class Assembler:
         return compression
 
     def damaged_layers(self) -> dict[str, str]:
-        """Ledger key -> fault of every staged layer that is not what was committed. Their entries are taken back."""
+        """Ledger key -> fault of every staged layer that is not what was committed. Their entries are retracted."""
         damaged: dict[str, str] = {}
         for layer in range(self.inputs.geometry.num_layers):
             entry = self.journal.get(key := layer_key(layer))
@@ -222,7 +222,7 @@ class Assembler:
             "manifest": self.inputs.manifest.semantic(),
             "counts": count(self.inputs, tensors, forms),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
-            "compared": (self.journal.get(COMPARED) or {}).get("compared"),
+            "compared": compared["compared"] if (compared := self.journal.get(COMPARED)) else None,
             "shards": {name: {key: record[key] for key in ("size", "sha256")} for name, record in records.items()},
             "claimed": self._claimed(),
             "tensors": tensors,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from manifests.errors import CorruptError, InputError
+from manifests.records import Compared
 from stores.source import MAX_JSON_BYTES, parse_json
 from stores.storage import Place, Storage, open_storage
 
@@ -78,26 +79,6 @@ class _Manifest(_Part):
     methods: list[_Entry]
 
 
-Figure = Annotated[float, Field(allow_inf_nan=False, strict=False)]
-
-
-class Comparison(_Part):
-    """What the job measured on a few tokens, for `verify` to measure again: see `workers.comparing.Comparison`."""
-
-    origin: Literal["calibration", "random"]
-    tokens: Annotated[list[Annotated[list[Size], Field(min_length=1)]], Field(min_length=1)]
-    layer_errors: list[Figure]
-    error: Figure
-    sketch: list[list[Figure]]
-    logits_sketch: list[Figure]
-
-    @model_validator(mode="after")
-    def _alike(self) -> Self:
-        if len({len(sample) for sample in self.tokens}) != 1 or len(self.sketch) != len(self.layer_errors):
-            raise ValueError("samples of different lengths, or figures of different numbers of layers")
-        return self
-
-
 class _CompressionRecord(_Part):
     version: Literal[1]
     sha256: Digest
@@ -105,7 +86,7 @@ class _CompressionRecord(_Part):
     manifest: _Manifest
     counts: _Counts
     layers: list[_Layer]
-    compared: Comparison | None = None
+    compared: Compared | None = None
     shards: dict[FileName, _File]
     files: dict[FileName, _File]
     claimed: dict[str, str]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, StagedRecord
+from manifests.records import ArrayRecord, ComparedEntry, ComparedFigures, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import staged_layer
@@ -116,17 +116,18 @@ def _compare(job: JobContext, pool: RayPool) -> None:
     staged = tuple(staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers))
     layers = [found["sha256"] if found else None for found in staged]
     origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
-    tokens = tuple(map(tuple, ids_BS.tolist()))
+    tokens: list[list[int]] = ids_BS.tolist()
     entered = job.ledger.get(COMPARED)
-    if entered is not None and entered["layers"] == layers and entered["compared"]["tokens"] == list(map(list, tokens)):
+    if entered is not None and entered["layers"] == layers and entered["compared"]["tokens"] == tokens:
         return
     try:
-        pool.submit(Compare(tokens, staged))
+        pool.submit(Compare(tuple(map(tuple, tokens)), staged))
         _, found = pool.wait()
     except CorruptError as error:  # `damaged_layers` names the layer, and it is made again
         job.observer.repaired(str(error), ["compared"])
         return
-    job.ledger.commit(COMPARED, {"layers": layers, "compared": {"origin": origin, "tokens": tokens, **found}})
+    figures = cast("ComparedFigures", {"origin": origin, "tokens": tokens, **found})
+    job.ledger.commit(COMPARED, ComparedEntry(layers=layers, compared=figures))
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The ledger's entries, held against what they must look like before anything builds on them.
+"""Checks the ledger's entries against what they must look like, before anything builds on them.
 
-A digest says that an entry is as it was written, not that it makes sense. One that does not is taken back: its work is
-done again, as if it had never been committed. What the entries name is checked where it is read.
+A digest says that an entry is as it was written, not that it makes sense. One that does not is invalidated: its work is
+recomputed, as if it had never been committed. What the entries name is checked where it is read.
 """
 
 from __future__ import annotations
@@ -12,36 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError, with_config
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
-from typing_extensions import TypedDict
 
 from lamina import LaminaConfig
 from lamina.layers_lamina import LaminaDecoderLayer
-from manifests.records import (
-    STRICT,
-    ActivationsEntry,
-    AssemblingEntry,
-    CompleteEntry,
-    CurvesEntry,
-    DenseEntry,
-    GradientEntry,
-    HeldOutEntry,
-    HeldOutScoreEntry,
-    Key,
-    LayerEntry,
-    MeasuredEntry,
-    RanksEntry,
-    ReusedEntry,
-    ScoreEntry,
-    Sha256,
-    ShardRecord,
-    StatisticsEntry,
-    TargetEntry,
-    TokensEntry,
-    TryEntry,
-)
-from pipeline.checkpoint.compression_record import Comparison
+from manifests import records
+from manifests.records import Key, LayerEntry
 from pipeline.computation import Job, entered_scores
 from pipeline.console.summary import print_summary
 from pipeline.keys import RANKS, curves_key, measured_key
@@ -51,47 +28,39 @@ from stores.ledger import Ledger
 logger = logging.getLogger("lamina")
 
 
-@with_config(STRICT)
-class ComparedEntry(TypedDict):
-    """What the staged layers did on a few tokens beside the dense ones; `layers`: the digests of their files."""
-
-    layers: list[Sha256 | None]
-    compared: Comparison
-
-
 KINDS: dict[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(entry)
     for kind, entry in {
-        "layer": LayerEntry,
-        "dense": DenseEntry,
-        "statistics": StatisticsEntry,
-        "activations": ActivationsEntry,
-        "ranks": RanksEntry,
-        "measured": MeasuredEntry,
-        "gradient": GradientEntry,
-        "curves": CurvesEntry,
-        "tokens": TokensEntry,
-        "target": TargetEntry,
-        "tries": TryEntry,
-        "held_out": HeldOutEntry,
-        "held_out_score": HeldOutScoreEntry,
-        "rest": ShardRecord,
-        "assembling": AssemblingEntry,
-        "complete": CompleteEntry,
-        "reused": ReusedEntry,
-        "score": ScoreEntry,
-        "compared": ComparedEntry,
+        "layer": records.LayerEntry,
+        "dense": records.DenseEntry,
+        "statistics": records.StatisticsEntry,
+        "activations": records.ActivationsEntry,
+        "ranks": records.RanksEntry,
+        "measured": records.MeasuredEntry,
+        "gradient": records.GradientEntry,
+        "curves": records.CurvesEntry,
+        "tokens": records.TokensEntry,
+        "target": records.TargetEntry,
+        "tries": records.TryEntry,
+        "held_out": records.HeldOutEntry,
+        "held_out_score": records.HeldOutScoreEntry,
+        "rest": records.ShardRecord,
+        "assembling": records.AssemblingEntry,
+        "complete": records.CompleteEntry,
+        "reused": records.ReusedEntry,
+        "score": records.ScoreEntry,
+        "compared": records.ComparedEntry,
     }.items()
 }
 
 
 def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
-    """Takes back every entry that makes no sense, with a warning. `config`: the source's, under standard names."""
+    """Invalidates every entry that makes no sense, with a warning. `config`: the source's, under standard names."""
     for key in ledger.keys():  # noqa: SIM118 - no mapping
         kind = key.partition("/")[0]
         fault = _fault(kind, key, ledger.get(key), job, config) if kind in KINDS else None
         if fault:
-            _take_back(ledger, key, fault)
+            _invalidate(ledger, key, fault)
     _check_ranks(ledger, job)
 
 
@@ -160,12 +129,12 @@ def _check_ranks(ledger: Ledger, job: Job) -> None:
         ranks = job.allocate(entered_scores(job, lambda key: ledger.get(key) or nothing, importance))
     except Exception as error:  # scores of the wrong kind fail wherever a method first computes with them
         for key in keys:
-            _take_back(ledger, key, f"no ranks follow from it: {error}")
+            _invalidate(ledger, key, f"no ranks follow from it: {error}")
         ranks = {}
     if ranks != entry["ranks"]:
-        _take_back(ledger, RANKS, "these ranks do not follow from its scores")
+        _invalidate(ledger, RANKS, "these ranks do not follow from its scores")
 
 
-def _take_back(ledger: Ledger, key: str, fault: str) -> None:
+def _invalidate(ledger: Ledger, key: str, fault: str) -> None:
     logger.warning("ledger entry %s makes no sense (%s): taken back, its work is done again", key, fault)
     ledger.retract(key)

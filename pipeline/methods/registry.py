@@ -16,6 +16,7 @@ from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
+from pipeline.methods.rounded_size import bytes_of_keep, keep_of_bytes, scope_numbers
 from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers
 from pipeline.ranks.curves import from_columns
@@ -106,11 +107,6 @@ def _all_moments(tasks: Sequence[Task], layer: int) -> list[Moment]:
     return sorted({moment for task in tasks if task.layer == layer for moment in task.moments})
 
 
-def scope_numbers(geometry: Geometry, scope: str) -> int:
-    """Stored numbers of the dense model that the budget's share is of."""
-    return geometry.model_numbers() if scope == "model" else geometry.num_layers * geometry.layer_numbers()
-
-
 def allocate_ranks(
     manifest: Manifest, methods: Sequence[Method], geometry: Geometry, scores: Scores
 ) -> dict[str, dict[str, int]]:
@@ -123,13 +119,31 @@ def allocate_ranks(
 
     def shared(own_numbers: float) -> Budget:
         """keep · total less what nobody claims, and what has a budget of its own."""
-        if manifest.budget is None or (manifest.budget.keep is None and manifest.budget.max_loss is None):
+        budget = manifest.budget
+        if budget is None or (budget.keep, budget.bytes, budget.max_loss) == (None, None, None):
             raise InputError("budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry")
-        total = scope_numbers(geometry, manifest.budget.scope)
+        total = scope_numbers(geometry, budget.scope)
         untouched = total - sum(entry.dense_numbers for entry in entries)
-        return Budget("budget.keep", manifest.budget.share, total, untouched + own_numbers)
+        if budget.bytes is None:
+            return Budget("budget.keep", budget.share, total, untouched + own_numbers)
+        return Budget("budget.bytes, as keep", keep_of_bytes(manifest, geometry), total, untouched + own_numbers)
 
+    if manifest.budget is not None and manifest.budget.bytes and all(entry.fixed for entry in entries):
+        _check_bytes(manifest, geometry, entries)
     return allocate(entries, shared)
+
+
+def _check_bytes(manifest: Manifest, geometry: Geometry, entries: Sequence[Entry]) -> None:
+    """Where no rank is free to follow `budget.bytes`, what is stored anyway must be within it."""
+    assert manifest.budget is not None
+    total = scope_numbers(geometry, manifest.budget.scope)
+    stored = total - sum(entry.dense_numbers - fixed_numbers(entry) for entry in entries)
+    if stored > keep_of_bytes(manifest, geometry) * total * (1 + 1e-9):
+        found = bytes_of_keep(manifest, geometry, stored / total)
+        raise InputError(
+            f"budget.bytes: {manifest.budget.bytes:g} is out of reach: what is stored takes {found:.4f}, and no rank "
+            "is free to follow a budget; add a method, or give fewer bits"
+        )
 
 
 def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:

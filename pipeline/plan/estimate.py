@@ -14,7 +14,8 @@ from typing import Any
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers, scope_numbers
+from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
+from pipeline.methods.rounded_size import scope_numbers
 from pipeline.plan.work import forward_flops, moment_width, point_features, solve_work
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import ray
 
-import pipeline.evaluate
 import pipeline.job.pool
 import pipeline.job.stages
+import workers.cluster
 from manifests.schema import Workers
 from tests import factories
 from tests.end_to_end.children import use_inline_pool
@@ -42,7 +42,7 @@ def shared_ray(_cluster: tuple[str, list[Any]]) -> Iterator[None]:
     address, idle = _cluster
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KeptPool, "idle", idle, raising=False)
-        for module in (pipeline.job.stages, pipeline.evaluate):
+        for module in (pipeline.job.stages, workers.cluster):
             patch.setattr(module, "connect", lambda *_: address)
         patch.setattr(pipeline.job.pool, "RayPool", KeptPool)
         yield
@@ -57,7 +57,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def inline_everywhere(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`evaluate`, too, needs no Ray."""
-    monkeypatch.setattr(pipeline.evaluate, "connect", lambda *_: "none: in this process")
+    monkeypatch.setattr(workers.cluster, "connect", lambda *_: "none: in this process")
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> str:
         raise AssertionError("Ray is started")
 
-    for module in (pipeline.job.stages, pipeline.evaluate):
+    for module in (pipeline.job.stages, workers.cluster):
         monkeypatch.setattr(module, "connect", refuse)
 
 

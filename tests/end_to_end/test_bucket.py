@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,13 @@ from pipeline.console.places import settle_places
 from stores.bucket import Bucket
 from stores.disk import Disk
 from stores.storage import Storage, matching
+from tests import buckets
+from tests.end_to_end.children import Child
 from tests.end_to_end.jobs import Job, command
+from tests.faults import Proxy
 
 MakeJob = Callable[..., Job]
+WRITES_IN_A_LIFE = 83
 SAYS_WHERE = ("compression.json", "README.md", ".lamina.lock")  # they name the model's place
 
 
@@ -98,3 +105,46 @@ def test_addresses_in_a_manifest_stay_as_they_are(job: MakeJob, tmp_path: Path) 
     assert settled.calibration.texts[0][0].files == ("s3://bucket/a.txt", str(tmp_path / "b.txt"))
     with pytest.raises(InputError, match=r"output: s3:///out: no address of a bucket; expected s3://BUCKET"):
         settle_places(given.model_copy(update={"output": "s3:///out"}), None)
+
+
+def test_killed_again_and_again(job: MakeJob, address: str, s3_url: str, inline: None) -> None:
+    """Each run is killed some writes further: before the server does one, or after. Half of the work is never lost."""
+    local = job()
+    assert local.run().code == 0
+    made, proxy, runs = job(**everything_at(address)), Proxy(s3_url), 0
+    with proxy.running() as url:
+        prepare = partial(buckets.use, {**buckets.ENVIRONMENT, "AWS_ENDPOINT_URL": url})
+        while True:
+            proxy.spoil = lambda *_: None
+            child = Child("run", [str(made.manifest)], made.root / "log", prepare=prepare)
+            proxy.spoil = killing(child, after=runs % 2 == 0)
+            code = child.end()
+            assert code in (0, -signal.SIGKILL), child.said
+            if code == 0:
+                break
+            runs += 1
+            assert runs < 40, child.said
+    assert runs >= 4
+    output = Bucket(f"{address}/output")
+    assert digests(output) == digests(Disk(local.output))
+    assert not matching(output, [".lamina*"])
+    done = (made.root / "log.units").read_text().splitlines()
+    assert len(done) <= len(set(done)) + runs * 3, "more than a layer was done again after a kill"
+
+
+def killing(child: Child, after: bool) -> Callable[[str, str, int], str | None]:
+    """Kills the child at a write of its: one that is not done, or is done and not answered."""
+    writes = 0
+
+    def spoil(method: str, path: str, nth: int) -> str | None:
+        nonlocal writes
+        if method in ("GET", "HEAD") or "lock" in path:
+            return None
+        writes += 1
+        if writes < WRITES_IN_A_LIFE:
+            return None
+        if writes == WRITES_IN_A_LIFE:
+            os.killpg(child.pid, signal.SIGKILL)
+        return "lost" if after and writes == WRITES_IN_A_LIFE else "silent"
+
+    return spoil

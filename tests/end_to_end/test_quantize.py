@@ -179,3 +179,15 @@ def test_a_rounded_source_is_refused(wide: Path, job: MakeJob, tmp_path: Path) -
     (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     ended = job(source, methods=[], budget=None, **rounding(4)).run()
     assert (ended.code, "the weights are quantised (gptq)" in ended.err) == (2, True), ended.err
+
+
+@pytest.mark.parametrize("methods", [[{"method": "loss_aware"}], [{"method": "flat_llm"}]], ids=["loss", "flat"])
+def test_a_budget_of_bytes_is_kept(wide: Path, job: MakeJob, methods: list[Any]) -> None:
+    """By the bytes of the files; groups leave few sizes to choose from in so small a model."""
+    made = job(wide, methods=methods, budget={"bytes": 0.14}, **rounding(4))
+    assert made.run().code == 0
+
+    def layer_bytes(directory: Path) -> int:
+        return sum(t.nbytes for name, t in read_tensors(directory).items() if name.startswith("model.layers."))
+
+    assert 0.1 < layer_bytes(made.output) / layer_bytes(wide) <= 0.14

@@ -14,7 +14,8 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import pulled
 from pipeline.methods.method import Group, Method, Moment, Predicting, Scores, Statistics
-from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks, scope_numbers
+from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks
+from pipeline.methods.rounded_size import scope_numbers
 from pipeline.ranks.curves import from_columns
 from tests.pipeline.geometries import llama, other
 from tests.pipeline.loss_aware_weights import make_statistics, make_weights

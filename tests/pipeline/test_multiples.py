@@ -13,7 +13,8 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.lestd_sizes import Part, Rule, choices
 from pipeline.methods.method import Predicting, Scores
-from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks, scope_numbers
+from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
+from pipeline.methods.rounded_size import scope_numbers
 from pipeline.ranks.curves import from_columns
 from tests.pipeline.geometries import llama
 from tests.pipeline.loss_aware_weights import make_statistics, make_weights

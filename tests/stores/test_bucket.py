@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
 
 from manifests.errors import InputError, InUseError, StorageError
 from stores import bucket as bucket_module
+from stores import lease
 from stores.activations import ActivationStore
 from stores.bucket import Bucket
 from stores.ledger import Ledger
 from stores.lock import RunLock, read_lock
 from stores.storage import Storage, open_storage
+from tests import buckets
+from tests.faults import Proxy
 from tests.stores.test_storage import StorageConformance
 
 
 @pytest.fixture
 def bucket(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """An empty folder of a bucket; leases are short."""
-    monkeypatch.setattr(bucket_module, "LEASE_S", 2.0)
-    monkeypatch.setattr(bucket_module, "RENEW_S", 0.2)
+    monkeypatch.setattr(lease, "LEASE_S", 2.0)
+    monkeypatch.setattr(lease, "RENEW_S", 0.2)
     return Bucket(f"{s3_bucket}/folder")
 
 
@@ -119,10 +125,10 @@ def test_a_bucket_is_tried_before_it_is_used(bucket: Bucket, monkeypatch: pytest
 
 def test_a_silent_owner_is_succeeded(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease is taken with a higher generation, and it sees that when it comes back."""
-    monkeypatch.setattr(bucket_module, "_is_gone", lambda _: False)  # of a machine elsewhere
-    monkeypatch.setattr(bucket_module, "RENEW_S", 3600.0)
+    monkeypatch.setattr(lease, "is_gone", lambda _: False)  # of a machine elsewhere
+    monkeypatch.setattr(lease, "RENEW_S", 3600.0)
     first = bucket.hold("lock")
-    monkeypatch.setattr(bucket_module, "RENEW_S", 0.2)
+    monkeypatch.setattr(lease, "RENEW_S", 0.2)
     started = time.monotonic()
     second = bucket.hold("lock")
     assert time.monotonic() - started >= 2.0
@@ -137,8 +143,8 @@ def test_a_silent_owner_is_succeeded(bucket: Bucket, monkeypatch: pytest.MonkeyP
 def test_an_owner_that_is_gone_from_this_machine_is_succeeded_at_once(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_module, "LEASE_S", 3600.0)
-    dead = {**bucket_module._this_process(), "pid": 2**22 + 1, "generation": 7, "token": "dead"}
+    monkeypatch.setattr(lease, "LEASE_S", 3600.0)
+    dead = {**lease.this_process(), "pid": 2**22 + 1, "generation": 7, "token": "dead"}
     bucket.replace("lock", json.dumps(dead).encode())
     assert not bucket.is_held("lock")
     held = bucket.hold("lock")
@@ -181,3 +187,101 @@ def test_a_log_grows(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     log.write("two\n")
     log.close()
     assert bucket.read("log") == b"one\ntwo\n"
+
+
+@pytest.fixture
+def proxy(s3_url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """What stands between the client and the server; waits are short."""
+    quick = {"max_retries": 6, "retry_timeout": timedelta(seconds=20)}
+    quick["backoff"] = {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=50), "base": 2}
+    monkeypatch.setattr(bucket_module, "RETRIES", quick)
+    monkeypatch.setattr(bucket_module, "FEW_RETRIES", quick)
+    monkeypatch.setattr(bucket_module, "CUT_WAITS_S", (0.01, 0.01))
+    made = Proxy(s3_url)
+    with made.running() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        yield made
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "silent", "lost", "cut"])
+def test_every_request_fails_once(fault: str, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for is done once, and nobody is told that somebody else did it."""
+    monkeypatch.setattr(bucket_module, "PART_BYTES", 5 * 2**20)
+    seen: set[tuple[str, str]] = set()
+
+    def once(method: str, path: str, nth: int) -> str | None:
+        if (method, path) in seen or (fault == "cut" and method != "GET"):
+            return None
+        seen.add((method, path))
+        return fault
+
+    proxy.spoil = once
+    bucket = Bucket(bucket.at())
+    large = bytes(range(256)) * (11 * 2**12)
+    bucket.put_if_absent("a", b"one")
+    with pytest.raises(FileExistsError):
+        bucket.put_if_absent("a", b"one")
+    bucket.replace("b", b"two")
+    with bucket.writer("large") as file:
+        file.write(large)
+    bucket.take("copy", bucket, "large")
+    with bucket.reader("copy") as reader:
+        assert reader.read(0, reader.size) == large
+    held = bucket.hold("lock")
+    assert held.is_ours()
+    with pytest.raises(BlockingIOError):
+        bucket.hold("lock")
+    held.release()
+    assert (bucket.read("a"), bucket.read("b"), bucket.read("large", -4)) == (b"one", b"two", large[-4:])
+    assert bucket.names() == ["a", "b", "copy", "large", "lock"]
+    bucket.delete(["a", "lock"])
+    assert bucket.files() == ["b", "copy", "large"]
+    assert sum(request[2] is not None for request in proxy.requests) == len(seen) >= (5 if fault == "cut" else 12)
+
+
+def test_of_racing_writers_one_wins_though_answers_are_lost(bucket: Bucket, proxy: Proxy) -> None:
+    """Equal content is no proof: each write knows its own."""
+    proxy.spoil = lambda method, path, nth: "lost" if method == "PUT" and nth % 3 == 0 else None
+    ledger, won = Bucket(bucket.at("ledger")), []
+
+    def race() -> None:
+        with suppress(FileExistsError):
+            ledger.put_if_absent("a", b"same")
+            won.append(1)
+
+    threads = [threading.Thread(target=race) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert won == [1]
+
+
+def test_a_server_that_fails_for_good_is_named_without_a_key(bucket: Bucket, proxy: Proxy) -> None:
+    proxy.spoil = lambda method, path, nth: "503"
+    with pytest.raises(StorageError) as caught:
+        Bucket(bucket.at()).replace("a", b"")
+    said = str(caught.value)
+    assert said.startswith(f"writing {bucket.at('a')}: 503 Service Unavailable: SlowDown: Please reduce")
+    assert said.endswith("check network and endpoint, then run the same command again")
+    proxy.spoil = lambda method, path, nth: "silent"
+    with pytest.raises(StorageError) as caught:
+        Bucket(bucket.at()).read("a")
+    for value in (said, str(caught.value), repr(caught.value.__cause__), repr(caught.value.__context__)):
+        assert buckets.ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in value
+
+
+def test_a_lease_outlives_short_failures_and_not_long_ones(
+    bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Bucket(bucket.at()).hold("lock")
+    proxy.spoil = lambda method, path, nth: "503"
+    with pytest.raises(StorageError, match="SlowDown"):
+        held.is_ours()
+    proxy.spoil = lambda method, path, nth: None
+    assert held.is_ours()
+    proxy.spoil = lambda method, path, nth: "503"
+    time.sleep(2.5)
+    assert not held.is_ours(), "another may have taken it"
+    proxy.spoil = lambda method, path, nth: None
+    assert not held.is_ours(), "and it does not come back"

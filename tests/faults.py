@@ -1,0 +1,88 @@
+"""A proxy on loopback that spoils requests to an S3 server: errors, no answer, an answer that is lost or cut."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Fault = str  # "500", "503"; "silent": not done, no answer; "lost": done, no answer; "cut": half an answer
+LOST = ("lost", "cut")  # done by the server, not heard of
+SLOW_DOWN = (
+    "<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+)
+
+
+class Proxy:
+    """Passes requests on to `server`. `spoil(method, path, nth)` says what befalls the nth of them, if anything."""
+
+    def __init__(self, server: str) -> None:
+        self.server = server.removeprefix("http://")
+        self.spoil: Callable[[str, str, int], Fault | None] = lambda method, path, nth: None
+        self.requests: list[tuple[str, str, str | None, int]] = []  # method, path, what befell it, bytes answered
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        """Within the block. Gives the URL."""
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                proxy.handle(self)
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any  # noqa: N815 - http.server's names
+
+            def log_message(self, *_: Any) -> None:
+                """Says nothing."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def handle(self, request: BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        with self.lock:
+            fault = self.spoil(request.command, request.path, len(self.requests))
+            at = len(self.requests)
+            self.requests.append((request.command, request.path, fault, 0))
+        if fault in ("500", "503"):
+            content = SLOW_DOWN.encode()
+            request.send_response(int(fault))
+            request.send_header("Content-Length", str(len(content)))
+            request.end_headers()
+            request.wfile.write(b"" if request.command == "HEAD" else content)
+            return
+        if fault == "silent":
+            request.close_connection = True
+            return
+        connection = http.client.HTTPConnection(self.server, timeout=60)
+        connection.request(request.command, request.path, body, dict(request.headers))
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        self.requests[at] = (*self.requests[at][:3], len(content))
+        if fault == "lost":
+            request.close_connection = True
+            return
+        request.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date"):
+                request.send_header(name, value)
+        length = answer.getheader("Content-Length") if request.command == "HEAD" else str(len(content))
+        request.send_header("Content-Length", length or "0")
+        request.end_headers()
+        request.wfile.write(content[: len(content) // 2] if fault == "cut" else content)
+        request.close_connection = fault == "cut"

@@ -1,0 +1,89 @@
+"""Budgets by bytes: between shares of bytes and shares of numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from manifests.errors import InputError
+from manifests.loading import parse_manifest
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from pipeline.methods.method import Scores
+from pipeline.methods.registry import allocate_ranks, build_methods
+from pipeline.methods.rounded_size import bytes_of_keep, keep_of_bytes
+from tests.pipeline.geometries import llama
+
+
+def wide(**sizes: Any) -> Geometry:
+    return llama(**{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, **sizes})
+
+
+def manifest(
+    share: float, quantize: dict[str, Any] | None, *methods: dict[str, Any], scope: str = "decoder"
+) -> Manifest:
+    return parse_manifest(
+        {
+            "version": 1,
+            "model": {"source": "m"},
+            "output": "o",
+            "run_dir": "r",
+            "budget": {"bytes": share, "scope": scope},
+            "quantize": quantize,
+            "calibration": {"text": {"files": ["t"]}},
+            "methods": [*methods],
+        }
+    )
+
+
+def counted(geometry: Geometry, bits: int, group: int, scope: str = "decoder") -> float:
+    """The share of bytes when every matrix is rounded as it is, each counted by itself."""
+    stored = dense = 0.0
+    for role in geometry.roles:
+        for shape in geometry.role_shapes(role).values():
+            numbers = math.prod(shape)
+            dense += numbers * 2
+            if len(shape) == 1:
+                stored += numbers * 2
+            else:
+                own = math.gcd(shape[1], group)
+                stored += shape[0] * math.ceil(shape[1] * bits / 32) * 4 + numbers // own * 2 + 16
+    outer = 2 * sum(math.prod(shape) for _, shape in geometry.outer) if scope == "model" else 0
+    return (geometry.num_layers * stored + outer) / (geometry.num_layers * dense + outer)
+
+
+@pytest.mark.parametrize("scope", ["decoder", "model"])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 112}, {"attention_bias": True}])
+def test_rounding_alone_takes_what_is_counted(sizes: dict[str, Any], bits: int, scope: str) -> None:
+    geometry = wide(**sizes)
+    quantize, true = {"bits": bits, "group": 32}, counted(geometry, bits, 32, scope)
+    found = bytes_of_keep(manifest(0.5, quantize, scope=scope), geometry, 1.0)
+    assert true <= found < true * 1.02  # shapes of two matrices a role, where one may do
+    fits, short = (
+        manifest(min(1.0, found * 1.0001), quantize, scope=scope),
+        manifest(true * 0.99, quantize, scope=scope),
+    )
+    assert allocate_ranks(fits, build_methods(fits), geometry, Scores())
+    with pytest.raises(InputError, match=r"budget\.bytes: .* is out of reach: what is stored takes 0\.\d+"):
+        allocate_ranks(short, build_methods(short), geometry, Scores())
+
+
+@pytest.mark.parametrize("share", [0.15, 0.2, 0.25])
+def test_there_and_back(share: float) -> None:
+    job = manifest(share, {"bits": 4, "group": 32}, {"method": "loss_aware"})
+    keep = keep_of_bytes(job, wide())
+    assert 0.0 < keep < 1.0
+    assert bytes_of_keep(job, wide(), keep) == pytest.approx(share)
+    assert keep_of_bytes(manifest(share, None, {"method": "loss_aware"}), wide()) == pytest.approx(share, abs=0.05)
+
+
+def test_a_scale_for_each_row_is_not_counted_ahead() -> None:
+    with pytest.raises(InputError, match=r"budget\.bytes counts a scale for each group"):
+        manifest(0.5, {"bits": 8, "group": None}, {"method": "flat_llm"})
+    with pytest.raises(InputError, match="give either `keep`, `bytes` or `max_loss`, and not keep and bytes"):
+        parse_manifest(
+            {**manifest(0.5, None, {"method": "flat_llm"}).model_dump(), "budget": {"keep": 0.5, "bytes": 0.5}}
+        )
