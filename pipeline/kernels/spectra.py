@@ -159,8 +159,8 @@ def split_spectrum(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     """Orthonormal bases of the eigenvectors below σ, and above, for a σ that leaves a share of them on either side.
 
     The sign of A − σ I by Newton's iteration X ← (μ X + (μ X)⁻¹) / 2 with norm scaling (Higham, Functions of Matrices,
-    section 8.6); (I ± sign) / 2 project onto the two spaces, whose bases are QR factors of the projected columns of a fixed random
-    matrix. Products, inverses and QR alone: no solver's limit on the order. Raises ValueError where no σ splits.
+    section 8.6); (I ± sign) / 2 project onto the two spaces, whose bases are QR factors of the projected columns of a
+    fixed random matrix. Products, inverses and QR alone: no solver's limit on the order. Raises ValueError where no σ splits.
     """
     size = symmetric.shape[-1]
     eye = torch.eye(size, dtype=symmetric.dtype, device=symmetric.device)
