@@ -160,7 +160,8 @@ def split_spectrum(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 
     The sign of A − σ I by Newton's iteration X ← (μ X + (μ X)⁻¹) / 2 with norm scaling (Higham, Functions of Matrices,
     section 8.6); (I ± sign) / 2 project onto the two spaces, whose bases are QR factors of the projected columns of a
-    fixed random matrix. Products, inverses and QR alone: no solver's limit on the order. Raises ValueError where no σ splits.
+    fixed random matrix. Products, inverses and QR alone: no solver's limit on the order. Raises ValueError where no σ
+    splits.
     """
     size = symmetric.shape[-1]
     eye = torch.eye(size, dtype=symmetric.dtype, device=symmetric.device)
