@@ -18,6 +18,7 @@ from lamina.inputs_lamina import prepare_layer_inputs
 from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import NumericsError
+from pipeline.kernels.checks import all_finite
 
 SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}
 Tap = Callable[[Tensor], None]
@@ -52,10 +53,10 @@ class Block:
         with self._watched() as finite, self._tapped(taps, stop=not output):
             try:
                 result_BSD = self._forward(hidden_BSD)
-                finite.append(torch.isfinite(result_BSD).all())
+                finite.append(all_finite(result_BSD))
             except StopForward:
                 result_BSD = None
-        if not all(finite):
+        if finite and not torch.stack(finite).all():
             raise NumericsError(self._blame(hidden_BSD))
         return result_BSD if output else None
 
@@ -71,7 +72,7 @@ class Block:
         roles = (f"{role}_norm" if f"{role}_norm" in self.config.block["modules"] else role for role in ("q", "k"))
         with ExitStack() as hooks:
             for role in roles:
-                taps = [lambda values: finite.append(torch.isfinite(values).all())]
+                taps = [lambda values: finite.append(all_finite(values))]
                 hooks.callback(_hook(self.module.role(role), "out", taps, lambda: None).remove)
             yield finite
 
@@ -97,12 +98,12 @@ class Block:
 
     def _blame(self, hidden_BSD: Tensor) -> str:
         """Runs again to find the first module whose output is not finite."""
-        if not torch.isfinite(hidden_BSD).all():
+        if not all_finite(hidden_BSD):
             return f"layer {self.layer}: its input holds NaN or infinity"
         bad: list[str] = []
 
         def watch(role: str) -> Tap:
-            return lambda values: bad.append(role) if not torch.isfinite(values).all() else None
+            return lambda values: bad.append(role) if not all_finite(values) else None
 
         with self._tapped([(f"{role}.out", watch(role)) for role in self.config.block["modules"]], stop=False):
             self._forward(hidden_BSD)

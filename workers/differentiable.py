@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lamina.inputs_lamina import prepare_layer_inputs
 from manifests.errors import NumericsError
 from pipeline.families.family import LINEAR_ROLES
+from pipeline.kernels.checks import all_finite
 from workers.block import Block, overflow_advice
 
 RESIDUAL_NORMS = ("input_norm", "mlp_norm")
@@ -119,7 +120,7 @@ class DifferentiableBlock:
         return pulled
 
     def _require_finite(self, point: str, gradient: Tensor) -> None:
-        if not torch.isfinite(gradient).all():
+        if not all_finite(gradient):
             raise NumericsError(
                 f"layer {self.block.layer}: the gradient at {point} holds NaN or infinity ({self.dtype}); "
                 f"{overflow_advice(self.dtype)}"

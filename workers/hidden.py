@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manifests.records import ArrayRecord
 from stores.activations import ActivationStore
+from stores.background import Background
 
 ShardKey = tuple[str, int, int]  # lineage, layer, shard
 
@@ -39,9 +40,16 @@ class HiddenWriter:
     """Takes a shard's outputs micro-batch by micro-batch, to memory, to the store, or to both."""
 
     def __init__(
-        self, shape_MSD: tuple[int, int, int], dtype: torch.dtype, writer: Any, in_memory: bool, spilled: bool
+        self,
+        shape_MSD: tuple[int, int, int],
+        dtype: torch.dtype,
+        writer: Any,
+        in_memory: bool,
+        spilled: bool,
+        beside: Background,
     ) -> None:
         self.writer = writer
+        self.beside = beside  # where the store is written to, while the next micro-batch is computed
         self.spilled = spilled  # written for want of memory only: nobody else will name it
         self.hidden_MSD = torch.empty(shape_MSD, dtype=dtype) if in_memory else None
         self.filled = 0
@@ -52,11 +60,12 @@ class HiddenWriter:
         if self.hidden_MSD is not None:
             self.hidden_MSD[self.filled : self.filled + len(host_BSD)] = host_BSD
         if self.writer is not None:
-            self.writer.append(host_BSD)
+            self.beside.do(self.writer.append, host_BSD)
         self.filled += len(host_BSD)
 
     def finish(self) -> ArrayRecord | None:
         """Makes the stored copy durable; its record, if there is one."""
+        self.beside.finish()
         record: ArrayRecord | None = self.writer.commit() if self.writer is not None else None
         return record
 
@@ -69,6 +78,7 @@ class HiddenStates:
         self.limit_bytes = limit_bytes
         self.held: dict[ShardKey, HiddenReader] = {}
         self.spilled: dict[ShardKey, ArrayRecord] = {}
+        self.beside = Background()
 
     def get(self, shard_key: ShardKey) -> HiddenReader | None:
         """What is held, if anything."""
@@ -87,7 +97,8 @@ class HiddenStates:
         fits = self._bytes_in_memory() + nbytes <= self.limit_bytes
         lineage, layer, shard = shard_key
         writer = self.store.writer(lineage, layer, shard, shape_MSD, dtype, batch) if store or not fits else None
-        return HiddenWriter(shape_MSD, dtype, writer, in_memory=fits, spilled=not store and not fits)
+        spilled = not store and not fits
+        return HiddenWriter(shape_MSD, dtype, writer, in_memory=fits, spilled=spilled, beside=self.beside)
 
     def keep(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> ArrayRecord | None:
         """Holds what was collected instead of anything older of the shard. Returns the record if it was stored."""

@@ -14,6 +14,7 @@ from lamina import LaminaConfig
 from manifests.errors import NumericsError
 from manifests.records import Scheme, StagedLayer
 from pipeline.families.registry import geometry_of
+from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_modules, rounded_modules, unpacked
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
@@ -132,5 +133,5 @@ def cpu_reader(source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch
 
 
 def _require_finite(name: str, tensor: Tensor, where: str) -> None:
-    if not torch.isfinite(tensor).all():
+    if tensor.is_floating_point() and not all_finite(tensor):
         raise NumericsError(f"{where}: tensor {name} holds NaN or infinity; the checkpoint is damaged")

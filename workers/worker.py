@@ -18,6 +18,7 @@ from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
 from manifests.records import ArrayRecord, GradientRecord
+from pipeline.kernels.checks import all_finite
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
@@ -357,7 +358,7 @@ class Worker:
             for rows in range(0, len(target_T), ROWS_PER_LOGITS):
                 part = slice(rows, rows + ROWS_PER_LOGITS)
                 found = tuple(logits(hidden_TD[part]) for hidden_TD in hidden)
-                if not all(torch.isfinite(logits_TV).all() for logits_TV in found):
+                if not all(all_finite(logits_TV) for logits_TV in found):
                     raise NumericsError("evaluation: the logits hold NaN or infinity")
                 yield found, target_T[part]
 

@@ -15,6 +15,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.sources import open_dense
+from pipeline.kernels.checks import all_finite
 from pipeline.methods.method import Method, Remarking, Scores, Task
 from pipeline.methods.registry import (
     allocate_ranks,
@@ -163,7 +164,7 @@ def check_copied(inputs: Inputs) -> None:
         if name.startswith(prefixes) or not record.torch_dtype.is_floating_point or record.torch_dtype.itemsize < 2:
             continue
         for piece in inputs.source.copy_bytes(name):
-            if not torch.isfinite(torch.frombuffer(bytearray(piece), dtype=record.torch_dtype)).all():
+            if not all_finite(torch.frombuffer(bytearray(piece), dtype=record.torch_dtype)):
                 raise NumericsError(f"source: tensor {name} holds NaN or infinity; the checkpoint is damaged")
 
 

@@ -26,33 +26,62 @@ class Directions(NamedTuple):
     decode: Tensor
 
 
-def input_directions(moment_DD: Tensor, pull_DD: Tensor, floor: float = FLOOR) -> Directions:
+class Roots(NamedTuple):
+    """`root` M^{1/2} and `inverse` M^{-1/2} of a moment of mean diagonal 1, and the divisor `scale` that made it so."""
+
+    root: Tensor
+    inverse: Tensor
+    scale: float
+
+
+def roots_of(moment_nn: Tensor, floor: float = FLOOR) -> Roots:
+    """For several directions in one metric, or of one input. float64.
+
+    Eigenvalues are clipped from below at `floor` x the largest. Raises ValueError on a shape that is not square, NaN or
+    infinity.
+    """
+    require_square("moment", moment_nn)
+    require_finite("moment", moment_nn)
+    unit_nn, scale = _unit(moment_nn)
+    root_nn, inverse_nn, _ = symmetric_root(unit_nn, floor)
+    return Roots(root_nn, inverse_nn, scale)
+
+
+def input_directions(moment_DD: Tensor | Roots, pull_DD: Tensor, floor: float = FLOOR) -> Directions:
     """Of a stack of weights W that read one input: W' = W · decode[:, :r] · encode[:r] is the best of rank r.
 
     With S = C^{1/2} of the input moment C and V the eigenvectors of S J S, decode = S V and encode = Vᵀ S⁻¹;
     J = Wᵀ G W, or as E[j jᵀ] of j = Wᵀ g, is the gradient pulled back to the input. Least error in the metric
-    ‖G^{1/2} (W − W') C^{1/2}‖, with no root of G. Eigenvalues of C are clipped from below at `floor` x the largest.
-    float64. Raises ValueError on shapes that do not fit, NaN or infinity.
+    ‖G^{1/2} (W − W') C^{1/2}‖, with no root of G. C, or its `roots_of`. float64. Raises ValueError on shapes that do
+    not fit, NaN or infinity.
     """
-    _same_order("input moment", moment_DD, "pull", pull_DD)
-    unit_DD, scale = _unit(moment_DD)
-    root_DD, inverse_DD, _ = symmetric_root(unit_DD, floor)
-    values_D, vectors_DD = eigh_descending(root_DD @ pull_DD.detach().to(torch.float64) @ root_DD)
-    return Directions(values_D * scale, vectors_DD.T @ inverse_DD, root_DD @ vectors_DD)
+    roots = moment_DD if isinstance(moment_DD, Roots) else roots_of(moment_DD, floor)
+    _same_order("input moment", roots.root, "pull", pull_DD)
+    values_D, vectors_DD = eigh_descending(roots.root @ pull_DD.detach().to(torch.float64) @ roots.root)
+    return Directions(values_D * roots.scale, vectors_DD.T @ roots.inverse, roots.root @ vectors_DD)
 
 
-def output_directions(weight_mF: Tensor, moment_FF: Tensor, metric_mm: Tensor, floor: float = FLOOR) -> Directions:
+def output_directions(
+    weight_mF: Tensor, moment_FF: Tensor, metric_mm: Tensor | Roots, floor: float = FLOOR
+) -> Directions:
     """Of one weight by its output: W' = decode[:, :r] · (encode[:r] W) is the best of rank r.
 
-    With R = G^{1/2} and U the eigenvectors of R W C Wᵀ R, decode = R⁻¹ U and encode = Uᵀ R. Eigenvalues of G are
-    clipped as those of C above. float64. Raises ValueError on shapes that do not fit, NaN or infinity.
+    With R = G^{1/2} and U the eigenvectors of R W C Wᵀ R, decode = R⁻¹ U and encode = Uᵀ R. G, or its `roots_of`.
+    float64. Raises ValueError on shapes that do not fit, NaN or infinity.
     """
-    _same_order("metric", metric_mm, "outputs", weight_mF @ weight_mF.T)
+    roots = metric_mm if isinstance(metric_mm, Roots) else roots_of(metric_mm, floor)
     spread_mm = pushed(weight_mF, moment_FF)
-    unit_mm, scale = _unit(metric_mm)
-    root_mm, inverse_mm, _ = symmetric_root(unit_mm, floor)
-    values_m, vectors_mm = eigh_descending(root_mm @ spread_mm @ root_mm)
-    return Directions(values_m * scale, vectors_mm.T @ root_mm, inverse_mm @ vectors_mm)
+    _same_order("metric", roots.root, "outputs", spread_mm)
+    values_m, vectors_mm = eigh_descending(roots.root @ spread_mm @ roots.root)
+    return Directions(values_m * roots.scale, vectors_mm.T @ roots.root, roots.inverse @ vectors_mm)
+
+
+def losses_by_rank(found: Directions, moment_nn: Tensor, metric_nn: Tensor) -> Tensor:
+    """(n + 1,): ½ tr(M Q C Qᵀ), Q = I − decode[:, :r] encode[:r], in nats per token, for r = 0 … n.
+
+    Of an input: C its moment, M the gradient pulled back to it. Of an output: C its moment, M the gradient there.
+    """
+    return projection_losses(metric_nn, moment_nn, found.encode[None], found.decode[None])
 
 
 def pulled(weight_mF: Tensor, metric: Tensor) -> Tensor:
@@ -73,12 +102,6 @@ def pushed(weight_mF: Tensor, moment_FF: Tensor) -> Tensor:
         raise ValueError(f"weight {tuple(weight_mF.shape)} and moment {tuple(moment_FF.shape)} do not fit")
     weight_mF, moment_FF = weight_mF.detach().to(torch.float64), moment_FF.detach().to(torch.float64)
     return _symmetric(weight_mF @ moment_FF @ weight_mF.T)
-
-
-def tails(values_n: Tensor) -> Tensor:
-    """½ Σ_{i>r} of eigenvalues, for every rank r = 0 … n: (n + 1,), the last 0."""
-    sums_n = values_n.flip(-1).cumsum(-1).flip(-1)
-    return 0.5 * torch.cat((sums_n, sums_n.new_zeros(1)))
 
 
 def projection_losses(metric_FF: Tensor, moment_FF: Tensor, encode_Gdd: Tensor, decode_Gdd: Tensor) -> Tensor:

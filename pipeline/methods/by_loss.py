@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pipeline.kernels.sensitivity import Directions, input_directions, projection_losses
+from pipeline.kernels.sensitivity import Directions, input_directions
 from pipeline.methods.method import Curve, Moment
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
@@ -29,11 +29,6 @@ def directions(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pul
     for weight in weights:
         gram_DD.addmm_(weight.double().T, weight.double())
     return input_directions(torch.eye(len(moment_DD)).to(moment_DD) if weighting == "none" else moment_DD, gram_DD)
-
-
-def losses_by_rank(found: Directions, moment_DD: Tensor, pull_DD: Tensor) -> Tensor:
-    """(D + 1,): what keeping r directions of the input costs, in nats per token."""
-    return projection_losses(pull_DD, moment_DD, found.encode[None], found.decode[None])
 
 
 def factors(found: Directions, rank: int, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

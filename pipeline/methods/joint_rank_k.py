@@ -16,9 +16,10 @@ from manifests.methods import JointRankK
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.kernels.scales import of_one_size, scale_report
+from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share
 from pipeline.methods.base import MethodBase
-from pipeline.methods.by_loss import curve_of, directions, factors, losses_by_rank, pull
+from pipeline.methods.by_loss import curve_of, directions, factors, pull
 from pipeline.methods.method import Curve, FormSpec, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance

@@ -17,9 +17,10 @@ from torch import Tensor
 from manifests.methods import LoRC
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
+from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share
 from pipeline.methods.base import MethodBase
-from pipeline.methods.by_loss import curve_of, directions, factors, losses_by_rank, pull
+from pipeline.methods.by_loss import curve_of, directions, factors, pull
 from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
 from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -123,7 +123,7 @@ class Task(Group):
     @classmethod
     def of(cls, method: int, group: Group) -> Task:
         """The group, claimed by the method at this position."""
-        return cls(group.layer, group.name, group.roles, group.moments, method=method)
+        return cls(**{each.name: getattr(group, each.name) for each in fields(Group)}, method=method)
 
     @property
     def key(self) -> str:

@@ -16,6 +16,7 @@ from pipeline.checkpoint.compression_record import index_arguments
 from pipeline.checkpoint.counting import stored_numbers
 from pipeline.checkpoint.reading import build_on_meta, expected_tensors
 from pipeline.families.registry import geometry_of
+from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_dtype
 from stores.checkpoint import index_content
 from stores.headers import read_header
@@ -169,4 +170,4 @@ def _is_finite(piece: bytes, dtype: torch.dtype) -> bool:
     if not dtype.is_floating_point:
         return True
     numbers = torch.frombuffer(bytearray(piece), dtype=dtype)
-    return bool(torch.isfinite(numbers if dtype.itemsize > 1 else numbers.float()).all())
+    return bool(all_finite(numbers if dtype.itemsize > 1 else numbers.float()))

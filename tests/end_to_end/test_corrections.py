@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
     child = Child("run", [str(made.manifest)], made.root / "log")
     assert child.end() == 0, child.said
     assert len(list((made.run_dir / "staged").iterdir())) <= LAYERS, "drafts are left"
+    lines = [line for log in (made.run_dir / "logs").glob("*.units.jsonl") for line in log.read_text().splitlines()]
+    done = [json.loads(line)["unit"] for line in lines]
+    pairs = [
+        f"pair/{layer}/{step}/{shard}" for layer in range(LAYERS) for step in range(POINTS) for shard in range(SHARDS)
+    ]
+    onward = [f"pair/{layer}/{POINTS}/{shard}" for layer in range(LAYERS - 1) for shard in range(SHARDS)]
+    assert sorted(unit for unit in done if unit.startswith("pair/")) == sorted(pairs + onward)
     return file_digests(made.output)
 
 

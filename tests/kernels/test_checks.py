@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipeline.kernels.checks import require_finite, require_rank, require_square
+from pipeline.kernels.checks import all_finite, require_finite, require_rank, require_square
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,17 @@ def test_ranks() -> None:
     for rank in (0, 6, -1):
         with pytest.raises(ValueError, match=f"R1 must be within 1..5, not {rank}"):
             require_rank("R1", rank, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_none_is_found_wherever_it_stands(dtype: torch.dtype, bad: float) -> None:
+    """Sizes about those of a vector register and of the chunks that threads take."""
+    for size in (1, 2, 7, 33, 257, 40_000):
+        values = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+        assert bool(all_finite(values))
+        for place in {0, size // 3, size - 1}:
+            spoilt = values.clone()
+            spoilt[place] = bad
+            assert not all_finite(spoilt)
+    assert bool(all_finite(values[:0]))

@@ -362,3 +362,13 @@ def test_the_walk_drops_the_statistics_of_a_layer_as_soon_as_it_is_entered() -> 
     world, live = World(), []
     run(kept, world, Watching(world))
     assert len(world.stores["statistic"]) == sum(len(layer_moments(kept.tasks, layer)) for layer in ALL)
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("corrected")])
+def test_corrected_layers_are_solved_at_each_of_their_points(name: str) -> None:
+    job = JOBS[name]()
+    world, _ = run(job)
+    for task in job.tasks:
+        solves = [unit for unit in world.done if isinstance(unit, Solve) and unit.task == task]
+        found = [[moment for moment in unit.statistics if moment.kind == "pair"] for unit in solves]
+        assert found == ([[moment] for moment in task.corrections] or [[]])

@@ -18,10 +18,11 @@ from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import (
     change_loss,
     diagonal_blocks,
+    losses_by_rank,
     output_directions,
-    projection_losses,
     pulled,
     pushed,
+    roots_of,
 )
 from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.kernels.value_output import fit_value_output
@@ -57,13 +58,13 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     context_FF, metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
     solving_DD = _solving_metric(entry, metric_DD)
     heads_Gdd = _directions_of_heads(geometry, output_DF, context_FF, solving_DD)
-    options = []
+    roots, options = roots_of(solving_DD), []
     for rank in steps(geometry.head_dim, entry.multiple(geometry.hidden), count=BASES):
         reduced = _reduced(output_DF, context_FF, solving_DD, heads_Gdd[:, :rank])
         stack = _stack(entry, geometry, rank)
-        directions = output_directions(reduced.output, reduced.moment, solving_DD)
+        directions = output_directions(reduced.output, reduced.moment, roots)
         spread_DD = pushed(reduced.output, reduced.moment)
-        losses = projection_losses(metric_DD, spread_DD, directions.encode[None], directions.decode[None])
+        losses = losses_by_rank(directions, spread_DD, metric_DD)
         dropped = _dropped(output_DF, context_FF, metric_DD, reduced)
         numbers, cache = _other_numbers(geometry, rank), geometry.kv_heads * rank
         options += [

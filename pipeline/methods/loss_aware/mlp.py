@@ -23,13 +23,16 @@ from pipeline.kernels.nystrom import nested_losses, nystrom_refit
 from pipeline.kernels.refit import Refit, refit
 from pipeline.kernels.sensitivity import (
     Directions,
+    Roots,
     input_directions,
+    losses_by_rank,
     output_directions,
-    projection_losses,
     pulled,
     pushed,
+    roots_of,
 )
 from pipeline.kernels.spectra import symmetric_root
+from pipeline.methods.loss_aware.interpolation import interpolated
 from pipeline.methods.loss_aware.pairs import carry, complete, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import FormSpec, Moment, Ranks, Solution, Statistics
@@ -43,6 +46,7 @@ CORRECTIONS = (READ, WRITTEN)
 SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
 PROBE_TOKENS = 4  # for each channel; enough to see what a rank of gate and up costs
 PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up
+PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
 BATCH = 4096  # tokens that pass the MLP at a time
 
 
@@ -64,8 +68,8 @@ def moments(geometry: Geometry) -> tuple[Moment, ...]:
 def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Ranks of gate/up and of down on each of a few widths."""
     solver, multiple = _Solver(entry, geometry, weights, found), entry.multiple(geometry.hidden)
-    options = []
-    for width in _widths(entry, geometry):
+    options, widths = [], _widths(entry, geometry)
+    for width in sorted(widths, key=lambda width: width not in solver.probed):
         kept = solver.kept(width)
         pruned = Point({WIDTH: width}, _bias_numbers(geometry, width), float(solver.width_losses[width]))
         upper = _reader_stack(entry, geometry, width).points(solver.reader_losses(kept), multiple)
@@ -96,7 +100,7 @@ def solve(
     if ranks[GATE_UP] < upper.full and solver.sees(width):
         again = solver.refit_again(kept, solver.reader_directions(kept), ranks[GATE_UP], solver.sample_TD)
         refit_Dk, moment_kk = again.weight, again.moment
-        report |= {"refit_tokens": len(solver.sample_TD)}
+        report = {**report, "refit_tokens": len(solver.sample_TD)}
     written = solver.written(refit_Dk, moment_kk, ranks)
     return Solution(read.tensors | written.tensors, read.forms | written.forms, report, {"down": moment_kk})
 
@@ -136,6 +140,8 @@ class _Solver:
         self.gradients_N = {role: found.mean(_gradient(role))[0] for role in readers(geometry)}
         self.sample_TD = found.moments[_sample(geometry)][0]
         self._directions: dict[int, Directions] = {}  # by width
+        self._seen: dict[int, list[float]] = {}  # by width: see `_bends`
+        self._refits: dict[int, tuple[Tensor, dict[str, Any]]] = {}
 
     def sees(self, width: int) -> bool:
         """Whether the sample has tokens enough to fit so many channels."""
@@ -192,7 +198,8 @@ class _Solver:
         """Of the stack of gate and up on the channels that stay."""
         width = kept_k.numel()
         if width not in self._directions:
-            self._directions[width] = input_directions(self.input_DD, self._pull(kept_k, by_loss=self.by_loss))
+            self._directions.clear()  # of the one width in hand
+            self._directions[width] = input_directions(self._input_roots, self._pull(kept_k, by_loss=self.by_loss))
         return self._directions[width]
 
     def reader_losses(self, kept_k: Tensor) -> Tensor:
@@ -202,53 +209,78 @@ class _Solver:
         """
         found = self.reader_directions(kept_k)
         pull_DD = self._pull(kept_k, by_loss=True)
-        linear = projection_losses(pull_DD, self.input_DD, found.encode[None], found.decode[None])
+        linear = losses_by_rank(found, self.input_DD, pull_DD)
         width = kept_k.numel()
-        full = min(len(self.gradients_N) * width, self.geometry.hidden)
-        ranks = sorted({max(1, int(full * share)) for share in PROBES} - {full})
-        probe_TD = self._probe
-        if not self.sees(width) or len(probe_TD) < 2 * width:
+        ranks = self._probed_ranks(width)
+        if not self._probes(width) or not ranks:
             return linear
-        factors = []
-        for rank in ranks:
-            left_DD = self.refit_again(kept_k, found, rank, probe_TD).residual
-            cost = 0.5 * float((left_DD * self.metric_DD).sum()) - float(self.width_losses[width])
-            factors.append(max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0)
-        by_rank = linear * _between(ranks, factors, linear)
+        if width in self.probed:
+            self._seen[width] = self._bends(kept_k, ranks, linear)
+        known = [width] if width in self.probed else self.probed
+        seen = torch.tensor([self._seen[probed] for probed in known], dtype=torch.float64, device=linear.device)
+        (by_share,) = interpolated(known, seen, torch.tensor([width]))
+        places = torch.arange(len(linear), device=linear.device)
+        by_rank = linear * interpolated(list(ranks), by_share[list(ranks.values())], places)
         return by_rank.flip(0).cummax(0).values.flip(0)  # seen costs waver, but a larger rank never costs more
+
+    @cached_property
+    def probed(self) -> list[int]:
+        """The widths at which the activation is looked at: what it bends changes little from width to width."""
+        widths = [width for width in _widths(self.entry, self.geometry) if self._probes(width)]
+        count = min(PROBED, len(widths))
+        return [widths[place * (len(widths) - 1) // max(1, count - 1)] for place in range(count)]
+
+    def _probes(self, width: int) -> bool:
+        """Whether the probe has tokens enough to fit so many channels."""
+        return self.sees(width) and len(self._probe) >= 2 * width
+
+    def _probed_ranks(self, width: int) -> dict[int, int]:
+        """Rank -> place of its share."""
+        full = min(len(self.gradients_N) * width, self.geometry.hidden)
+        ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
+        return {rank: place for rank, place in ranks.items() if rank < full}
+
+    def _bends(self, kept_k: Tensor, ranks: Mapping[int, int], linear: Tensor) -> list[float]:
+        """By share: what a rank is seen to cost on the probe, by what the linear prediction says."""
+        factors = [1.0] * len(PROBES)
+        for rank, place in ranks.items():
+            left_DD = self.refit_again(kept_k, self.reader_directions(kept_k), rank, self._probe).residual
+            cost = 0.5 * float((left_DD * self.metric_DD).sum()) - float(self.width_losses[kept_k.numel()])
+            factors[place] = max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0
+        return factors
 
     def refit(self, kept_k: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """down on the channels that stay."""
-        refit_Dk, report = nystrom_refit(self.down_DN, self.hidden_NN, kept_k)
-        return refit_Dk, dict(report)
+        width = kept_k.numel()
+        if width not in self._refits:
+            refit_Dk, report = nystrom_refit(self.down_DN, self.hidden_NN, kept_k)
+            self._refits = {width: (refit_Dk, dict(report))}  # of the one width in hand
+        return self._refits[width]
 
     def refit_again(self, kept_k: Tensor, directions: Directions, rank: int, sample_TD: Tensor) -> Refit:
         """down on what the channels that stay give with gate and up at a rank."""
         projection_DD = directions.decode[:, :rank] @ directions.encode[:rank]
-        whole_ND = {role: self.weights[f"{role}.weight"] for role in self.gradients_N}
-        readers_kD = {role: whole[kept_k].double() @ projection_DD for role, whole in whole_ND.items()}
+        readers_kD = {role: whole[kept_k].double() @ projection_DD for role, whole in self._readers.items()}
         biases_k = {role: bias[kept_k] for role, bias in self._biases.items()}
         start_Dk, _ = self.refit(kept_k)
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for part_TD in sample_TD.split(BATCH):
-                hidden_TN = self._hidden(part_TD, whole_ND, self._biases)
-                targets_TD = hidden_TN @ self.down_DN.to(hidden_TN.dtype).T
+            targets = self._probe_targets if sample_TD is self._probe else self._targets(sample_TD)
+            for part_TD, targets_TD in zip(sample_TD.split(BATCH), targets, strict=True):
                 yield targets_TD, self._hidden(part_TD, readers_kD, biases_k)
 
         return refit(pairs(), start_Dk)
 
     def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
         """Of the refitted down, whose inputs have this moment."""
-        metric_DD = self.metric_DD if self.by_loss else torch.eye(len(self.metric_DD)).to(self.metric_DD)
-        return output_directions(refit_Dk, moment_kk, metric_DD)
+        return output_directions(refit_Dk, moment_kk, self._output_roots)
 
     def down_losses(self, kept_k: Tensor) -> Tensor:
         """Predicted loss by rank of down."""
         refit_Dk, _ = self.refit(kept_k)
         moment_kk = self.moment(kept_k)
         found, spread_DD = self.down_directions(refit_Dk, moment_kk), pushed(refit_Dk, moment_kk)
-        return projection_losses(self.metric_DD, spread_DD, found.encode[None], found.decode[None])
+        return losses_by_rank(found, spread_DD, self.metric_DD)
 
     def moment(self, kept_k: Tensor) -> Tensor:
         """Of the channels that stay."""
@@ -259,6 +291,28 @@ class _Solver:
         """An even part of the sample."""
         stride = max(1, len(self.sample_TD) // (PROBE_TOKENS * self.geometry.intermediate))
         return self.sample_TD[::stride]
+
+    @cached_property
+    def _probe_targets(self) -> list[Tensor]:
+        return list(self._targets(self._probe))
+
+    def _targets(self, sample_TD: Tensor) -> Iterator[Tensor]:
+        """What the dense MLP gives, batch by batch."""
+        for part_TD in sample_TD.split(BATCH):
+            hidden_TN = self._hidden(part_TD, self._readers, self._biases)
+            yield hidden_TN @ self.down_DN.to(hidden_TN.dtype).T
+
+    @cached_property
+    def _readers(self) -> dict[str, Tensor]:
+        return {role: self.weights[f"{role}.weight"] for role in self.gradients_N}
+
+    @cached_property
+    def _input_roots(self) -> Roots:
+        return roots_of(self.input_DD)
+
+    @cached_property
+    def _output_roots(self) -> Roots:
+        return roots_of(self.metric_DD if self.by_loss else torch.eye(len(self.metric_DD)).to(self.metric_DD))
 
     @cached_property
     def _biases(self) -> dict[str, Tensor]:
@@ -279,19 +333,6 @@ class _Solver:
             squares_k = squares_N[kept_k] if by_loss else torch.ones_like(squares_N[kept_k])
             pull_DD += pulled(self.weights[f"{role}.weight"][kept_k], squares_k)
         return pull_DD
-
-
-def _between(ranks: list[int], factors: list[float], like: Tensor) -> Tensor:
-    """The factors at every rank: linear between those seen, and as at the ends beyond."""
-    if not ranks:
-        return torch.ones_like(like)
-    places = torch.arange(len(like), dtype=torch.float64, device=like.device)
-    seen, values = (torch.tensor(numbers, dtype=torch.float64, device=like.device) for numbers in (ranks, factors))
-    above = torch.searchsorted(seen, places).clamp(1, max(1, len(ranks) - 1)) if len(ranks) > 1 else None
-    if above is None:
-        return values.expand(len(like))
-    share = ((places - seen[above - 1]) / (seen[above] - seen[above - 1])).clamp(0.0, 1.0)
-    return values[above - 1] + share * (values[above] - values[above - 1])
 
 
 def _sample(geometry: Geometry) -> Moment:

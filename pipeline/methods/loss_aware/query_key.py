@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from pipeline.families.family import Geometry
-from pipeline.kernels.sensitivity import Directions, input_directions, projection_losses
+from pipeline.kernels.sensitivity import Directions, input_directions, losses_by_rank
 from pipeline.methods.loss_aware.pairs import carry, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
@@ -31,7 +31,7 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     """One point for each rank of the stack [q; k]."""
     directions = _directions(entry, weights, found)
     pull_DD, input_DD = found.mean(PULL)[0], found.mean(INPUT)[0]
-    losses = projection_losses(pull_DD, input_DD, directions.encode[None], directions.decode[None])
+    losses = losses_by_rank(directions, input_DD, pull_DD)
     biases, cache = _bias_numbers(geometry), geometry.weight_shape("k")[0]
     found_points = _stack(entry, geometry).points(losses, entry.multiple(geometry.hidden))
     return [Point(point.ranks, point.numbers + biases, point.loss, cache) for point in found_points]
