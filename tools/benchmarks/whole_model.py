@@ -136,7 +136,7 @@ def compare(layers: int, keep: float, folder: Path) -> dict[str, dict[str, float
     """CPU-seconds of all processes, and their anonymous memory together, of both."""
     source, text = folder / "model", folder / "text.txt"
     write_model(source, layers)
-    text.write_text(story_text(2000), encoding="utf-8")
+    text.write_text(story_text(40_000, seed=0), encoding="utf-8")
     calibration = {"text": {"files": [str(text)]}, "samples": SAMPLES, "sequence_length": LENGTH, "shards": 1}
     manifest: Mapping[str, Any] = {
         "version": 1, "model": {"source": str(source)}, "output": str(folder / "job"), "run_dir": str(folder / "run"),
