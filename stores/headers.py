@@ -85,7 +85,7 @@ def parse_header(path: str, file: str, read: Callable[[int, int], bytes], file_b
     begin = read(0, min(FIRST_BYTES, file_bytes))  # one request, where reading is requests
     header_bytes = _header_length(path, begin[:LENGTH_BYTES], file_bytes)
     whole = LENGTH_BYTES + header_bytes
-    text = (begin if whole <= len(begin) else read(0, whole))[LENGTH_BYTES:whole]
+    text = begin[LENGTH_BYTES:whole] if whole <= len(begin) else read(LENGTH_BYTES, whole)
     if len(text) != header_bytes:
         raise InputError(f"{path}: truncated: expected {header_bytes} bytes of header, got {len(text)}")
     entries = _parse_json(path, text)

@@ -18,8 +18,11 @@ from stores import bucket as bucket_module
 from stores import lease
 from stores.activations import ActivationStore
 from stores.bucket import Bucket
+from stores.checkpoint import write_shard
+from stores.headers import FIRST_BYTES
 from stores.ledger import Ledger
 from stores.lock import RunLock, read_lock
+from stores.source import open_source
 from stores.storage import Storage, open_storage
 from tests import buckets
 from tests.faults import Proxy
@@ -285,3 +288,19 @@ def test_a_lease_outlives_short_failures_and_not_long_ones(
     assert not held.is_ours(), "another may have taken it"
     proxy.spoil = lambda method, path, nth: None
     assert not held.is_ours(), "and it does not come back"
+
+
+def test_a_tensor_costs_its_bytes(bucket: Bucket, proxy: Proxy) -> None:
+    """And opening a model its headers: what lies beside a tensor in its file is not read."""
+    model = Bucket(bucket.at("model"))
+    model.replace("config.json", b"{}")
+    tensors = {name: torch.randn(1024, 300) for name in "abc"}
+    write_shard(model, "model.safetensors", tensors)
+    asked = len(proxy.requests)
+    source = open_source(model.at())
+    opening = sum(size for method, _, _, size in proxy.requests[asked:] if method == "GET")
+    assert opening < FIRST_BYTES + 10_000
+    asked = len(proxy.requests)
+    assert torch.equal(source.read(["b"])["b"], tensors["b"])
+    gets = [size for method, path, _, size in proxy.requests[asked:] if method == "GET"]
+    assert gets == [source.tensors["b"].num_bytes]
