@@ -144,7 +144,7 @@ def test_minimal_manifest(tmp_path: Path) -> None:
         (flat_llm(layers=[0, -1]), "methods.0.layers", "[0, -1]", "layer numbers from 0"),
         (flat_llm(layers=[0, True]), "methods.0.layers", "[0, True]", "layer numbers from 0"),
         ({"methods": []}, "methods", "[]", "at least one method"),
-        ({"quantize": {"bits": 2}}, "quantize.bits", "2", "8, 4 or 3"),
+        ({"quantize": {"bits": 2}}, "quantize.bits", "2", "8, 4, 3 or 'auto'"),
         ({"quantize": {"bits": 4, "group": 48}}, "quantize.group", "48", "32, 64 or 128"),
         ({"quantize": {"bits": 4, "symmetric": False}}, "quantize.symmetric", "False", "only symmetric"),
         ({"quantize": {"bits": 4, "skip": ["head"]}}, "quantize.skip.0", "'head'", "'q', 'k'"),

@@ -140,7 +140,7 @@ def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, 
     [
         ({"calibration": None, "quantize.feedback": True}, "quantize.feedback: true needs calibration"),
         ({"model.source": "thin"}, "has less than 16 in common with what is read: q reads 40 numbers, k reads"),
-        ({"quantize.bits": 5}, "quantize.bits: should be 8, 4 or 3"),
+        ({"quantize.bits": 5}, "quantize.bits: should be 8, 4, 3 or 'auto'"),
         ({"quantize.symmetric": False}, "only symmetric codes are stored"),
         ({"methods": [{"method": "lestd", "keep": 0.8}]}, "methods.0 (lestd) stores a sparse core"),
         ({"methods": [{"method": "flat_llm", "ranks": {"mlp": 40}}]}, "methods.0.ranks.mlp: groups of 32"),
