@@ -85,7 +85,8 @@ class FlatLLMRanks(Block):
 class FlatLLM(MethodEntry):
     """FLAT-LLM, docs/methods.md#flat-llm. Defaults are ours.
 
-    The paper's are basis: value, weighting: none, selection: leverage.
+    The paper's are basis: value, weighting: none, selection: leverage. `uniform`: one rank and one width for all
+    layers, as an ordinary checkpoint has them (`export --to stock`); by loss where ranks follow it.
     """
 
     method: Literal["flat_llm"]
@@ -97,6 +98,7 @@ class FlatLLM(MethodEntry):
     selection: Literal["leverage", "eliminate"] = "eliminate"
     query_key: Literal["none", "head_pca"] = "none"
     ridge: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
+    uniform: bool = False
     ranks: FlatLLMRanks | None = None
 
     @model_validator(mode="after")
@@ -107,6 +109,8 @@ class FlatLLM(MethodEntry):
             raise ValueError("give `ranks` or `keep`, not both")
         if self.allocation == "loss" and self.query_key != "none":
             raise ValueError("query_key: head_pca has no prediction of the loss; leave it out of allocation: loss")
+        if self.uniform and (self.layers != "all" or self.ranks is not None):
+            raise ValueError("uniform goes with layers: all, and with a budget; `ranks` are the same in every layer")
         if self.allocation == "loss" and self.ranks is not None:
             raise ValueError("give `ranks` or allocation: loss, not both")
         return self

@@ -319,3 +319,28 @@ class ScoreEntry(TypedDict):
     tokens: PositiveInt
     windows: NotRequired[int]
     window: PositiveInt
+
+
+@with_config(STRICT)
+class TaskFigure(TypedDict):
+    """One metric of one task; `stderr` null where lm-eval knows none."""
+
+    value: Finite
+    stderr: Finite | None
+
+
+@with_config(STRICT)
+class TaskScores(TypedDict):
+    """A task's figures by metric (and filter, where it has one), over so many documents."""
+
+    documents: NotRequired[PositiveInt]
+    metrics: dict[str, TaskFigure]
+
+
+@with_config(STRICT)
+class TaskScoreEntry(TypedDict):
+    """The scores of the dense or the compressed model on lm-eval's tasks."""
+
+    model: str
+    seal: Sha256
+    tasks: dict[str, TaskScores]

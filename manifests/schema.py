@@ -209,7 +209,11 @@ class Perplexity(Block):
 
 
 class Evaluation(Block):
-    """What is measured on the committed output."""
+    """What is measured on the committed output.
+
+    `tasks`: names of lm-eval's tasks, or YAML files of one task each; of the dense model, too. Each model is loaded
+    whole by the process that runs the job.
+    """
 
     perplexity: Perplexity | None = None
     tasks: Annotated[tuple[str, ...], Listed] = ()

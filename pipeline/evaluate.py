@@ -1,4 +1,4 @@
-"""`python -m pipeline.evaluate MODEL --text FILE… --window W`: streamed perplexity of a checkpoint."""
+"""`python -m pipeline.evaluate MODEL --text FILE… --tasks TASK…`: perplexity, streamed, and lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,22 @@ from manifests.errors import InputError
 from manifests.loading import parse_block
 from manifests.schema import Text, Workers
 from pipeline.console.arguments import add_address, parser, run_command
+from pipeline.evaluation.tasks import check_tasks, score_tasks, task_lines
 
 DTYPES = ("bfloat16", "float16", "float32", "stored")
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
-    options = parser("evaluate", "Token-level perplexity over non-overlapping windows, one layer in memory at a time.")
+    options = parser("evaluate", "Perplexity over windows, one layer in memory at a time; and lm-eval's tasks.")
     options.add_argument("model", help="directory of a dense or compressed checkpoint, or a hub id")
-    options.add_argument("--text", nargs="+", required=True, metavar="FILE", help=".txt, .jsonl, .json or .parquet")
+    options.add_argument("--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet: perplexity")
+    options.add_argument(
+        "--tasks", nargs="+", metavar="TASK", help="lm-eval's by name, or YAML files; the whole model is loaded here"
+    )
+    options.add_argument("--beside", metavar="MODEL", help="of --tasks: another model in the same table, the dense one")
+    options.add_argument("--limit", type=int, help="of --tasks: so many documents each, the first ones")
+    options.add_argument("--batch", type=int, default=1, help="of --tasks: sequences at a time")
     options.add_argument("--field", help="the column of .jsonl, .json or .parquet that holds the text")
     options.add_argument(
         "--window", type=int, default=2048, help="tokens a window; every token but its first is scored"
@@ -46,9 +53,39 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
+    if not (arguments.text or arguments.tasks):
+        raise InputError("give --text, --tasks, or both")
     for name in ("window", "workers", "cpus"):
         if getattr(arguments, name) < (2 if name == "window" else 1):
             raise InputError(f"--{name}: {getattr(arguments, name)} is too small")
+    if arguments.tasks:
+        check_tasks(arguments.tasks, "--tasks", [model for model in (arguments.model, arguments.beside) if model])
+    found = _perplexity(arguments) if arguments.text else {}
+    scores = {}
+    for model in (arguments.model, *([arguments.beside] if arguments.beside else [])) if arguments.tasks else ():
+        with redirect_stdout(sys.stderr):
+            scores[model] = score_tasks(
+                model,
+                arguments.tasks,
+                "--tasks",
+                dtype="auto" if arguments.dtype == "stored" else arguments.dtype,
+                batch=arguments.batch,
+                limit=arguments.limit,
+            )
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, **found, **({"tasks": scores} if scores else {})}))
+        return 0
+    if found:
+        print(
+            f"{arguments.model}: perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens, "
+            f"windows of {found['window']}"
+        )
+    if scores:
+        print("\n".join(task_lines(scores)))
+    return 0
+
+
+def _perplexity(arguments: Any) -> dict[str, Any]:
     text = parse_block(Text, {"files": tuple(arguments.text), "field": arguments.field}, "--text")
     workers = parse_block(
         Workers, {"max": arguments.workers, "cpus": arguments.cpus, "gpus": arguments.gpus}, "--workers, --cpus, --gpus"
@@ -68,17 +105,9 @@ def _body(arguments: Any) -> int:
     interrupt_on_signals(stop)
     with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints, too
         dtype = None if arguments.dtype == "stored" else getattr(torch, arguments.dtype)
-        found = measure_perplexity(
+        return measure_perplexity(
             arguments.model, text, arguments.window, workers, dtype, stop, observer, arguments.scratch, start
         )
-    if arguments.json:
-        print(json.dumps({"model": arguments.model, **found}))
-    else:
-        print(
-            f"{arguments.model}: perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens, "
-            f"windows of {found['window']}"
-        )
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""`python -m pipeline.export OUTPUT --to dense|stock DEST`: an ordinary checkpoint, for engines without our code."""
+"""`python -m pipeline.export OUTPUT --to dense|stock|gguf DEST`: for engines that know nothing of our code."""
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pipeline.console.arguments import parser, run_command
@@ -15,21 +17,25 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("output", help="the compressed checkpoint")
     options.add_argument(
         "--to",
-        choices=("dense", "stock"),
+        choices=("dense", "stock", "gguf"),
         required=True,
-        help="dense: multiplied back, in the source's shapes; stock: MLPs stay narrow where all layers have one width",
+        help="dense: multiplied back, in the source's shapes; stock: MLPs stay narrow where all layers have one "
+        "width; gguf: a file for llama.cpp, MLPs at their own widths, without vocabulary",
     )
-    options.add_argument("destination", help="a directory that holds nothing yet")
+    options.add_argument("destination", help="a directory that holds nothing yet, or for gguf a file")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_body, options.parse_args(argv))
 
 
 def _body(arguments: Any) -> int:
     from pipeline.checkpoint.exporting import export_checkpoint  # takes seconds, which --help need not
+    from pipeline.checkpoint.gguf_file import export_gguf
 
-    written = export_checkpoint(
-        arguments.output, arguments.to, arguments.destination, lambda line: print(line, file=sys.stderr)
-    )
+    say = partial(print, file=sys.stderr)
+    if arguments.to == "gguf":
+        written = export_gguf(arguments.output, Path(arguments.destination), say)
+    else:
+        written = export_checkpoint(arguments.output, arguments.to, arguments.destination, say)
     if arguments.json:
         print(json.dumps(written))
     else:

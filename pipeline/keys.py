@@ -29,6 +29,7 @@ from manifests.records import (
     ShardRecord,
     StatisticsEntry,
     TargetEntry,
+    TaskScoreEntry,
     TokensEntry,
     TryEntry,
 )
@@ -96,6 +97,11 @@ def rest_key(shard: str) -> Key[ShardRecord]:
 def score_key(model: str, digest: str) -> Key[ScoreEntry]:
     """A score of the `output` or the `dense` model; `digest` is of model and text."""
     return Key(f"score/{model}/{digest}")
+
+
+def task_score_key(model: str, digest: str) -> Key[TaskScoreEntry]:
+    """Scores of the `output` or the `dense` model on tasks; `digest` is of model and tasks."""
+    return Key(f"task_score/{model}/{digest}")
 
 
 def _layer_key(kind: str, layer: int) -> str:

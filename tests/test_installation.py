@@ -76,7 +76,9 @@ def test_the_console_command(installed: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_imported_is_named_as_a_dependency() -> None:
-    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = [*project["dependencies"], *extras["tasks"], *extras["gguf"]]
     distributions = {re.split(r"[\[=~<>]", name)[0].replace("_", "-") for name in named}
     own = {*packages.PACKAGES, *packages.SERVED}
     for folder in FOLDERS:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from lamina import MODELLING_FILES
+from lamina import MODELLING_FILES, LaminaConfig
 from manifests.errors import InputError
 from pipeline.checkpoint.assembling import CARD_FILE, SHARD_SUFFIX
 from pipeline.checkpoint.compression_record import RECORD_FILE, encode_json
@@ -20,7 +20,7 @@ from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.families.registry import geometry_of, source_config
 from stores.checkpoint import copy_shard, write_index, write_shard
 from stores.hub import COMPANIONS
-from stores.source import CONFIG_FILE, INDEX_FILE
+from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
 from stores.storage import Place, matching, open_storage
 from workers.layers import cpu_reader
 
@@ -34,13 +34,10 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
         InputError: no Lamina checkpoint, a destination that holds something, or forms that the target cannot have.
         StorageError: a file cannot be read or written.
     """
-    checkpoint, config = read_checkpoint(open_storage(output).at())
-    if config.get("model_type") != "lamina":
-        raise InputError(f"{checkpoint.place}: not compressed by Lamina; it is what it is")
+    checkpoint, config = compressed_checkpoint(output)
     written_to = open_storage(destination)
     if written_to.fault() or written_to.children():
         raise InputError(f"{written_to.at()}: holds something; give a directory that does not, or is not there yet")
-    config = {**config, "core": "dense"}
     geometry, stored = geometry_of(config), getattr(torch, config["dtype"])
     width = config["intermediate_size"] if target == "dense" else common_width(config)
     written = source_config({**config, "intermediate_size": width}, config["dtype"])
@@ -75,18 +72,28 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": written_to.at(INDEX_FILE)}
 
 
+def compressed_checkpoint(output: Place) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
+    """OUTPUT and its config. Raises InputError where it is no Lamina checkpoint."""
+    checkpoint, config = read_checkpoint(open_storage(output).at())
+    if config.get("model_type") != "lamina":
+        raise InputError(f"{checkpoint.place}: not compressed by Lamina; it is what it is")
+    return checkpoint, {**config, "core": "dense"}
+
+
 def common_width(config: Mapping[str, Any]) -> int:
     """The MLP width that all layers have. Raises InputError naming those that differ, and what would change it."""
-    widths = [
-        forms.get("up", {}).get("rank", config["intermediate_size"])
-        if forms.get("up", {}).get("form") == "pruned"
-        else config["intermediate_size"]
-        for forms in config["forms"]
-    ]
+    widths = mlp_widths(config)
     if len(set(widths)) > 1:
         raise InputError(
             f"--to stock: the layers' MLPs are {min(widths)} to {max(widths)} wide, and an ordinary "
-            f"{config['source_model_type']} model has one width; compress with `allocation: uniform`, or `ranks: "
+            f"{config['source_model_type']} model has one width; compress with `uniform: true`, or `ranks: "
             "{mlp: WIDTH}`, in the entry of flat_llm; --to dense fills up with zeros"
         )
     return int(widths[0])
+
+
+def mlp_widths(config: Mapping[str, Any]) -> list[int]:
+    """The channels that the MLP of each layer has, before it is factored."""
+    described = LaminaConfig(**config)
+    forms = (described.form_of(layer, "up") for layer in range(described.num_hidden_layers))
+    return [form.inner_width(described.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms)]

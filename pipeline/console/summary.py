@@ -12,6 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.evaluation.tasks import task_lines
+
 SEEN_LIMIT = 0.1  # of the passages of an evaluation text: what different texts share by themselves is less
 FIGURES = re.compile(r".*error.*|tucker_ranks.*|numbers|predicted.*")  # of a group's report, beside its ranks
 NOTES = re.compile(r"(fallback|dropped|clipped|jitter|selection_jitter|scaled|dense|repaired).*")
@@ -65,6 +67,8 @@ def score_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
         yield f"perplexity {now['perplexity']:.4f}{ratio} ({_extent(now)})"
         if now.get("seen", 0.0) > SEEN_LIMIT:
             yield f"  {seen_warning(now['seen'])}"
+    if evaluation.get("tasks"):
+        yield from task_lines(evaluation["tasks"])
     for entry in evaluation.get("earlier", ()):
         yield f"earlier: perplexity {entry['perplexity']:.4f} ({_extent(entry)})"
 

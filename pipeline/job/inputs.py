@@ -12,6 +12,7 @@ import torch
 
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
+from pipeline.evaluation.tasks import check_tasks
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.sources import open_dense
@@ -143,8 +144,7 @@ def _checked(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, 
     allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
-    if manifest.evaluation.tasks:
-        raise InputError("evaluation.tasks: lm-eval tasks are not built in yet; leave the list empty")
+    check_tasks(manifest.evaluation.tasks, "evaluation.tasks", (manifest.output, manifest.model.source))
     if inputs.max_loss is not None:
         _check_max_loss(inputs)
     _check_sequence(manifest, config)

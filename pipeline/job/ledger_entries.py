@@ -49,6 +49,7 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "complete": records.CompleteEntry,
         "reused": records.ReusedEntry,
         "score": records.ScoreEntry,
+        "task_score": records.TaskScoreEntry,
         "compared": records.ComparedEntry,
     }.items()
 }

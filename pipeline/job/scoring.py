@@ -13,19 +13,23 @@ from typing import Any
 
 import torch
 
-from manifests.records import Key, ScoreEntry
+from manifests.records import Key, ScoreEntry, TaskScoreEntry
 from pipeline.console.signals import catch_signals
 from pipeline.console.summary import SEEN_LIMIT, seen_warning
 from pipeline.evaluation.perplexity import score_tokens, sweep_scratch
+from pipeline.evaluation.tasks import score_tasks, tasks_digest
 from pipeline.job.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext
-from pipeline.keys import COMPLETE, score_key
+from pipeline.keys import COMPLETE, score_key, task_score_key
 
 
-def missing_scores(job: JobContext) -> list[Key[ScoreEntry]]:
+def missing_scores(job: JobContext) -> list[str]:
     """The ledger keys that evaluating the finished OUTPUT would enter."""
-    done = job.ledger.get(COMPLETE)
-    return [key for key in _wanted(job, done["contract_sha256"]) if job.ledger.get(key) is None] if done else []
+    if (done := job.ledger.get(COMPLETE)) is None:
+        return []
+    seal = done["contract_sha256"]
+    texts = [str(key) for key in _wanted(job, seal) if job.ledger.get(key) is None]
+    return texts + [str(key) for key in _wanted_tasks(job, seal) if job.ledger.get(key) is None]
 
 
 def score_output(job: JobContext, seal: str) -> None:
@@ -68,6 +72,14 @@ def score_output(job: JobContext, seal: str) -> None:
         job.observer.say(f"perplexity {which}{found['perplexity']:.4f} over {found['tokens']:,} tokens")
         if entry["seen"] > SEEN_LIMIT:
             job.observer.say(f"perplexity: {seen_warning(entry['seen'])}", logging.WARNING)
+    for task_key, model in _wanted_tasks(job, seal).items():
+        if job.ledger.get(task_key) is None:
+            catch_signals(job.stop)
+            which = "dense" if task_key.startswith("task_score/dense/") else "compressed"
+            job.observer.say(f"tasks: the {which} model, whole, in this process")
+            scores = score_tasks(model, job.manifest.evaluation.tasks, "evaluation.tasks")
+            scored: TaskScoreEntry = {"model": which, "seal": seal, "tasks": scores}
+            job.ledger.commit(task_key, scored)
 
 
 def scores(job: JobContext, seal: str) -> dict[str, Any]:
@@ -80,7 +92,9 @@ def scores(job: JobContext, seal: str) -> dict[str, Any]:
             found["dense" if key.startswith("score/dense/") else "perplexity"] = entry
     others = [job.ledger.get(key) for key in job.ledger.keys("score/") if key not in now]
     earlier = [entry for entry in others if entry and entry["seal"] == seal and entry["model"] == "compressed"]
-    return found | ({"earlier": earlier} if earlier else {})
+    of_tasks = [job.ledger.get(key) for key in _wanted_tasks(job, seal)]
+    tasks = {entry["model"]: entry["tasks"] for entry in of_tasks if entry}
+    return found | ({"earlier": earlier} if earlier else {}) | ({"tasks": tasks} if tasks else {})
 
 
 def _seen(job: JobContext) -> float:
@@ -98,6 +112,17 @@ def _wanted(job: JobContext, seal: str) -> dict[Key[ScoreEntry], str]:
     if job.manifest.evaluation.perplexity and job.manifest.evaluation.perplexity.dense:
         wanted |= dict.fromkeys(_dense_key(job), job.inputs.source.place)
     return wanted
+
+
+def _wanted_tasks(job: JobContext, seal: str) -> dict[Key[TaskScoreEntry], str]:
+    """Ledger key -> the model to be scored on the manifest's tasks: the compressed one, and the dense one beside it."""
+    if not (tasks := job.manifest.evaluation.tasks):
+        return {}
+    digest, source = tasks_digest(tasks), {file: found["sha256"] for file, found in job.source_files.items()}
+    return {
+        task_score_key("output", _digest(seal, digest)): job.manifest.output,
+        task_score_key("dense", _digest(source, digest)): job.inputs.source.place,
+    }
 
 
 def _dense_key(job: JobContext) -> tuple[Key[ScoreEntry], ...]:

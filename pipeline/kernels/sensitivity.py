@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
+from pipeline.kernels.heads import by_heads, of_heads
 from pipeline.kernels.spectra import FLOOR, eigh_descending, symmetric_root
 
 
@@ -118,24 +119,14 @@ def projection_losses(metric_FF: Tensor, moment_FF: Tensor, encode_Gdd: Tensor, 
         shapes = f"{tuple(encode_Gdd.shape)}, {tuple(decode_Gdd.shape)} and {tuple(metric_FF.shape)}"
         raise ValueError(f"encode (G, d, d), decode (G, d, d) and metric (H·d, H·d) do not fit: {shapes}")
     heads = features // width
-    decode_Hdd = decode_Gdd.to(torch.float64).repeat_interleave(heads // groups, dim=0)
-    encode_Hdd = encode_Gdd.to(torch.float64).repeat_interleave(heads // groups, dim=0)
+    decode_Hdd, encode_Hdd = (of_heads(part_Gdd.to(torch.float64), heads) for part_Gdd in (decode_Gdd, encode_Gdd))
     metric_FF, moment_FF = metric_FF.detach().to(torch.float64), moment_FF.detach().to(torch.float64)
-    of_metric_FF = _by_heads(_by_heads(metric_FF, decode_Hdd).T, decode_Hdd)
-    of_moment_FF = _by_heads(_by_heads(moment_FF, encode_Hdd.mT).T, encode_Hdd.mT)
+    of_metric_FF = by_heads(by_heads(metric_FF, decode_Hdd).T.contiguous(), decode_Hdd)
+    of_moment_FF = by_heads(by_heads(moment_FF, encode_Hdd.mT).T.contiguous(), encode_Hdd.mT)
     pairs_dd = (of_metric_FF * of_moment_FF).reshape(heads, width, heads, width).sum(dim=(0, 2))
     # Σ over a, b >= r, for every r: the diagonal of the sums from the far corner.
     corner_dd = pairs_dd.flip(0, 1).cumsum(0).cumsum(1).flip(0, 1)
     return 0.5 * torch.cat((corner_dd.diagonal(), corner_dd.new_zeros(1))).clamp_min(0.0)
-
-
-def diagonal_blocks(moment_FF: Tensor, heads: int, groups: int) -> Tensor:
-    """(G, d, d): the blocks of single heads on the diagonal of (H·d, H·d), summed over the heads of each group."""
-    width = moment_FF.shape[0] // heads
-    blocks_Hdd = torch.stack(
-        [moment_FF[h * width : (h + 1) * width, h * width : (h + 1) * width] for h in range(heads)]
-    )
-    return blocks_Hdd.reshape(groups, heads // groups, width, width).sum(dim=1)
 
 
 def change_loss(change_mF: Tensor, moment_FF: Tensor, metric: Tensor) -> float:
@@ -143,13 +134,6 @@ def change_loss(change_mF: Tensor, moment_FF: Tensor, metric: Tensor) -> float:
     if tuple(moment_FF.shape) != (change_mF.shape[1],) * 2:
         raise ValueError(f"change {tuple(change_mF.shape)} and moment {tuple(moment_FF.shape)} do not fit")
     return 0.5 * float((pulled(change_mF, metric) * moment_FF.to(torch.float64)).sum())
-
-
-def _by_heads(matrix_FF: Tensor, basis_Hdd: Tensor) -> Tensor:
-    """matrix · blockdiag(basis)."""
-    heads, width, _ = basis_Hdd.shape
-    blocks_HFd = matrix_FF.reshape(-1, heads, width).transpose(0, 1)
-    return torch.bmm(blocks_HFd, basis_Hdd).transpose(0, 1).reshape(matrix_FF.shape)
 
 
 def _unit(matrix: Tensor) -> tuple[Tensor, float]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
+from pipeline.kernels.heads import by_heads, diagonal_blocks, group_sums, of_heads
 
 # Relative to the mean diagonal: what no calibration token has excited keeps the basis and the weight it had.
 _DAMPING = 1e-7
@@ -68,9 +69,9 @@ def _refitted(
     weight_DF: Tensor, metric_DD: Tensor, damped_FF: Tensor, encode_Grd: Tensor, heads: int, whole: float
 ) -> ValueOutput:
     """W' = W C Eᵀ (E C Eᵀ)⁻¹, the best for E whatever the metric; the loss is what its outputs leave of the whole."""
-    encode_Hrd = _of_heads(encode_Grd, heads)
-    crossed_FR = _by_heads(damped_FF, encode_Hrd.mT)
-    reduced_RR = _by_heads(crossed_FR.T.contiguous(), encode_Hrd.mT)
+    encode_Hrd = of_heads(encode_Grd, heads)
+    crossed_FR = by_heads(damped_FF, encode_Hrd.mT)
+    reduced_RR = by_heads(crossed_FR.T.contiguous(), encode_Hrd.mT)
     read_DR = weight_DF @ crossed_FR
     output_DR = torch.cholesky_solve(read_DR.T, torch.linalg.cholesky(0.5 * (reduced_RR + reduced_RR.T))).T.contiguous()
     kept = _trace(metric_DD @ output_DR, read_DR)
@@ -85,14 +86,14 @@ def _encoder(weight_DF: Tensor, metric_DD: Tensor, damped_FF: Tensor, found: Val
     groups = found.encode.shape[0]
     read_DR = metric_DD @ found.output
     gram_RR = found.output.T @ read_DR
-    target_Grd = _group_sums(_diagonal_blocks(read_DR.T @ weight_DF, damped_FF, heads), groups)
-    rows_Grr = _group_sums(_own_blocks(gram_RR, heads), groups)
-    columns_Gdd = _group_sums(_own_blocks(damped_FF, heads), groups)
+    target_Grd = group_sums(_blocks_of_product(read_DR.T @ weight_DF, damped_FF, heads), groups)
+    rows_Grr = diagonal_blocks(gram_RR, heads, groups)
+    columns_Gdd = diagonal_blocks(damped_FF, heads, groups)
     inverse_Grr, inverse_Gdd = _damped_inverse(rows_Grr), _damped_inverse(columns_Gdd)
 
     def apply(encode_Grd: Tensor) -> Tensor:
-        spread_RF = _by_heads(gram_RR, _of_heads(encode_Grd, heads))
-        return _group_sums(_diagonal_blocks(spread_RF, damped_FF, heads), groups)
+        spread_RF = by_heads(gram_RR, of_heads(encode_Grd, heads))
+        return group_sums(_blocks_of_product(spread_RF, damped_FF, heads), groups)
 
     solution = found.encode.clone()
     residual = target_Grd - apply(solution)
@@ -134,35 +135,15 @@ def _trace(left: Tensor, right: Tensor) -> float:
     return float((left * right).sum())
 
 
-def _of_heads(encode_Grd: Tensor, heads: int) -> Tensor:
-    return encode_Grd.repeat_interleave(heads // encode_Grd.shape[0], dim=0)
-
-
 def _orthonormal(encode_Grd: Tensor) -> Tensor:
     """The same row spaces with orthonormal rows, which changes nothing that a refit cannot undo."""
     rows_Grd: Tensor = torch.linalg.qr(encode_Grd.mT).Q.mT.contiguous()
     return rows_Grd
 
 
-def _by_heads(matrix_xI: Tensor, basis_Hio: Tensor) -> Tensor:
-    """matrix · blockdiag(basis): each head's i columns become o."""
-    blocks_Hxi = matrix_xI.unflatten(1, (basis_Hio.shape[0], -1)).transpose(0, 1)
-    return torch.bmm(blocks_Hxi, basis_Hio).transpose(0, 1).flatten(1).contiguous()
-
-
-def _diagonal_blocks(left_RF: Tensor, right_FF: Tensor, heads: int) -> Tensor:
+def _blocks_of_product(left_RF: Tensor, right_FF: Tensor, heads: int) -> Tensor:
     """(H, r, d): the blocks of left · right that lie on the heads' diagonal, and no others."""
     return torch.bmm(left_RF.unflatten(0, (heads, -1)), right_FF.unflatten(1, (heads, -1)).transpose(0, 1))
-
-
-def _own_blocks(matrix: Tensor, heads: int) -> Tensor:
-    blocks = matrix.unflatten(0, (heads, -1)).unflatten(2, (heads, -1))
-    return torch.stack([blocks[head, :, head] for head in range(heads)])
-
-
-def _group_sums(blocks_H: Tensor, groups: int) -> Tensor:
-    sums_G: Tensor = blocks_H.unflatten(0, (groups, -1)).sum(dim=1)
-    return sums_G
 
 
 def _damped_inverse(matrix_Gnn: Tensor) -> Tensor:

@@ -36,6 +36,11 @@ class MethodBase(ABC, Generic[E]):
         return False
 
     @property
+    def uniform(self) -> bool:
+        """Each layer has ranks of its own."""
+        return False
+
+    @property
     def scores(self) -> frozenset[str]:
         """Ranks follow nothing that comes from calibration text."""
         return frozenset()

@@ -15,8 +15,9 @@ from torch import Tensor
 from manifests.methods import FlatLLM
 from pipeline.families.family import Geometry
 from pipeline.kernels.elimination import eliminate, prune
+from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
 from pipeline.kernels.nystrom import nested_losses, nystrom_refit, output_error, ridge_leverage, select_leverage
-from pipeline.kernels.sensitivity import diagonal_blocks, projection_losses, pulled
+from pipeline.kernels.sensitivity import projection_losses, pulled
 from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, symmetric_root, weighted_head_pca
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of
@@ -41,9 +42,14 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return self.entry.ranks is not None
 
     @property
+    def uniform(self) -> bool:
+        """As the entry says."""
+        return self.entry.uniform
+
+    @property
     def scores(self) -> frozenset[str]:
         """With `allocation: importance` ranks follow the layers' importance (IPRS)."""
-        follows = self.entry.allocation == "importance" and not self.fixed_ranks
+        follows = self.entry.allocation == "importance" and not (self.fixed_ranks or self.uniform)
         return frozenset({"importance"}) if follows else frozenset()
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
@@ -151,19 +157,20 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         output_DF = weights["o.weight"].double()
         encoder_Grd, decoder_Gdr, eigenvalues_Gd, clipped = self._basis(geometry, output_DF, statistics, rank)
         tensors = {
-            "v.weight": _encode(encoder_Grd, weights["v.weight"]),
-            "o.weight": _decode(weights["o.weight"], decoder_Gdr, geometry.heads),
+            "v.weight": encode_heads(encoder_Grd, weights["v.weight"]),
+            "o.weight": by_heads(output_DF, of_heads(decoder_Gdr, geometry.heads)),
         }
         if "v.bias" in weights:
-            tensors["v.bias"] = _encode(encoder_Grd, weights["v.bias"][:, None])[:, 0]
+            tensors["v.bias"] = encode_heads(encoder_Grd, weights["v.bias"][:, None])[:, 0]
         if "o.bias" in weights:
             tensors["o.bias"] = weights["o.bias"].double()
         form = {"form": "head_pca", "rank": rank}
         report = {"error": dropped_share(eigenvalues_Gd, rank)} | ({"clipped": clipped} if clipped else {})
         inputs = {}
         if CONTEXT in statistics.moments:
-            encoded_RF = _by_heads(encoder_Grd, statistics.moments[CONTEXT][0], geometry.heads)
-            inputs["o"] = _by_heads(encoder_Grd, encoded_RF.T, geometry.heads)
+            encoder_Hrd = of_heads(encoder_Grd, geometry.heads).double()
+            encoded_RF = encode_heads(encoder_Hrd, statistics.moments[CONTEXT][0])
+            inputs["o"] = encode_heads(encoder_Hrd, encoded_RF.T.contiguous())
         return Solution(tensors, {"v": form, "o": form}, report, inputs)
 
     def _basis(
@@ -220,7 +227,7 @@ def _compress_query_key(
     report = {}
     for role, moment in zip(("q", "k"), _query_key_moments(geometry), strict=True):
         basis_ndr, eigenvalues_nd = head_pca(moments[moment], rank)
-        tensors[f"{role}.first.weight"] = _encode(basis_ndr.transpose(1, 2), weights[f"{role}.weight"])
+        tensors[f"{role}.first.weight"] = encode_heads(basis_ndr.transpose(1, 2), weights[f"{role}.weight"])
         tensors[f"{role}.second"] = basis_ndr
         if f"{role}.bias" in weights:
             tensors[f"{role}.bias"] = _project(basis_ndr, weights[f"{role}.bias"])
@@ -236,25 +243,6 @@ def _query_key_moments(geometry: Geometry) -> tuple[Moment, Moment]:
 
 def _mlp_roles(geometry: Geometry) -> tuple[str, ...]:
     return tuple(role for role in MLP_ROLES if role in geometry.roles)
-
-
-def _encode(encoder_nrd: Tensor, weight: Tensor) -> Tensor:
-    """(n, r, d) times the n row blocks of a (n·d, D) weight -> (n·r, D)."""
-    n, _, d = encoder_nrd.shape
-    return torch.bmm(encoder_nrd, weight.double().reshape(n, d, -1)).flatten(0, 1)
-
-
-def _by_heads(encoder_Grd: Tensor, matrix_Fx: Tensor, heads: int) -> Tensor:
-    """(G, r, d), that of each query head's group, times the head's d rows of (H·d, x) -> (H·r, x)."""
-    encoder_Hrd = encoder_Grd.double().repeat_interleave(heads // encoder_Grd.shape[0], dim=0)
-    return torch.bmm(encoder_Hrd, matrix_Fx.double().reshape(heads, encoder_Hrd.shape[2], -1)).flatten(0, 1)
-
-
-def _decode(weight_DHd: Tensor, decoder_Gdr: Tensor, heads: int) -> Tensor:
-    """Each head's (D, d) columns of W_o times the decoder of its KV head -> (D, H·r)."""
-    decoder_Hdr = decoder_Gdr.repeat_interleave(heads // decoder_Gdr.shape[0], dim=0)
-    weight_HDd = weight_DHd.double().reshape(weight_DHd.shape[0], heads, -1).transpose(0, 1)
-    return torch.bmm(weight_HDd, decoder_Hdr).transpose(0, 1).flatten(1).contiguous()
 
 
 def _project(basis_ndr: Tensor, bias: Tensor) -> Tensor:

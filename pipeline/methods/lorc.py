@@ -11,11 +11,11 @@ from functools import partial
 from statistics import fmean
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from manifests.methods import LoRC
 from pipeline.families.family import Geometry
+from pipeline.kernels.heads import by_heads, of_heads
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share
@@ -263,13 +263,12 @@ def _absorbs(geometry: Geometry, rank: float) -> bool:
 
 def _absorbed_output(geometry: Geometry, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
     """W̃_o^h = W_o^h B^{g(h)}, (D, H·r); v's bias passes the softmax unchanged and joins o's."""
-    D, H, G = geometry.hidden, geometry.heads, geometry.kv_heads
-    second_Hdr = second_Cr.double().unflatten(0, (G, -1)).repeat_interleave(H // G, dim=0)
-    output_HDd = weights["o.weight"].double().reshape(D, H, -1).transpose(0, 1)
-    tensors = {"o.weight": torch.bmm(output_HDd, second_Hdr).transpose(0, 1).flatten(1).contiguous()}
+    H, G = geometry.heads, geometry.kv_heads
+    output_DF = weights["o.weight"].double()
+    tensors = {"o.weight": by_heads(output_DF, of_heads(second_Cr.double().unflatten(0, (G, -1)), H))}
     if "o.bias" in weights:
         tensors["o.bias"] = weights["o.bias"].double()
     if "v.bias" in weights:
-        bias_Hd = weights["v.bias"].double().reshape(G, -1).repeat_interleave(H // G, dim=0)
-        tensors["o.bias"] = tensors["o.bias"] + torch.bmm(output_HDd, bias_Hd[..., None]).sum(0)[:, 0]
+        bias_Hd = of_heads(weights["v.bias"].double().reshape(G, -1), H)
+        tensors["o.bias"] = tensors["o.bias"] + by_heads(output_DF, bias_Hd[..., None]).T.contiguous().sum(0)
     return tensors

@@ -193,6 +193,11 @@ class Method(Protocol):
         ...
 
     @property
+    def uniform(self) -> bool:
+        """Whether all layers of a group get one rank."""
+        ...
+
+    @property
     def scores(self) -> frozenset[str]:
         """The fields of `Scores` that the ranks follow and that come from calibration text: `importance`."""
         ...

@@ -18,7 +18,7 @@ from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
 from pipeline.methods.rounded_size import bytes_of_keep, keep_of_bytes, scope_numbers
 from pipeline.methods.unchanged import Unchanged
-from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers
+from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers, tied
 from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
 
@@ -173,7 +173,7 @@ def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) ->
         return {(layer, task_key(layer, position, group), name): rank for (layer, group, name), rank in found.items()}
 
     variables = method.rank_variables(geometry)
-    return Entry(
+    entry = Entry(
         where=f"methods.{position}",
         dense_numbers=sum(geometry.layer_numbers(group.roles) for group in method.claims(geometry)),
         keep=method.keep,
@@ -184,6 +184,7 @@ def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) ->
         targets=targets,
         prediction=_prediction(position, method, geometry, scores),
     )
+    return tied(entry) if method.uniform else entry
 
 
 def _prediction(position: int, method: Method, geometry: Geometry, scores: Scores) -> Prediction | None:

@@ -27,6 +27,7 @@ class Unchanged:
     config_fields: Mapping[str, Any] = field(default_factory=dict)
     keep: float | None = None
     fixed_ranks: bool = True
+    uniform: bool = False
     scores: frozenset[str] = frozenset()
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
 
 from manifests.errors import InputError
 from pipeline.ranks.budget import Key, RankVariable, fit_ranks, solve_ratio
-from pipeline.ranks.curves import Point, cache_numbers, choose, lower_hull, stored_numbers
+from pipeline.ranks.curves import Point, cache_numbers, choose, lower_hull, stored_numbers, summed
 
 Chosen = dict[str, dict[str, int]]
 
@@ -43,6 +45,7 @@ class Entry:
         variables: the ranks to choose; the group of each is the key of its task.
         targets: common ratio -> the real-valued rank of every variable.
         prediction: given, ranks follow predicted loss, and there are no variables.
+        followers: task -> the tasks that get its ranks, where they are chosen for several at once.
     """
 
     where: str
@@ -52,6 +55,7 @@ class Entry:
     variables: tuple[RankVariable, ...] = ()
     targets: Callable[[float], Mapping[Key, float]] = field(default=lambda ratio: {}, compare=False)
     prediction: Prediction | None = None
+    followers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,50 @@ def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget]) -> Cho
         own_numbers += numbers
     if sharing:
         chosen |= _fit(sharing, shared(own_numbers))[0]
-    return chosen
+    followers = {task: others for entry in entries for task, others in entry.followers.items()}
+    return {other: dict(ranks) for task, ranks in chosen.items() for other in followers.get(task, (task,))}
+
+
+def tied(entry: Entry) -> Entry:
+    """The entry with one rank for all layers of a group: a variable, or a curve, that costs what all of them cost."""
+    by_name: dict[tuple[str, str], list[RankVariable]] = {}
+    for variable in entry.variables:
+        by_name.setdefault((_beyond_layer(variable.group), variable.name), []).append(variable)
+    groups = [*by_name.values()]
+
+    def targets(ratio: float) -> dict[Key, float]:
+        found = entry.targets(ratio)
+        return {group[0].key: fmean(found[variable.key] for variable in group) for group in groups}
+
+    return replace(
+        entry,
+        variables=tuple(replace(group[0], cost=partial(_summed_cost, group)) for group in groups),
+        targets=targets,
+        prediction=None if entry.prediction is None else _tied_prediction(entry.prediction),
+        followers={group[0].group: tuple(variable.group for variable in group) for group in groups},
+    )
+
+
+def _beyond_layer(task: str) -> str:
+    """METHOD/GROUP of a task's key."""
+    return task.partition("/")[2]
+
+
+def _summed_cost(group: Sequence[RankVariable], rank: float) -> float:
+    return math.fsum(variable.cost(rank) for variable in group)
+
+
+def _tied_prediction(prediction: Prediction) -> Prediction:
+    """The curves of a group's layers added up, at the ranks that all of them have."""
+    if prediction.curves is None:
+        return prediction
+    by_group: dict[str, list[str]] = {}
+    for task in prediction.curves:
+        by_group.setdefault(_beyond_layer(task), []).append(task)
+    return replace(
+        prediction,
+        curves={tasks[0]: summed([prediction.curves[task] for task in tasks]) for tasks in by_group.values()},
+    )
 
 
 def fixed_numbers(entry: Entry) -> float:

@@ -93,6 +93,22 @@ def merged(first: Sequence[Point], second: Sequence[Point], cost: Cost = stored_
     return sums
 
 
+def summed(curves: Sequence[Sequence[Point]]) -> list[Point]:
+    """One curve of several that get the same ranks: points that all of them have, everything added up."""
+    by_ranks = [{tuple(sorted(point.ranks.items())): point for point in curve} for curve in curves]
+    common = [ranks for ranks in by_ranks[0] if all(ranks in found for found in by_ranks)]
+    rows = [[found[ranks] for found in by_ranks] for ranks in common]
+    return [
+        Point(
+            row[0].ranks,
+            sum(point.numbers for point in row),
+            math.fsum(point.loss for point in row),
+            sum(point.cache for point in row),
+        )
+        for row in rows
+    ]
+
+
 def choose(curves: Mapping[str, Sequence[Point]], target: float, cost: Cost = stored_numbers) -> dict[str, Point]:
     """One point of each curve, of least total loss within `target`.
 

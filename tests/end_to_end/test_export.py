@@ -24,6 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "joint_rank_k": {"methods": [{"method": "joint_rank_k"}]},
     "loss_aware": {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"},
 }
+DENSE = {"calibration.propagate": "dense"}
 COMMANDS["export"] = pipeline.export.main
 
 
@@ -98,12 +99,29 @@ def test_stock_keeps_one_narrow_width(job: MakeJob) -> None:
 
 
 @pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("allocation", ["importance", "loss"])
+def test_uniform_ranks_are_for_stock(allocation: str, job: MakeJob) -> None:
+    """As `allocation` alone would not have it: one width, chosen by the budget, and so an ordinary model."""
+    made = job(
+        methods=[{"method": "flat_llm", "uniform": True, "allocation": allocation}], budget={"keep": 0.8}, **DENSE
+    )
+    made.run().json  # noqa: B018 - asserts the exit code
+    (width,) = {forms["up"]["rank"] for forms in json.loads((made.output / "config.json").read_text())["forms"]}
+    ended, destination = export(made, "stock")
+    assert ended.code == 0, ended.err
+    model = stock(destination)
+    assert model.config.intermediate_size == width < 80
+    ids_BT = some_tokens(320)
+    assert relative_error(logits_of(model, ids_BT), logits_of(load(made.output), ids_BT)) < 1e-5
+
+
+@pytest.mark.usefixtures("inline")
 def test_what_cannot_be_is_refused_with_what_would_change_it(job: MakeJob, llama: Path, tmp_path: Path) -> None:
     made = job(methods=[{"method": "flat_llm", "allocation": "importance"}], budget={"keep": 0.6})
     made.run().json  # noqa: B018 - asserts the exit code
     if len({forms["up"]["rank"] for forms in json.loads((made.output / "config.json").read_text())["forms"]}) > 1:
         ended, destination = export(made, "stock")
-        assert (ended.code, "allocation: uniform" in ended.err) == (2, True), ended.err
+        assert (ended.code, "uniform: true" in ended.err) == (2, True), ended.err
         assert not destination.exists()
     ended = command("export", str(llama), "--to", "dense", str(tmp_path / "nothing"))
     assert (ended.code, "not compressed by Lamina" in ended.err) == (2, True), ended.err

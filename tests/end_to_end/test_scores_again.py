@@ -137,3 +137,28 @@ def test_killed_after_a_score_was_entered(tmp_path: Path, job: MakeJob) -> None:
     assert child.end() == 0, child.said
     assert "phase evaluate" not in child.said
     assert not list(made.run_dir.glob("evaluation-*"))
+
+
+@pytest.mark.usefixtures("inline_everywhere")
+def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval itself is in tests/pipeline/test_tasks.py; here, what a job asks it, keeps and says."""
+    asked_for: list[str] = []
+
+    def score(model: str, tasks: tuple[str, ...], field: str, **options: Any) -> dict[str, Any]:
+        asked_for.append(model)
+        return {
+            task: {"documents": 9, "metrics": {"acc": {"value": len(asked_for) / 4, "stderr": 0.125}}} for task in tasks
+        }
+
+    monkeypatch.setattr("pipeline.job.inputs.check_tasks", lambda tasks, field, models: None)
+    monkeypatch.setattr("pipeline.job.scoring.score_tasks", score)
+    made = job(evaluation={"tasks": ["arc_easy"]})
+    found = made.run().json["evaluation"]["tasks"]
+    assert asked_for == [str(made.output), str(made.source)]
+    assert found["compressed"]["arc_easy"] == {"documents": 9, "metrics": {"acc": {"value": 0.25, "stderr": 0.125}}}
+    assert found["dense"]["arc_easy"]["metrics"]["acc"]["value"] == 0.5
+    assert made.run().json["evaluation"]["tasks"] == found
+    assert len(asked_for) == 2, "a finished job asks nothing twice"
+    assert "scored_now" in again(made, {"tasks": ["piqa"]}).json
+    assert len(asked_for) == 4
+    assert "arc   acc" not in again(made, {}).out

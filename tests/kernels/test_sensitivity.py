@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipeline.kernels.heads import diagonal_blocks
 from pipeline.kernels.sensitivity import (
-    diagonal_blocks,
     input_directions,
     output_directions,
     projection_losses,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pipeline.families.family import Geometry
+from pipeline.kernels.heads import diagonal_blocks
 from pipeline.kernels.pivoted import Pivoted, expand
-from pipeline.kernels.sensitivity import diagonal_blocks
 from pipeline.methods.method import Group, Moment, Solution, Statistics
 
 TOKENS = 300

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from pipeline.families.family import Geometry
+from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
 from pipeline.kernels.sensitivity import (
     change_loss,
-    diagonal_blocks,
     losses_by_rank,
     output_directions,
     pulled,
@@ -122,9 +122,9 @@ def _based(
     reduced = _reduced(output_DF, context_FF, metric_DD, heads_Gdd[:, :rank])
     if reduced.encode is None:
         return reduced, Solution(tensors, {})
-    tensors["v.weight"] = _encoded(reduced.encode, weights["v.weight"])
+    tensors["v.weight"] = encode_heads(reduced.encode, weights["v.weight"])
     if "v.bias" in weights:
-        tensors["v.bias"] = _encoded(reduced.encode, weights["v.bias"][:, None])[:, 0]
+        tensors["v.bias"] = encode_heads(reduced.encode, weights["v.bias"][:, None])[:, 0]
     tensors["o.weight"] = reduced.output
     form: FormSpec = {"form": "head_pca", "rank": rank}
     return reduced, Solution(tensors, dict.fromkeys(ROLES, form))
@@ -169,33 +169,22 @@ def _directions_of_heads(geometry: Geometry, output_DF: Tensor, context_FF: Tens
 
 def _reduced(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, start_Grd: Tensor) -> Reduced:
     """Values and o at the rank of the start."""
-    groups, rank, width = start_Grd.shape
+    _, rank, width = start_Grd.shape
     if rank >= width:
         return Reduced(None, output_DF, context_FF)
     fitted = fit_value_output(output_DF, metric_DD, context_FF, start_Grd)
-    wide_Hdr = fitted.encode.mT.repeat_interleave(output_DF.shape[1] // (groups * width), dim=0)
-    half_FR = _by_heads(context_FF, wide_Hdr)
-    return Reduced(fitted.encode, fitted.output, _by_heads(half_FR.T.contiguous(), wide_Hdr))
+    wide_Hdr = of_heads(fitted.encode.mT, output_DF.shape[1] // width)
+    half_FR = by_heads(context_FF, wide_Hdr)
+    return Reduced(fitted.encode, fitted.output, by_heads(half_FR.T.contiguous(), wide_Hdr))
 
 
 def _dropped(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, reduced: Reduced) -> float:
     """What the value basis costs, in nats per token: ½ tr(G Δ C Δᵀ)."""
     if reduced.encode is None:
         return 0.0
-    groups, _, width = reduced.encode.shape
-    wide_Hrd = reduced.encode.repeat_interleave(output_DF.shape[1] // (groups * width), dim=0)
-    return max(0.0, change_loss(output_DF - _by_heads(reduced.output, wide_Hrd), context_FF, metric_DD))
-
-
-def _by_heads(matrix_xI: Tensor, basis_Hio: Tensor) -> Tensor:
-    """The i columns of each head times its i × o."""
-    blocks_Hxi = matrix_xI.unflatten(1, (basis_Hio.shape[0], -1)).transpose(0, 1)
-    return torch.bmm(blocks_Hxi, basis_Hio).transpose(0, 1).flatten(1).contiguous()
-
-
-def _encoded(encode_Grd: Tensor, weight: Tensor) -> Tensor:
-    """(G, r, d) times the G row blocks of (G·d, …) -> (G·r, …)."""
-    return torch.bmm(encode_Grd, weight.double().unflatten(0, (encode_Grd.shape[0], -1))).flatten(0, 1)
+    width = reduced.encode.shape[2]
+    wide_Hrd = of_heads(reduced.encode, output_DF.shape[1] // width)
+    return max(0.0, change_loss(output_DF - by_heads(reduced.output, wide_Hrd), context_FF, metric_DD))
 
 
 def _stack(entry: LossAware, geometry: Geometry, rank: int) -> Stack:

@@ -1,0 +1,181 @@
+"""A compressed checkpoint as one GGUF file, for llama.cpp: multiplied back, MLPs at their own widths.
+
+`gguf` is an extra: `pip install 'lamina-pipeline[gguf]'`. The architecture is `llama` where all MLPs are of one width,
+else `deci`, whose sizes are lists by layer. Both turn neighbours (2i, 2i + 1) by rotary angles where our families turn
+halves (i, i + d/2), so that the rows of q and k are reordered.
+
+Legend: D hidden, n heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina import LaminaConfig
+from lamina.rotary_lamina import LaminaRotaryEmbedding
+from manifests.errors import InputError
+from pipeline.checkpoint.dense_weights import dense_weights
+from pipeline.checkpoint.exporting import compressed_checkpoint, mlp_widths
+from pipeline.families.registry import geometry_of
+from stores.source import SourceCheckpoint
+from workers.layers import cpu_reader
+
+FAMILIES = ("llama", "mistral")  # RMS norms, gated SiLU, no biases, halves rotated
+ROPE_TYPES = ("default", "linear", "llama3")  # those that scale frequencies and nothing else
+LAYER_NAMES = {
+    "input_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
+    "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
+}  # fmt: skip
+
+
+def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Writes OUTPUT to a file, a layer in memory at a time; it appears complete. Returns what it stores.
+
+    The vocabulary is left out (`no_vocab`): llama.cpp then takes and gives token ids.
+
+    Raises:
+        InputError: no Lamina checkpoint, no package gguf, a file that is there, or a model that llama.cpp's two
+            architectures cannot be.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError("--to gguf: the package gguf is not installed; pip install 'lamina-pipeline[gguf]'")
+    checkpoint, config = compressed_checkpoint(output)
+    if destination.exists():
+        raise InputError(f"{destination}: is there already; give a file that is not")
+    described = LaminaConfig(**config)
+    _check_family(described, config)
+    import gguf
+
+    widths, stored = mlp_widths(config), getattr(torch, config["dtype"])
+    uniform = len(set(widths)) == 1
+    partial = destination.with_name(destination.name + ".partial")
+    writer = gguf.GGUFWriter(str(partial), "llama" if uniform else "deci")
+    _describe_(writer, described, widths[0] if uniform else widths)
+    numbers = 0
+    for name, shape in _shapes(described, widths):
+        kind, itemsize = _kind(gguf, len(shape), stored)
+        bytes_shape = (*shape[:-1], shape[-1] * itemsize)
+        writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), int(np.prod(bytes_shape)), raw_dtype=kind)
+        numbers += int(np.prod(shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in _tensors(checkpoint, config, described, stored, say):
+        kept = tensor.to(torch.float32 if tensor.ndim == 1 else stored).contiguous()
+        writer.write_tensor_data(kept.view(torch.uint8).numpy())
+    writer.close()
+    partial.replace(destination)
+    before = sum(record.num_bytes for record in checkpoint.tensors.values())
+    size = destination.stat().st_size
+    return {"parameters": numbers, "bytes": size, "bytes_before": before, "architecture": writer.arch}
+
+
+def _check_family(described: LaminaConfig, config: Mapping[str, Any]) -> None:
+    family, rope = described.source_model_type, described.rope_parameters or {}
+    faults = [f"a {family} model; known are {', '.join(FAMILIES)}"] if family not in FAMILIES else []
+    if described.block["biases"]:
+        faults.append(f"biases on {', '.join(described.block['biases'])}")
+    if "sliding_attention" in described.layer_types:
+        faults.append("a sliding window, which both forget")
+    if rope.get("rope_type") not in ROPE_TYPES:
+        faults.append(f"rope_type {rope.get('rope_type')}; known are {', '.join(ROPE_TYPES)}")
+    if faults:
+        raise InputError(
+            f"--to gguf: llama.cpp's architectures llama and deci have no place for {'; for '.join(faults)}; --to "
+            "stock or --to dense, then llama.cpp's own converter"
+        )
+
+
+def _describe_(writer: Any, described: LaminaConfig, width: int | list[int]) -> None:
+    """The sizes; by layer where the widths are."""
+    layers, heads, kv_heads = (
+        described.num_hidden_layers,
+        described.num_attention_heads,
+        described.num_key_value_heads,
+    )
+    by_layer = isinstance(width, list)
+    writer.add_context_length(described.max_position_embeddings)
+    writer.add_embedding_length(described.hidden_size)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(width)
+    writer.add_head_count([heads] * layers if by_layer else heads)
+    writer.add_head_count_kv([kv_heads] * layers if by_layer else kv_heads)
+    writer.add_key_length(described.head_dim)
+    writer.add_value_length(described.head_dim)
+    writer.add_rope_dimension_count(described.head_dim)
+    writer.add_rope_freq_base(float((described.rope_parameters or {})["rope_theta"]))
+    writer.add_layer_norm_rms_eps(described.norm_eps)
+    writer.add_vocab_size(described.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _shapes(described: LaminaConfig, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor, in the order of the file."""
+    D, d = described.hidden_size, described.head_dim
+    query, key = described.num_attention_heads * d, described.num_key_value_heads * d
+    yield "token_embd.weight", (described.vocab_size, D)
+    yield "output_norm.weight", (D,)
+    if not described.tie_word_embeddings:
+        yield "output.weight", (described.vocab_size, D)
+    if _frequency_factors(described) is not None:
+        yield "rope_freqs.weight", (d // 2,)
+    for layer, width in enumerate(widths):
+        shapes = {
+            "input_norm": (D,), "q": (query, D), "k": (key, D), "v": (key, D), "o": (D, query), "mlp_norm": (D,),
+            "gate": (width, D), "up": (width, D), "down": (D, width),
+        }  # fmt: skip
+        yield from ((f"blk.{layer}.{LAYER_NAMES[role]}.weight", shape) for role, shape in shapes.items())
+
+
+def _tensors(
+    checkpoint: SourceCheckpoint,
+    config: Mapping[str, Any],
+    described: LaminaConfig,
+    stored: torch.dtype,
+    say: Callable[[str], None],
+) -> Iterator[Tensor]:
+    """What `_shapes` names."""
+    geometry, block = geometry_of(config), described.block
+    outer = [f"{block['embed']}.weight", f"{block['final_norm']}.weight"]
+    outer += [] if described.tie_word_embeddings else [f"{block['head']}.weight"]
+    for name in outer:
+        yield checkpoint.read([name])[name]
+    if (factors := _frequency_factors(described)) is not None:
+        yield factors
+    reader = cpu_reader(checkpoint, config, torch.float64)
+    for layer in range(geometry.num_layers):
+        reader.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
+        weights = dense_weights(reader.block(layer, None).module, geometry, stored)
+        for role, heads in (("q", geometry.heads), ("k", geometry.kv_heads)):
+            weights[f"{role}.weight"] = neighbours_first(weights[f"{role}.weight"], heads)
+        yield from (weights[f"{role}.weight"] for role in LAYER_NAMES)
+        say(f"layer {layer} written")
+
+
+def neighbours_first(weight: Tensor, heads: int) -> Tensor:
+    """Rows (n·d, D) of pairs (i, i + d/2) → pairs (2i, 2i + 1), in each head."""
+    pairs_n2hD: Tensor = weight.unflatten(0, (heads, 2, -1))
+    return pairs_n2hD.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _frequency_factors(described: LaminaConfig) -> Tensor | None:
+    """(d/2,): what the default frequencies are divided by; None where these are the model's."""
+    rotary = LaminaRotaryEmbedding(described)
+    default, _ = LaminaRotaryEmbedding.compute_default_rope_parameters(described)
+    factors = default / rotary.inv_freq
+    return None if torch.equal(factors, torch.ones_like(factors)) else factors
+
+
+def _kind(gguf: Any, dims: int, stored: torch.dtype) -> tuple[Any, int]:
+    """The type of a tensor in the file, and bytes of a number: norms are float32, all else is as stored."""
+    types = gguf.GGMLQuantizationType
+    if dims == 1 or stored == torch.float32:
+        return types.F32, 4
+    return (types.BF16 if stored == torch.bfloat16 else types.F16), 2

@@ -1,0 +1,132 @@
+"""Scores on lm-eval's tasks, with standard errors. lm-eval is an extra: `pip install 'lamina-pipeline[tasks]'`.
+
+The whole model is loaded by the process that asks, on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError
+from manifests.records import TaskFigure, TaskScores
+
+TASK_NAME = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+Scores = dict[str, TaskScores]
+
+
+def check_tasks(tasks: Sequence[str], field: str, models: Sequence[str] = ()) -> None:
+    """Raises InputError, naming the field, without lm-eval, for tasks that it does not know and models in a bucket."""
+    if tasks and (remote := [model for model in models if "://" in model]):
+        raise InputError(f"{field}: lm-eval loads whole models from a directory or the hub, not from {remote[0]}")
+    if tasks:
+        _named(tasks, field)
+
+
+def tasks_digest(tasks: Sequence[str]) -> str:
+    """Of the names, and of the content of those that are YAML files."""
+    parts = [Path(task).read_bytes() if task.endswith(YAML_SUFFIXES) else task.encode() for task in tasks]
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def score_tasks(
+    model: str, tasks: Sequence[str], field: str, *, dtype: str = "auto", batch: int = 1, limit: int | None = None
+) -> Scores:
+    """Scores of a dense or compressed checkpoint.
+
+    Args:
+        model: a directory or a hub id, as `from_pretrained` takes it.
+        tasks: names of lm-eval's tasks and groups, or YAML files of one task each.
+        field: names the tasks in errors.
+        dtype: of the forward pass, by its name; auto: as stored.
+        limit: so many documents of each task, the first ones; None: all.
+
+    Raises:
+        InputError: no lm-eval, or a task that it does not know.
+    """
+    names, manager = _named(tasks, field)
+    import lm_eval  # these take seconds, which a job without tasks need not
+    import torch
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import lamina  # noqa: F401 - registers its classes, so that no checkpoint's code is run
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    wrapped = HFLM(
+        pretrained=loaded.to(device).eval(), tokenizer=AutoTokenizer.from_pretrained(model), batch_size=batch
+    )
+    found = lm_eval.simple_evaluate(model=wrapped, tasks=names, task_manager=manager, limit=limit, log_samples=False)
+    counts = found.get("n-samples", {})
+    return {task: _scores(figures, counts.get(task)) for task, figures in found["results"].items()}
+
+
+def _named(tasks: Sequence[str], field: str) -> tuple[list[str], Any]:
+    """The names of the tasks, and a manager that knows them all."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError(f"{field}: lm-eval is not installed; pip install 'lamina-pipeline[tasks]'")
+    from lm_eval.tasks import TaskManager
+
+    files = [Path(task) for task in tasks if task.endswith(YAML_SUFFIXES)]
+    names = [_name_in(Path(task), field) if task.endswith(YAML_SUFFIXES) else task for task in tasks]
+    folders = [str(folder) for folder in dict.fromkeys(file.resolve().parent for file in files)]
+    manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(tasks))
+    if unknown := sorted({*names} - {*manager.all_tasks}):
+        raise InputError(
+            f"{field}: lm-eval knows no {', '.join(unknown)}; `lm-eval ls tasks` lists its own, and a YAML file of "
+            "yours is given by its path"
+        )
+    return names, manager
+
+
+def _name_in(file: Path, field: str) -> str:
+    try:
+        found = TASK_NAME.search(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{field}: {file}: {error}") from error
+    if found is None:
+        raise InputError(f"{field}: {file}: has no line `task: NAME`")
+    return found[1]
+
+
+def _scores(figures: Mapping[str, Any], count: Mapping[str, int] | None) -> TaskScores:
+    """From lm-eval's `metric,filter` and `metric_stderr,filter`; the filter is named unless it is `none`."""
+    metrics: dict[str, TaskFigure] = {}
+    for key, value in figures.items():
+        metric, comma, kind = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        error = figures.get(f"{metric}_stderr,{kind}")
+        known = isinstance(error, int | float) and math.isfinite(error)
+        name = metric if kind == "none" else f"{metric} ({kind})"
+        metrics[name] = {"value": float(value), "stderr": float(error) if known and error is not None else None}
+    scores: TaskScores = {"metrics": metrics}
+    if count:
+        scores["documents"] = int(count["effective"])
+    return scores
+
+
+def task_lines(columns: Mapping[str, Scores]) -> list[str]:
+    """One table: a row for each task and metric, a column for each model."""
+    rows = [["task", "metric", *columns]]
+    first = next(iter(columns.values()))
+    for task, found in first.items():
+        rows += [[task, name, *(_cell(scores, task, name) for scores in columns.values())] for name in found["metrics"]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _cell(scores: Scores, task: str, name: str) -> str:
+    figure = scores.get(task, {"metrics": {}})["metrics"].get(name)
+    if figure is None:
+        return "-"
+    return f"{figure['value']:.4f}" + ("" if figure["stderr"] is None else f" ± {figure['stderr']:.4f}")

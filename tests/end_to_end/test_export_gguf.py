@@ -1,0 +1,145 @@
+"""`export --to gguf`: what is in the file, read by the package gguf, is the model; and llama.cpp agrees where it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.end_to_end.jobs import Job, command, load, logits_of, relative_error, some_tokens
+from tests.end_to_end.sources import make_source
+from tests.end_to_end.test_export import METHODS, export
+
+MakeJob = Callable[..., Job]
+needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf, an extra, is not installed")
+ROLES = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+}  # fmt: skip
+UNIFORM = {"methods": [{"method": "flat_llm", "ranks": {"value": 9, "mlp": 33}}], "budget": None}
+BY_LAYER = {"methods": [{"method": "flat_llm", "layers": [1], "ranks": {"mlp": 33}}], "budget": None}
+
+
+def written(made: Job, name: str = "model.gguf") -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+    """(what the command said, the fields, the tensors) of an export."""
+    import gguf
+
+    ended, destination = export(made, "gguf", name)
+    assert ended.code == 0, ended.err
+    reader = gguf.GGUFReader(destination)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    tensors = {
+        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in reader.tensors
+    }
+    return ended.json, fields, tensors
+
+
+def as_llama(fields: dict[str, Any], tensors: dict[str, Tensor], rope: dict[str, Any] | None = None) -> Any:
+    """What llama.cpp's `llama` and `deci` would compute, as transformers' class: MLPs filled up with zeros."""
+    arch = fields["general.architecture"]
+    field = {key.removeprefix(f"{arch}."): value for key, value in fields.items()}
+    first = {key: value[0] if isinstance(value, list) else value for key, value in field.items()}
+    widths = field["feed_forward_length"] if arch == "deci" else [field["feed_forward_length"]] * field["block_count"]
+    heads = {"attn_q": first["attention.head_count"], "attn_k": first["attention.head_count_kv"]}
+    config = LlamaConfig(
+        hidden_size=field["embedding_length"], intermediate_size=max(widths), vocab_size=field["vocab_size"],
+        num_hidden_layers=field["block_count"], num_attention_heads=heads["attn_q"],
+        num_key_value_heads=heads["attn_k"],
+        head_dim=field["attention.key_length"], rms_norm_eps=field["attention.layer_norm_rms_epsilon"],
+        rope_parameters=rope or {"rope_type": "default", "rope_theta": field["rope.freq_base"]},
+        tie_word_embeddings="output.weight" not in tensors,
+    )  # fmt: skip
+    state = {}
+    for name, tensor in tensors.items():
+        layer, role = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name).groups()  # type: ignore[union-attr]
+        if role == "rope_freqs":
+            continue
+        if role in heads:  # back from pairs of neighbours to halves
+            tensor = tensor.unflatten(0, (heads[role], -1, 2)).transpose(1, 2).flatten(0, 2)
+        if layer and role.startswith("ffn_") and tensor.ndim == 2:
+            missing = max(widths) - widths[int(layer)]
+            tensor = torch.nn.functional.pad(tensor, (0, missing) if role == "ffn_down" else (0, 0, 0, missing))
+        prefix = f"model.layers.{layer}." if layer else ""
+        state[f"{prefix}{ROLES[role]}.weight"] = tensor
+    model = LlamaForCausalLM(config)
+    missing_keys, unexpected = model.load_state_dict({key: t.float() for key, t in state.items()}, strict=False)
+    assert not unexpected
+    assert missing_keys == (["lm_head.weight"] if config.tie_word_embeddings else [])
+    return model.eval()
+
+
+@needs_gguf
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize(
+    ("method", "architecture"),
+    [(UNIFORM, "llama"), (BY_LAYER, "deci"), (METHODS["lorc"], "llama"), (METHODS["joint_rank_k"], "llama")],
+)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_file_is_the_model(
+    family: str, method: dict[str, Any], architecture: str, tmp_path: Path, job: MakeJob
+) -> None:
+    options: dict[str, Any] = {"tie_word_embeddings": True} if family == "llama" else {"sliding_window": None}
+    made = job(make_source(tmp_path / "source", family, **options), **method)
+    made.run().json  # noqa: B018 - asserts the exit code
+    said, fields, tensors = written(made)
+    assert (said["architecture"], fields["general.architecture"]) == (architecture, architecture)
+    assert said["parameters"] == sum(tensor.numel() for tensor in tensors.values())
+    if architecture == "deci":
+        assert fields["deci.feed_forward_length"] == [80, 33, 80]
+    ids_BT = some_tokens(320)
+    assert relative_error(logits_of(as_llama(fields, tensors), ids_BT), logits_of(load(made.output), ids_BT)) < 1e-5
+
+
+@needs_gguf
+@pytest.mark.usefixtures("inline")
+def test_half_precision_and_scaled_frequencies(tmp_path: Path, job: MakeJob) -> None:
+    """bfloat16 stays, norms are float32; llama3's scaling becomes factors that the frequencies are divided by."""
+    rope = {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    source = make_source(tmp_path / "source", "llama", dtype=torch.bfloat16, rope_parameters=rope)
+    made = job(source, **UNIFORM)
+    made.run().json  # noqa: B018 - asserts the exit code
+    _, fields, tensors = written(made)
+    factors = tensors["rope_freqs.weight"]
+    assert factors.shape == (8,)
+    assert factors.min() == 1.0
+    assert factors.max() == pytest.approx(8.0)
+    model, ids_BT = as_llama(fields, tensors, rope), some_tokens(320)
+    assert relative_error(logits_of(model, ids_BT), logits_of(load(made.output).float(), ids_BT)) < 0.03
+    import gguf
+
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(made.root / "model.gguf").tensors}
+    assert (kinds["blk.0.attn_norm.weight"], kinds["blk.0.ffn_up.weight"]) == ("F32", "BF16")
+
+
+@needs_gguf
+@pytest.mark.usefixtures("inline")
+def test_what_llama_cpp_cannot_be_is_refused(tmp_path: Path, job: MakeJob) -> None:
+    made = job(make_source(tmp_path / "source", "qwen2"), **UNIFORM)
+    made.run().json  # noqa: B018 - asserts the exit code
+    ended, destination = export(made, "gguf", "model.gguf")
+    assert ended.code == 2
+    assert "no place for a qwen2 model; known are llama, mistral; for biases on" in ended.err
+    assert not destination.exists()
+    destination.write_text("mine")
+    ended, _ = export(made, "gguf", "model.gguf")
+    assert (ended.code, "is there already" in ended.err) == (2, True)
+
+
+@pytest.mark.usefixtures("inline")
+def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    ended = command("export", str(tmp_path), "--to", "gguf", str(tmp_path / "model.gguf"))
+    assert (ended.code, "pip install 'lamina-pipeline[gguf]'" in ended.err) == (2, True)

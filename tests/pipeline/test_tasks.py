@@ -1,0 +1,138 @@
+"""lm-eval's tasks: which are known, what is read of its results, one table; with lm-eval installed, the real thing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import pipeline.evaluate
+from manifests.errors import InputError
+from pipeline.evaluation import tasks
+from pipeline.evaluation.tasks import check_tasks, score_tasks, task_lines, tasks_digest
+from tests.end_to_end.sources import make_source
+
+needs_lm_eval = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-eval, the extra `tasks`, is not installed"
+)
+YAML = """\
+task: which_word
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{query}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{gold}}}}"
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+metadata: {{version: 1.0}}
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A task of 12 documents in a YAML file."""
+    lines = [
+        {"query": f"Anna saw {number}", "choices": [" birds.", " a bird"], "gold": number % 2} for number in range(12)
+    ]
+    data = tmp_path / "lines.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = tmp_path / "which_word.yaml"
+    file.write_text(YAML.format(data=data))
+    return file
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=re.escape("evaluation.tasks: lm-eval is not installed; pip install 'lamina-")):
+        check_tasks(["hellaswag"], "evaluation.tasks")
+    check_tasks([], "evaluation.tasks")
+    with pytest.raises(InputError, match="from a directory or the hub, not from s3://bucket/out"):
+        check_tasks(["hellaswag"], "evaluation.tasks", ["/models/dense", "s3://bucket/out"])
+    check_tasks([], "evaluation.tasks", ["s3://bucket/out"])
+
+
+@pytest.mark.parametrize(("content", "said"), [("group: x\n", "has no line `task: NAME`"), (None, "No such file")])
+def test_a_file_without_a_task(content: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = type("Module", (), {"TaskManager": object})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "lm_eval", type("Module", (), {}))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", known)
+    file = tmp_path / "mine.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InputError, match=re.escape(said)):
+        check_tasks([str(file)], "--tasks")
+
+
+def test_the_digest_is_of_what_a_file_says(task: Path) -> None:
+    before = tasks_digest(["hellaswag", str(task)])
+    assert before == tasks_digest(["hellaswag", str(task)]) != tasks_digest([str(task), "hellaswag"])
+    task.write_text(task.read_text() + "# changed\n")
+    assert before != tasks_digest(["hellaswag", str(task)])
+
+
+def test_figures_of_lm_eval_s_results() -> None:
+    results: dict[str, Any] = {
+        "name": "gsm", "alias": "gsm", "sample_len": 4, "acc,none": 0.25, "acc_stderr,none": 0.05,
+        "exact_match,strict": 0.5, "exact_match_stderr,strict": "N/A", "bleu,none": 3, "bleu_stderr,none": math.nan,
+    }  # fmt: skip
+    assert tasks._scores(results, {"original": 9, "effective": 4}) == {
+        "documents": 4,
+        "metrics": {
+            "acc": {"value": 0.25, "stderr": 0.05},
+            "exact_match (strict)": {"value": 0.5, "stderr": None},
+            "bleu": {"value": 3.0, "stderr": None},
+        },
+    }
+
+
+def test_one_table_of_both_models() -> None:
+    compressed: tasks.Scores = {"arc": {"documents": 4, "metrics": {"acc": {"value": 0.25, "stderr": 0.05}}}}
+    dense: tasks.Scores = {"arc": {"documents": 4, "metrics": {"acc": {"value": 0.5, "stderr": None}}}}
+    assert task_lines({"compressed": compressed, "dense": dense, "other": {}}) == [
+        "task  metric  compressed       dense   other",
+        "arc   acc     0.2500 ± 0.0500  0.5000  -",
+    ]
+
+
+@needs_lm_eval
+def test_scores_are_those_of_the_log_likelihoods(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real command on a real model, against sums of log-probabilities written out here."""
+    model = make_source(tmp_path / "model", "llama")
+    arguments = [str(model), "--tasks", str(task), "--beside", str(model), "--dtype", "float32", "--json"]
+    assert pipeline.evaluate.main(arguments) == 0
+    scores = json.loads(capsys.readouterr().out)["tasks"]
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
+    right = 0
+    for line in map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines()):
+        sums = []
+        for choice in line["choices"]:
+            start, ids = (len(tokenizer(line["query"])["input_ids"]), tokenizer(line["query"] + choice)["input_ids"])
+            with torch.no_grad():
+                logs = loaded(torch.tensor([ids])).logits[0].log_softmax(-1)
+            sums.append(sum(float(logs[place - 1, ids[place]]) for place in range(start, len(ids))))
+        right += int(sums[1] > sums[0]) == line["gold"]
+    found = scores[str(model)]["which_word"]
+    assert found["documents"] == 12
+    assert found["metrics"]["acc"]["value"] == pytest.approx(right / 12)
+    assert found["metrics"]["acc"]["stderr"] == pytest.approx(math.sqrt(right / 12 * (1 - right / 12) / 11), rel=1e-4)
+    assert len(score_tasks(str(model), [str(task)], "--tasks", limit=5)["which_word"]["metrics"]) == 1
+
+
+@needs_lm_eval
+def test_a_task_that_lm_eval_does_not_know(task: Path) -> None:
+    with pytest.raises(InputError, match=r"--tasks: lm-eval knows no arc_hardest; `lm-eval ls tasks` lists"):
+        check_tasks(["arc_hardest", str(task)], "--tasks")
+    check_tasks(["arc_easy", str(task)], "--tasks")
