@@ -59,7 +59,14 @@ LAYERS = {  # the longest name that fits a module is its layer
         never=frozenset({"ray"}),
     ),
     "pipeline.rounding": Layer(
-        ("manifests", "pipeline.kernels", "pipeline.families", "pipeline.methods", "pipeline.rounding"),
+        (
+            "manifests",
+            "pipeline.kernels",
+            "pipeline.ranks",
+            "pipeline.families",
+            "pipeline.methods",
+            "pipeline.rounding",
+        ),
         never=frozenset({"ray"}),
     ),
     "stores": Layer(("manifests", "stores"), never=frozenset({"ray"})),
