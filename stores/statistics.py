@@ -26,13 +26,15 @@ class StatisticsStore:
         self._arrays = ArrayStore(place)
         self._tile = tile
 
-    def write(self, layer: int, name: str, moment: torch.Tensor) -> ArrayRecord:
+    def write(self, layer: int, name: str, moment: torch.Tensor, symmetric: bool = False) -> ArrayRecord:
         """Stores a statistic durably under a fresh generation: read back, it is the same bit for bit.
 
-        `moment`: (G, F, F) float64 sums, or anything else (stored plainly). Returns the record for the ledger entry.
+        `moment`: (G, F, F) float64 sums, or anything else (stored plainly). `symmetric`: that it equals its transpose
+        bit for bit is known, and not looked for. Returns the record for the ledger entry.
         Holds one row of tiles besides the moment. Raises StorageError.
         """
-        symmetric = self._is_symmetric(moment)
+        in_tiles = self._has_tiles(moment)
+        symmetric = in_tiles and (symmetric or self._is_symmetric(moment))
         chunks = chunk_shape(moment.shape, self._tile)
         prefix = f"layer-{layer:05d}/{name}"
         with self._arrays.create(prefix, moment.shape, moment.dtype, chunks, upper_tiles=symmetric) as writer:
@@ -62,12 +64,13 @@ class StatisticsStore:
         """Removes what no record in `live` names; only while nobody writes. Returns how many generations."""
         return self._arrays.sweep(live)
 
+    def _has_tiles(self, moment: torch.Tensor) -> bool:
+        """Whether it may be a symmetric moment of more than one tile per group, which alone has something to save."""
+        square = moment.ndim == 3 and moment.shape[1] == moment.shape[2]
+        return moment.dtype == torch.float64 and square and moment.shape[1] > self._tile
+
     def _is_symmetric(self, moment: torch.Tensor) -> bool:
         """Whether storing the upper tiles loses nothing: compared as bits, tile by tile, so that NaN and -0 count."""
-        if moment.dtype != torch.float64 or moment.ndim != 3 or moment.shape[1] != moment.shape[2]:
-            return False
-        if moment.shape[1] <= self._tile:
-            return False  # one tile per group: nothing to save
         bits_GFF = moment.detach().view(torch.int64)
         for bits_FF in bits_GFF:
             for start, stop in self._tile_rows(moment.shape[1]):

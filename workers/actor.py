@@ -19,7 +19,7 @@ from ray.util import metrics
 from torch import Tensor
 
 from manifests.errors import LaminaError, LostInputError, WorkerError
-from pipeline.ports import Unit
+from pipeline.ports import ShardUnit, Unit
 from workers.config import WorkerConfig
 from workers.device_settings import settle_device
 from workers.hardware import describe_hardware, software_versions
@@ -100,13 +100,23 @@ class WorkerActor:
         except LaminaError as raised:
             error = raised
         except torch.OutOfMemoryError as raised:
-            error = WorkerError(f"{unit.key}: out of GPU memory; lower calibration.micro_batch ({raised})")
+            error = WorkerError(f"{unit.key}: out of GPU memory; {memory_advice(unit)} ({raised})")
         seconds = time.perf_counter() - started
         outcome = Outcome(result, error, seconds, self.worker.compute_seconds - computed, peak_bytes())
         self.meters.unit_done(unit, outcome)
         left, self.transfer.outbox = self.transfer.outbox, []
         count = handle_count(unit)
         return [outcome, *left, *[None] * (count - len(left))] if count else outcome
+
+
+def memory_advice(unit: Unit) -> str:
+    """What a unit that does not fit on the GPU is helped by."""
+    if isinstance(unit, ShardUnit):
+        return "lower calibration.micro_batch"
+    return (
+        "a solve holds one layer's moments and their factors whatever the micro-batch: give workers a whole GPU "
+        "(workers.gpus: 1) or one with more memory; `python -m pipeline.plan` says how much (worker_device_bytes)"
+    )
 
 
 def _ray_folder() -> str:

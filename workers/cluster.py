@@ -8,8 +8,10 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import ray
+import torch
 from ray._common.utils import get_system_memory
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
@@ -23,6 +25,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
+from pipeline.plan.rates import Rates, measured_rates
 
 LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 1.0  # how soon a signal is noticed
@@ -156,6 +159,18 @@ def _start_local(workers: Workers) -> None:
                     f"busy (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs) or short of memory; stop other "
                     "programs, or start Ray with `ray start --head` and give --address"
                 ) from error
+
+
+def probe_worker(workers: Workers, dtype: torch.dtype) -> Rates:
+    """What one worker of this size does in a second, measured where Ray places it."""
+
+    def measure() -> Rates:
+        device = torch.device("cuda" if workers.gpus else "cpu")
+        return measured_rates(device, dtype, workers.cpus, workers.max)
+
+    remote: Any = ray.remote(measure).options(num_cpus=workers.cpus, num_gpus=workers.gpus)
+    found: Rates = ray.get(remote.remote())
+    return found
 
 
 def machine_bytes() -> int:

@@ -5,8 +5,9 @@ Legend: F features, G groups, d = F / heads, b rows of a band.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,12 +88,12 @@ class LayerSums:
     def total(self, unit: Total) -> TotalDone:
         """Adds what all workers have given, and stores it, unless it exceeds its grid."""
         grid = Grid.unpacked(self.transfer.get(unit.grid))
-        total = self._added(get_all(self.transfer, unit.partials))
+        total = self._added(unit.partials)
         beyond_Gd = exceeding(total, grid)
         if bool(beyond_Gd.any()):
             return TotalDone(None, self.transfer.put(_wider(unit, grid, beyond_Gd).packed()))
-        moment_Gdd = whole_moment(total, grid)
-        return TotalDone(self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", moment_Gdd))
+        name = f"{unit.lineage}-{unit.moment.key}"
+        return TotalDone(self.statistics.write(unit.layer, name, whole_moment(total, grid), symmetric=True))
 
     def _begin(self, sums: Sums, moments: Iterable[Moment]) -> None:
         self.grids = {moment: Grid.unpacked(self.transfer.get(sums.grids[moment])) for moment in moments}
@@ -105,14 +106,15 @@ class LayerSums:
             self.bands[moment] = empty_bands(groups, width, self.device)
         add_rounded_moment_(self.bands[moment], values, grid, moment.heads)
 
-    def _added(self, parts: Iterable[Mapping[str, Tensor]]) -> Bands:
+    def _added(self, partials: tuple[Any, ...]) -> Bands:
+        """The sum of all parts: what one worker alone has summed as it is, not to be written to."""
         total: Bands = []
-        for part in parts:
+        for part in get_all(self.transfer, partials):
             bands = [part[name] for name in sorted(part)]
             if total:
                 add_bands_(total, [band_Gbd.to(self.device) for band_Gbd in bands])
             else:
-                total = [band_Gbd.to(self.device, copy=True) for band_Gbd in bands]
+                total = [band_Gbd.to(self.device, copy=len(partials) > 1) for band_Gbd in bands]
         return total
 
 

@@ -14,6 +14,12 @@ from pipeline.kernels.moments import head_moment
 # Eigenvalues below FLOOR x the largest are clipped before a root is inverted: the inverse stays below 1e5.
 FLOOR = 1e-10
 _JITTER = 1e-14
+# cuSOLVER refuses larger ones, and LAPACK's workspace leaves 32 bits at 32,700.
+LARGEST_EIGENPROBLEM = 25_000
+_SHIFTS, _LEAST_SHARE = 12, 20  # shifts that are tried; the smaller part holds a twentieth
+_SIGN_STEPS, _SIGN_TOLERANCE = 60, 1e-14
+_COUPLING = 1e-12  # between the parts, relative to the matrix
+_NOISE = 1e-13  # relative to the matrix
 
 
 def eigh_descending(moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +131,81 @@ def fix_signs(vectors: Tensor) -> Tensor:
     return torch.where(vectors.gather(-2, first) < 0, -vectors, vectors)
 
 
-def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+def _eigh(symmetric: Tensor, noise: float | None = None) -> tuple[Tensor, Tensor]:
+    """In one piece where a library's solver can take it; else split in two by the sign of A − σ I, until it can.
+
+    `noise`: what rounding leaves of a matrix that this one is a part of; σ I but for that is solved as it stands.
+    """
+    size = symmetric.shape[-1]
+    if size <= LARGEST_EIGENPROBLEM:
+        return _solved(symmetric)
+    if symmetric.ndim > 2:
+        pairs = [_eigh(matrix, noise) for matrix in symmetric.flatten(0, -3)]
+        values, vectors = (torch.stack(parts).unflatten(0, symmetric.shape[:-2]) for parts in zip(*pairs, strict=True))
+        return values, vectors
+    noise = _NOISE * float(torch.linalg.matrix_norm(symmetric)) if noise is None else noise
+    eye = torch.eye(size, dtype=symmetric.dtype, device=symmetric.device)
+    values = symmetric.diagonal()
+    if float(torch.linalg.matrix_norm(symmetric - values.mean() * eye)) <= noise:
+        values, order = values.sort()
+        return values, eye[:, order]
+    low, high = split_spectrum(symmetric)
+    found = [_eigh(_symmetric(basis.mT @ symmetric @ basis), noise) for basis in (low, high)]
+    values = torch.cat([part for part, _ in found])
+    return values, torch.cat([basis @ part for basis, (_, part) in zip((low, high), found, strict=True)], dim=1)
+
+
+def split_spectrum(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal bases of the eigenvectors below σ, and above, for a σ that leaves a share of them on either side.
+
+    The sign of A − σ I by Newton's iteration X ← (μ X + (μ X)⁻¹) / 2 with norm scaling (Higham, Functions of Matrices,
+    section 8.6); (I ± sign) / 2 project onto the two spaces, whose bases are QR factors of the projected columns of a
+    fixed random matrix. Products, inverses and QR alone: no solver's limit on the order. Raises ValueError where no σ
+    splits.
+    """
+    size = symmetric.shape[-1]
+    eye = torch.eye(size, dtype=symmetric.dtype, device=symmetric.device)
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randn(size, size, dtype=symmetric.dtype, generator=generator).to(symmetric.device)
+    scale = torch.linalg.matrix_norm(symmetric)
+    shift = symmetric.diagonal().median()
+    for _ in range(_SHIFTS):
+        try:
+            sign = _sign(symmetric - shift * eye)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # σ is an eigenvalue to the last bit
+            shift = shift + _COUPLING * scale
+            continue
+        above = round(float((size + sign.diagonal().sum()) / 2))
+        if size // _LEAST_SHARE <= above <= size - size // _LEAST_SHARE:
+            high, low = (
+                torch.linalg.qr(0.5 * (draw[:, :count] + turn * (sign @ draw[:, :count]))).Q
+                for turn, count in ((1, above), (-1, size - above))
+            )
+            if float(torch.linalg.matrix_norm(low.mT @ (symmetric @ high))) <= _COUPLING * float(scale):
+                return low, high
+        # Towards where most eigenvalues are: their mean on that side.
+        side = 0.5 * (eye + sign) if 2 * above > size else 0.5 * (eye - sign)
+        shift = (symmetric * side).sum() / side.diagonal().sum()
+    raise ValueError(f"moment of order {size}: none of {_SHIFTS} shifts splits its spectrum")
+
+
+def _sign(matrix: Tensor) -> Tensor:
+    for _ in range(_SIGN_STEPS):
+        inverse = torch.linalg.inv(matrix)
+        scale = (torch.linalg.matrix_norm(inverse) / torch.linalg.matrix_norm(matrix)).sqrt()
+        following = _symmetric(0.5 * (scale * matrix + inverse / scale))
+        moved = float(torch.linalg.matrix_norm(following - matrix) / torch.linalg.matrix_norm(following))
+        matrix = following
+        if moved < _SIGN_TOLERANCE:
+            break
+    return matrix
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return 0.5 * (matrix + matrix.mT)
+
+
+def _solved(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     """torch.linalg.eigh; a solver that fails is tried again on the CPU, then with a tiny relative jitter."""
     size = symmetric.shape[-1]
     mean = symmetric.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_rank
+from pipeline.kernels.selection import nth_largest
 from pipeline.kernels.spectra import eigh_descending, fix_signs
 
 _POLAR_RATIO = 1e-8
@@ -111,7 +112,7 @@ def threshold_cores(cores: Sequence[Tensor], count: int) -> list[Tensor]:
         require_finite("core", core)
     flat = torch.cat([core.detach().reshape(-1).abs() for core in cores])
     require_rank("count", count, flat.numel())
-    bound = torch.kthvalue(flat, flat.numel() - count + 1).values
+    bound = nth_largest(flat, count)
     keep, equal = flat > bound, flat == bound
     keep |= equal & (equal.cumsum(0) <= count - keep.sum())
     parts = torch.split(keep, [core.numel() for core in cores])

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.kernels.selection import nth_largest
+
 Ranks3 = tuple[int, int, int]
 
 GRID_PER_OCTAVE = 4  # thresholds of a size curve
@@ -224,7 +226,7 @@ def _kept_energy(blocks: Sequence[Tensor], count: int | None) -> float:
     flat = torch.cat(list(blocks))
     if count is None or count >= len(flat):
         return float(flat.sum(dtype=torch.float64))
-    bound = torch.kthvalue(flat, len(flat) - count + 1).values
+    bound = nth_largest(flat, count)
     over = flat[flat > bound]
     return float(over.sum(dtype=torch.float64)) + float(bound) * (count - len(over))
 

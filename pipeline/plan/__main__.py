@@ -4,57 +4,38 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from pipeline.console.arguments import add_manifest, parser, read_manifest, run_command
-
-if TYPE_CHECKING:
-    import torch
+from pipeline.console.arguments import add_address, add_manifest, parser, read_manifest, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = parser("plan", "Says what a job would read, hold, write and compute; computes nothing on the model.")
     add_manifest(options)
-    options.add_argument(
-        "--tflops", type=float, help="of one worker, for the estimated time; default: this machine, measured"
-    )
+    options.add_argument("--config", type=Path, metavar="FILE", help="a config.json to plan for, instead of the source")
+    rates = options.add_mutually_exclusive_group()
+    rates.add_argument("--gpu", help="a GPU whose rates are known, such as H200; default: this machine, measured")
+    rates.add_argument("--tflops", type=float, help="of one worker, all products alike")
+    rates.add_argument("--probe", action="store_true", help="measures a worker on the cluster, or on a local Ray")
+    add_address(options)
     options.add_argument("--json", action="store_true", help="print the plan as JSON")
     return run_command(_body, options.parse_args(argv))
 
 
 def _body(arguments: Any) -> int:
     manifest = read_manifest(arguments)
-    from pipeline.job.inputs import read_inputs  # takes seconds, which --help and a wrong manifest need not
-    from pipeline.plan.estimate import make_plan
+    from pipeline.job.planning import Asked, plan_report  # takes seconds, which --help and a wrong manifest need not
 
-    inputs = read_inputs(manifest, weights=False)
-    plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes).report()
-    rate = arguments.tflops or measured_tflops(inputs.dtype, manifest.workers.cpus)
-    flops = plan["forward_flops"] + plan["moment_flops"] + plan["solve_flops"]
-    plan |= {"tflops_per_worker": rate, "estimated_seconds": flops / (rate * 1e12 * plan["workers"])}
-    plan["remarks"] = list(inputs.remarks)
+    asked = Asked(arguments.gpu, arguments.tflops, arguments.probe, arguments.address, arguments.connect_timeout)
+    plan = plan_report(manifest, arguments.config, asked)
     if arguments.json:
         print(json.dumps(plan))
     else:
         _print(plan)
     return 0
-
-
-def measured_tflops(dtype: torch.dtype, threads: int, size: int = 512) -> float:
-    """10¹² floating-point operations a second in a square product on this machine's CPU."""
-    import torch
-
-    torch.set_num_threads(threads)
-    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    left @ right
-    started, products = time.perf_counter(), 0
-    while time.perf_counter() - started < 0.2:
-        left @ right
-        products += 1
-    return products * 2 * size**3 / (time.perf_counter() - started) / 1e12
 
 
 def _print(plan: Mapping[str, Any]) -> None:
@@ -63,7 +44,11 @@ def _print(plan: Mapping[str, Any]) -> None:
 
     table = Table(title="plan", show_header=False)
     for name, value in plan.items():
-        if name == "remarks":
+        if name in ("remarks", "rates"):
+            continue
+        if name == "phases":
+            for phase, seconds in value.items():
+                table.add_row(f"seconds, {phase}", f"{seconds:,.1f}")
             continue
         if name.endswith("_bytes") or name.endswith("bytes_per_layer"):
             shown = f"{value:,} ({value / 2**30:.3f} GiB)"

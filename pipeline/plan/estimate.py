@@ -16,6 +16,7 @@ from pipeline.families.family import Geometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
 from pipeline.methods.rounded_size import scope_numbers
+from pipeline.plan.work import forward_flops, moment_width, point_features, solve_work
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
@@ -95,25 +96,14 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         forward_flops=passes
         * geometry.num_layers
         * tokens
-        * _forward_flops(geometry, calibration.sequence_length if calibration else 0),
+        * forward_flops(geometry, calibration.sequence_length if calibration else 0),
         moment_flops=float(
             tokens * sum(_moment_flops(moment, geometry) for layer in claimed for moment in layer_moments(tasks, layer))
         ),
-        solve_flops=float(
-            sum(_solve_flops(moment, geometry) for layer in claimed for moment in layer_moments(tasks, layer))
-        ),
+        solve_flops=sum(solve_work(task, geometry).flops for task in tasks),
         calibration_tokens=tokens,
         workers=workers,
     )
-
-
-def point_features(point: str, geometry: Geometry) -> int:
-    """Numbers per token that pass a point of the layer."""
-    role, _, side = point.rpartition(".")
-    if role in ("attention", "mlp"):
-        return geometry.hidden
-    rows, columns = geometry.weight_shape(role)[0], geometry.weight_shape(role)[-1]
-    return columns if side == "in" else rows
 
 
 def moment_bytes(moment: Moment, geometry: Geometry) -> int:
@@ -158,19 +148,6 @@ def _worker_peak(
     return PROCESS_BYTES + DEVICE_PROCESS_BYTES + held + layer + statistics, computing
 
 
-def _forward_flops(geometry: Geometry, sequence: int) -> float:
-    """Per token and layer: two for every weight, and attention over half the sequence on average."""
-    return 2.0 * geometry.layer_numbers() + 2.0 * sequence * geometry.heads * geometry.head_dim
-
-
 def _moment_flops(moment: Moment, geometry: Geometry) -> float:
-    width = point_features(moment.point, geometry) // moment.heads
+    width = moment_width(moment, geometry)
     return 0.0 if moment.kind == "sample" else 2.0 * moment.heads * width * width
-
-
-def _solve_flops(moment: Moment, geometry: Geometry) -> float:
-    """About 10 n³ for an eigendecomposition, or a factorisation with an elimination."""
-    width = point_features(moment.point, geometry) // moment.heads
-    if moment.kind == "sample":
-        return 2.0 * moment.tokens * geometry.intermediate * (geometry.intermediate + 2 * geometry.hidden)
-    return 10.0 * moment.groups * width**3

@@ -275,3 +275,46 @@ def test_dropped_share_is_the_error_of_a_cut(rank: int) -> None:
 def test_dropped_share_counts_all_heads_together() -> None:
     assert dropped_share(torch.tensor([[6.0, 1.0], [2.0, 1.0]]), 1) == 0.2
     assert dropped_share(torch.zeros(2, 3), 1) == 0.0
+
+
+@pytest.mark.parametrize("spectrum", ["even", "decaying", "deficient", "twins"])
+def test_problems_beyond_a_solver_s_limit_are_split(spectrum: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of 20 stands for cuSOLVER's 25,000: the same eigenvalues, orthonormal vectors, the same matrix."""
+    size = 64
+    values = {
+        "even": torch.linspace(1, 2, size),
+        "decaying": 0.8 ** torch.arange(size),
+        "deficient": torch.cat((torch.zeros(20), torch.linspace(0.1, 5, size - 20))),
+        "twins": torch.linspace(1, 4, size // 2).repeat(2),
+    }[spectrum].double()
+    vectors = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(1)).double()).Q
+    matrix = (vectors * values) @ vectors.T
+    expected, _ = spectra.eigh_descending(matrix)
+    monkeypatch.setattr(spectra, "LARGEST_EIGENPROBLEM", 20)
+    monkeypatch.setattr(spectra, "_solved", solved := _Sizes())
+    found, basis = spectra.eigh_descending(matrix)
+    assert max(solved.sizes) <= 20 < sum(solved.sizes)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * float(values.max()))
+    torch.testing.assert_close(basis.T @ basis, torch.eye(size).double(), rtol=0, atol=1e-11)
+    torch.testing.assert_close((basis * found) @ basis.T, matrix, rtol=0, atol=1e-11 * float(values.max()))
+    stacked, _ = spectra.eigh_descending(torch.stack((matrix, 2 * matrix)))
+    torch.testing.assert_close(stacked[1], 2 * found)
+
+
+def test_a_spectrum_of_one_value_is_solved_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spectra, "LARGEST_EIGENPROBLEM", 4)
+    values, vectors = spectra.eigh_descending(3 * torch.eye(8).double())
+    assert values.tolist() == [3.0] * 8
+    assert torch.equal(vectors.T @ vectors, torch.eye(8).double())
+
+
+class _Sizes:
+    """The library's solver, noting what it is given."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.solver = spectra._solved
+
+    def __call__(self, symmetric: Tensor) -> tuple[Tensor, Tensor]:
+        self.sizes.append(symmetric.shape[-1])
+        return self.solver(symmetric)

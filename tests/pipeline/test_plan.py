@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan.__main__ import main, measured_tflops
-from pipeline.plan.estimate import PROCESS_BYTES, Plan, make_plan, moment_bytes, point_features
+from pipeline.plan.__main__ import main
+from pipeline.plan.estimate import PROCESS_BYTES, Plan, make_plan, moment_bytes
+from pipeline.plan.rates import measured_rates
+from pipeline.plan.work import point_features
 from tests.pipeline.geometries import llama, manifest, other
 
 TEXT = {"files": ["text.txt"]}
@@ -50,7 +53,8 @@ def test_a_small_job_by_hand() -> None:
     assert plan.read_bytes == 3 * 6 * LAYER * 2 + 2 * (MODEL - 6 * LAYER) * 2 + 2 * (MODEL + plan.expected_numbers)
     assert plan.forward_flops == 3 * 6 * 320 * (2 * LAYER + 2 * 32 * 64)
     assert plan.moment_flops == 6 * 320 * (2 * 4 * 16 * 16 + 2 * 80 * 80)
-    assert plan.solve_flops == 6 * 10 * (2 * 16**3 + 80**3)
+    # Heads by their eigenvectors; of the MLP's 80 channels a quarter goes, one after another.
+    assert plan.solve_flops == 6 * (10 * 2 * 16**3 + 80**3 + 3 * 20 * 80**2 + 2 * 48 * 80 * (80 + 20))
     statistics = plan.statistics_bytes_per_layer
     assert plan.run_dir_bytes == 2 * plan.activation_bytes + statistics + 320 * 4 + plan.output_bytes
     streaming = 2 * LAYER * 2 + 2 * statistics + 2 * 32 * (6 * 48 + 3 * 80 + 4 * 64) * 4
@@ -183,9 +187,9 @@ def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixt
     path.write_text(json.dumps(document), encoding="utf-8")
     assert main([str(path), "--json", "--tflops", "0.5"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["tflops_per_worker"] == 0.5
-    flops = found["forward_flops"] + found["moment_flops"] + found["solve_flops"]
-    assert found["estimated_seconds"] == pytest.approx(flops / 0.5e12)
+    assert found["rates"]["products"] == found["rates"]["double"] == 0.5e12
+    assert list(found["phases"]) == ["start", "importance", "statistics", "reduce", "solve", "propagate", "assemble"]
+    assert found["estimated_seconds"] == pytest.approx(sum(found["phases"].values()))
     assert found["layers"] == 3
     assert main([str(path), "--tflops", "1"]) == 0
     shown = capsys.readouterr().out
@@ -196,5 +200,42 @@ def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixt
     assert "reachable is" in capsys.readouterr().err
 
 
-def test_speed_is_measured_on_this_machine() -> None:
-    assert measured_tflops(torch.float32, 1, size=64) > 0
+def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No source is there; a GPU's rates come from the table, and what is too large is said."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **LLAMA_70B}), encoding="utf-8")
+    document = {
+        "version": 1,
+        "model": {"source": "nowhere"},
+        "output": str(tmp_path / "out"),
+        "run_dir": str(tmp_path / "run"),
+        "budget": {"keep": 0.8},
+        "calibration": {
+            **calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1),
+            "propagate": "dense",
+        },
+        "methods": [{"method": "flat_llm"}],
+        "workers": {"max": 8, "gpus": 1},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    command = [str(path), "--config", str(config), "--gpu", "H200", "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dense_numbers"] == 68_976_648_192
+    assert found["rates"]["products"] == 500e12
+    assert 60 < found["estimated_seconds"] < 600
+    assert any("does not fit: run_dir takes" in remark for remark in found["remarks"]) == (
+        found["run_dir_bytes"] > shutil.disk_usage(tmp_path).free
+    )
+    assert main([*command, "--set", "calibration.micro_batch=64"]) == 0
+    assert "does not fit: a worker needs" in json.loads(capsys.readouterr().out)["remarks"][0]
+    assert main([str(path), "--config", str(tmp_path / "none.json")]) == 2
+    assert "--config: " in capsys.readouterr().err
+    assert main([str(path), "--config", str(config), "--gpu", "RTX"]) == 2
+    assert "--gpu: 'RTX' is none, or several" in capsys.readouterr().err
+
+
+def test_rates_are_measured_on_this_machine() -> None:
+    found = measured_rates(torch.device("cpu"), torch.float32, 1)
+    assert min(found.products, found.double, found.memory, found.link) > 1e6

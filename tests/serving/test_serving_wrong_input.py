@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Cache
+from transformers import AutoModelForCausalLM, Cache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
+from tests.serving import serving_factors as kinds
+from tests.serving.serving_factors import factored
 from tests.serving.test_serving_loading import write_checkpoint
 
 AUTO: Any = AutoModelForCausalLM
@@ -168,3 +170,20 @@ def test_a_quantised_cache_that_cannot_hold_the_widths(whole: Path) -> None:
         model.generate(ids_BT, past_key_values=cache(12), max_new_tokens=3)
     options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(ids_BT, past_key_values=cache(3), **options), model.generate(ids_BT, **options))
+
+
+@torch.no_grad()
+def test_a_static_cache_that_was_allocated_too_early() -> None:
+    """transformers allocates heads of `head_dim`; dense layers fit, narrower values and latents say what to do."""
+    ids = torch.arange(4, 12)[None]
+    for kind in (kinds.latent_both, kinds.latent_keys_narrow_values, kinds.low_rank_in_bases, kinds.dense):
+        model, _ = factored("llama-gqa", kind, 0.5)
+        shape, config = model.config.layer_shape(0), model.config
+        cache = StaticCache(config=config, max_cache_len=16)
+        cache.early_initialization(1, shape.num_key_value_heads, shape.head_dim, torch.float32, torch.device("cpu"))
+        if kind is kinds.dense:
+            lazy = model(ids, past_key_values=StaticCache(config=config, max_cache_len=16)).logits
+            torch.testing.assert_close(model(ids, past_key_values=cache).logits, lazy)
+            continue
+        with pytest.raises(ValueError, match=r"layer 0: a static cache .* cannot hold .* leave out early_init"):
+            model(ids, past_key_values=cache)

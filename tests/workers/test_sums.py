@@ -17,6 +17,7 @@ from pipeline.kernels.exact_sums import BAND
 from pipeline.methods.method import Moment
 from pipeline.ports import Forward
 from pipeline.sum_units import ChooseGrids, Sums, Total
+from stores.statistics import StatisticsStore
 from tests.workers.bench import collect, make_setup, make_worker, rewrite, save_source
 from workers.config import WorkerConfig
 from workers.worker import Worker
@@ -175,3 +176,20 @@ def test_values_that_are_none_name_their_layer_and_point(llama: Path, tmp_path: 
     unit = ChooseGrids(Forward("dense", 0, 0, moments=(Moment("down.in"),), emit=False))
     with pytest.raises(NumericsError, match=r"layer 0: activations at down\.in: "):
         worker.execute(unit)
+
+
+def test_a_total_is_symmetric_to_the_bit_and_stored_by_its_upper_tiles(setup: WorkerConfig) -> None:
+    worker = make_worker(setup)
+    worker.statistics = worker.sums.statistics = StatisticsStore(setup.run_dir / "tiles.zarr", tile=16)
+    made = units(worker)
+    for unit in made:
+        worker.execute(unit)
+    part = collect(worker, made[0], POINTS)
+    before = {moment: [band.clone() for band in part.partials[moment].values()] for moment in POINTS}
+    for moment, total in totals(worker, [part], made).items():
+        assert torch.equal(total, total.transpose(1, 2))
+        again = worker.statistics.write(0, "again", total)
+        assert again["symmetric"] == (total.shape[1] > 16)
+        found = worker.execute(Total("dense", 0, moment, made[0].sums.grids[moment], (part.partials[moment],))).record  # type: ignore[union-attr]
+        assert (found["symmetric"], found["checksums"]) == (again["symmetric"], again["checksums"])
+        assert all(torch.equal(*pair) for pair in zip(part.partials[moment].values(), before[moment], strict=True))

@@ -52,6 +52,7 @@ from tools.benchmarks.jobs import end_on_sigterm, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
 from workers.block import Block
 from workers.config import WorkerConfig
+from workers.hardware import describe_hardware
 from workers.memory import map_large_tensors
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
@@ -154,6 +155,8 @@ class LocalPool:
     def __init__(self, setup: WorkerConfig, *_: Any) -> None:
         torch.set_num_threads(setup.threads)
         self.worker = Worker(setup, LocalTransfer())
+        self.hardware = describe_hardware(self.worker.device)
+        self.trace: Callable[[dict[str, Any]], None] = lambda _: None
         self.waiting: deque[Unit] = deque()
         self.seconds: dict[str, list[float]] = {}
         self.peak_bytes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Attention over a cache whose keys are made when they are read, so many cached tokens at a time.
+"""Attention over a cache whose keys are made when they are read, so many tokens at a time; caches that cannot be.
 
 B batch, T tokens of this call, S cached tokens, H query heads, G key/value heads, d head_dim, w width of a value head.
 """
@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, StaticLayer
 
 SMALLEST = torch.finfo(torch.float32).min  # not -inf: a block with every token masked stays a number
 
@@ -63,3 +64,32 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return scores.masked_fill(~mask, SMALLEST)
     return (scores + mask).clamp(min=SMALLEST)
+
+
+def check_groups(cache: Cache, layer_idx: int, key_BGTd: Tensor, value_BGTw: Tensor) -> None:
+    """Raises ValueError for a quantised cache whose groups do not divide a token's numbers: it would fail later."""
+    layers = getattr(cache, "layers", ())
+    group = getattr(layers[layer_idx], "q_group_size", None) if layer_idx < len(layers) else None
+    for name, x_BGTw in (("keys", key_BGTd), ("values", value_BGTw)):
+        if group and (numbers := x_BGTw.shape[1] * x_BGTw.shape[3]) % group:
+            raise ValueError(
+                f"layer {layer_idx}: a quantised cache in groups of {group} cannot hold {name} of {numbers} "
+                "numbers a token; choose a q_group_size that divides them, or compress with "
+                "budget: {multiple: 64}, or use another cache"
+            )
+
+
+def check_room(cache: Cache, layer_idx: int, key_BGTd: Tensor, value_BGTw: Tensor) -> None:
+    """Raises ValueError for a static cache allocated for heads of the source, as by `early_initialization`."""
+    layers = getattr(cache, "layers", ())
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    if not isinstance(layer, StaticLayer) or layer.keys is None or layer.values is None:
+        return
+    for name, held, x_BGTw in (("keys", layer.keys, key_BGTd), ("values", layer.values, value_BGTw)):
+        room, given = ((x.shape[1], x.shape[3]) for x in (held, x_BGTw))
+        if room != given:
+            raise ValueError(
+                f"layer {layer_idx}: a static cache with room for {room[0]} heads of {room[1]} {name} cannot hold "
+                f"{given[0]} of {given[1]}; leave out early_initialization, and the first update allocates what the "
+                "layer's forms need"
+            )

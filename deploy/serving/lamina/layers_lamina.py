@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .block_lamina import ATTENTION_ROLES, LINEAR_ROLES, attention_path
 from .configuration_lamina import LaminaConfig
-from .latent_attention_lamina import attend_in_blocks
+from .latent_attention_lamina import attend_in_blocks, check_groups, check_room
 from .rotary_lamina import Angles, rotate, rotate_once
 
 
@@ -271,28 +271,18 @@ class LaminaAttention(_Roles, nn.Module):
 
     def _update(self, cache: Cache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All cached keys and values. Static caches take the number of heads from the keys, so it must be common."""
-        self._check_groups(cache, key, value)
+        check_groups(cache, self.layer_idx, key, value)
         if not self._latent:
+            check_room(cache, self.layer_idx, key, value)
             return cache.update(key, value, self.layer_idx)
         widths = {"k": self.head_dim, "v": self.value_dim}
         key, value = (x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (key, value))
+        check_room(cache, self.layer_idx, key, value)
         key, value = (
             x if role in self._latent else x.squeeze(1).unflatten(-1, (-1, widths[role])).transpose(1, 2)
             for role, x in zip(widths, cache.update(key, value, self.layer_idx), strict=True)
         )
         return key, value
-
-    def _check_groups(self, cache: Cache, *states: Tensor) -> None:
-        """Refuses a quantised cache whose groups do not divide a token's numbers: it would fail at some lengths."""
-        layers = getattr(cache, "layers", ())
-        group = getattr(layers[self.layer_idx], "q_group_size", None) if self.layer_idx < len(layers) else None
-        for name, x_BGTw in zip(("keys", "values"), states, strict=True):
-            if group and (numbers := x_BGTw.shape[1] * x_BGTw.shape[3]) % group:
-                raise ValueError(
-                    f"layer {self.layer_idx}: a quantised cache in groups of {group} cannot hold {name} of {numbers} "
-                    "numbers a token; choose a q_group_size that divides them, or compress with "
-                    "budget: {multiple: 64}, or use another cache"
-                )
 
     def _padding(self, num_queries: int) -> int:
         """Zeros to add to each value head (or, negative, to query and key heads) for the kernel, never for the cache.

@@ -1,0 +1,123 @@
+"""What `python -m pipeline.plan` says: bytes and operations, seconds by phase, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import InputError
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.job.inputs import read_inputs
+from pipeline.methods.method import Task
+from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients, layers_of
+from pipeline.plan.estimate import make_plan
+from pipeline.plan.phases import Pass, phase_seconds
+from pipeline.plan.rates import Rates, measured_rates, rates_of
+from pipeline.plan.work import layer_work
+from pipeline.samples import gradient_samples
+from workers.cluster import connect, probe_worker
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Where rates come from: a GPU by name, one figure for all products, a worker that is measured, or this machine."""
+
+    gpu: str | None = None
+    tflops: float | None = None
+    probe: bool = False
+    address: str | None = None
+    connect_timeout_s: float = 30.0
+
+
+def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[str, Any]:
+    """As JSON. With `config`, from that file alone: no source is looked at. Raises InputError."""
+    if config is None:
+        inputs = read_inputs(manifest, weights=False)
+        geometry, tasks, dtype, remarks = inputs.geometry, inputs.tasks, inputs.dtype, list(inputs.remarks)
+        source_bytes = inputs.source_bytes
+    else:
+        geometry, dtype = _of_config(config)
+        tasks, remarks = claim_tasks(build_methods(manifest), geometry), []
+        source_bytes = geometry.model_numbers() * dtype.itemsize
+    plan = make_plan(manifest, geometry, tasks, dtype.itemsize, source_bytes)
+    rates = _rates(manifest, dtype, asked)
+    tokens = _gradient_tokens(manifest, geometry, tasks)
+    kept = plan.expected_numbers / plan.dense_numbers
+    phases = phase_seconds(
+        layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept), rates, _pass(manifest, plan.layers)
+    )
+    report = plan.report() | {"rates": rates.report(), "phases": phases, "estimated_seconds": sum(phases.values())}
+    return report | {"remarks": remarks + _what_does_not_fit(manifest, report, asked)}
+
+
+def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--config: {path} is no config.json that can be read: {error}") from error
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), None)
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(f"--config: {path}: its dtype is none of torch's")
+    return replace(geometry_of(standard_config(config)), bits=8 * dtype.itemsize), dtype
+
+
+def _rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:
+    workers = manifest.workers
+    if asked.gpu is not None:
+        try:
+            return rates_of(asked.gpu)
+        except ValueError as error:
+            raise InputError(f"--gpu: {error}") from error
+    if asked.probe:
+        connect(asked.address, workers, asked.connect_timeout_s, threading.Event().is_set)
+        return probe_worker(workers, dtype)
+    measured = measured_rates(torch.device("cpu"), dtype, workers.cpus, workers.max)
+    if asked.tflops is None:
+        return measured
+    return replace(measured, products=asked.tflops * 1e12, double=asked.tflops * 1e12)
+
+
+def _pass(manifest: Manifest, layers: int) -> Pass:
+    calibration = manifest.calibration
+    compressed = calibration is not None and calibration.propagate == "compressed"
+    importance = any(
+        getattr(entry, "allocation", None) == "importance" and not getattr(entry, "ranks", None)
+        for entry in manifest.methods
+    )
+    shards = calibration.shards if calibration else layers
+    return Pass(layers, shards, min(manifest.workers.max, shards), importance and compressed, compressed, offload=True)
+
+
+def _gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: tuple[Task, ...]) -> int:
+    calibration = manifest.calibration
+    if calibration is None or not any(layer_gradients(tasks, layer) for layer in layers_of(tasks)):
+        return 0
+    asked, length = calibration.gradient.samples, calibration.sequence_length
+    return gradient_samples(asked, calibration.samples, length, geometry.hidden) * length
+
+
+def _what_does_not_fit(manifest: Manifest, plan: dict[str, Any], asked: Asked) -> list[str]:
+    """Here, or on the GPU that was named; what another node has is not known."""
+    found = []
+    if asked.gpu is not None and plan["worker_device_bytes"] > plan["rates"]["device_bytes"]:
+        found.append(
+            f"does not fit: a worker needs {plan['worker_device_bytes'] / 1e9:.0f} GB of its GPU, which has "
+            f"{plan['rates']['device_bytes'] / 1e9:.0f}; lower calibration.micro_batch, or take a larger one"
+        )
+    for name, needed in (("output", plan["output_bytes"]), ("run_dir", plan["run_dir_bytes"])):
+        place = Path(getattr(manifest, name))
+        if "://" in str(place):
+            continue
+        nearest = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(nearest).free
+        if needed > free:
+            found.append(f"does not fit: {name} takes {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} are free at {nearest}")
+    return found

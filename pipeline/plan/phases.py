@@ -1,0 +1,108 @@
+"""Seconds by phase, in closed form: what `plan` says. docs/plan.md holds the arithmetic; the simulator checks it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.plan.rates import Rates
+from pipeline.plan.work import LayerWork, SolveWork
+
+START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
+BYTES_OF_READING = 2  # a shard's hidden states go in and out
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How a job goes through its layers.
+
+    Attributes:
+        importance: a pass of its own before the walk (`propagate: compressed` with ranks by importance).
+        compressed: whether layers go on with the compressed one's outputs.
+        offload: whether hidden states leave the device between layers.
+        cached: whether the moments of a dense pass are still in the nodes' memory (page cache) when they are solved.
+    """
+
+    layers: int
+    shards: int
+    workers: int
+    importance: bool
+    compressed: bool
+    offload: bool = False
+    cached: bool = False
+
+    @property
+    def rounds(self) -> float:
+        """How often each worker does a shard, as a multiple of its even part of the tokens."""
+        return math.ceil(self.shards / self.workers) / self.shards
+
+    def nodes(self, rates: Rates) -> int:
+        """That the workers fill."""
+        return math.ceil(self.workers / rates.workers_per_node)
+
+
+def forward_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """A whole forward pass of all tokens on one worker; hidden states are copied meanwhile."""
+    copied = BYTES_OF_READING * work.hidden_bytes / rates.link if way.offload else 0.0
+    return max(work.forward_flops / rates.products, copied)
+
+
+def statistics_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """The moments of all tokens on one worker, with the part of the forward pass that they need."""
+    moments = work.moment_flops / rates.products + work.added_bytes / rates.memory
+    if way.compressed:
+        return work.statistics_flops / rates.products + moments
+    return forward_seconds(work, rates, way) + moments + work.cosine_bytes / rates.memory
+
+
+def solve_seconds(solve: SolveWork, rates: Rates) -> float:
+    """One task on one worker."""
+    return solve.flops / rates.double + solve.steps * rates.step_s
+
+
+def give_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """A layer's sums to the owners of their bands: over the worker's link, and between nodes over the network."""
+    if way.workers == 1:
+        return 0.0
+    nodes = way.nodes(rates)
+    abroad = work.moment_bytes * min(way.workers, rates.workers_per_node) * (1 - 1 / nodes) / rates.network
+    return max(2 * work.moment_bytes * (1 - 1 / way.workers) / rates.link, abroad)
+
+
+def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
+    """Phase -> seconds of the whole job, in the order in which they come."""
+    nodes, layers = way.nodes(rates), way.layers
+    reading = work.weight_bytes / rates.disk  # each node reads each layer
+    forward = max(forward_seconds(work, rates, way) * way.rounds, reading)
+    statistics = max(statistics_seconds(work, rates, way) * way.rounds, reading)
+    solves = [solve_seconds(solve, rates) for solve in work.solves]
+    giving, storing = give_seconds(work, rates, way), work.moment_bytes / nodes / rates.disk
+    writing = work.written_bytes / nodes / rates.disk
+    found = {"start": START_SECONDS}
+    if way.compressed:
+        cosine = work.cosine_bytes / rates.memory * way.rounds
+        if way.importance:
+            found["importance"] = layers * (forward + cosine)
+        found["statistics"] = layers * statistics
+        found["reduce"] = layers * giving
+        found["solve"] = layers * _spread(solves, way.workers)
+        found["propagate"] = layers * max(forward, storing + writing)
+    else:
+        # Sums are given away, and stored, while the next layer is computed.
+        found["statistics"] = layers * max(statistics, giving, storing)
+        every = [seconds for seconds in solves for _ in range(layers)]
+        found["solve"] = max(_spread(every, way.workers), layers * ((0.0 if way.cached else storing) + writing))
+    if work.gradient_flops:
+        found["gradient"] = layers * max(work.gradient_flops / rates.products * way.rounds, reading)
+    found["assemble"] = work.written_bytes / rates.disk
+    return found
+
+
+def _spread(seconds: Sequence[float], workers: int) -> float:
+    """The longest first, each to whoever is done first."""
+    busy = [0.0] * workers
+    for amount in sorted(seconds, reverse=True):
+        first = busy.index(min(busy))
+        busy[first] += amount
+    return max(busy)

@@ -1,0 +1,121 @@
+"""What a worker and its node do in a second: the table of GPUs, and this machine measured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+TERA, GIGA = 1e12, 1e9
+PROBE_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations and bytes a second.
+
+    Attributes:
+        products: floating-point operations in products of the checkpoint's dtype.
+        double: of them in float64.
+        memory: bytes that a worker's device memory moves, as far as elementwise kernels get.
+        link: bytes between host and device, pinned.
+        network: bytes that leave a node.
+        disk: bytes that a node reads or writes.
+        step_s: seconds of one removal of an elimination that no product hides (launches of kernels).
+        workers_per_node: workers that share a node's network and disk.
+        device_bytes: of a worker's device, where it is known.
+    """
+
+    products: float
+    double: float
+    memory: float
+    link: float
+    network: float
+    disk: float
+    step_s: float
+    workers_per_node: int
+    device_bytes: float = float("inf")
+
+    def report(self) -> dict[str, float]:
+        """As JSON, which has no infinity."""
+        return {name: value for name, value in asdict(self).items() if value != float("inf")}
+
+
+_H200 = Rates(
+    products=500 * TERA,
+    double=60 * TERA,
+    memory=0.7 * 4.8 * TERA,
+    link=40 * GIGA,
+    network=25 * GIGA,
+    disk=5 * GIGA,
+    step_s=1e-4,
+    workers_per_node=8,
+    device_bytes=141 * GIGA,
+)
+# By the names that `torch.cuda.get_device_name` gives: about half of the published peak of dense products.
+GPUS: dict[str, Rates] = {
+    "NVIDIA H200": _H200,
+    "NVIDIA H100 80GB HBM3": replace(_H200, memory=0.7 * 3.35 * TERA, device_bytes=80 * GIGA),
+    "NVIDIA A100-SXM4-80GB": replace(
+        _H200, products=160 * TERA, double=15 * TERA, memory=0.7 * 2.0 * TERA, link=20 * GIGA, device_bytes=80 * GIGA
+    ),
+}
+
+
+def rates_of(gpu: str) -> Rates:
+    """Of a GPU by name, or by a part of it that fits one. Raises ValueError, naming the GPUs that are known."""
+    fitting = [name for name in GPUS if gpu.lower() in name.lower()]
+    if len(fitting) != 1:
+        raise ValueError(f"{gpu!r} is none, or several, of the GPUs whose rates are known: {', '.join(GPUS)}")
+    return GPUS[fitting[0]]
+
+
+def measured_rates(device: torch.device, dtype: torch.dtype, threads: int, workers_per_node: int = 1) -> Rates:
+    """Of this process: products, float64 and memory, a fraction of a second each; network and disk are assumed.
+
+    On a CPU there is no link to cross: copies go at memory's rate.
+    """
+    import torch
+
+    if device.type == "cpu":
+        torch.set_num_threads(threads)
+    size = 4096 if device.type == "cuda" else 512
+    products, double = (_product_rate(device, kind, size) for kind in (dtype, torch.float64))
+    source = torch.zeros(32 * size * 512, dtype=torch.uint8, device=device)
+    copies, seconds = _repeated(lambda: source.clone(), device)
+    memory = 2 * source.numel() * copies / seconds
+    link = memory
+    if device.type == "cuda":
+        pinned = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
+        copies, seconds = _repeated(lambda: source.copy_(pinned, non_blocking=True), device)
+        link = source.numel() * copies / seconds
+    step_s = 1e-4 if device.type == "cuda" else 5e-5
+    return Rates(products, double, memory, link, 1.25 * GIGA, 1 * GIGA, step_s, workers_per_node)
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    import torch
+
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    count, seconds = _repeated(lambda: left @ right, device)
+    return count * 2 * size**3 / seconds
+
+
+def _repeated(call: object, device: torch.device) -> tuple[int, float]:
+    import torch
+
+    assert callable(call)
+    call()  # the first one loads libraries
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started, count = time.perf_counter(), 0
+    while True:
+        call()
+        count += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if (seconds := time.perf_counter() - started) >= PROBE_SECONDS:
+            return count, seconds

@@ -1,0 +1,273 @@
+"""A job on a clock: units on workers, transfers on nodes, failures. docs/plan.md.
+
+A worker does one unit at a time; a node's disk, network and each worker's link serve one transfer at a time, in the
+order in which they come. Nothing is computed and nothing is waited for: a job of hours takes a second.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.plan.phases import (
+    START_SECONDS,
+    Pass,
+    forward_seconds,
+    give_seconds,
+    solve_seconds,
+    statistics_seconds,
+)
+from pipeline.plan.rates import Rates
+from pipeline.plan.work import LayerWork
+
+WORKER = "worker"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Something that takes time, once all of `after` are done.
+
+    Attributes:
+        on: WORKER, or the name of what transfers, such as `disk 0`.
+        shard: a worker goes on with the shards that it holds; None: anybody's.
+        summed: what a forward unit adds to; lost with its worker until the unit of this name is done.
+    """
+
+    name: str
+    kind: str
+    seconds: float
+    after: tuple[str, ...] = ()
+    on: str = WORKER
+    shard: int | None = None
+    summed: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker that is gone at `at` seconds, and there again `away` seconds later."""
+
+    at: float
+    worker: int
+    away: float = START_SECONDS
+
+
+@dataclass
+class Simulated:
+    """What came of it: seconds in all, of workers by kind of unit, and of transfers by where."""
+
+    seconds: float = 0.0
+    workers: int = 1
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    transfers: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    done_again: int = 0
+
+    @property
+    def idle_share(self) -> float:
+        """Of the workers' time after the start."""
+        return 1.0 - sum(self.busy.values()) / (self.workers * self.seconds) if self.seconds else 0.0
+
+
+def simulate(units: Sequence[Unit], workers: int, failures: Sequence[Failure] = ()) -> Simulated:
+    """Runs the units. Raises ValueError where they wait for one another, or for what there is not."""
+    return _Run(units, workers, failures).result
+
+
+class _Run:
+    def __init__(self, units: Sequence[Unit], workers: int, failures: Sequence[Failure]) -> None:
+        self.units = {unit.name: unit for unit in units}
+        self.order = {name: place for place, name in enumerate(self.units)}
+        self.waits = {unit.name: {name for name in unit.after if name != unit.name} for unit in units}
+        self.readers: dict[str, list[str]] = defaultdict(list)
+        for unit in units:
+            for name in unit.after:
+                self.readers[name].append(unit.name)
+        self.ready: list[tuple[int, str]] = []
+        self.queues: dict[str, deque[str]] = defaultdict(deque)
+        self.serving: set[str] = set()
+        self.holder: dict[int, int] = {}  # shard -> worker
+        self.held: dict[int, int] = dict.fromkeys(range(workers), 0)
+        self.running: dict[int, tuple[str, float]] = {}
+        self.idle = set(range(workers))
+        self.sums: dict[int, set[str]] = defaultdict(set)
+        self.done: set[str] = set()
+        self.events: list[tuple[float, int, str, int | str]] = []
+        self.result = Simulated(workers=workers)
+        self._go(failures)
+
+    def _go(self, failures: Sequence[Failure]) -> None:
+        for failure in failures:
+            heapq.heappush(self.events, (failure.at, 0, "fail", failure.worker))
+            heapq.heappush(self.events, (failure.at + failure.away, 1, "join", failure.worker))
+        for name, waits in self.waits.items():
+            if not waits:
+                self._release(name)
+        self._start(0.0)
+        while self.events and len(self.done) < len(self.units):
+            now, _, what, which = heapq.heappop(self.events)
+            if what == "fail":
+                self._fail(int(which))
+            elif what == "join":
+                self.idle.add(int(which))
+            elif what == "worker":
+                self._finish_worker(int(which), now)
+            else:
+                self.serving.discard(str(which))
+                self._finish(self.queues[str(which)].popleft(), now)
+            self._start(now)
+        if missing := self.units.keys() - self.done:
+            raise ValueError(f"{len(missing)} units wait for ever, such as {min(missing, key=self.order.__getitem__)}")
+
+    def _release(self, name: str) -> None:
+        unit = self.units[name]
+        if unit.on == WORKER:
+            insort(self.ready, (self.order[name], name))
+        else:
+            self.queues[unit.on].append(name)
+
+    def _start(self, now: float) -> None:
+        for place, queue in self.queues.items():
+            if queue and place not in self.serving:
+                self.serving.add(place)
+                seconds = self.units[queue[0]].seconds
+                self.result.transfers[place] += seconds
+                heapq.heappush(self.events, (now + seconds, 2, "transfer", place))
+        for worker in sorted(self.idle):
+            if (name := self._choose(worker)) is not None:
+                unit = self.units[name]
+                self.idle.discard(worker)
+                if unit.shard is not None:
+                    if unit.shard in self.holder:
+                        self.held[self.holder[unit.shard]] -= 1
+                    self.holder[unit.shard] = worker
+                    self.held[worker] += 1
+                self.running[worker] = (name, now + unit.seconds)
+                heapq.heappush(self.events, (now + unit.seconds, 2, "worker", worker))
+
+    def _choose(self, worker: int) -> str | None:
+        """As the pool does: a unit of its own shards or of none; of a shard nobody holds; of one who holds more."""
+        chosen = None
+        for place, (_, name) in enumerate(self.ready):
+            shard = self.units[name].shard
+            holder = worker if shard is None else self.holder.get(shard)
+            if holder == worker:
+                chosen = place
+                break
+            more = holder is not None and self.held[holder] > self.held[worker] + 1
+            if chosen is None and (holder is None or more):
+                chosen = place
+        return None if chosen is None else self.ready.pop(chosen)[1]
+
+    def _finish_worker(self, worker: int, now: float) -> None:
+        name, until = self.running.get(worker, ("", -1.0))
+        if until != now:
+            return  # of a worker that is gone
+        del self.running[worker]
+        self.idle.add(worker)
+        unit = self.units[name]
+        self.result.busy[unit.kind] += unit.seconds
+        if unit.summed is not None:
+            self.sums[worker].add(name)
+        self._finish(name, now)
+
+    def _finish(self, name: str, now: float) -> None:
+        self.done.add(name)
+        self.result.seconds = now
+        for members in self.sums.values():
+            members -= {member for member in members if self.units[member].summed == name}
+        for reader in self.readers[name]:
+            self.waits[reader].discard(name)
+            if not self.waits[reader] and reader not in self.done:
+                self._release(reader)
+
+    def _fail(self, worker: int) -> None:
+        """Its unit is done again, and what its running sums held; its shards are anybody's."""
+        self.idle.discard(worker)
+        self.holder = {shard: other for shard, other in self.holder.items() if other != worker}
+        self.held[worker] = 0
+        again = self.sums.pop(worker, set())
+        if worker in self.running:
+            again.add(self.running.pop(worker)[0])
+        for name in again:
+            self.done.discard(name)
+            for reader in self.readers[name]:
+                if reader not in self.done:
+                    self.waits[reader].add(name)
+            self._release(name)
+        self.ready = [entry for entry in self.ready if not self.waits[entry[1]]]
+        self.result.done_again += len(again)
+
+
+def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
+    """The units of a job as the driver hands them out: running sums, each worker's given away once per layer."""
+    yield Unit("start", "start", START_SECONDS, on="start")
+    before: tuple[str, ...] = ("start",)
+    if way.compressed and way.importance:
+        cosine = work.cosine_bytes / rates.memory
+        for layer in range(way.layers):
+            yield from _reads("importance", layer, work, rates, way)
+            seconds = forward_seconds(work, rates, way) + cosine
+            before = yield from _forward("importance", layer, seconds, before, rates, way, None)
+    solved: list[str] = []
+    for layer in range(way.layers):
+        yield from _reads("statistics", layer, work, rates, way)
+        given = f"give {layer}"
+        forward = yield from _forward(
+            "statistics", layer, statistics_seconds(work, rates, way), before, rates, way, given
+        )
+        yield Unit(given, "reduce", give_seconds(work, rates, way), forward, on="link")
+        nodes = way.nodes(rates)
+        for node in range(nodes):
+            seconds = work.moment_bytes / nodes / rates.disk
+            yield Unit(f"store {layer} {node}", "store", seconds, (given,), f"disk {node}")
+        before = forward
+        if way.compressed:
+            yield from _solves(layer, work, rates, way, (given,))
+            names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
+            seconds = forward_seconds(work, rates, way)
+            before = yield from _forward("propagate", layer, seconds, names, rates, way, None)
+        solved.append(given)
+    if not way.compressed:
+        for layer in range(way.layers):
+            yield from _solves(layer, work, rates, way, (*before, *solved))
+
+
+def _forward(
+    kind: str, layer: int, seconds: float, after: tuple[str, ...], rates: Rates, way: Pass, given: str | None
+) -> Generator[Unit, None, tuple[str, ...]]:
+    """A layer's shards, and what is done when all of them are."""
+    names = []
+    read = "statistics" if kind == "propagate" else kind
+    for shard in range(way.shards):
+        node = shard % way.workers // rates.workers_per_node
+        waits = (*after, f"read {read} {layer} {node}")
+        names.append(f"{kind} {layer} {shard}")
+        yield Unit(names[-1], kind, seconds / way.shards, waits, shard=shard, summed=given)
+    barrier = f"{kind} {layer}"
+    yield Unit(barrier, "barrier", 0.0, tuple(names), on=f"barrier {kind} {layer}")
+    return (barrier,)
+
+
+def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
+    """Each node reads a layer while the one before is computed."""
+    for node in range(way.nodes(rates)):
+        after = (f"{kind} {layer - 2}",) if layer >= 2 else ("start",)
+        yield Unit(f"read {kind} {layer} {node}", "read", work.weight_bytes / rates.disk, after, f"disk {node}")
+
+
+def _solves(layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Iterator[Unit]:
+    """A layer's tasks, each by one worker, and writing what came of them. Moments of a dense pass are read again."""
+    nodes, names = way.nodes(rates), []
+    for number, solve in enumerate(work.solves):
+        waits = after
+        if not way.compressed:
+            reading = f"reread {layer} {number}"
+            seconds = work.moment_bytes / len(work.solves) / (rates.link if way.cached else rates.disk)
+            place = f"memory {number}" if way.cached else f"disk {layer % nodes}"
+            yield Unit(reading, "reread", seconds, after, place)
+            waits = (reading,)
+        names.append(f"solve {layer} {number}")
+        yield Unit(names[-1], "solve", solve_seconds(solve, rates), waits)
+    yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, tuple(names), f"disk {layer % nodes}")

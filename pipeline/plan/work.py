@@ -1,0 +1,139 @@
+"""What a layer costs whoever does it: operations and bytes, from the geometry and the tasks alone. docs/plan.md.
+
+Legend: D hidden, H heads, d head_dim, N intermediate, F width of a moment, T calibration tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manifests.schema import Manifest
+from pipeline.families.family import Geometry
+from pipeline.methods.method import Moment, Task
+from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
+
+ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
+ADDED_BYTES = 24  # of device memory for each number: the product written and read, the float64 sum read and written
+COSINE_BYTES = 48  # for each hidden number: read, widened to float64, scaled, multiplied
+REMOVED_SHARE = 0.25  # of an MLP's channels, where ranks are not known yet
+EIGEN_FLOPS = 10.0  # times n³
+
+
+@dataclass(frozen=True)
+class SolveWork:
+    """One task: float64 operations, and removals that wait for one another."""
+
+    name: str
+    flops: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer, all calibration tokens: operations, and bytes.
+
+    Attributes:
+        statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one.
+        added_bytes: of device memory that summing the moments moves.
+        moment_bytes: what the sums of a layer take, one triangle each.
+        gradient_flops: of the backward pass; 0 without one.
+    """
+
+    weight_bytes: int
+    written_bytes: int
+    hidden_bytes: int
+    forward_flops: float
+    statistics_flops: float
+    moment_flops: float
+    added_bytes: float
+    cosine_bytes: float
+    moment_bytes: int
+    gradient_flops: float
+    solves: tuple[SolveWork, ...]
+
+
+def layer_work(
+    manifest: Manifest,
+    geometry: Geometry,
+    tasks: Sequence[Task],
+    itemsize: int,
+    gradient_tokens: int = 0,
+    kept: float = 1.0,
+) -> LayerWork:
+    """Of the claimed layer that asks for most; `kept`: the share of a layer's numbers that is written."""
+    calibration = manifest.calibration
+    sequence = calibration.sequence_length if calibration else 0
+    tokens = calibration.samples * sequence if calibration else 0
+    claimed = layers_of(tasks)
+    busiest = max(claimed, key=lambda layer: len(layer_moments(tasks, layer)), default=0)
+    moments = [moment for moment in layer_moments(tasks, busiest) if moment.kind != "sample"]
+    gradients = layer_gradients(tasks, busiest)
+    forward = forward_flops(geometry, sequence)
+    skipped = 2.0 * geometry.hidden * geometry.intermediate if any(m.point == "down.in" for m in moments) else 0.0
+    sizes = [triangle_numbers(moment, geometry) for moment in moments]
+    weight_bytes = geometry.layer_numbers() * itemsize
+    return LayerWork(
+        weight_bytes=weight_bytes,
+        written_bytes=int(kept * weight_bytes),
+        hidden_bytes=tokens * geometry.hidden * itemsize,
+        forward_flops=tokens * forward,
+        statistics_flops=tokens * (forward - skipped),
+        moment_flops=float(
+            tokens * sum(moment.heads // moment.groups * 2 * triangle_numbers(moment, geometry) for moment in moments)
+        ),
+        added_bytes=float(ADDED_BYTES * sum(sizes) * tokens / ROWS_PER_PRODUCT),
+        cosine_bytes=float(COSINE_BYTES * tokens * geometry.hidden),
+        moment_bytes=8 * sum(sizes),
+        gradient_flops=float(
+            gradient_tokens * (3 * forward + 2 * sum(triangle_numbers(moment, geometry) for moment in gradients))
+        ),
+        solves=tuple(solve_work(task, geometry) for task in tasks if task.layer == busiest),
+    )
+
+
+def point_features(point: str, geometry: Geometry) -> int:
+    """Numbers per token that pass a point of the layer."""
+    role, _, side = point.partition(".")
+    if role in ("attention", "mlp"):
+        return geometry.hidden
+    rows, columns = geometry.weight_shape(role)[0], geometry.weight_shape(role)[-1]
+    return columns if side == "in" else rows
+
+
+def triangle_numbers(moment: Moment, geometry: Geometry) -> int:
+    """Numbers of one triangle of each group's moment; of a diagonal one, its length."""
+    width = moment_width(moment, geometry)
+    return moment.groups * (width if moment.diagonal else width * (width + 1) // 2)
+
+
+def moment_width(moment: Moment, geometry: Geometry) -> int:
+    """Of one head's moment, or of the whole one. The gradient's points `mid`, `out` and `pull:` are of hidden size."""
+    named = moment.point.partition(".")[0] in {*geometry.roles, "attention", "mlp"}
+    features = point_features(moment.point, geometry) if named else geometry.hidden
+    return features // moment.heads
+
+
+def forward_flops(geometry: Geometry, sequence: int) -> float:
+    """Per token and layer: two for every weight, and attention over half the sequence on average."""
+    return 2.0 * geometry.layer_numbers() + 2.0 * sequence * geometry.heads * geometry.head_dim
+
+
+def solve_work(task: Task, geometry: Geometry) -> SolveWork:
+    """The moments' eigenproblems; for a whole moment of the MLP's channels, an elimination with its refit.
+
+    N³ for the inverse, 3 N² for each removal (kernels/elimination.py), 2 D N² for W_down's gram and energy, and 2 D N
+    for each removal in the refit.
+    """
+    flops, steps = 0.0, 0
+    for moment in task.moments:
+        width = moment_width(moment, geometry)
+        if moment.kind == "sample":
+            flops += 2.0 * moment.tokens * width * (width + 2 * geometry.intermediate)
+        elif moment.point == "down.in" and moment.heads == 1:
+            removed = int(REMOVED_SHARE * width)
+            flops += width**3 + 3.0 * removed * width**2 + 2.0 * geometry.hidden * width * (width + removed)
+            steps += removed
+        elif not moment.diagonal:
+            flops += EIGEN_FLOPS * moment.groups * width**3
+    return SolveWork(task.name, flops, steps)

@@ -1,0 +1,104 @@
+"""The simulator on jobs small enough to add up by hand, and the plan's closed form against it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline.plan.phases import START_SECONDS, Pass, give_seconds, phase_seconds
+from pipeline.plan.rates import Rates, rates_of
+from pipeline.plan.simulator import Failure, Unit, job_units, simulate
+from pipeline.plan.work import LayerWork, SolveWork
+from tools.simulate import geometry, work_of
+
+RATES = Rates(products=100, double=10, memory=1e9, link=50, network=20, disk=1000, step_s=0.5, workers_per_node=2)
+WORK = LayerWork(
+    weight_bytes=100, written_bytes=80, hidden_bytes=0, forward_flops=800, statistics_flops=400, moment_flops=400,
+    added_bytes=0, cosine_bytes=0, moment_bytes=200, gradient_flops=0,
+    solves=(SolveWork("a", 30, 2), SolveWork("b", 10, 0)),
+)  # fmt: skip
+
+
+def shards(count: int, layer: int = 0, after: tuple[str, ...] = (), summed: str | None = None) -> list[Unit]:
+    return [Unit(f"{layer}/{s}", "forward", 2.0, after, shard=s, summed=summed) for s in range(count)]
+
+
+def test_units_are_spread_and_waited_for() -> None:
+    found = simulate([*shards(5), Unit("all", "solve", 1.0, tuple(f"0/{s}" for s in range(5)))], workers=2)
+    assert found.seconds == 3 * 2.0 + 1.0
+    assert dict(found.busy) == {"forward": 10.0, "solve": 1.0}
+    assert found.idle_share == pytest.approx(1 - 11 / 14)
+    with pytest.raises(ValueError, match="1 units wait for ever, such as lonely"):
+        simulate([Unit("lonely", "solve", 1.0, ("nothing",))], 1)
+
+
+def test_a_worker_goes_on_with_its_shards() -> None:
+    """Layer 1's shard 0 takes long; nobody takes shard 1 from a worker that has no more than it."""
+    units = [*shards(2), Unit("1/0", "forward", 9.0, ("0/0",), shard=0), Unit("1/1", "forward", 1.0, ("0/1",), shard=1)]
+    units.append(Unit("2/1", "forward", 1.0, ("1/1",), shard=1))
+    assert simulate(units, 2).seconds == 11.0
+
+
+def test_transfers_of_a_place_come_one_after_another_beside_the_computing() -> None:
+    units = [Unit(f"read {n}", "read", 3.0, on="disk 0") for n in range(2)]
+    units += [Unit("compute", "solve", 5.0, ("read 0",)), Unit("other", "read", 1.0, on="disk 1")]
+    found = simulate(units, 1)
+    assert found.seconds == 8.0
+    assert dict(found.transfers) == {"disk 0": 6.0, "disk 1": 1.0}
+
+
+def test_what_a_dead_worker_had_summed_is_done_again() -> None:
+    """Two of four shards are in the sum of worker 0 when it dies in its third; after `given` nothing would be lost."""
+    given = Unit("given", "reduce", 0.0, tuple(f"0/{s}" for s in range(4)), on="link")
+    lost = simulate([*shards(4, summed="given"), given], 2, [Failure(at=3.0, worker=0, away=100.0)])
+    assert lost.done_again == 2
+    assert lost.seconds == 2.0 + 2.0 + 2 * 2.0  # worker 1 does its two, then the other two again
+    later = [*shards(4, summed="given"), given, Unit("solve", "solve", 5.0, ("given",))]
+    kept = simulate(later, 2, [Failure(at=6.0, worker=1, away=1.0)])
+    assert kept.done_again == 0
+    alone = simulate(shards(4), 2, [Failure(at=1.0, worker=1, away=100.0)])
+    assert (alone.done_again, alone.seconds) == (1, 8.0)
+
+
+def test_a_dense_job_by_hand() -> None:
+    way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
+    found = simulate(list(job_units(WORK, RATES, way)), 2)
+    # Reads a layer (0.1), statistics at (8 + 4) / 2, gives (2 * 200 / 2 / 50), then solves 2 x (4 + 1) on two.
+    assert give_seconds(WORK, RATES, way) == 4.0
+    assert found.seconds == pytest.approx(START_SECONDS + 0.1 + 12 + 4 + 0.1 * 2 + 5 + 0.08, abs=0.3)
+    assert found.busy["solve"] == 2 * (4.0 + 1.0)
+
+
+def test_a_compressed_job_waits_for_each_layer() -> None:
+    way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
+    found = simulate(list(job_units(WORK, RATES, way)), 2)
+    layer = 8 / 2 + 8 / 2 + 4 + 4 + 8 / 2  # importance, statistics, giving, the longer solve, propagating
+    assert found.seconds == pytest.approx(START_SECONDS + 2 * layer, abs=0.5)
+
+
+@pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
+def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
+    rates, compressed = rates_of("H200"), propagate == "compressed"
+    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed)
+    work = work_of("70B", propagate)
+    simulated = simulate(list(job_units(work, rates, way)), workers).seconds
+    assert sum(phase_seconds(work, rates, way).values()) == pytest.approx(simulated, rel=0.25)
+
+
+def test_the_work_of_a_70b_layer() -> None:
+    """N² moments of the MLP dominate: 3.3 GB in one triangle, 8.6e14 operations for its products."""
+    work = work_of("70B", "dense")
+    assert work.weight_bytes == 2 * 855_654_400
+    assert work.moment_bytes == pytest.approx(4 * 28672**2, rel=0.01)
+    assert work.moment_flops == pytest.approx(2**20 * 28672**2, rel=0.01)
+    assert work.forward_flops == pytest.approx(2**20 * 2 * 855_654_400, rel=0.05)
+    assert work.statistics_flops == pytest.approx(work.forward_flops - 2**20 * 2 * 8192 * 28672)
+    assert {solve.name for solve in work.solves} == {"attention", "mlp"}
+
+
+def test_gpus_by_name() -> None:
+    assert rates_of("h200") == rates_of("NVIDIA H200")
+    assert replace(rates_of("H100"), memory=0, device_bytes=0) == replace(rates_of("H200"), memory=0, device_bytes=0)
+    with pytest.raises(ValueError, match=r"'RTX' is none, or several, .*: NVIDIA H200"):
+        rates_of("RTX")

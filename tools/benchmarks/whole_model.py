@@ -1,0 +1,187 @@
+"""A job against a plain script that compresses the whole model in memory, as published codes do: CPU-seconds, memory.
+
+    python -m tools.benchmarks.whole_model [--layers 6] [--keep 0.8] [--json]
+
+Both do the same work, in the paper's settings: FLAT-LLM with head-wise PCA of the values, leverage scores, uniform
+ranks, statistics behind compressed layers; 16 x 256 tokens; one thread; then the factors are saved. The script holds
+the model, all hidden states and a layer's moments; it loads by transformers, sums in float64 and solves by
+torch.linalg. Processes are watched from outside, Ray's daemons and all. The model is random, of 19.9 M parameters a
+layer: the cost does not depend on what the weights are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deploy.quickstart.text import story_text
+from tools.benchmarks.jobs import end_on_sigterm, environment, print_table, run_manifest
+from tools.benchmarks.memory_over_layers import Watch, write_model
+
+SAMPLES, LENGTH = 16, 256
+PAPER = {"method": "flat_llm", "basis": "value", "weighting": "none", "selection": "leverage", "allocation": "uniform"}
+
+
+@torch.no_grad()
+def compress_in_memory(source: Path, text: Path, output: Path, keep: float) -> None:
+    """The plain script: layer after layer, statistics, factors, and the compressed layer's outputs."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    ids = AutoTokenizer.from_pretrained(source)(text.read_text(encoding="utf-8")).input_ids[: SAMPLES * LENGTH]
+    decoder, config = model.model, model.config
+    hidden = [decoder.embed_tokens(sample[None]) for sample in torch.tensor(ids).view(SAMPLES, LENGTH)]
+    angles = decoder.rotary_emb(hidden[0], torch.arange(LENGTH)[None])
+    tensors = {name: value for name, value in model.state_dict().items() if ".layers." not in name}
+    for number, layer in enumerate(decoder.layers):
+        values, channels = _moments(layer, hidden, angles, config)
+        ratio = _ratio(layer, keep)
+        factored = _compress_attention(layer, values, round(ratio * config.head_dim))
+        factored |= _compress_mlp(layer.mlp, channels, round(ratio * config.intermediate_size))
+        hidden = [layer(sample, position_embeddings=angles) for sample in hidden]
+        whole = {name: value for name, value in layer.state_dict().items() if name not in factored}
+        tensors |= {f"model.layers.{number}.{name}": value for name, value in (whole | factored).items()}
+    output.mkdir()
+    save_file({name: value.contiguous().clone() for name, value in tensors.items()}, output / "model.safetensors")
+
+
+def _moments(layer: nn.Module, hidden: list[Tensor], angles: Any, config: Any) -> tuple[Tensor, Tensor]:
+    heads, width, size = config.num_key_value_heads, config.head_dim, config.intermediate_size
+    values = torch.zeros(heads, width, width, dtype=torch.float64)
+    channels = torch.zeros(size, size, dtype=torch.float64)
+
+    def add_values(_: nn.Module, __: Any, output: Tensor) -> None:
+        rows = output.flatten(0, -2).unflatten(-1, (heads, width)).transpose(0, 1).float()
+        values.add_(rows.mT @ rows)
+
+    def add_channels(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        rows = inputs[0].flatten(0, -2).float()
+        channels.add_(rows.T @ rows)
+
+    parts: Any = layer
+    hooks = (
+        parts.self_attn.v_proj.register_forward_hook(add_values),
+        parts.mlp.down_proj.register_forward_pre_hook(add_channels),
+    )
+    for sample in hidden:
+        layer(sample, position_embeddings=angles)
+    for hook in hooks:
+        hook.remove()
+    return values, channels
+
+
+def _ratio(layer: Any, keep: float) -> float:
+    """Of v, o and the MLP, so that the layer keeps `keep` of its numbers, queries and keys whole."""
+    total = sum(part.numel() for part in layer.parameters())
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = [attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    touched = sum(linear.weight.numel() for linear in linears)
+    return (keep * total - (total - touched)) / touched
+
+
+def _compress_attention(layer: Any, moment: Tensor, rank: int) -> dict[str, Tensor]:
+    """Q̃ᵀ W_v and W_o Q̃; the dense weights in place become their product, for the forward pass."""
+    value, output = layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight
+    groups, width, _ = moment.shape
+    basis = torch.linalg.eigh(moment).eigenvectors[:, :, -rank:]
+    encoded = basis.mT @ value.double().view(groups, width, -1)
+    every = basis.repeat_interleave(output.shape[1] // width // groups, dim=0)
+    decoded = output.double().view(output.shape[0], -1, width).transpose(0, 1) @ every
+    value.copy_((basis @ encoded).flatten(0, 1))
+    output.copy_((decoded @ every.mT).transpose(0, 1).flatten(1))
+    factors = {"v_proj": encoded.flatten(0, 1), "o_proj": decoded.transpose(0, 1).flatten(1)}
+    return {f"self_attn.{name}.weight": factor.to(value.dtype) for name, factor in factors.items()}
+
+
+def _compress_mlp(mlp: Any, moment: Tensor, count: int) -> dict[str, Tensor]:
+    """The highest ridge leverage scores stay, and down is fitted to them."""
+    ridge = moment.diagonal().mean() * torch.eye(len(moment), dtype=torch.float64)
+    scores = torch.linalg.solve(moment + ridge, moment).diagonal()
+    kept = scores.topk(count).indices.sort().values
+    down = torch.linalg.solve(moment[kept][:, kept], moment[kept] @ mlp.down_proj.weight.double().T).T
+    weights = {"gate_proj": mlp.gate_proj.weight[kept], "up_proj": mlp.up_proj.weight[kept], "down_proj": down}
+    for name, weight in weights.items():
+        getattr(mlp, name).weight = nn.Parameter(weight.to(torch.bfloat16), requires_grad=False)
+    return {f"mlp.{name}.weight": weight.to(torch.bfloat16) for name, weight in weights.items()}
+
+
+def watch_script(source: Path, text: Path, output: Path, keep: float) -> Watch:
+    """The script in a process of its own. Raises CalledProcessError when it fails."""
+    watch = Watch()
+    command = [
+        sys.executable,
+        "-m",
+        "tools.benchmarks.whole_model",
+        "--script",
+        *map(str, (source, text, output, keep)),
+    ]
+    with subprocess.Popen(command, env={**environment(), "OMP_NUM_THREADS": "1"}) as script:
+        watch(script.pid)
+    if script.returncode:
+        raise subprocess.CalledProcessError(script.returncode, command)
+    return watch
+
+
+def compare(layers: int, keep: float, folder: Path) -> dict[str, dict[str, float]]:
+    """CPU-seconds of all processes, and their anonymous memory together, of both."""
+    source, text = folder / "model", folder / "text.txt"
+    write_model(source, layers)
+    text.write_text(story_text(40_000, seed=0), encoding="utf-8")
+    calibration = {"text": {"files": [str(text)]}, "samples": SAMPLES, "sequence_length": LENGTH, "shards": 1}
+    manifest: Mapping[str, Any] = {
+        "version": 1, "model": {"source": str(source)}, "output": str(folder / "job"), "run_dir": str(folder / "run"),
+        "budget": {"keep": keep}, "calibration": {**calibration, "propagate": "compressed"}, "methods": [PAPER],
+    }  # fmt: skip
+    ours = Watch()
+    run_manifest(manifest, folder, ours)
+    return {"job": _figures(ours), "script": _figures(watch_script(source, text, folder / "script", keep))}
+
+
+def _figures(watch: Watch) -> dict[str, float]:
+    seconds = sum(peaks.cpu_seconds for peaks in watch.processes.values())
+    return {"cpu_seconds": seconds, "bytes": float(watch.together_bytes)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument("--layers", type=int, default=6)
+    options.add_argument("--keep", type=float, default=0.8)
+    options.add_argument("--json", action="store_true")
+    options.add_argument(
+        "--script", nargs=4, metavar=("MODEL", "TEXT", "OUTPUT", "KEEP"), help="the plain script alone"
+    )
+    arguments = options.parse_args(argv)
+    if arguments.script:
+        torch.set_num_threads(1)
+        source, text, output, keep = arguments.script
+        compress_in_memory(Path(source), Path(text), Path(output), float(keep))
+        return 0
+    end_on_sigterm()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        found = compare(arguments.layers, arguments.keep, Path(folder))
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    ratios = {name: found["job"][name] / found["script"][name] for name in ("cpu_seconds", "bytes")}
+    print_table(
+        ["", "CPU-seconds", "memory, MiB"],
+        [[name, f"{figures['cpu_seconds']:.1f}", f"{figures['bytes'] / 2**20:.0f}"] for name, figures in found.items()]
+        + [["job ÷ script", f"{ratios['cpu_seconds']:.2f}", f"{ratios['bytes']:.2f}"]],
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
