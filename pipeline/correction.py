@@ -71,7 +71,9 @@ class CorrectedWalk:
                 pairs = {task: {moment: sums[moment.key]} for task, moment in asking.items()}
                 draft = self._drafted(layer, list(asking), pairs, ranks, solved) or draft
         assert draft is not None, "a claimed layer has groups"
-        record = cast("StagedRecord", {name: draft[name] for name in draft if name not in ("forms", "rounded")})
+        record = cast(
+            "StagedRecord", {name: value for name, value in draft.items() if name not in ("forms", "rounded")}
+        )
         self.steps.enter_layer(layer, [solved[task] for task in tasks], record)
 
     def _drafted(
