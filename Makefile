@@ -1,4 +1,4 @@
-# make setup | check | unit | test | mutants | quickstart | clean
+# make setup | check | unit | test | gpu | mutants | quickstart | clean
 # PYTHON chooses the interpreter of the environment, VENV its folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 INPUTS := pyproject.toml deploy/serving/pyproject.toml deploy/constraints.txt
 
-.PHONY: setup check unit test mutants quickstart clean
+.PHONY: setup check unit test gpu mutants quickstart clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,11 @@ unit: setup
 
 test: setup check
 	$(PYTEST)
+
+# On a machine with a CUDA device: its kernels against the CPU's, and a layer of 70B by phase.
+gpu: setup
+	$(BIN)/python -m pytest -q -m gpu tests/gpu
+	$(BIN)/python -m tools.benchmarks.device_layer
 
 mutants: setup
 	$(BIN)/python -m tools.mutants

@@ -23,7 +23,7 @@ from tests.end_to_end.jobs import Job, command
 from tests.faults import Proxy
 
 MakeJob = Callable[..., Job]
-WRITES_IN_A_LIFE = 83
+WRITES_IN_A_LIFE = 53
 SAYS_WHERE = ("compression.json", "README.md", ".lamina.lock")  # they name the model's place
 
 
@@ -108,7 +108,7 @@ def test_addresses_in_a_manifest_stay_as_they_are(job: MakeJob, tmp_path: Path) 
 
 
 def test_killed_again_and_again(job: MakeJob, address: str, s3_url: str, inline: None) -> None:
-    """Each run is killed some writes further: before the server does one, or after. Half of the work is never lost."""
+    """Each run is killed some writes further: before the server does one, or after. What is committed stays."""
     local = job()
     assert local.run().code == 0
     made, proxy, runs = job(**everything_at(address)), Proxy(s3_url), 0
@@ -124,7 +124,7 @@ def test_killed_again_and_again(job: MakeJob, address: str, s3_url: str, inline:
                 break
             runs += 1
             assert runs < 40, child.said
-    assert runs >= 4
+    assert runs >= 3
     output = Bucket(f"{address}/output")
     assert digests(output) == digests(Disk(local.output))
     assert not matching(output, [".lamina*"])

@@ -1,0 +1,55 @@
+"""Kernels on a CUDA device against the same on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.kernels import spectra
+from pipeline.kernels.elimination import prune
+from pipeline.kernels.exact_sums import add_rounded_moment_ as add_
+from pipeline.kernels.exact_sums import choose_grid, empty_bands, sample_squares, whole_moment
+from pipeline.kernels.selection import nth_largest
+from pipeline.kernels.spectra import eigh_descending
+from tests.kernels.test_nystrom import problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+CUDA = "cuda"
+
+
+def test_elimination_and_refit() -> None:
+    moment, weight, _ = problem(300, 80, 900)
+    expected, found = prune(moment, weight, 200), prune(moment.to(CUDA), weight.to(CUDA), 200)
+    assert torch.equal(found.kept.cpu(), expected.kept)
+    torch.testing.assert_close(found.weight.cpu(), expected.weight, rtol=1e-8, atol=1e-9)
+    assert found.error == pytest.approx(expected.error, rel=1e-8)
+
+
+@pytest.mark.parametrize("limit", [1000, 40])
+def test_eigenproblems_whole_and_split(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    moment, _, _ = problem(120, 4, 400)
+    expected, _ = eigh_descending(moment)
+    monkeypatch.setattr(spectra, "LARGEST_EIGENPROBLEM", limit)
+    values, vectors = eigh_descending(moment.to(CUDA))
+    torch.testing.assert_close(values.cpu(), expected, rtol=1e-10, atol=1e-10 * float(expected[0]))
+    torch.testing.assert_close(
+        (vectors * values) @ vectors.mT, moment.to(CUDA), rtol=0, atol=1e-10 * float(expected[0])
+    )
+
+
+def test_sums_without_an_order() -> None:
+    rows = torch.randn(6000, 96, generator=torch.Generator().manual_seed(0)).bfloat16().to(CUDA)
+    grid = choose_grid(sample_squares(rows[:500]), 500, len(rows), rows.dtype)
+    moments = []
+    for order in (1, -1):
+        bands = empty_bands(1, 96, rows.device)
+        for part in rows.split(1500)[::order]:
+            add_(bands, part, grid)
+        moments.append(whole_moment(bands, grid))
+    assert torch.equal(*moments)
+    torch.testing.assert_close(moments[0][0], rows.double().T @ rows.double(), rtol=1e-5, atol=1e-2)
+
+
+def test_nth_largest() -> None:
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    assert float(nth_largest(values.to(CUDA), 1234)) == float(nth_largest(values, 1234))
