@@ -143,3 +143,24 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     ended = command("export", str(tmp_path), "--to", "gguf", str(tmp_path / "model.gguf"))
     assert (ended.code, "pip install 'lamina-pipeline[gguf]'" in ended.err) == (2, True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama.cpp's Python package is not installed")
+@needs_gguf
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("method", [UNIFORM, BY_LAYER], ids=["llama", "deci"])
+def test_llama_cpp_computes_the_same(method: dict[str, Any], tmp_path: Path, job: MakeJob) -> None:
+    import llama_cpp
+
+    sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    made = job(make_source(tmp_path / "source", "llama", **sizes), **method)
+    made.run().json  # noqa: B018 - asserts the exit code
+    ended, destination = export(made, "gguf", "model.gguf")
+    assert ended.code == 0, ended.err
+    ids_BT = some_tokens(320, length=16)[:1]
+    llama = llama_cpp.Llama(str(destination), n_ctx=64, logits_all=True, verbose=False)
+    llama.eval(ids_BT[0].tolist())
+    got = torch.from_numpy(llama.scores[: ids_BT.shape[1]].copy())
+    expected = logits_of(load(made.output), ids_BT)[0]
+    assert relative_error(got, expected) < 0.02
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
