@@ -71,7 +71,9 @@ class CorrectedWalk:
                 pairs = {task: {moment: sums[moment.key]} for task, moment in asking.items()}
                 draft = self._drafted(layer, list(asking), pairs, ranks, solved) or draft
         assert draft is not None, "a claimed layer has groups"
-        record = cast("StagedRecord", {name: value for name, value in draft.items() if name != "forms"})
+        record = cast(
+            "StagedRecord", {name: value for name, value in draft.items() if name not in ("forms", "rounded")}
+        )
         self.steps.enter_layer(layer, [solved[task] for task in tasks], record)
 
     def _drafted(
@@ -104,7 +106,8 @@ class CorrectedWalk:
         with self._redone(*(record for found in pairs.values() for record in found.values())):
             solutions, (record,) = self.steps.do_both(units, lambda solutions: [write(solutions)])
         solved.update(by_task(solutions))
-        return cast("StagedLayer", {**record, "forms": dict(write(solutions).forms)})
+        # No matrix of a corrected layer is rounded: `quantize` is refused beside corrections.
+        return cast("StagedLayer", {**record, "forms": dict(write(solutions).forms), "rounded": {}})
 
     def _drop_drafts(self) -> None:
         """What the layer in hand was made of, once it is entered."""

@@ -178,6 +178,17 @@ def machine_bytes() -> int:
     return int(get_system_memory())  # a container's limit counts
 
 
+def declared_memory(workers: Workers, memory_bytes: int) -> int:
+    """What Ray is asked for: `memory_bytes` where a node that is there has declared so much; else 0.
+
+    An autoscaler's kinds of nodes need not say their memory: asked for it, it would start none.
+    """
+    wanted = {"CPU": float(workers.cpus), "GPU": workers.gpus, "memory": float(memory_bytes)}
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fits = any(all(node.get(kind, 0.0) >= amount for kind, amount in wanted.items()) for node in alive)
+    return memory_bytes if fits and not autoscales() else 0
+
+
 def why_unplaceable(workers: Workers, memory_bytes: int = 0) -> str | None:
     """Why no worker will ever start: no node has what it asks for, and no autoscaler adds nodes. None: one may."""
     wanted = {"CPU": float(workers.cpus), "GPU": workers.gpus, "memory": float(memory_bytes)}

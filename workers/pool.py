@@ -32,7 +32,7 @@ from manifests.schema import Workers
 from pipeline.ports import Forward, ShardUnit, Unit
 from pipeline.sum_units import Collect
 from workers.actor import Outcome, WorkerActor
-from workers.cluster import why_unplaceable
+from workers.cluster import declared_memory, why_unplaceable
 from workers.config import WorkerConfig
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
@@ -99,8 +99,11 @@ class RayPool:
         self.trace: Callable[[dict[str, Any]], None] = lambda _: None  # takes a line for each unit that is done
         self.meters = PoolMeters(metrics, run_name(setup))
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
-        resources |= {"memory": setup.memory_bytes} if setup.memory_bytes else {}
-        self.memory_bytes = setup.memory_bytes
+        self.memory_bytes = declared_memory(workers, setup.memory_bytes)
+        if self.memory_bytes:
+            resources["memory"] = self.memory_bytes
+        elif setup.memory_bytes:
+            note(f"workers are placed without regard to the {setup.memory_bytes / 2**30:.1f} GiB that the plan says")
         self.actor_class: Any = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
         self._await_members(min(workers.min, self.wanted))
 

@@ -6,11 +6,12 @@ What leaves the dense model on them is stored once and serves every try at a siz
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, HeldOutEntry, HeldOutScoreEntry
+from manifests.records import ArrayRecord, HeldOutEntry, HeldOutScoreEntry, Key
 from pipeline.computation import staged_layer
 from pipeline.console.signals import catch_signals
 from pipeline.console.summary import held_out_line
@@ -19,7 +20,7 @@ from pipeline.job.compressing import worker_config
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
-from pipeline.keys import HELD_OUT, HELD_OUT_SCORE
+from pipeline.keys import HELD_OUT, HELD_OUT_SCORE, TRIES
 from workers.config import WorkerConfig
 
 
@@ -44,6 +45,25 @@ def score_held_out(job: JobContext, heartbeat: Heartbeat) -> HeldOutScoreEntry |
             _drop(job)  # no other size will be tried
         job.observer.say(held_out_line(entered))
     return entered
+
+
+def forget_other_text(job: JobContext) -> None:
+    """Takes back what was measured on held-out tokens that are not those of the job's text any more.
+
+    The fingerprint covers the samples alone: text beyond them may have changed since.
+    """
+    entered = job.ledger.get(HELD_OUT)
+    if entered is None or job.held_out is None:
+        return
+    try:
+        stored = job.run_dir.activations.open(entered["tokens"]).read(0, entered["tokens"]["shape"][0])
+    except CorruptError:
+        return  # made again when it is next needed
+    if not torch.equal(stored, job.held_out.to(torch.int32)):
+        measured: list[Key[Any]] = [HELD_OUT_SCORE, *job.ledger.keys(TRIES)]
+        for key in measured:
+            job.ledger.retract(key)
+        _drop(job)
 
 
 def _measured(job: JobContext, heartbeat: Heartbeat) -> HeldOutScoreEntry:

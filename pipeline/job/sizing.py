@@ -16,7 +16,7 @@ from pipeline.computation import entered_scores
 from pipeline.job.compressing import Effort, compress_layers, take_curves
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
-from pipeline.job.held_out import score_held_out
+from pipeline.job.held_out import forget_other_text, score_held_out
 from pipeline.keys import HELD_OUT_SCORE, RANKS, TARGET, TRIES, try_key
 from pipeline.methods.method import Scores
 from pipeline.ranks.curves import predicted_loss
@@ -28,6 +28,7 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
 
     Raises InputError when no size stays below `budget.max_loss`, saying what the least loss is.
     """
+    forget_other_text(job)
     if job.inputs.max_loss is not None:
         return _within(job, job.inputs.max_loss, heartbeat)
     effort = compress_layers(job, heartbeat)

@@ -11,7 +11,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from manifests.schema import Text
+from pipeline.keys import HELD_OUT
+from stores.activations import ActivationStore
 from stores.corpus import draw_samples, read_documents
+from stores.ledger import Ledger
 from tests import factories
 from tests.end_to_end.jobs import Job, command, file_digests
 
@@ -39,6 +42,20 @@ def test_summary_tells_what_is_lost_beyond_the_samples(llama: Path, job: MakeJob
     for name, table in zip(("dense_perplexity", "perplexity"), log_p, strict=True):
         assert found[name] == pytest.approx(functional.nll_loss(table, target_T).exp().item(), rel=1e-4)
     assert "held-out calibration text: perplexity" in command("run", str(made.manifest)).out
+
+
+def test_tokens_of_another_text_are_not_scored_again(job: MakeJob) -> None:
+    """What was entered of other held-out tokens: the samples, and so the fingerprint, are the same."""
+    made, clean = (job(**{"calibration.propagate": "dense"}) for _ in range(2))
+    found = made.run().json["held_out"]
+    ledger, store = Ledger(made.run_dir / "ledger"), ActivationStore(made.run_dir / "activations.zarr")
+    entered = ledger.get(HELD_OUT)
+    assert entered is not None
+    tokens = store.open(entered["tokens"]).read(0, 2)
+    ledger.commit(HELD_OUT, {**entered, "tokens": store.write_tokens(tokens.flip(1).contiguous())})
+    again = made.run("--set", "budget.keep=0.9", "--set", f"output={made.root / 'second'}").json["held_out"]
+    expected = clean.run("--set", "budget.keep=0.9").json["held_out"]
+    assert again == expected != found
 
 
 def test_text_without_more_tokens_says_nothing(tmp_path: Path, llama: Path, job: MakeJob) -> None:

@@ -21,7 +21,7 @@ from ray._private import ray_constants
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from workers import cluster
-from workers.cluster import autoscales, await_cluster, connect, why_unplaceable
+from workers.cluster import autoscales, await_cluster, connect, declared_memory, why_unplaceable
 
 
 @pytest.fixture(autouse=True)
@@ -175,8 +175,12 @@ def test_a_worker_needs_a_node_with_its_memory(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cluster, "ray", SimpleNamespace(nodes=lambda: nodes))
     monkeypatch.setattr(cluster, "_node_kinds", lambda: {"node_aa"})
     assert why_unplaceable(Workers(), 2**31) is None
+    assert declared_memory(Workers(), 2**31) == 2**31
+    assert declared_memory(Workers(), 3 * 2**30) == 0
     assert "3.0 GiB of memory (by the plan)" in str(why_unplaceable(Workers(), 3 * 2**30))
     assert "2.0 GiB declared to Ray" in str(why_unplaceable(Workers(), 3 * 2**30))
+    monkeypatch.setattr(cluster, "_node_kinds", lambda: {"node_aa", "gpu.large"})
+    assert declared_memory(Workers(), 2**31) == 0
 
 
 def test_our_own_ray_counts_the_machine_s_memory_and_is_not_nice(

@@ -25,6 +25,11 @@ from workers.pool import RayPool
 from workers.tensor_transfer import Handle
 
 
+@pytest.fixture(autouse=True)
+def memory_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "declared_memory", lambda _, asked: asked)
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`make(fake, max=2, min=2, shards=8)`: a pool on it."""
@@ -150,6 +155,14 @@ def test_no_more_workers_than_shards(make: Any) -> None:
     fake = FakeRay()
     assert make(fake, max=5, min=5, shards=3).size == 3
     assert len(fake.actors) == 3
+
+
+def test_memory_that_no_node_declares_is_not_asked_for(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "declared_memory", lambda *_: 0)
+    fake = FakeRay()
+    pool = make(fake, max=1)
+    assert "memory" not in fake.options_given
+    assert any("without regard to" in line for line in pool.notes)
 
 
 def test_what_an_actor_takes_is_asked_of_ray(make: Any) -> None:
