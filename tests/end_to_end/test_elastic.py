@@ -17,6 +17,7 @@ import pipeline.job.pool
 import pipeline.scale
 from manifests.schema import Workers
 from pipeline.ports import Forward, Unit
+from stores.run_directory import RunDirectory
 from tests.end_to_end.children import Child
 from tests.end_to_end.clusters import OBJECTS, head_node
 from tests.end_to_end.jobs import Job, command, file_digests
@@ -37,7 +38,7 @@ class Directed(RayPool):
     scenes: Mapping[Any, Callable[[Directed], None]]
 
     def __init__(self, setup: Any, *rest: Any) -> None:
-        self.run_dir = setup.run_dir
+        self.run_dir = RunDirectory(setup.run_dir).place
         self.played: set[tuple[str, int]] = set()
         super().__init__(setup, *rest)
 
