@@ -103,7 +103,7 @@ class StagedLayer(StagedRecord):
     rounded matrix by the path of its module."""
 
     forms: dict[str, dict[str, Any]]
-    rounded: dict[str, Scheme]
+    rounded: NotRequired[dict[str, Scheme]]
 
 
 Figure = Annotated[float, Field(allow_inf_nan=False, strict=False)]

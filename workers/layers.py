@@ -87,7 +87,7 @@ class LayerReader:
         config = copy.copy(self.config)
         config.forms = [dict(staged["forms"]) if index == layer else {} for index in range(config.num_hidden_layers)]
         tensors = read_staged(self.setup.run_dir, staged)
-        return Block(config, layer, self._relative(layer, tensors, staged["rounded"]), self.device)
+        return Block(config, layer, self._relative(layer, tensors, staged.get("rounded", {})), self.device)
 
     def _read_layer(self, layer: int) -> dict[str, Tensor]:
         prefix = f"{self.setup.geometry.layers_path}.{layer}."
