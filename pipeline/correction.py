@@ -20,8 +20,9 @@ from pipeline.computation import Job, RanksOf, staged_layer
 from pipeline.keys import activations_key
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layers_of
-from pipeline.ports import Cleaner, Pair, Solve, SolveDone, Unit, Write
+from pipeline.ports import Cleaner
 from pipeline.steps import Steps, write_unit
+from pipeline.units import Pair, Solve, SolveDone, Unit, Write
 
 POINTS = ("attention.in", "o.in", "mlp.in", "down.in")  # in the order of the forward pass
 Solved = dict[Task, tuple[Solve, SolveDone]]

@@ -34,22 +34,11 @@ from pipeline.keys import (
 )
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
-from pipeline.ports import (
-    Cleaner,
-    Forward,
-    Journal,
-    Lineage,
-    Measure,
-    Observer,
-    Pool,
-    Predict,
-    Solve,
-    SolveDone,
-    Unit,
-)
+from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs
 from pipeline.steps import Steps, write_unit
 from pipeline.summing import Summing
+from pipeline.units import Forward, Lineage, Measure, Predict, Solve, SolveDone, Unit
 
 
 class Driver:

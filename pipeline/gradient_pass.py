@@ -14,8 +14,9 @@ from manifests.records import ArrayRecord, GradientEntry, GradientRecord
 from pipeline.computation import Job
 from pipeline.keys import dense_key, gradient_key
 from pipeline.methods.registry import layer_gradients
-from pipeline.ports import Backward, Cleaner, Unit
+from pipeline.ports import Cleaner
 from pipeline.steps import Steps
+from pipeline.units import Backward, Unit
 
 
 class GradientPass:

@@ -10,20 +10,9 @@ from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, E, GroupReport, Key, LayerEntry, StagedRecord
 from pipeline.keys import layer_key
 from pipeline.methods.method import FormSpec, Moment
-from pipeline.ports import (
-    BackwardDone,
-    ForwardDone,
-    Journal,
-    Lineage,
-    Observer,
-    Pool,
-    Reduce,
-    Solve,
-    SolveDone,
-    Unit,
-    Write,
-)
+from pipeline.ports import Journal, Observer, Pool
 from pipeline.repair import Repairs
+from pipeline.units import BackwardDone, ForwardDone, Lineage, Reduce, Solve, SolveDone, Unit, Write
 
 
 def do_units(pool: Pool, units: Sequence[Unit], observer: Observer) -> list[Any]:

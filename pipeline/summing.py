@@ -16,9 +16,9 @@ from typing import Any
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord
 from pipeline.methods.method import Moment
-from pipeline.ports import Forward, ForwardDone
 from pipeline.steps import Steps
 from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Sums, Total, TotalDone
+from pipeline.units import Forward, ForwardDone
 
 
 @dataclass(frozen=True)

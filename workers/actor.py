@@ -19,7 +19,7 @@ from ray.util import metrics
 from torch import Tensor
 
 from manifests.errors import LaminaError, LostInputError, WorkerError
-from pipeline.ports import ShardUnit, Unit
+from pipeline.units import ShardUnit, Unit
 from workers.config import WorkerConfig
 from workers.device_settings import settle_device
 from workers.hardware import describe_hardware, software_versions

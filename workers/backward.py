@@ -19,7 +19,7 @@ from manifests.errors import NumericsError
 from manifests.records import ArrayRecord
 from pipeline.kernels.gradients import add_sample_moment_, draw_labels
 from pipeline.methods.method import Moment
-from pipeline.ports import Backward
+from pipeline.units import Backward
 from stores.activations import ActivationStore
 from workers.config import WorkerConfig
 from workers.differentiable import DifferentiableBlock, residual_dtype

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import psutil
 
-from pipeline.ports import ForwardDone, Unit
+from pipeline.units import ForwardDone, Unit
 from workers.config import WorkerConfig
 from workers.trace import unit_kind
 

@@ -15,7 +15,7 @@ from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.kernels.moments import add_pair_moment_
 from pipeline.methods.method import Moment
-from pipeline.ports import Pair
+from pipeline.units import Pair
 from workers.block import Block, overflow_advice
 from workers.config import WorkerConfig
 from workers.embedding_and_head import embedding

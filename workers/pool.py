@@ -29,8 +29,8 @@ from ray.util import metrics
 
 from manifests.errors import InputError, Interrupted, StorageError, WorkerError
 from manifests.schema import Workers
-from pipeline.ports import Forward, ShardUnit, Unit
 from pipeline.sum_units import Collect
+from pipeline.units import Forward, ShardUnit, Unit
 from workers.actor import Outcome, WorkerActor
 from workers.cluster import declared_memory, why_unplaceable
 from workers.config import WorkerConfig

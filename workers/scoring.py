@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.ports import Divergence
+from pipeline.units import Divergence
 
 LogitRows = tuple[tuple[Tensor, ...], Tensor]  # logits (T, V) of each of some models, and the tokens (T,) that came
 

@@ -25,8 +25,8 @@ from pipeline.kernels.exact_sums import (
     whole_moment,
 )
 from pipeline.methods.method import Moment
-from pipeline.ports import Forward
 from pipeline.sum_units import Collect, CollectDone, Sums, Total, TotalDone
+from pipeline.units import Forward
 from stores.statistics import StatisticsStore
 from workers.block import Tap, overflow_advice
 from workers.tensor_transfer import TensorTransfer, get_all

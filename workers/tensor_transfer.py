@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import LostInputError
-from pipeline.ports import TensorUnit, Unit
+from pipeline.units import TensorUnit, Unit
 
 Packed = dict[str, tuple[str, Any]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pipeline.ports import ForwardDone, Unit
+from pipeline.units import ForwardDone, Unit
 
 
 def unit_kind(unit: Unit) -> str:

@@ -25,7 +25,9 @@ from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Curve, Group, Measuring, Moment, Predicting, Statistics
 from pipeline.methods.registry import build_methods
-from pipeline.ports import (
+from pipeline.rounding.choices import with_bits
+from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, Total
+from pipeline.units import (
     Backward,
     BackwardDone,
     Compare,
@@ -43,8 +45,6 @@ from pipeline.ports import (
     Unit,
     Write,
 )
-from pipeline.rounding.choices import with_bits
-from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, Total
 from stores.activations import ActivationStore
 from stores.run_directory import ACTIVATIONS, STATISTICS
 from stores.staging import write_staged

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.errors import StorageError
-from pipeline.ports import Backward, BackwardDone, Forward, ForwardDone, Unit
+from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Unit
 from stores.durable import storage_errors
 from stores.storage import Growing, Place, open_storage
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from manifests.records import ArrayRecord, HeldOutScoreEntry, StagedLayer
-from pipeline.ports import Diverge, Divergence, Forward, Lineage, Observer, Pool, Unit
+from pipeline.ports import Observer, Pool
 from pipeline.steps import do_units
+from pipeline.units import Diverge, Divergence, Forward, Lineage, Unit
 
 
 def dense_outputs(pool: Pool, num_layers: int, shards: int, observer: Observer) -> list[ArrayRecord]:

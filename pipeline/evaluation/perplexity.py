@@ -19,8 +19,9 @@ from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import window_tokens
 from pipeline.job.inputs import layer_dtype
 from pipeline.job.pool import worker_pool
-from pipeline.ports import Forward, Pool, Score
+from pipeline.ports import Pool
 from pipeline.steps import do_units
+from pipeline.units import Forward, Score
 from stores.source import SourceCheckpoint
 from stores.storage import Storage
 from workers.config import WorkerConfig

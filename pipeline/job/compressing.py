@@ -23,8 +23,8 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS
-from pipeline.ports import Compare
 from pipeline.repair import REPAIRS
+from pipeline.units import Compare
 from stores.activations import ActivationStore
 from stores.run_directory import RunDirectory
 from stores.staging import sweep_staged

@@ -27,7 +27,7 @@ import pipeline.job.pool
 import pipeline.job.stages
 from manifests.errors import Interrupted
 from manifests.schema import Workers
-from pipeline.ports import Unit
+from pipeline.units import Unit
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS

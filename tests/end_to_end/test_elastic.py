@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 import pipeline.job.pool
 import pipeline.scale
 from manifests.schema import Workers
-from pipeline.ports import Forward, Unit
+from pipeline.units import Forward, Unit
 from stores.run_directory import RunDirectory
 from tests.end_to_end.children import Child
 from tests.end_to_end.clusters import OBJECTS, head_node

@@ -16,7 +16,8 @@ from manifests.errors import CorruptError, Interrupted
 from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores, Task
-from pipeline.ports import (
+from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Total, TotalDone
+from pipeline.units import (
     Backward,
     BackwardDone,
     Forward,
@@ -30,7 +31,6 @@ from pipeline.ports import (
     Unit,
     Write,
 )
-from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Total, TotalDone
 
 
 class Killed(BaseException):

@@ -14,8 +14,8 @@ from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_moments
-from pipeline.ports import Forward, Reduce, Solve, Unit, Write
 from pipeline.sum_units import Total
+from pipeline.units import Forward, Reduce, Solve, Unit, Write
 from tests.pipeline.simulation import (
     ALL,
     JOBS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.methods.registry import layer_gradients, layer_moments
-from pipeline.ports import Forward, Predict, Reduce, Solve, Unit
+from pipeline.units import Forward, Predict, Reduce, Solve, Unit
 from tests.pipeline.simulation import (
     ALL,
     JOBS,

@@ -11,8 +11,8 @@ import pytest
 
 from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError, WorkerError
 from pipeline.computation import Job
-from pipeline.ports import Forward, Solve
 from pipeline.sum_units import Collect, Total
+from pipeline.units import Forward, Solve
 from tests.pipeline.simulation import (
     ALL,
     JOBS,

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.console.progress import JobObserver
-from pipeline.ports import Forward, ForwardDone
+from pipeline.units import Forward, ForwardDone
 
 LONG = {"LAYER": {"ranks": {"value": 48, "mlp": 4864, "query_key": 40}, "error": 0.0123}}
 

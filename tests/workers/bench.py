@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.ports import Forward, Reduce, Solve, SolveDone, Write
 from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
+from pipeline.units import Forward, Reduce, Solve, SolveDone, Write
 from stores.activations import ActivationStore
 from stores.source import open_source
 from tests.pipeline.geometries import manifest

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from manifests.errors import CorruptError, NumericsError
 from pipeline.kernels.gradients import draw_labels
 from pipeline.methods.method import Moment
-from pipeline.ports import Backward, BackwardDone, Forward, Reduce
 from pipeline.samples import gradient_count, gradient_samples
+from pipeline.units import Backward, BackwardDone, Forward, Reduce
 from tests.workers.bench import FAMILIES, SEQUENCE, Reference, flip, make_setup, make_worker, save_source
 from workers.config import WorkerConfig
 from workers.worker import Worker

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.ports import Score, Solve
+from pipeline.units import Score, Solve
 from workers.actor import WorkerActor, memory_advice
 
 

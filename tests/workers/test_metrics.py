@@ -12,7 +12,7 @@ import pytest
 
 from manifests.errors import NumericsError
 from manifests.schema import Workers
-from pipeline.ports import Forward, ForwardDone, Unit
+from pipeline.units import Forward, ForwardDone, Unit
 from tests.workers.fake_ray import FakeRay
 from workers import metrics as names
 from workers import pool as pool_module

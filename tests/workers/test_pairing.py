@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from manifests.errors import CorruptError
 from pipeline.methods.method import Moment
-from pipeline.ports import ForwardDone, Pair
+from pipeline.units import ForwardDone, Pair
 from tests.workers.bench import (
     LOW,
     SAMPLES,

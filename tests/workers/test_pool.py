@@ -14,8 +14,8 @@ from ray.exceptions import ActorDiedError, ObjectLostError, OutOfDiskError, OutO
 from manifests.errors import InputError, Interrupted, NumericsError, StorageError, WorkerError
 from manifests.schema import Workers
 from pipeline.methods.method import Moment
-from pipeline.ports import Forward, ForwardDone, Reduce, Score, Unit, Write
 from pipeline.sum_units import Collect, Sums
+from pipeline.units import Forward, ForwardDone, Reduce, Score, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers.actor import Outcome

@@ -15,8 +15,8 @@ from torch import Tensor
 from manifests.errors import NumericsError
 from pipeline.kernels.exact_sums import BAND
 from pipeline.methods.method import Moment
-from pipeline.ports import Forward
 from pipeline.sum_units import ChooseGrids, Sums, Total
+from pipeline.units import Forward
 from stores.statistics import StatisticsStore
 from tests.workers.bench import collect, make_setup, make_worker, rewrite, save_source
 from workers.config import WorkerConfig

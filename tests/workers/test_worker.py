@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from manifests.errors import NumericsError
 from pipeline.methods.method import Moment
-from pipeline.ports import Diverge, Forward, ForwardDone, Reduce, Score, Solve
 from pipeline.sum_units import ChooseGrids, Sums, Total
+from pipeline.units import Diverge, Forward, ForwardDone, Reduce, Score, Solve
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,

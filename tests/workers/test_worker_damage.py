@@ -10,8 +10,8 @@ import torch
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
 from pipeline.methods.method import Moment
-from pipeline.ports import Forward, Solve, Write
 from pipeline.sum_units import ChooseGrids
+from pipeline.units import Forward, Solve, Write
 from tests.workers.bench import (
     LOW,
     Reference,

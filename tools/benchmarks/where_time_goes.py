@@ -41,7 +41,7 @@ from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.console.summary import compute_share
-from pipeline.ports import Unit
+from pipeline.units import Unit
 from stores.activations import ActivationReader, ActivationStore, ActivationWriter
 from stores.arrays import ArrayStore
 from stores.ledger import Ledger

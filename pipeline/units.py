@@ -1,0 +1,350 @@
+"""Units of work and their results: what the driver asks of workers, and what they answer.
+
+Units and results are small and picklable; tensors travel between workers behind opaque handles, past the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+from manifests.records import ArrayRecord, Scheme, StagedLayer
+from pipeline.methods.method import FormSpec, Moment, Task
+from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
+
+Lineage = Literal["dense", "compressed", "paired", "held_out_dense", "held_out"]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One calibration shard through one layer.
+
+    Attributes:
+        lineage: whose hidden states come in and go out: those of the dense model or of the compressed one, on the
+            calibration samples or on what is held out.
+        staged: the committed record of the compressed layer to use; None: the layer's dense weights.
+        moments: statistics to take. Samples of values go back with the result.
+        sums: where the others are added, once for each shard; the worker keeps them until a `Collect`.
+        cosine: whether to sum the cosines between input and output.
+        emit: whether the outputs become the hidden states of the next layer.
+        store: whether these outputs are written to the activation store.
+        keep_inputs: whether the inputs of the shard's gradient samples are written there, for the backward pass.
+        base: the layer whose inputs are committed (0: the token embeddings); a worker that does not hold the inputs
+            starts there, and goes through the layers of `replay` (staged records, or None for dense weights).
+        ahead: the layer to read next, if any.
+    """
+
+    lineage: Lineage
+    layer: int
+    shard: int
+    staged: StagedLayer | None = None
+    moments: tuple[Moment, ...] = ()
+    sums: Sums | None = None
+    cosine: bool = False
+    emit: bool = True
+    store: bool = False
+    keep_inputs: bool = False
+    base: int = 0
+    base_record: ArrayRecord | None = None
+    replay: tuple[StagedLayer | None, ...] = ()
+    ahead: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"forward/{self.lineage}/{self.layer}/{self.shard}/{'staged' if self.staged else 'dense'}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return sum(moment.kind == "sample" for moment in self.moments)
+
+
+@dataclass(frozen=True)
+class ForwardDone:
+    """What came of a `Forward`: handles of the samples of values, (sum, count) of cosines, the activation record.
+
+    `worker`: who did it, and keeps the sums that the shard was added to.
+    """
+
+    partials: Mapping[Moment, Any]
+    cosine: tuple[float, int] | None
+    activation: ArrayRecord | None
+    tokens: int
+    inputs: ArrayRecord | None = None
+    worker: str = ""
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of each handle."""
+        return replace(self, partials={moment: made(handle) for moment, handle in self.partials.items()})
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One calibration shard through the dense layer and through what has been made of it, side by side.
+
+    docs/methods.md#corrections. Both models' hidden states travel together: (M, S, 2·D), the dense ones first.
+
+    Attributes:
+        step: how many corrections of the layer came before.
+        staged: the record of the layer as it is by now; None: its dense weights.
+        moments: pairs to take, all at one point.
+        emit, store, base, base_record, replay, ahead: as in `Forward`.
+    """
+
+    layer: int
+    shard: int
+    step: int
+    staged: StagedLayer | None = None
+    moments: tuple[Moment, ...] = ()
+    emit: bool = False
+    store: bool = False
+    base: int = 0
+    base_record: ArrayRecord | None = None
+    replay: tuple[StagedLayer | None, ...] = ()
+    ahead: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"pair/{self.layer}/{self.step}/{self.shard}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return len(self.moments)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The gradient samples of one calibration shard back through a layer, by its dense weights.
+
+    docs/methods.md#gradient-moments.
+
+    Attributes:
+        inputs: records of the stored inputs of this layer and of those above it, up to the first whose gradients are
+            committed, or to the last: a worker that does not hold the gradients goes back through those layers first.
+        base_record: of the committed gradients at the inputs of the layer after these; None: from the head, with
+            labels drawn from the model's own distribution.
+        moments: of gradients, to take.
+        probe: the gradients at the layer's output are random, not the model's.
+        emit: whether the gradients at the layer's inputs are those that the layer before it will go on with.
+        store: whether these are written to the activation store.
+        ahead: the layer to read next, if any.
+    """
+
+    layer: int
+    shard: int
+    inputs: tuple[ArrayRecord, ...]
+    moments: tuple[Moment, ...] = ()
+    probe: bool = False
+    emit: bool = True
+    store: bool = False
+    base_record: ArrayRecord | None = None
+    ahead: int | None = None
+
+    @property
+    def base(self) -> int:
+        """The layer whose input gradients are committed, or one past the last."""
+        return self.layer + len(self.inputs)
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"backward/{self.layer}/{self.shard}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return len(self.moments)
+
+
+@dataclass(frozen=True)
+class BackwardDone:
+    """What came of a `Backward`: handles of the partial moments of gradients, the record of the stored gradients."""
+
+    partials: Mapping[Moment, Any]
+    activation: ArrayRecord | None
+    tokens: int
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of each handle."""
+        return replace(self, partials={moment: made(handle) for moment, handle in self.partials.items()})
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Adds partial moments of gradients, or puts samples of values together, in shard order, and stores the result.
+
+    The result is its record, which for gradients holds besides what `kernels.shrinkage` needs: `square_norms`,
+    `sequences`, `tokens`.
+    """
+
+    lineage: Lineage
+    layer: int
+    moment: Moment
+    partials: tuple[Any, ...]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"reduce/{self.lineage}/{self.layer}/{self.moment.key}"
+
+
+@dataclass(frozen=True)
+class Solve:
+    """Compresses one group of one layer; with a pair among the statistics, as far as that allows.
+
+    `before`: the handle of the factors that the group's correction before this one gave.
+    """
+
+    task: Task
+    ranks: Mapping[str, int]
+    statistics: Mapping[Moment, ArrayRecord]
+    before: Any | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"solve/{self.task.key}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return 1
+
+
+@dataclass(frozen=True)
+class SolveDone:
+    """Handle of the factors, the forms they take, the figures for the summary, and how matrices are rounded, by the
+    path of their module."""
+
+    factors: Any
+    forms: Mapping[str, FormSpec]
+    report: Mapping[str, Any]
+    rounded: Mapping[str, Scheme] = field(default_factory=dict)
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of the handle."""
+        return replace(self, factors=made(self.factors))
+
+
+@dataclass(frozen=True)
+class Write:
+    """Writes one layer: the factors of its groups, by tensor name, and the rest copied from the source.
+
+    Attributes:
+        roles: what the groups claim; of these nothing is copied.
+    """
+
+    layer: int
+    factors: tuple[Any, ...]
+    roles: tuple[str, ...]
+    forms: Mapping[str, FormSpec]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"write/{self.layer}"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a method's ranks follow, of one group, from the dense weights alone; the result is JSON."""
+
+    task: Task
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"measure/{self.task.key}"
+
+
+@dataclass(frozen=True)
+class Predict:
+    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is JSON."""
+
+    task: Task
+    statistics: Mapping[Moment, ArrayRecord]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"predict/{self.task.key}"
+
+
+@dataclass(frozen=True)
+class Score:
+    """Negative log likelihood (sum, count) of one shard of windows; `layer` is one past the last.
+
+    `base`, `base_record` and `replay` as in `Forward`.
+    """
+
+    layer: int
+    shard: int
+    lineage: Lineage = "dense"
+    base: int = 0
+    base_record: ArrayRecord | None = None
+    replay: tuple[StagedLayer | None, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"score/{self.shard}"
+
+
+@dataclass(frozen=True)
+class Diverge:
+    """What the head makes of one shard of windows behind compressed layers, against what it makes behind dense ones.
+
+    The result is a `Divergence`. `dense`: the record of the dense model's last outputs. The rest as in `Score`, of the
+    compressed layers.
+    """
+
+    layer: int
+    shard: int
+    dense: ArrayRecord
+    replay: tuple[StagedLayer | None, ...] = ()
+    lineage: Lineage = "held_out"
+    base: int = 0
+    base_record: ArrayRecord | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"diverge/{self.shard}"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Sums over `tokens`: Σ KL(dense‖compressed), and the negative log likelihood under either, in nats."""
+
+    divergence: float
+    dense_loss: float
+    compressed_loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Compare:
+    """The dense model and the staged layers side by side on a few tokens; the result is JSON.
+
+    Attributes:
+        tokens: ids of whole samples, all of one length.
+        staged: by layer, the record of the compressed one; None: it is as it was.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    staged: tuple[StagedLayer | None, ...]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return "compare"
+
+
+SumUnit = ChooseGrids | Collect | Total | Reduce
+Unit = Forward | Pair | Backward | SumUnit | Measure | Predict | Solve | Write | Score | Diverge | Compare
+ShardUnit = Forward | Pair | Backward | ChooseGrids | Score | Diverge  # goes to the worker that holds the shard
+TensorUnit = Forward | Pair | Backward | ChooseGrids | Collect | Total | Solve  # its result holds handles of tensors
