@@ -322,7 +322,8 @@ class Manifest(Block):
 
 
 def completed(semantic: Any) -> Any:
-    """`Manifest.semantic` as an older version wrote it, with the fields that it did not know yet at their defaults.
+    """`Manifest.semantic` as an older version wrote it, with the fields that it did not know yet at their defaults, and
+    ranks as multiples of 1, which they all were.
 
     What no version of the schema can have written comes back as it is.
     """
@@ -333,6 +334,7 @@ def completed(semantic: Any) -> Any:
     if isinstance(calibration := fields.get("calibration"), Mapping):
         fields["calibration"] = {**calibration, "text": {"files": ["-"]}}
     try:
-        return Manifest.model_validate_json(json.dumps(fields)).semantic()
+        known = Manifest.model_validate_json(json.dumps(fields)).semantic()
     except ValueError:
         return semantic
+    return {**known, "methods": [{**entry, "rank_multiple": entry["rank_multiple"] or 1} for entry in known["methods"]]}

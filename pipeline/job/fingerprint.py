@@ -21,8 +21,16 @@ def job_fingerprint(inputs: Inputs, tokens: torch.Tensor | None, source_files: M
         "source": {file: {"size": found["size"], "sha256": found["sha256"]} for file, found in source_files.items()},
         "config": inputs.source.config,
         "calibration_tokens": tokens_digest(tokens),
-        "manifest": inputs.manifest.semantic(),
+        "manifest": _semantic(inputs),
         "code": VERSION,
         "dtype": inputs.dtype_name,
         "device": "cuda" if inputs.manifest.workers.gpus else "cpu",
     }
+
+
+def _semantic(inputs: Inputs) -> dict[str, Any]:
+    """The manifest's fields that decide bytes; what ranks are multiples of, as it comes out for this model."""
+    manifest, fields = inputs.manifest, inputs.manifest.semantic()
+    for entry, field in zip(manifest.methods, fields["methods"], strict=True):
+        field["rank_multiple"] = entry.in_steps_of(manifest.rank_multiple).multiple(inputs.geometry.hidden)
+    return fields

@@ -207,7 +207,8 @@ def semantic(**calibration: Any) -> dict[str, Any]:
     text = {"text": {"files": ["a.txt"]}, "samples": 20}
     document = {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r", "budget": {"keep": 0.5}}
     methods = [{"method": "flat_llm"}]
-    return parse_manifest({**document, "methods": methods, "calibration": {**text, **calibration}}).semantic()
+    found = parse_manifest({**document, "methods": methods, "calibration": {**text, **calibration}}).semantic()
+    return {**found, "methods": [{**found["methods"][0], "rank_multiple": 1}]}  # as a fingerprint has it
 
 
 def test_a_field_that_an_older_version_did_not_know_counts_as_its_default(tmp_path: Path) -> None:
@@ -219,6 +220,18 @@ def test_a_field_that_an_older_version_did_not_know_counts_as_its_default(tmp_pa
     assert run.check_fingerprint({"manifest": older})
     assert not run.check_fingerprint({"manifest": whole})
     assert "calibration.gradient.samples: null -> 3" in refused(run, {"manifest": semantic(gradient={"samples": 3})})
+
+
+def test_ranks_of_an_older_version_are_multiples_of_one(tmp_path: Path) -> None:
+    whole = semantic()
+    (entry,) = whole["methods"]
+    older = {**whole, "methods": [{name: value for name, value in entry.items() if name != "rank_multiple"}]}
+    run = RunDirectory(tmp_path / "run")
+    run.prepare()
+    assert run.check_fingerprint({"manifest": older})
+    assert not run.check_fingerprint({"manifest": whole})
+    wide = {**whole, "methods": [{**entry, "rank_multiple": 16}]}
+    assert "methods.0.rank_multiple: 1 -> 16" in refused(run, {"manifest": wide})
 
 
 @pytest.mark.parametrize("strange", [None, [], {"methods": 3}, {"version": 1, "calibration": {"text": 1}}])
