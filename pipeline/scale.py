@@ -8,7 +8,7 @@ from typing import Any
 from manifests.errors import InputError
 from pipeline.console.arguments import parser, run_command
 from stores.lock import read_lock
-from stores.run_directory import RunDirectory
+from stores.run_directory import existing_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    run_dir, workers = RunDirectory(arguments.run_dir), arguments.workers
+    run_dir, workers = existing_run(arguments.run_dir), arguments.workers
     if workers < 1:
         raise InputError(f"--workers {workers}: a job needs at least one; to stop it, send SIGTERM")
     owner = read_lock(run_dir.storage)

@@ -7,11 +7,11 @@ import sys
 import time
 from typing import Any
 
-from manifests.errors import InputError, StorageError
+from manifests.errors import StorageError
 from pipeline.console.arguments import parser, run_command
 from pipeline.keys import COMPLETE
 from stores.lock import read_lock
-from stores.run_directory import ENDED, FINGERPRINT, RunDirectory
+from stores.run_directory import ENDED, existing_run
 from stores.storage import Place, Storage, matching
 
 LOG_LINES = 5
@@ -39,9 +39,7 @@ def _body(arguments: Any) -> int:
 
 def read_status(place: Place) -> dict[str, Any]:
     """Everything known of a run directory. Raises InputError when it is none."""
-    run_dir = RunDirectory(place)
-    if not run_dir.storage.has(FINGERPRINT):
-        raise InputError(f"{run_dir.place}: no run directory (it has no {FINGERPRINT})")
+    run_dir = existing_run(place)
     manifest = run_dir.read_manifest()
     ledger = run_dir.ledger
     keys = ledger.keys()

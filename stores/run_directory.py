@@ -213,6 +213,14 @@ class RunDirectory:
         return "\n  ".join(lines) + "\nset another run_dir, restore these, or use --fresh to start over"
 
 
+def existing_run(place: Place) -> RunDirectory:
+    """The run directory of a job that has begun. Raises InputError when there is none at `place`."""
+    run_dir = RunDirectory(place)
+    if run_dir.storage.fault() or not run_dir.storage.has(FINGERPRINT):
+        raise InputError(f"{run_dir.place}: no run directory (it has no {FINGERPRINT})")
+    return run_dir
+
+
 def _digest(content: Mapping[str, Any]) -> str:
     """Of all but `sha256`: a flipped bit is to look like damage, not like another job."""
     rest = {name: value for name, value in content.items() if name != "sha256"}

@@ -23,7 +23,7 @@ from pipeline.plan.estimate import MOMENT_BYTES, Plan, make_plan
 from pipeline.rounding.tasks import rounded_tasks
 from stores.headers import DTYPES
 from stores.lock import read_lock
-from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, RunDirectory
+from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, existing_run
 from stores.storage import Place, Storage, matching
 
 LOG_LINES = 60
@@ -118,10 +118,10 @@ class Run:
 
 def read_run(place: Place) -> Run:
     """Reads all of it. Raises InputError when `place` is no run directory, or not one of this version."""
-    run_dir = RunDirectory(place)
+    run_dir = existing_run(place)
     storage, manifest = run_dir.storage, run_dir.read_manifest()
-    if manifest is None or not storage.has(FINGERPRINT):
-        raise InputError(f"{run_dir.place}: no run directory (it has no {FINGERPRINT} and {MANIFEST})")
+    if manifest is None:
+        raise InputError(f"{run_dir.place}: no run directory (it has no {MANIFEST})")
     ledger = run_dir.ledger
     keys = ledger.keys()
     entries: dict[str, Any] = {key: ledger.get(key) or {} for key in keys if key.split("/")[0] in KINDS}

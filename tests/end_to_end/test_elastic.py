@@ -151,7 +151,7 @@ def test_nobody_to_scale(job: MakeJob, inline: None, tmp_path: Path) -> None:
     for arguments, message in (
         ([str(made.run_dir), "--workers", "2"], "no job is running here"),
         ([str(made.run_dir), "--workers", "0"], "a job needs at least one"),
-        ([str(tmp_path / "nowhere"), "--workers", "2"], "no job is running here"),
+        ([str(tmp_path / "nowhere"), "--workers", "2"], "no run directory"),
     ):
         ended = command("scale", *arguments)
         assert (ended.code, message in ended.err) == (2, True), ended

@@ -248,7 +248,8 @@ def test_contract_agrees_with_the_files(kept: Job) -> None:
     dense = sum(tensor.numel() for tensor in read_tensors(kept.source).values())
     assert compression["counts"]["parameters"]["dense"] == dense
     assert [layer["forms"] for layer in compression["layers"]] == forms_of(kept)
-    assert compression["manifest"]["budget"] == {"keep": 0.7, "max_loss": None, "scope": "decoder"}
+    budget = {"keep": 0.7, "bytes": None, "max_loss": None, "scope": "decoder", "multiple": None}
+    assert compression["manifest"]["budget"] == budget
 
 
 def test_each_tensor_says_what_became_of_it(kept: Job) -> None:

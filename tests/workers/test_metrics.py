@@ -110,7 +110,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
         recorder = Recorder()
         monkeypatch.setattr(pool_module, "ray", fake)
         monkeypatch.setattr(pool_module, "metrics", recorder)
-        setup: Any = SimpleNamespace(shards=8, hardware=None, manifest=SimpleNamespace(run_dir="/data/runs/keep80"))
+        manifest = SimpleNamespace(run_dir="/data/runs/keep80")
+        setup: Any = SimpleNamespace(shards=8, hardware=None, manifest=manifest, memory_bytes=0)
         return RayPool(setup, Workers(min=2, max=2), threading.Event(), lambda _: None), recorder
 
     return make
