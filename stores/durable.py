@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from manifests.errors import LaminaError, StorageError
+from manifests.errors import InputError, LaminaError, StorageError
 
 PARTIAL_SUFFIX = ".partial"
 PARTIAL_NAME = re.compile(r".+\.[0-9a-f]{32}\.partial", re.DOTALL)
 CHUNK_BYTES = 8 * 1024 * 1024
 NO_HARD_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+NO_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)  # what was given can be no path
 ADVICE = {
     errno.ENOSPC: "the disk is full; free some room there, then run the same command again",
     errno.EDQUOT: "the quota is used up; free some room or raise it, then run the same command again",
@@ -42,13 +43,15 @@ ADVICE = {
 }
 
 
-def storage_error(action: str, path: str | Path, error: OSError) -> StorageError:
-    """The StorageError to raise for `error`: what was being done, where, the likely cause, what to change."""
+def storage_error(action: str, path: str | Path, error: OSError) -> StorageError | InputError:
+    """The error to raise for `error`: what was being done, where, the likely cause, what to change. An InputError where
+    nothing but the path is wrong."""
     code = error.errno or (errno.ENOENT if isinstance(error, FileNotFoundError) else 0)  # Zarr's has no number
     reason = error.strerror or (os.strerror(code) if code else str(error) or type(error).__name__)
     advice = ADVICE.get(code, "check the disk or mount, then run the same command again")
     place = f" ({_room_at(Path(path))})" if code in (errno.ENOSPC, errno.EDQUOT) else ""
-    return StorageError(f"{action} {path}: {reason}{place}; {advice}")
+    kind = InputError if code in NO_PATHS else StorageError
+    return kind(f"{action} {path}: {reason}{place}; {advice}")
 
 
 def _room_at(path: Path) -> str:
@@ -66,7 +69,7 @@ def _room_at(path: Path) -> str:
 
 @contextmanager
 def storage_errors(action: str, path: str | Path) -> Iterator[None]:
-    """Turns an OSError of the block into a StorageError; Lamina's own errors pass."""
+    """Turns an OSError of the block into what `storage_error` says; Lamina's own errors pass."""
     try:
         yield
     except LaminaError:

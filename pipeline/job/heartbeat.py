@@ -15,6 +15,7 @@ from stores.run_directory import RunDirectory
 
 LOG = logging.getLogger("lamina")
 BEAT_SECONDS = 3.0
+LAST_BEAT_SECONDS = 10.0  # for which the end of a job waits for a beat that hangs
 
 
 class Resizable(Protocol):
@@ -61,15 +62,17 @@ class Heartbeat:
         self.pool: Resizable | None = None
         self.lost: InUseError | None = None
         self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
-        threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
+        self.thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ended.set()
+        self.thread.join(LAST_BEAT_SECONDS)  # or it would write its note beside locks that were released
         if self.lost is not None:
             raise self.lost from error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import CorruptError, StorageError
+from manifests.errors import CorruptError, InputError, StorageError
 from stores.durable import (
     create_only,
     durable_file,
@@ -189,7 +189,7 @@ def test_read_whole_ends(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_whole(tmp_path / "nothing", 5)
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(StorageError, match="lead in a circle"):
+    with pytest.raises(InputError, match="lead in a circle"):
         read_whole(tmp_path / "loop", 5)
 
 

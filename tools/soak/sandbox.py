@@ -25,8 +25,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "RAY_AU
 
 import torch
 
-import pipeline.evaluate
 import pipeline.evaluation.perplexity
+import workers.cluster
 from tests.end_to_end.children import InlinePool, use_inline_pool
 from tests.end_to_end.jobs import COMMANDS
 
@@ -65,7 +65,7 @@ def use_no_ray() -> None:
     """`run` and `evaluate` compute in this process."""
     torch.set_num_threads(1)
     use_inline_pool()
-    pipeline.evaluate.connect = lambda *_: "none: in this process"  # type: ignore[attr-defined]
+    workers.cluster.connect = lambda *_: "none: in this process"  # type: ignore[assignment]
     pipeline.evaluation.perplexity.RayPool = InlinePool  # type: ignore[attr-defined,assignment,misc]
 
 
