@@ -24,7 +24,6 @@ from tests import buckets, factories
 # The same examples in every run, no time limit for one (machines are shared), nothing kept on disk.
 settings.register_profile("lamina", derandomize=True, deadline=None, database=None)
 settings.load_profile("lamina")
-torch.set_num_threads(1)  # results do not depend on the machine's cores, and workers share them
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -36,6 +35,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     )
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"{count} skipped: {reason}", yellow=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    """Whatever the tests of another file have left: threads of tiny products only wait for each other, and how many
+    there are decides the last bits."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -67,7 +67,8 @@ def test_damage_is_repaired(kind: str, job: MakeJob, reference: dict[str, str]) 
     hook = Hook("commit", match="curves/00000" if "statistics" in kind else "gradient/00002")
     assert Child("run", [str(made.manifest)], made.root / "log", hook).end() == -signal.SIGKILL
     for path in made.run_dir.glob(f"{kind}/**/c*"):
-        flip(path)
+        if path.is_file():  # names of arrays are random, and begin with a c at times
+            flip(path)
     child = Child("run", [str(made.manifest)], made.root / "log")
     assert child.end() == 0, child.said
     assert "repairing:" in child.said
