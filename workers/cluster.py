@@ -183,6 +183,8 @@ def declared_memory(workers: Workers, memory_bytes: int) -> int:
 
     An autoscaler's kinds of nodes need not say their memory: asked for it, it would start none.
     """
+    if not memory_bytes:
+        return 0
     wanted = {"CPU": float(workers.cpus), "GPU": workers.gpus, "memory": float(memory_bytes)}
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fits = any(all(node.get(kind, 0.0) >= amount for kind, amount in wanted.items()) for node in alive)
