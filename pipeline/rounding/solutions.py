@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.records import Scheme
-from pipeline.kernels.rounding import Rounded, round_to_nearest, round_with_feedback, rounding_error
-from pipeline.methods.method import Moment, Solution
+from pipeline.kernels.rounding import Rounded, round_to_nearest, round_with_feedback
+from pipeline.methods.method import Moment, Solution, Weights, stored_dtype
 from pipeline.rounding.schemes import WEIGHT, packed_tensors
 
 INPUTS = {
@@ -43,6 +43,53 @@ class Matrix(NamedTuple):
     behind: str | None = None
 
 
+class Reading(NamedTuple):
+    """What a matrix is rounded by.
+
+    Attributes:
+        weight: (O, I) float64; of a second factor, fitted to what the rounded first one gives.
+        moment: (I, I) of what it reads, or None.
+        target: (O, I), the moment between what the role gave before and what the matrix reads.
+        given: the trace of the moment of what the role gave before.
+    """
+
+    weight: Tensor
+    moment: Tensor | None
+    target: Tensor
+    given: float
+
+    def lost(self, values_OI: Tensor) -> float:
+        """Σ of squared errors of what the role gives with these values."""
+        read_OI = values_OI if self.moment is None else values_OI @ self.moment
+        return max(0.0, float(((read_OI - 2.0 * self.target) * values_OI).sum()) + self.given)
+
+
+@dataclass(frozen=True)
+class SquaredError:
+    """Σ of squares over tokens and outputs: of the errors, and of what was given before."""
+
+    lost: float = 0.0
+    given: float = 0.0
+
+    def __add__(self, other: SquaredError) -> SquaredError:
+        """Of both."""
+        return SquaredError(self.lost + other.lost, self.given + other.given)
+
+    @property
+    def relative(self) -> float:
+        """0.0 where nothing was given."""
+        return self.lost / self.given if self.given > 0.0 else 0.0
+
+
+class RoundedSolution(NamedTuple):
+    """With packed tensors in place of its matrices; schemes by key, without `.weight`; and by the roles that share a
+    matrix the squared errors of what they give."""
+
+    solution: Solution
+    schemes: dict[str, Scheme]
+    errors: dict[tuple[str, ...], SquaredError]
+
+
 def input_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
     """What rounding with error feedback needs of a group of these roles, each once."""
     return tuple(dict.fromkeys(INPUTS[role] for role in roles if role in INPUTS))
@@ -53,39 +100,44 @@ def round_solution(
     quantize: Quantize,
     bits: int,
     moments: Mapping[Moment, Tensor],
-    dtypes: Mapping[str, torch.dtype],
-) -> tuple[Solution, dict[str, Scheme]]:
-    """The solution with packed tensors in place of its matrices; and the schemes by key, without `.weight`.
+    weights: Weights,
+) -> RoundedSolution:
+    """Rounds every matrix of a solution.
 
     First factors, and what is no factor, are rounded by the moment of the role's input, of the solution's own `inputs`
     before the dense one's; then second factors and pivoted coefficients are fitted again to what the rounded first ones
     give, B' = B A C Â' (Â C Â')⁻¹, and rounded by the moment Â C Â' of these latents. Without a moment, every number
-    goes to the nearest code. `dtypes`: key -> stored dtype, that of the scales. What no linear module holds (biases,
+    goes to the nearest code. `weights`: dense, in the dtype of the scales. What no linear module holds (biases,
     norms, factors per head, Tucker cores) stays.
 
     Raises ValueError, naming the matrix, where no group fits its columns, or on NaN and the like.
     """
-    tensors, worst = dict(solution.tensors), 0.0
+    tensors = dict(solution.tensors)
     schemes: dict[str, Scheme] = {}
     values: dict[str, Tensor] = {}
     nearest: list[str] = []
+    errors: dict[tuple[str, ...], SquaredError] = {}
     for matrix in _matrices(solution, quantize.skip):
-        weight_OI, moment_II = _as_read(matrix, solution, moments, values)
+        reading = _reading(matrix, solution, moments, values)
         try:
-            scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
-            rounded = _round(weight_OI, moment_II, scheme, dtypes[matrix.key])
+            scheme = Scheme(bits=bits, group=fitting_group(reading.weight.shape[1], quantize.group))
+            rounded = _round(reading, scheme, stored_dtype(matrix.key, solution.tensors[matrix.key], weights))
         except ValueError as error:
             raise ValueError(f"{matrix.key}: {error}") from error
         path = matrix.key.removesuffix(WEIGHT)
         del tensors[matrix.key]
         tensors |= packed_tensors(path, rounded.codes, rounded.scales, scheme)
         schemes[path], values[matrix.key] = scheme, rounded.values
-        worst = max(worst, rounding_error(weight_OI, rounded.values, moment_II))
-        nearest += [path] if moment_II is None else []
+        nearest += [path] if reading.moment is None else []
+        if reading.moment is None or not matrix.key.endswith(FIRST):  # what a first factor gives is read by the second
+            found = SquaredError(reading.lost(rounded.values), reading.given)
+            errors[matrix.roles] = errors.get(matrix.roles, SquaredError()) + found
+    worst = max((error.relative for error in errors.values()), default=0.0)
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
     if nearest and moments:
         report["nearest"] = sorted(nearest)
-    return replace(solution, tensors=tensors, report={**solution.report, **report}), schemes
+    rounded_solution = replace(solution, tensors=tensors, report={**solution.report, **report})
+    return RoundedSolution(rounded_solution, schemes, errors)
 
 
 def fitting_group(columns: int, group: int | None) -> int | None:
@@ -99,10 +151,10 @@ def fitting_group(columns: int, group: int | None) -> int | None:
     return common
 
 
-def _round(weight_OI: Tensor, moment_II: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> Rounded:
-    if moment_II is None:
-        return round_to_nearest(weight_OI, scheme["bits"], scheme["group"], dtype)
-    return round_with_feedback(weight_OI, moment_II, scheme["bits"], scheme["group"], dtype)
+def _round(reading: Reading, scheme: Scheme, dtype: torch.dtype) -> Rounded:
+    if reading.moment is None:
+        return round_to_nearest(reading.weight, scheme["bits"], scheme["group"], dtype)
+    return round_with_feedback(reading.weight, reading.moment, scheme["bits"], scheme["group"], dtype)
 
 
 def _matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
@@ -130,22 +182,24 @@ def _owner_of_first(role: str, solution: Solution) -> str:
     return next(other for other in (role, *sharing) if f"{other}.{FIRST}" in solution.tensors)
 
 
-def _as_read(
+def _reading(
     matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], values: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """The weight to round, float64, and the moment of what it reads, or None."""
+) -> Reading:
+    """Of a matrix; `values`: those rounded before it."""
     weight_OI = solution.tensors[matrix.key].to(torch.float64)
     input_II = _input(matrix.roles[0], solution, moments)
     before_rI = None if matrix.behind is None else solution.tensors[matrix.behind].to(torch.float64)
     columns = (weight_OI if before_rI is None else before_rI).shape[1]
     if input_II is None or input_II.shape != (columns, columns):
-        return weight_OI, None
+        return Reading(weight_OI, None, weight_OI, float(weight_OI.square().sum()))
     if before_rI is None:
-        return weight_OI, input_II
+        target_OI = weight_OI @ input_II
+        return Reading(weight_OI, input_II, target_OI, float((target_OI * weight_OI).sum()))
     rounded_rI = values.get(matrix.behind or "", before_rI)
     read_Ir = input_II @ rounded_rI.T
-    latents_rr = rounded_rI @ read_Ir
-    return _refit(weight_OI, before_rI @ read_Ir, latents_rr), latents_rr
+    latents_rr, cross_rr = rounded_rI @ read_Ir, before_rI @ read_Ir
+    given = float(((weight_OI @ (before_rI @ input_II @ before_rI.T)) * weight_OI).sum())
+    return Reading(_refit(weight_OI, cross_rr, latents_rr), latents_rr, weight_OI @ cross_rr, given)
 
 
 def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor]) -> Tensor | None:
