@@ -103,6 +103,18 @@ def choose_scales(
     return torch.cat(found)
 
 
+def rounding_error(weight_OI: Tensor, rounded_OI: Tensor, moment_II: Tensor | None) -> float:
+    """tr(Δ M Δᵀ) / tr(W M Wᵀ); without a moment ‖Δ‖² / ‖W‖². 0.0 for a weight that gives nothing."""
+    weight_OI = weight_OI.to(torch.float64)
+    change_OI = rounded_OI.to(torch.float64) - weight_OI
+
+    def size(matrix_OI: Tensor) -> float:
+        return float((matrix_OI.square() if moment_II is None else (matrix_OI @ moment_II) * matrix_OI).sum())
+
+    whole = size(weight_OI)
+    return max(0.0, size(change_OI)) / whole if whole > 0.0 else 0.0
+
+
 def _checked(weight_OI: Tensor, bits: int, group: int | None) -> Tensor:
     """The weight in float64."""
     code_range(bits)

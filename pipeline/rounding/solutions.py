@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.records import Scheme
-from pipeline.kernels.rounding import Rounded, round_to_nearest, round_with_feedback
+from pipeline.kernels.pivoted import Pivoted, expand
+from pipeline.kernels.rounding import Rounded, round_to_nearest, round_with_feedback, rounding_error
 from pipeline.methods.method import Moment, Solution, Weights, stored_dtype
 from pipeline.rounding.schemes import WEIGHT, packed_tensors
 
@@ -43,51 +44,13 @@ class Matrix(NamedTuple):
     behind: str | None = None
 
 
-class Reading(NamedTuple):
-    """What a matrix is rounded by.
-
-    Attributes:
-        weight: (O, I) float64; of a second factor, fitted to what the rounded first one gives.
-        moment: (I, I) of what it reads, or None.
-        target: (O, I), the moment between what the role gave before and what the matrix reads.
-        given: the trace of the moment of what the role gave before.
-    """
-
-    weight: Tensor
-    moment: Tensor | None
-    target: Tensor
-    given: float
-
-    def lost(self, values_OI: Tensor) -> float:
-        """Σ of squared errors of what the role gives with these values."""
-        read_OI = values_OI if self.moment is None else values_OI @ self.moment
-        return max(0.0, float(((read_OI - 2.0 * self.target) * values_OI).sum()) + self.given)
-
-
-@dataclass(frozen=True)
-class SquaredError:
-    """Σ of squares over tokens and outputs: of the errors, and of what was given before."""
-
-    lost: float = 0.0
-    given: float = 0.0
-
-    def __add__(self, other: SquaredError) -> SquaredError:
-        """Of both."""
-        return SquaredError(self.lost + other.lost, self.given + other.given)
-
-    @property
-    def relative(self) -> float:
-        """0.0 where nothing was given."""
-        return self.lost / self.given if self.given > 0.0 else 0.0
-
-
 class RoundedSolution(NamedTuple):
-    """With packed tensors in place of its matrices; schemes by key, without `.weight`; and by the roles that share a
-    matrix the squared errors of what they give."""
+    """With packed tensors in place of its matrices; their schemes by key, without `.weight`; and the values that they
+    hold by key, float64."""
 
     solution: Solution
     schemes: dict[str, Scheme]
-    errors: dict[tuple[str, ...], SquaredError]
+    values: dict[str, Tensor]
 
 
 def input_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
@@ -112,32 +75,49 @@ def round_solution(
 
     Raises ValueError, naming the matrix, where no group fits its columns, or on NaN and the like.
     """
-    tensors = dict(solution.tensors)
+    tensors, worst = dict(solution.tensors), 0.0
     schemes: dict[str, Scheme] = {}
     values: dict[str, Tensor] = {}
     nearest: list[str] = []
-    errors: dict[tuple[str, ...], SquaredError] = {}
     for matrix in _matrices(solution, quantize.skip):
-        reading = _reading(matrix, solution, moments, values)
+        weight_OI, moment_II = _as_read(matrix, solution, moments, values)
         try:
-            scheme = Scheme(bits=bits, group=fitting_group(reading.weight.shape[1], quantize.group))
-            rounded = _round(reading, scheme, stored_dtype(matrix.key, solution.tensors[matrix.key], weights))
+            scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
+            rounded = _round(
+                weight_OI, moment_II, scheme, stored_dtype(matrix.key, solution.tensors[matrix.key], weights)
+            )
         except ValueError as error:
             raise ValueError(f"{matrix.key}: {error}") from error
         path = matrix.key.removesuffix(WEIGHT)
         del tensors[matrix.key]
         tensors |= packed_tensors(path, rounded.codes, rounded.scales, scheme)
         schemes[path], values[matrix.key] = scheme, rounded.values
-        nearest += [path] if reading.moment is None else []
-        if reading.moment is None or not matrix.key.endswith(FIRST):  # what a first factor gives is read by the second
-            found = SquaredError(reading.lost(rounded.values), reading.given)
-            errors[matrix.roles] = errors.get(matrix.roles, SquaredError()) + found
-    worst = max((error.relative for error in errors.values()), default=0.0)
+        worst = max(worst, rounding_error(weight_OI, rounded.values, moment_II))
+        nearest += [path] if moment_II is None else []
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
     if nearest and moments:
         report["nearest"] = sorted(nearest)
-    rounded_solution = replace(solution, tensors=tensors, report={**solution.report, **report})
-    return RoundedSolution(rounded_solution, schemes, errors)
+    return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, values)
+
+
+def multiplied(solution: Solution, values: Mapping[str, Tensor]) -> dict[tuple[str, ...], Tensor]:
+    """The matrices (O, I) float64 that a solution's are factors of, by the roles that share them; `values`: what its
+    tensors hold, where that is not what it says."""
+
+    def held(key: str) -> Tensor:
+        return values.get(key, solution.tensors[key]).to(torch.float64)
+
+    found = {}
+    for matrix in _matrices(solution, ()):
+        path, _, part = matrix.key.rpartition(".pivoted.")
+        if path and f"pivoted.{part}" == COEFFICIENTS:
+            rows, indices = held(f"{path}.{ROWS}"), solution.tensors[f"{path}.pivoted.indices"].to(torch.int64)
+            found[matrix.roles] = expand(Pivoted(rows, held(matrix.key), indices))
+        elif matrix.behind is not None:
+            found[matrix.roles] = held(matrix.key) @ held(matrix.behind)
+        elif not path and not matrix.key.endswith(FIRST):
+            found[matrix.roles] = held(matrix.key)
+    return found
 
 
 def fitting_group(columns: int, group: int | None) -> int | None:
@@ -151,10 +131,10 @@ def fitting_group(columns: int, group: int | None) -> int | None:
     return common
 
 
-def _round(reading: Reading, scheme: Scheme, dtype: torch.dtype) -> Rounded:
-    if reading.moment is None:
-        return round_to_nearest(reading.weight, scheme["bits"], scheme["group"], dtype)
-    return round_with_feedback(reading.weight, reading.moment, scheme["bits"], scheme["group"], dtype)
+def _round(weight_OI: Tensor, moment_II: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> Rounded:
+    if moment_II is None:
+        return round_to_nearest(weight_OI, scheme["bits"], scheme["group"], dtype)
+    return round_with_feedback(weight_OI, moment_II, scheme["bits"], scheme["group"], dtype)
 
 
 def _matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
@@ -182,24 +162,22 @@ def _owner_of_first(role: str, solution: Solution) -> str:
     return next(other for other in (role, *sharing) if f"{other}.{FIRST}" in solution.tensors)
 
 
-def _reading(
+def _as_read(
     matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], values: Mapping[str, Tensor]
-) -> Reading:
-    """Of a matrix; `values`: those rounded before it."""
+) -> tuple[Tensor, Tensor | None]:
+    """The weight to round, float64, and the moment of what it reads, or None."""
     weight_OI = solution.tensors[matrix.key].to(torch.float64)
     input_II = _input(matrix.roles[0], solution, moments)
     before_rI = None if matrix.behind is None else solution.tensors[matrix.behind].to(torch.float64)
     columns = (weight_OI if before_rI is None else before_rI).shape[1]
     if input_II is None or input_II.shape != (columns, columns):
-        return Reading(weight_OI, None, weight_OI, float(weight_OI.square().sum()))
+        return weight_OI, None
     if before_rI is None:
-        target_OI = weight_OI @ input_II
-        return Reading(weight_OI, input_II, target_OI, float((target_OI * weight_OI).sum()))
+        return weight_OI, input_II
     rounded_rI = values.get(matrix.behind or "", before_rI)
     read_Ir = input_II @ rounded_rI.T
-    latents_rr, cross_rr = rounded_rI @ read_Ir, before_rI @ read_Ir
-    given = float(((weight_OI @ (before_rI @ input_II @ before_rI.T)) * weight_OI).sum())
-    return Reading(_refit(weight_OI, cross_rr, latents_rr), latents_rr, weight_OI @ cross_rr, given)
+    latents_rr = rounded_rI @ read_Ir
+    return _refit(weight_OI, before_rI @ read_Ir, latents_rr), latents_rr
 
 
 def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor]) -> Tensor | None:

@@ -13,6 +13,7 @@ from pipeline.kernels.rounding import (
     choose_scales,
     round_to_nearest,
     round_with_feedback,
+    rounding_error,
 )
 
 SHAPES = [(3, 8, 4), (5, 32, 8), (2, 160, 32), (7, 24, None), (1, 300, 100)]  # rows, columns, group
@@ -24,12 +25,6 @@ def problem(rows: int, columns: int, tokens: int | None = None, seed: int = 0) -
     inputs = torch.randn(tokens or 4 * columns, columns, dtype=torch.float64, generator=source) @ mix
     weight = torch.randn(rows, columns, dtype=torch.float64, generator=source)
     return weight, inputs.T @ inputs
-
-
-def rounding_error(weight: Tensor, values: Tensor, moment: Tensor) -> float:
-    """tr(Δ M Δᵀ) / tr(W M Wᵀ)."""
-    change = values - weight
-    return float(((change @ moment) * change).sum() / ((weight @ moment) * weight).sum())
 
 
 def by_hand(weight: Tensor, moment: Tensor, bits: int, scales: Tensor, damping: float) -> Tensor:
