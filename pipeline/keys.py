@@ -23,6 +23,7 @@ from manifests.records import (
     Key,
     LayerEntry,
     MeasuredEntry,
+    PointEntry,
     RanksEntry,
     ReusedEntry,
     ScoreEntry,
@@ -46,6 +47,8 @@ COMPARED: Key[ComparedEntry] = Key("compared")
 ASSEMBLING: Key[AssemblingEntry] = Key("assembling")
 COMPLETE: Key[CompleteEntry] = Key("complete")
 REUSED: Key[ReusedEntry] = Key("reused")
+EVALUATION: Key[TokensEntry] = Key("evaluation")  # of a sweep: the tokens that its points are scored on
+RESULT: Key[PointEntry] = Key("result")  # of a point of a sweep, in its part of the ledger
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
 
 

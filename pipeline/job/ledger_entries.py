@@ -51,6 +51,8 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "score": records.ScoreEntry,
         "task_score": records.TaskScoreEntry,
         "compared": records.ComparedEntry,
+        "evaluation": records.TokensEntry,
+        "result": records.PointEntry,
     }.items()
 }
 
