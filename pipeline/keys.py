@@ -7,6 +7,7 @@ compressed layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from manifests.records import (
     PointEntry,
     RanksEntry,
     ReusedEntry,
+    ScoredEntry,
     ScoreEntry,
     ShardRecord,
     StatisticsEntry,
@@ -50,6 +52,7 @@ REUSED: Key[ReusedEntry] = Key("reused")
 EVALUATION: Key[TokensEntry] = Key("evaluation")  # of a sweep: the tokens that its points are scored on
 RESULT: Key[PointEntry] = Key("result")  # of a point of a sweep, in its part of the ledger
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
+SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 
 def dense_key(layer: int) -> Key[DenseEntry]:
@@ -90,6 +93,12 @@ def layer_key(layer: int) -> Key[LayerEntry]:
 def try_key(size: int) -> Key[TryEntry]:
     """What was measured at a size in thousandths."""
     return Key(f"{TRIES}{size:04d}")
+
+
+def scored_key(model: str, layer: int) -> Key[ScoredEntry]:
+    """What enters a layer of a model that is being scored, which this name stands for."""
+    assert SCORED_NAME.fullmatch(model)
+    return Key(f"scored/{model}/{layer:05d}")
 
 
 def rest_key(shard: str) -> Key[ShardRecord]:
