@@ -170,7 +170,9 @@ def _describe(fault: Any, root: type[Block]) -> str:
     shown = repr(fault["input"])
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     if fault["type"] == "extra_forbidden":
-        return f"  {where}: unknown field (given: {shown}; allowed here: {', '.join(_allowed_beside(fault['loc'], root))})"
+        return (
+            f"  {where}: unknown field (given: {shown}; allowed here: {', '.join(_allowed_beside(fault['loc'], root))})"
+        )
     if fault["type"] == "model_attributes_type":
         return f"  {where}: should be a mapping of fields (given: {shown})"
     for theirs, ours in PLAIN_WORDS.items():

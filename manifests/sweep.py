@@ -58,8 +58,8 @@ class Points(Block):
         for position, entry in enumerate(methods):
             if getattr(entry, "correct", "none") != "none":
                 raise ValueError(
-                    f"{position}.correct solves each layer behind the compressed ones of one size, so that points share "
-                    f"no pass over the text; {OWN_JOB}"
+                    f"{position}.correct solves each layer behind the compressed ones of one size, so that points "
+                    f"share no pass over the text; {OWN_JOB}"
                 )
         return methods
 
@@ -103,8 +103,8 @@ class Sweep(Block):
     def _walks_the_dense_model(cls, calibration: Calibration | None) -> Calibration | None:
         if calibration is not None and calibration.propagate != "dense":
             raise ValueError(
-                f"propagate: {calibration.propagate} takes statistics behind the compressed layers of one size, so that "
-                f"points share no pass over the text; {OWN_JOB}, or say dense"
+                f"propagate: {calibration.propagate} takes statistics behind the compressed layers of one size, so "
+                f"that points share no pass over the text; {OWN_JOB}, or say dense"
             )
         return calibration
 
@@ -234,4 +234,3 @@ def _rounding(quantize: Quantize | None) -> str:
     group = "" if quantize.group == 32 else f"g{quantize.group}" if quantize.group else "row"
     skipped = "".join(f"-{role}" for role in quantize.skip)
     return (f"int{quantize.bits}" if quantize.bits != "auto" else "bits") + group + skipped
-

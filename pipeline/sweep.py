@@ -8,6 +8,7 @@ if __name__ == "__main__":
     exit_on_signals()  # what follows takes seconds
 
 import json
+import logging
 import sys
 import threading
 from contextlib import redirect_stdout
@@ -45,8 +46,8 @@ def run_sweep(
         job = opened.job
         if not all(map(opened.is_done, opened.points)):
             with job.observer, stages.recorded(job), stages.heartbeat(job) as heartbeat:
-                for remark in opened.remarks():
-                    job.observer.say(remark)
+                for remark, labels in opened.remarks().items():
+                    job.observer.say(f"{', '.join(labels)}: {remark}", logging.WARNING)
                 stages.join_cluster(job, address, connect_timeout_s)
                 solve_points(opened, heartbeat)
         found = results(opened)
@@ -63,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
         "--base", type=Path, metavar="DIR", help="what relative paths in the sweep are relative to; default: here"
     )
     options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
-    options.add_argument("--plan", action="store_true", help="say what it would do, and do nothing")
     add_address(options)
     options.add_argument("--json", action="store_true", help="print the results as JSON")
     return run_command(_body, options.parse_args(argv))
@@ -74,8 +74,6 @@ def _body(arguments: Any) -> int:
     interrupt_on_signals(stop)
     sweep, points = load_sweep(arguments.sweep, arguments.set)
     points = tuple(replace(point, manifest=settle_places(point.manifest, arguments.base)) for point in points)
-    if arguments.plan:
-        return _plan(sweep, points, as_json=arguments.json)
     with redirect_stdout(sys.stderr):  # Ray prints what its nodes say, which is no JSON
         found = run_sweep(
             sweep,

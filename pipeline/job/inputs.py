@@ -128,9 +128,7 @@ def read_inputs(manifest: Manifest, weights: bool = True) -> Inputs:
     return opened_model(manifest, weights, partial(check_inputs, manifest))
 
 
-def opened_model(
-    manifest: Manifest, weights: bool, check: Callable[[SourceCheckpoint, Mapping[str, Any]], T]
-) -> T:
+def opened_model(manifest: Manifest, weights: bool, check: Callable[[SourceCheckpoint, Mapping[str, Any]], T]) -> T:
     """What `check` makes of a manifest's model and its config; asked first without weights, where those are fetched."""
     model = manifest.model
     open_it = partial(open_dense, model.source, model.revision, code=model.trust_remote_code)

@@ -48,6 +48,14 @@ class SweepContext:
         run_dir = self.job.run_dir.with_ledger(point.ledger(self.job.run_dir.ledger))
         return replace(self.job, inputs=point.inputs, run_dir=run_dir)
 
+    def remarks(self) -> dict[str, list[str]]:
+        """What the methods have to say before anything is computed, and of which points it is said."""
+        said: dict[str, list[str]] = {}
+        for point in self.points:
+            for remark in point.inputs.remarks:
+                said.setdefault(remark, []).append(point.point.label)
+        return said
+
     @property
     def text(self) -> str:
         """Digest of the tokens that points are scored on."""
@@ -87,7 +95,7 @@ def open_sweep(
             "evaluation.perplexity: missing, and the calibration text has no tokens beyond the samples: there is "
             "nothing to compare points on; give evaluation.perplexity.text"
         )
-    run_dir = RunDirectory(sweep.run_dir)
+    run_dir = RunDirectory(inputs.manifest.run_dir)
     plan = make_plan(inputs.manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
@@ -115,9 +123,7 @@ def open_sweep(
         yield replace(found, job=replace(job, locks=tuple(locks)))
 
 
-def _fingerprint(
-    inputs: SharedInputs, tokens: torch.Tensor | None, source_files: Mapping[str, Any]
-) -> dict[str, Any]:
+def _fingerprint(inputs: SharedInputs, tokens: torch.Tensor | None, source_files: Mapping[str, Any]) -> dict[str, Any]:
     """Of what all points share: points come and go."""
     fields = job_fingerprint(inputs, tokens, source_files)
     shared = {name: fields["manifest"][name] for name in ("seed", "calibration", "workers")}

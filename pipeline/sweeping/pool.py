@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.ports import Pool
+from pipeline.job.compressing import BusyPool
 from pipeline.sweeping.points import shifted
 from pipeline.units import Measure, Predict, Solve, Unit
 
@@ -14,7 +14,7 @@ from pipeline.units import Measure, Predict, Solve, Unit
 class PointPool:
     """See `pipeline.ports.Pool`. The workers count methods through all points; `first` is where the point's begin."""
 
-    whole: Pool
+    whole: BusyPool
     first: int
     given: dict[str, Unit] = field(default_factory=dict)  # by the key that the workers know
 
@@ -22,6 +22,16 @@ class PointPool:
     def size(self) -> int:
         """How many workers there are to keep busy."""
         return self.whole.size
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """As the whole pool's."""
+        return self.whole.seconds
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """As the whole pool's."""
+        return self.whole.peak_bytes
 
     def submit(self, unit: Unit) -> None:
         """Queues a unit."""

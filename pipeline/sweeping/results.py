@@ -18,6 +18,7 @@ from pipeline.job.scoring import dense_score_key
 from pipeline.keys import RANKS, RESULT
 from pipeline.sweeping.context import SweepContext
 from pipeline.sweeping.points import SweptPoint
+from stores.storage import Storage
 
 RESULTS_VERSION = 1
 SHARES = {"numbers": "decoder_parameters", "bytes": "bytes", "cache": "cache_bytes_per_token"}
@@ -53,7 +54,7 @@ def front(points: Sequence[tuple[float, float]]) -> frozenset[int]:
     return frozenset(
         place
         for place, (size, loss) in enumerate(points)
-        if not any(s <= size and l <= loss and (s, l) != (size, loss) for s, l in points)
+        if not any(other[0] <= size and other[1] <= loss and other != (size, loss) for other in points)
     )
 
 
@@ -66,9 +67,10 @@ def as_csv(found: Mapping[str, Any]) -> str:
     return text.getvalue()
 
 
-def as_json(found: Mapping[str, Any]) -> str:
-    """Everything."""
-    return json.dumps(found, indent=2) + "\n"
+def write_results(run_dir: Storage, found: Mapping[str, Any]) -> None:
+    """sweep.json and sweep.csv. Raises StorageError."""
+    run_dir.replace("sweep.json", (json.dumps(found, indent=2) + "\n").encode())
+    run_dir.replace("sweep.csv", as_csv(found).encode())
 
 
 def print_results(found: Mapping[str, Any], console: Console | None = None) -> None:
@@ -76,7 +78,16 @@ def print_results(found: Mapping[str, Any], console: Console | None = None) -> N
     console = console or Console()
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     shown.add_column("point", no_wrap=True)
-    for heading in ("numbers", "bytes", "cache", "perplexity", "loss\nover dense", "divergence", "predicted", "seconds"):
+    for heading in (
+        "numbers",
+        "bytes",
+        "cache",
+        "perplexity",
+        "loss\nover dense",
+        "divergence",
+        "predicted",
+        "seconds",
+    ):
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("best by", no_wrap=True)
     if dense := found["dense"]:

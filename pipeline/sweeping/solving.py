@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, PointEntry, ScoreEntry, TokensEntry
+from manifests.records import ArrayRecord, PointEntry, TokensEntry
 from pipeline.checkpoint.compression_record import SEAL
 from pipeline.checkpoint.counting import count, stored_tensors
 from pipeline.computation import entered_scores, staged_layer
