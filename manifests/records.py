@@ -331,6 +331,13 @@ class ScoreEntry(TypedDict):
 
 
 @with_config(STRICT)
+class PointsEntry(TypedDict):
+    """The points of a sweep as it was last asked for: digest of each, under which its own entries are."""
+
+    digests: list[str]
+
+
+@with_config(STRICT)
 class PointEntry(TypedDict):
     """What came of one point of a sweep, beside its ranks.
 

@@ -16,9 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from manifests.errors import InputError
 from manifests.sweep import Point, Sweep, load_sweep
 from pipeline.console.arguments import CONNECT_TIMEOUT_S, add_address, parser, run_command
 from pipeline.console.places import settle_places
+from stores.storage import open_storage
 
 
 def run_sweep(
@@ -55,6 +57,18 @@ def run_sweep(
         return found
 
 
+def write_plots(folder: Path, found: dict[str, Any]) -> None:
+    """Every plot as an SVG file, `LOSS-SIZE.svg`. Raises InputError when there is no such folder."""
+    from pipeline.sweeping.figures import sweep_plots
+    from pipeline.sweeping.page import standalone
+
+    if not folder.is_dir():
+        raise InputError(f"--plots {folder}: no such folder; make it, or give another")
+    storage = open_storage(folder)
+    for name, plot in sweep_plots(found).items():
+        storage.replace(f"{name}.svg", standalone(plot).encode())
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = parser("sweep", "Compares methods at several sizes from one calibration; run again, it goes on.")
@@ -64,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         "--base", type=Path, metavar="DIR", help="what relative paths in the sweep are relative to; default: here"
     )
     options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
+    options.add_argument("--plots", type=Path, metavar="DIR", help="write each plot there as an SVG file, besides")
     add_address(options)
     options.add_argument("--json", action="store_true", help="print the results as JSON")
     return run_command(_body, options.parse_args(argv))
@@ -83,6 +98,8 @@ def _body(arguments: Any) -> int:
             stop=stop,
             connect_timeout_s=arguments.connect_timeout,
         )
+    if arguments.plots:
+        write_plots(arguments.plots, found)
     if arguments.json:
         print(json.dumps(found))
     else:

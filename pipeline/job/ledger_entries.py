@@ -53,6 +53,7 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "task_score": records.TaskScoreEntry,
         "compared": records.ComparedEntry,
         "evaluation": records.TokensEntry,
+        "points": records.PointsEntry,
         "result": records.PointEntry,
     }.items()
 }

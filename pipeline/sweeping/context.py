@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError
+from manifests.records import PointsEntry
 from manifests.strict_yaml import write_yaml
 from manifests.sweep import SWEEP_VERSION, Point, Sweep
 from pipeline.checkpoint.compression_record import quick_faults
@@ -24,7 +25,7 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import check_copied
 from pipeline.job.ledger_entries import check_entries
-from pipeline.keys import RESULT, SOURCE
+from pipeline.keys import POINTS, RESULT, SOURCE
 from pipeline.plan.estimate import make_plan
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, shared_inputs
 from stores.run_directory import SWEEP, RunDirectory
@@ -105,6 +106,7 @@ def open_sweep(
             check_copied(inputs)
         run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
         run_dir.ledger.commit(SOURCE, source_files)
+        run_dir.ledger.commit(POINTS, PointsEntry(digests=[point.digest for point in swept]))
         check_entries(run_dir.ledger, driver_job(inputs), inputs.config)
         nothing = OutputFiles(sweep.output, frozenset(), frozenset(), (), fresh)
         job = JobContext(
@@ -113,11 +115,11 @@ def open_sweep(
         )  # fmt: skip
         found = SweepContext(sweep, swept, job)
         for point in swept:
-            if point.point.save and not found.is_done(point):
-                output = open_storage(point.point.manifest.output)
+            if point.point.save:
+                output, ledger = open_storage(point.point.manifest.output), point.ledger(run_dir.ledger)
                 locks.append(stack.enter_context(claim_output(output)))
-                ledger = point.ledger(run_dir.ledger)
-                if replaceable := survey_output(output, ledger, fresh).replaceable():
+                replaceable = survey_output(output, ledger, fresh).replaceable()
+                if replaceable and not found.is_done(point):
                     claim_files(ledger, output, replaceable, ())
         run_dir.storage.replace(SWEEP, write_yaml(sweep.model_dump(mode="json")).encode())
         yield replace(found, job=replace(job, locks=tuple(locks)))

@@ -14,6 +14,7 @@ from manifests.schema import Budget, Manifest
 from manifests.sweep import Point
 from pipeline.job.fingerprint import semantic_fields
 from pipeline.job.inputs import Inputs, check_inputs, opened_model
+from pipeline.keys import point_part
 from pipeline.methods.method import Task
 from pipeline.samples import gradient_samples
 from stores.ledger import Ledger, LedgerPart
@@ -41,7 +42,7 @@ class SweptPoint:
     def ledger(self, whole: Ledger) -> Ledger:
         """Its view of the sweep's: statistics are everybody's, curves those of the same methods."""
         of_methods = dict.fromkeys(("curves", "measured"), f"methods/{self.curves_digest}")
-        return LedgerPart(whole, f"point/{self.digest}", dict.fromkeys(SHARED, "") | of_methods)
+        return LedgerPart(whole, point_part(self.digest), dict.fromkeys(SHARED, "") | of_methods)
 
 
 class SharedInputs(Inputs):

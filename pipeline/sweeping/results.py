@@ -17,7 +17,9 @@ from manifests import VERSION
 from pipeline.job.scoring import dense_score_key
 from pipeline.keys import RANKS, RESULT
 from pipeline.sweeping.context import SweepContext
+from pipeline.sweeping.page import render_sweep
 from pipeline.sweeping.points import SweptPoint
+from stores.run_directory import RESULTS
 from stores.storage import Storage
 
 RESULTS_VERSION = 1
@@ -68,9 +70,10 @@ def as_csv(found: Mapping[str, Any]) -> str:
 
 
 def write_results(run_dir: Storage, found: Mapping[str, Any]) -> None:
-    """sweep.json and sweep.csv. Raises StorageError."""
-    run_dir.replace("sweep.json", (json.dumps(found, indent=2) + "\n").encode())
-    run_dir.replace("sweep.csv", as_csv(found).encode())
+    """sweep.json, sweep.csv and sweep.html. Raises StorageError."""
+    contents = (json.dumps(found, indent=2) + "\n", as_csv(found), render_sweep(found))
+    for name, content in zip(RESULTS, contents, strict=True):
+        run_dir.replace(name, content.encode())
 
 
 def print_results(found: Mapping[str, Any], console: Console | None = None) -> None:

@@ -7,7 +7,6 @@ import json
 import math
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +84,124 @@ def test_a_point_is_what_its_job_gives(sweep: Callable[..., Sweep], job: MakeJob
     summary = other.run().json
     assert summary["evaluation"]["perplexity"]["loss"] == pytest.approx(rows["loss-0.8-int8"]["loss"], rel=1e-6)
     assert summary["counts"] == rows["loss-0.8-int8"]["counts"]
+
+
+def test_killed_anywhere_it_goes_on(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+    """Between points, in the midst of one, and while a checkpoint is put together: the same results, nothing twice."""
+    points = [{"methods": [{"method": "flat_llm"}], "save": [0.6]}, {"methods": [{"method": "joint_rank_k"}]}]
+    expected = sweep(*points)
+    wanted = expected.run().json
+    made = sweep(*points)
+    kills = [
+        Hook("commit", match="dense/00001"),
+        Hook("commit", match="score/dense", after=True),
+        Hook("commit", match="layer/00001", after=True),
+        Hook("commit", match="/result"),
+        Hook("commit", match="layer/00002", after=True, nth=1),
+        Hook("file", match="config.json"),
+        Hook("commit", match="/result", after=True),
+    ]
+    for number, hook in enumerate(kills):
+        child = Child("sweep", [str(made.path)], made.job.root / f"log{number}", hook)
+        assert child.end() == -signal.SIGKILL, child.said
+    found = made.run().json
+    assert _measured(found) == _measured(wanted)
+    assert file_digests(made.job.output / "flat_llm-0.6") == file_digests(expected.job.output / "flat_llm-0.6")
+    assert not list((made.job.run_dir / "staged").iterdir())
+    writes = [unit for unit in made.units() if unit.startswith("write/")]
+    assert len(writes) <= 4 * 3 + 3  # a layer that was in hand is done again, and nothing that was entered
+
+
+def _measured(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """All but times, places, and what others have to do with it."""
+    besides = {"seconds", "output", "best_by_bytes", "best_by_cache"}
+    return [{name: row[name] for name in row.keys() - besides} for row in found["points"]]
+
+
+def test_points_come_and_go(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+    """What is there stays, whoever comes before it; what is asked for in addition is taken in addition."""
+    first, second = {"methods": [{"method": "joint_rank_k"}]}, {"methods": [{"method": "flat_llm"}]}
+    made = sweep(first)
+    before = made.run().json
+    assert made.forwards() == []  # nobody asked for moments
+    done = len(made.units())
+    made.document["points"] = [second, first]
+    after = made.write().run().json
+    assert _measured(after)[2:] == _measured(before)
+    assert [row["series"] for row in after["points"]] == ["flat_llm"] * 2 + ["joint_rank_k"] * 2
+    new = made.units()[done:]
+    assert sum(unit.startswith("forward/") for unit in new) == 9  # three shards through three layers
+    assert {unit.split("/")[2] for unit in new if unit.startswith("solve/")} == {
+        "0",
+        "1",
+    }  # of both new points, no other
+    made.document["points"] = [second]
+    made.document["keep"] = [0.6]
+    count = len(made.units())
+    assert [row["point"] for row in made.write().run().json["points"]] == ["flat_llm-0.6"]
+    assert len(made.units()) == count
+
+
+def test_what_is_written(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+    """The files in RUN_DIR say the same; a finished sweep that is run again computes nothing."""
+    made = sweep({"methods": [{"method": "joint_rank_k"}], "quantize": [{"bits": 8}]}, calibration=None)
+    found = made.run().json
+    run_dir = made.job.run_dir
+    assert json.loads((run_dir / "sweep.json").read_text())["points"] == found["points"]
+    rows = list(csv.DictReader((run_dir / "sweep.csv").open()))
+    assert [row["point"] for row in rows] == [row["point"] for row in found["points"]]
+    for row, point in zip(rows, found["points"], strict=True):
+        assert float(row["perplexity"]) == point["perplexity"] == math.exp(point["loss"])
+        assert float(row["bytes_kept"]) == point["counts"]["bytes"]["compressed"] / point["counts"]["bytes"]["dense"]
+        assert point["loss_over_dense"] == point["loss"] - found["dense"]["loss"]
+        assert point["divergence"] is None
+    count = len(made.units())
+    shown = command("sweep", str(made.path))
+    assert (shown.code, len(made.units())) == (0, count)
+    assert all(row["point"] in shown.out for row in rows)
+    assert command("status", str(run_dir), "--json").json["points"] == {"done": 2, "of": 2}
+
+
+@pytest.mark.parametrize(
+    ("points", "changes", "said"),
+    [
+        ([{"methods": [{"method": "loss_aware", "correct": "output"}]}], {}, ["0.correct solves", "a job of its own"]),
+        (
+            [{"methods": [{"method": "flat_llm"}]}],
+            {"calibration": {"text": {"files": ["t"]}, "propagate": "compressed"}},
+            ["calibration: propagate: compressed", "a job of its own"],
+        ),
+        ([{"methods": [{"method": "flat_llm", "ridg": 1}], "keep": [2.0]}], {"zz": 1}, ["ridg", "points.0.keep", "zz"]),
+        ([{"methods": [{"method": "lorc"}]}] * 2, {}, ["2 are called lorc-0.8", "2 are called lorc-0.6"]),
+        ([{"methods": [{"method": "lorc"}], "save": [0.5]}], {}, ["save: 0.5 is none of its sizes, 0.8, 0.6"]),
+        ([{"methods": [{"method": "flat_llm"}]}], {"calibration": None}, ["flat_llm-0.8", "calibration: missing"]),
+        (
+            [{"methods": [{"method": "lorc"}]}, {"methods": [{"method": "joint_rank_k", "layers": [9]}]}],
+            {"keep": [0.9, 0.1]},
+            ["lorc-0.1: budget.keep", "joint_rank_k-0.9, joint_rank_k-0.1: methods.0", "layers 0 to 2"],
+        ),
+        ([{"methods": [{"method": "lorc"}]}], {"evaluation": {"tasks": ["a"]}}, ["tasks are scored on a checkpoint"]),
+        (
+            [{"methods": [{"method": "lorc"}]}],
+            {"evaluation": {}, "calibration": None},
+            ["nothing to compare points on"],
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    points: list[dict[str, Any]], changes: dict[str, Any], said: list[str], sweep: Callable[..., Sweep], no_ray: None
+) -> None:
+    made = sweep(*points, **changes)
+    ended = made.run()
+    assert ended.code == 2
+    assert [words for words in said if words not in ended.err] == [], ended.err
+    assert not made.job.run_dir.exists()
+
+
+def test_another_calibration_is_refused_by_name(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+    made = sweep({"methods": [{"method": "joint_rank_k"}]})
+    assert made.run().code == 0
+    made.document["calibration"]["samples"] = 9
+    ended = made.write().run()
+    assert (ended.code, "manifest.calibration.samples: 12 -> 9" in ended.err) == (2, True), ended.err
+    assert made.run("--fresh").code == 0
