@@ -22,7 +22,7 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
-from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS
+from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.repair import REPAIRS
 from pipeline.scoring import Scorer
 from pipeline.units import Compare
@@ -66,11 +66,14 @@ class StoreCleaner:
 
 
 class JobWorkers:
-    """The workers of a job: they compress its layers, at one size or at several, and score what came of it."""
+    """The workers of a job: they compress its layers, at one size or at several, and score what came of it.
 
-    def __init__(self, pool: RayPool, cleaner: StoreCleaner) -> None:
+    `always`: stored tokens and hidden states that outlive whatever is computed.
+    """
+
+    def __init__(self, pool: RayPool, always: list[ArrayRecord]) -> None:
         self.pool = pool
-        self.cleaner = cleaner
+        self.always = always
 
     @property
     def effort(self) -> Effort:
@@ -80,7 +83,7 @@ class JobWorkers:
     def scorer(self, job: JobContext) -> Scorer:
         """Scores models by them."""
         layers, every = job.inputs.geometry.num_layers, job.manifest.resume.every
-        return Scorer(self.pool, job.ledger, self.cleaner, job.observer, layers, every)
+        return Scorer(self.pool, job.ledger, StoreCleaner(job.run_dir, self.always), job.observer, layers, every)
 
     def take_curves(self, job: JobContext) -> None:
         """Everything that ranks follow, entered in the ledger."""
@@ -96,7 +99,7 @@ class JobWorkers:
             self._driver(job).run()
             if compared:
                 _compare(job, self.pool)
-            job.observer.stage("check")
+            job.observer.stage("verify")
             with interrupting(job.stop):
                 damaged = _assembler(job).damaged_layers()
             if not damaged:
@@ -106,7 +109,10 @@ class JobWorkers:
         raise CorruptError("; ".join(damaged.values()))
 
     def _driver(self, job: JobContext) -> Driver:
-        return Driver(driver_job(job.inputs), self.pool, job.ledger, self.cleaner, job.observer)
+        entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
+        scored = [record for entry in entries if entry for record in entry["activations"]]  # it will go on from there
+        cleaner = StoreCleaner(job.run_dir, [*self.always, *scored])
+        return Driver(driver_job(job.inputs), self.pool, job.ledger, cleaner, job.observer)
 
 
 @contextmanager
@@ -126,7 +132,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     ):
         job.ledger.commit(HARDWARE, dict(pool.hardware))
         job.observer.show_memory_of(pool.peak_bytes)
-        yield JobWorkers(pool, StoreCleaner(job.run_dir, always))
+        yield JobWorkers(pool, always)
 
 
 def _compare(job: JobContext, pool: RayPool) -> None:
