@@ -43,6 +43,7 @@ HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration s
 HELD_OUT_SCORE: Key[HeldOutScoreEntry] = Key("held_out_score")  # of the compressed layers on these tokens
 TARGET: Key[TargetEntry] = Key("target")  # the size that is being made for a budget by loss
 TRIES = "tries/"  # what was measured at a size, by its thousandths
+SCORED = "scored/"  # what enters a layer of a model that is being scored
 TOKENS: Key[TokensEntry] = Key("tokens")
 SOURCE: Key[Mapping[str, Mapping[str, Any]]] = Key("source")  # file -> size, times and sha256
 HARDWARE: Key[dict[str, str]] = Key("hardware")
@@ -100,7 +101,7 @@ def try_key(size: int) -> Key[TryEntry]:
 def scored_key(model: str, layer: int) -> Key[ScoredEntry]:
     """What enters a layer of a model that is being scored, which this name stands for."""
     assert SCORED_NAME.fullmatch(model)
-    return Key(f"scored/{model}/{layer:05d}")
+    return Key(f"{SCORED}{model}/{layer:05d}")
 
 
 def point_part(digest: str) -> str:

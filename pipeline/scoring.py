@@ -153,11 +153,13 @@ class _Model:
         return sum(do_units(self.scorer.pool, units, self.scorer.observer), Scored(0.0, 0))
 
     def _entered(self) -> tuple[int, list[ArrayRecord] | None]:
-        """Where an interruption left this model, if it was this one."""
+        """Where an interruption left this model; of another one of this name, nothing stays."""
         for layer in range(len(self.layers), 0, -1):
             entry = self.scorer.journal.get(scored_key(self.name, layer))
             if entry is not None and entry["of"] == self._digest(layer):
                 return layer, entry["activations"]
+            if entry is not None:
+                self.scorer.forget(self.name)
         return 0, None
 
     def _enter(self, layer: int, records: list[ArrayRecord]) -> None:

@@ -23,8 +23,12 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
+<<<<<<< HEAD
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS
 from pipeline.ports import Pool
+=======
+from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
+>>>>>>> main
 from pipeline.repair import REPAIRS
 from pipeline.scoring import Scorer
 from pipeline.units import Compare
@@ -83,11 +87,14 @@ class BusyPool(Pool, Protocol):
 
 
 class JobWorkers:
-    """The workers of a job: they compress its layers, at one size or at several, and score what came of it."""
+    """The workers of a job: they compress its layers, at one size or at several, and score what came of it.
 
-    def __init__(self, pool: BusyPool, cleaner: StoreCleaner) -> None:
+    `always`: stored tokens and hidden states that outlive whatever is computed.
+    """
+
+    def __init__(self, pool: BusyPool, always: list[ArrayRecord]) -> None:
         self.pool = pool
-        self.cleaner = cleaner
+        self.always = always
 
     @property
     def effort(self) -> Effort:
@@ -97,7 +104,7 @@ class JobWorkers:
     def scorer(self, job: JobContext) -> Scorer:
         """Scores models by them."""
         layers, every = job.inputs.geometry.num_layers, job.manifest.resume.every
-        return Scorer(self.pool, job.ledger, self.cleaner, job.observer, layers, every)
+        return Scorer(self.pool, job.ledger, StoreCleaner(job.run_dir, self.always), job.observer, layers, every)
 
     def take_curves(self, job: JobContext) -> None:
         """Everything that ranks follow, entered in the ledger."""
@@ -113,7 +120,7 @@ class JobWorkers:
             self._driver(job).run()
             if compared:
                 _compare(job, self.pool)
-            job.observer.stage("check")
+            job.observer.stage("verify")
             with interrupting(job.stop):
                 damaged = _assembler(job).damaged_layers()
             if not damaged:
@@ -123,7 +130,10 @@ class JobWorkers:
         raise CorruptError("; ".join(damaged.values()))
 
     def _driver(self, job: JobContext) -> Driver:
-        return Driver(driver_job(job.inputs), self.pool, job.ledger, self.cleaner, job.observer)
+        entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
+        scored = [record for entry in entries if entry for record in entry["activations"]]  # it will go on from there
+        cleaner = StoreCleaner(job.run_dir, [*self.always, *scored])
+        return Driver(driver_job(job.inputs), self.pool, job.ledger, cleaner, job.observer)
 
 
 @contextmanager
@@ -143,7 +153,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     ):
         job.ledger.commit(HARDWARE, dict(pool.hardware))
         job.observer.show_memory_of(pool.peak_bytes)
-        yield JobWorkers(pool, StoreCleaner(job.run_dir, always))
+        yield JobWorkers(pool, always)
 
 
 def _compare(job: JobContext, pool: Pool) -> None:

@@ -89,13 +89,13 @@ def _dense(job: JobContext, workers: JobWorkers) -> tuple[Windows, list[ArrayRec
         assert job.held_out is not None
         entered = HeldOutEntry(tokens=job.run_dir.activations.write_tokens(job.held_out.to(torch.int32)))
         job.ledger.commit(HELD_OUT, entered)
-        workers.cleaner.always.append(entered["tokens"])
+        workers.always.append(entered["tokens"])
     windows = _windows(job, entered["tokens"])
     if "outputs" not in entered:
         scorer = workers.scorer(job)
         entered["outputs"] = scorer.outputs(windows, DENSE, [None] * job.inputs.geometry.num_layers)
         job.ledger.commit(HELD_OUT, entered)
-        workers.cleaner.always.extend(entered["outputs"])
+        workers.always.extend(entered["outputs"])
         scorer.forget(DENSE)
     return windows, entered["outputs"]
 

@@ -19,10 +19,10 @@ STEEP = 4.0  # the largest over the smallest, from which on an axis is logarithm
 def sweep_plots(found: Mapping[str, Any]) -> dict[str, Plot]:
     """`LOSS-SIZE` -> plot, of each loss that was measured and each size that the points differ in."""
     return {
-        f"{loss}-{size}": _plot(found, size, loss, rows)
+        f"{loss}-{size}": _plot(found, size, loss)
         for loss in LOSSES
         for size in SIZES
-        if len({row[f"{size}_kept"] for row in (rows := _measured(found, loss))}) > 1
+        if len({row[f"{size}_kept"] for row in _measured(found, loss)}) > 1
     }
 
 
@@ -38,7 +38,8 @@ def _measured(found: Mapping[str, Any], loss: str) -> list[Mapping[str, Any]]:
     return [row for row in found["points"] if row[loss] is not None]
 
 
-def _plot(found: Mapping[str, Any], size: str, loss: str, rows: Sequence[Mapping[str, Any]]) -> Plot:
+def _plot(found: Mapping[str, Any], size: str, loss: str) -> Plot:
+    rows = _measured(found, loss)
     dense = found["dense"]["perplexity"] if found["dense"] and loss == "perplexity" else None
 
     def plot(axes: Axes) -> None:

@@ -17,7 +17,7 @@ from pipeline.computation import entered_scores, staged_layer
 from pipeline.console.signals import catch_signals
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS
-from pipeline.job.compressing import JobWorkers, assemble_output, job_workers
+from pipeline.job.compressing import JobWorkers, StoreCleaner, assemble_output, job_workers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
@@ -59,7 +59,7 @@ def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWor
     tasks = tuple(task for task in job.inputs.tasks if task.method in asked)
     scores = frozenset(score for point in pending for score in point.inputs.scores)
     shared = replace(driver_job(job.inputs), tasks=tasks, scores=scores, measures=(), predicts=())
-    Driver(shared, workers.pool, job.ledger, workers.cleaner, job.observer).prepare()
+    Driver(shared, workers.pool, job.ledger, StoreCleaner(job.run_dir, workers.always), job.observer).prepare()
 
 
 def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
@@ -98,14 +98,14 @@ def _stored_windows(job: JobContext, workers: JobWorkers) -> ArrayRecord:
     if entered is None:
         entered = TokensEntry(tokens=store.write_tokens(ids))
         job.ledger.commit(EVALUATION, entered)
-    workers.cleaner.always.append(entered["tokens"])
+    workers.always.append(entered["tokens"])
     return entered["tokens"]
 
 
 def _solve(sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows: Windows | None) -> None:
     job, started = sweep.of(point), time.monotonic()
     check_entries(job.ledger, driver_job(job.inputs), job.inputs.config)
-    own = JobWorkers(PointPool(workers.pool, point.first), workers.cleaner)
+    own = JobWorkers(PointPool(workers.pool, point.first), workers.always)
     scored = _compress_and_score(job, own, windows, compared=point.point.save)
     tensors, forms = stored_tensors(job.inputs, job.ledger)
     compression = assemble_output(job) if point.point.save else None
@@ -123,7 +123,7 @@ def _solve(sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows:
     job.ledger.commit(RESULT, entry)
     for key in (key for kind in PASSING for key in job.ledger.keys(kind)):
         job.ledger.retract(key)
-    workers.cleaner.retain_staged(())
+    StoreCleaner(job.run_dir, workers.always).retain_staged(())
     job.observer.say(result_line(point.point.label, entry))
 
 
