@@ -23,12 +23,8 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
-<<<<<<< HEAD
-from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS
-from pipeline.ports import Pool
-=======
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
->>>>>>> main
+from pipeline.ports import Pool
 from pipeline.repair import REPAIRS
 from pipeline.scoring import Scorer
 from pipeline.units import Compare
