@@ -14,7 +14,7 @@ from manifests.errors import CorruptError
 from manifests.records import ArrayRecord, ComparedEntry, ComparedFigures, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
-from pipeline.computation import staged_layer
+from pipeline.computation import Job, staged_layer
 from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import sweep_scratch
@@ -125,11 +125,15 @@ class JobWorkers:
                 job.observer.repaired("; ".join(damaged.values()), list(damaged))
         raise CorruptError("; ".join(damaged.values()))
 
-    def _driver(self, job: JobContext) -> Driver:
+    def take_statistics(self, job: JobContext, work: Job) -> None:
+        """What the passes over the text give to `work`, entered in the ledger."""
+        self._driver(job, work).prepare()
+
+    def _driver(self, job: JobContext, work: Job | None = None) -> Driver:
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
         scored = [record for entry in entries if entry for record in entry["activations"]]  # it will go on from there
         cleaner = StoreCleaner(job.run_dir, [*self.always, *scored])
-        return Driver(driver_job(job.inputs), self.pool, job.ledger, cleaner, job.observer)
+        return Driver(work or driver_job(job.inputs), self.pool, job.ledger, cleaner, job.observer)
 
 
 @contextmanager

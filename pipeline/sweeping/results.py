@@ -24,6 +24,14 @@ from stores.storage import Storage
 
 RESULTS_VERSION = 1
 SHARES = {"numbers": "decoder_parameters", "bytes": "bytes", "cache": "cache_bytes_per_token"}
+MEASURED = {  # heading -> field and form
+    "loss over dense": ("loss_over_dense", ".4f"),
+    "divergence": ("divergence", ".3g"),
+    "predicted": ("predicted_loss", ".3g"),
+    "seconds": ("seconds", ".1f"),
+}
+DROPPED = ("seconds", "predicted", "numbers", "best by")  # where the terminal is narrow, in this order; the CSV has all
+GAP = 2
 COLUMNS = (
     "point", "series", "methods", "rounding", "numbers_kept", "bytes", "bytes_kept", "cache_bytes_per_token",
     "cache_kept", "perplexity", "loss", "loss_over_dense", "divergence", "held_out_perplexity", "predicted_loss",
@@ -77,31 +85,41 @@ def write_results(run_dir: Storage, found: Mapping[str, Any]) -> None:
 
 
 def print_results(found: Mapping[str, Any], console: Console | None = None) -> None:
-    """The table, to the terminal or to another console."""
+    """A row for each point, to the terminal or to another console: what was measured, as far as the width allows."""
     console = console or Console()
+    columns = _columns(found)
+    room = console.width - max(len(cell) for cell in columns["point"])
+    while sum(_width(*column) for column in columns.items()) - _width("point", columns["point"]) > room:
+        dropped = next((name for name in DROPPED if name in columns), None)
+        if dropped is None:
+            break
+        del columns[dropped]
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    shown.add_column("point", no_wrap=True)
-    for heading in (
-        "numbers",
-        "bytes",
-        "cache",
-        "perplexity",
-        "loss\nover dense",
-        "divergence",
-        "predicted",
-        "seconds",
-    ):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("best by", no_wrap=True)
-    if dense := found["dense"]:
-        shown.add_row("dense", "1", "1", "1", f"{dense['perplexity']:.4f}")
-    for row in found["points"]:
-        figures = [f"{row[f'{name}_kept']:.4f}" for name in SHARES]
-        figures += [_short(row["perplexity"], ".4f"), _short(row["loss_over_dense"], ".4f")]
-        figures += [_short(row["divergence"], ".3g"), _short(row["predicted_loss"], ".3g"), f"{row['seconds']:.1f}"]
-        best = ", ".join(kept for kept in ("bytes", "cache") if row[f"best_by_{kept}"])
-        shown.add_row(row["point"], *figures, best)
+    for name in columns:
+        words = name in ("point", "best by")
+        shown.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    for row in zip(*columns.values(), strict=True):
+        shown.add_row(*row)
     console.print(shown)
+
+
+def _columns(found: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Heading -> cells, the dense model's first; none that is empty."""
+    dense, rows = found["dense"], found["points"]
+    columns = {"point": ["dense", *(row["point"] for row in rows)]}
+    for name in SHARES:
+        columns[name] = ["1", *(f"{row[f'{name}_kept']:.4f}" for row in rows)]
+    columns["perplexity"] = [_short(dense and dense["perplexity"], ".4f")]
+    columns["perplexity"] += [_short(row["perplexity"], ".4f") for row in rows]
+    for heading, (name, form) in MEASURED.items():
+        columns[heading] = ["", *(_short(row[name], form) for row in rows)]
+    best = [", ".join(kept for kept in ("bytes", "cache") if row[f"best_by_{kept}"]) for row in rows]
+    columns["best by"] = ["", *best]
+    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def _width(heading: str, cells: Sequence[str]) -> int:
+    return max(len(cell) for cell in (heading, *cells)) + GAP
 
 
 def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ from pipeline.checkpoint.compression_record import SEAL
 from pipeline.checkpoint.counting import count, stored_tensors
 from pipeline.computation import entered_scores, staged_layer
 from pipeline.console.signals import catch_signals
-from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS
 from pipeline.job.compressing import JobWorkers, StoreCleaner, assemble_output, job_workers
 from pipeline.job.context import JobContext, driver_job
@@ -59,7 +58,7 @@ def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWor
     tasks = tuple(task for task in job.inputs.tasks if task.method in asked)
     scores = frozenset(score for point in pending for score in point.inputs.scores)
     shared = replace(driver_job(job.inputs), tasks=tasks, scores=scores, measures=(), predicts=())
-    Driver(shared, workers.pool, job.ledger, StoreCleaner(job.run_dir, workers.always), job.observer).prepare()
+    workers.take_statistics(job, shared)
 
 
 def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:

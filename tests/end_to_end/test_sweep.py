@@ -144,11 +144,11 @@ def test_points_come_and_go(sweep: Callable[..., Sweep], inline_everywhere: None
 
 def test_what_is_written(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
     """The files in RUN_DIR say the same; a finished sweep that is run again computes nothing."""
-    made = sweep({"methods": [{"method": "joint_rank_k"}], "quantize": [{"bits": 8}]}, calibration=None)
+    made = sweep({"methods": [{"method": "joint_rank_k"}], "quantize": [{"bits": 8, "group": None}]}, calibration=None)
     found = made.run().json
     run_dir = made.job.run_dir
     assert json.loads((run_dir / "sweep.json").read_text())["points"] == found["points"]
-    rows = list(csv.DictReader((run_dir / "sweep.csv").open()))
+    rows = list(csv.DictReader((run_dir / "sweep.csv").read_text().splitlines()))
     assert [row["point"] for row in rows] == [row["point"] for row in found["points"]]
     for row, point in zip(rows, found["points"], strict=True):
         assert float(row["perplexity"]) == point["perplexity"] == math.exp(point["loss"])
