@@ -1,4 +1,4 @@
-"""The Ray that a command starts by itself is not reachable from other machines."""
+"""The Ray that a command starts by itself: not reachable from other machines, and no more of it than a job needs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 
 def listening() -> list[tuple[str, Any]]:
@@ -28,3 +29,12 @@ def test_ray_listens_on_loopback_only() -> None:
     assert {"gcs_server", "raylet"} <= {name for name, _ in ports}
     reachable = [at for _, at in ports if not ipaddress.ip_address(at.ip.removeprefix("::ffff:")).is_loopback]
     assert reachable == []
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("shared_ray")
+def test_ray_is_no_more_than_its_two_servers_and_the_workers() -> None:
+    ray.get(ray.remote(lambda: None).remote())
+    programs = {process.name() for process in psutil.Process().children(recursive=True)}
+    assert {name for name in programs if not name.startswith("ray::")} == {"gcs_server", "raylet", "cat"}
+    assert not [name for name in programs if "Agent" in name]
