@@ -171,7 +171,7 @@ def _start_local(workers: Workers) -> None:
                 ) from error
 
 
-class _BareNode(ray_node.Node):  # type: ignore[misc]
+class _BareNode(ray_node.Node):
     """A head node of what a job needs, gcs_server and raylet: not of Ray's dashboard, log monitor, autoscaler, and the
     raylet's agents for metrics and runtime environments, seven processes of Python that start for seconds.
 
@@ -197,7 +197,8 @@ class _BareNode(ray_node.Node):  # type: ignore[misc]
             return start_process(stripped, *others, **options)
 
         for name in AGENT_PORTS:
-            _raylet.persist_port(self._session_dir, self._node_id, getattr(_raylet, f"{name}_PORT_NAME"), -1)
+            port_name = getattr(_raylet, f"{name}_PORT_NAME")
+            _raylet.persist_port(self._session_dir, self._node_id, port_name, -1)  # type: ignore[attr-defined]
         services.start_ray_process = start
         try:
             super().start_raylet(*arguments)
@@ -208,11 +209,12 @@ class _BareNode(ray_node.Node):  # type: ignore[misc]
 @contextmanager
 def _bare_node() -> Iterator[None]:
     """In here `ray.init` starts a `_BareNode`."""
-    usual, ray_node.Node = ray_node.Node, _BareNode
+    usual = ray_node.Node
+    ray_node.Node = _BareNode  # type: ignore[misc]
     try:
         yield
     finally:
-        ray_node.Node = usual
+        ray_node.Node = usual  # type: ignore[misc]
 
 
 def probe_worker(workers: Workers, dtype: torch.dtype) -> Rates:
