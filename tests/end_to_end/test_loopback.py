@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 from typing import Any
 
@@ -35,6 +36,10 @@ def test_ray_listens_on_loopback_only() -> None:
 @pytest.mark.usefixtures("shared_ray")
 def test_ray_is_no_more_than_its_two_servers_and_the_workers() -> None:
     ray.get(ray.remote(lambda: None).remote())
-    programs = {process.name() for process in psutil.Process().children(recursive=True)}
-    assert {name for name in programs if not name.startswith("ray::")} == {"gcs_server", "raylet", "cat"}
-    assert not [name for name in programs if "Agent" in name]
+    others = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # an idle worker may end at any time
+            line = " ".join(process.cmdline())
+            if not line.startswith("ray::") and "default_worker.py" not in line:
+                others.add(process.name())
+    assert others == {"gcs_server", "raylet", "cat"}
