@@ -97,7 +97,7 @@ class LaminaPreTrainedModel(PreTrainedModel):
             initialise_(self.config.initializer_range)
 
 
-def _old_buffers(modules: dict[str, str]) -> list[str]:
+def old_buffers(modules: dict[str, str]) -> list[str]:
     """Patterns of buffers that old checkpoints stored with each layer: causal masks and rotary frequencies."""
     attention = re.escape(attention_path(modules))
     return [r"\.rotary_emb\.inv_freq$", rf"\.{attention}\.(bias|masked_bias)$"]
@@ -123,7 +123,7 @@ class LaminaModel(LaminaPreTrainedModel):
         self.rotary_emb = LaminaRotaryEmbedding(config) if block["rotary"] else None
         self.gradient_checkpointing = False
         # Nothing that a causal model loads: vLLM builds its models around this one and skips what matches.
-        self._keys_to_ignore_on_load_unexpected = set(_old_buffers(block["modules"]))
+        self._keys_to_ignore_on_load_unexpected = set(old_buffers(block["modules"]))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
