@@ -46,5 +46,5 @@ class ToLinear(ConversionOps):
 
 def register_conversions(model_type: str) -> None:
     """Tells transformers of the conversions of this model type; safe to call again."""
-    converters = [WeightConverter(stored, here, operations=[ToLinear()]) for stored, here in NAMES.items()]
+    converters: list[Any] = [WeightConverter(stored, here, operations=[ToLinear()]) for stored, here in NAMES.items()]
     register_checkpoint_conversion_mapping(model_type, converters, overwrite=True)

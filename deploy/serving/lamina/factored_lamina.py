@@ -158,6 +158,8 @@ class HeadLowRankLinear(Factored):
     Without `first` the latents (..., n·r) are always given. In memory `second` is `head_second.weight` (n·d, r).
     """
 
+    head_second: nn.Module
+
     def __init__(
         self, in_features: int, out_features: int, head_dim: int, rank: int, bias: bool, first: bool = True
     ) -> None:

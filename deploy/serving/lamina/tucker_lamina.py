@@ -86,6 +86,9 @@ class TuckerLinears(Derived):
     used as they are, as CSR matrices in float32 or wider (CPUs multiply no others), where there is no gradient.
     """
 
+    first: nn.Module
+    second: nn.Module
+
     def __init__(self, width: int, inner: int, cores: tuple[CoreShape, ...], csr: bool) -> None:
         super().__init__()
         self.cores, self.csr = cores, csr and all(core.nnz is not None for core in cores)
@@ -129,10 +132,10 @@ class TuckerLinears(Derived):
         given: dict[str, Tensor] = {}
         for core in dict.fromkeys(core for _, core in self.reads):
             z_BTbcn = self._through(core, y_BTa, made).unflatten(-1, core.shape[1:])
-            rows = [(i, role) for i, role in enumerate(core.roles) if role not in ROWWISE_ROLES]
-            third_pc = getattr(self, f"third{core.suffix}")[[i for i, _ in rows]]
+            roles = [role for role in core.roles if role not in ROWWISE_ROLES]  # the first ones
+            third_pc = getattr(self, f"third{core.suffix}")[: len(roles)]
             out_BTpnd = self.second(torch.einsum("...bcn,pc->...pnb", z_BTbcn, third_pc))
-            given |= {role: out_BTpnd[..., place, :, :].flatten(-2) for place, (_, role) in enumerate(rows)}
+            given |= {role: out_BTnd.flatten(-2) for role, out_BTnd in zip(roles, out_BTpnd.unbind(-3), strict=True)}
         return given
 
     def _through(self, core: CoreShape, y_BTa: Tensor, made: dict[str, Any]) -> Tensor:
@@ -142,8 +145,8 @@ class TuckerLinears(Derived):
         matrix: Tensor = made[f"in{core.suffix}"]
         if matrix.layout == torch.strided:
             return y_BTa @ matrix
-        z_XC = (matrix @ y_BTa.flatten(0, -2).mT.to(matrix.dtype)).to(y_BTa.dtype).mT
-        return z_XC.unflatten(0, y_BTa.shape[:-1])
+        z_XC: Tensor = (matrix @ y_BTa.flatten(0, -2).mT.to(matrix.dtype)).to(y_BTa.dtype).mT
+        return cast(Tensor, z_XC.unflatten(0, y_BTa.shape[:-1]))
 
     def _write(self, x_BTC: Tensor, made: dict[str, Any], csr: bool) -> dict[str, Tensor]:
         role, core, _ = self._writer()
@@ -176,7 +179,7 @@ class TuckerLinears(Derived):
         stored = getattr(self, f"core{core.suffix}")
         if core.nnz is not None:
             return cast(Tensor, stored())
-        return matrix_of(stored, core.ranks[0], like).mT.unflatten(-1, core.shape[1:])
+        return cast(Tensor, matrix_of(stored, core.ranks[0], like).mT.unflatten(-1, core.shape[1:]))
 
     def _make(self, like: Tensor, csr: bool) -> dict[str, Any]:
         """`first` (R1, D) and `second` (d or N, R2) of the writing role, and cores.
