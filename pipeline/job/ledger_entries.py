@@ -45,6 +45,7 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "tries": records.TryEntry,
         "held_out": records.HeldOutEntry,
         "held_out_score": records.HeldOutScoreEntry,
+        "scored": records.ScoredEntry,
         "rest": records.ShardRecord,
         "assembling": records.AssemblingEntry,
         "complete": records.CompleteEntry,
