@@ -150,6 +150,11 @@ class RayPool:
         for member in self.members:
             member.keeps_sums = False
 
+    def forget(self) -> None:
+        """Lets workers forget all hidden states. Their next unit comes after it."""
+        for member in self.members:
+            member.actor.forget.remote()
+
     def busy(self) -> dict[str, str]:
         """Worker -> the unit it is at, for the status."""
         # From another thread: what was running may be done a moment later.

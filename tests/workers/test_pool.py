@@ -21,8 +21,9 @@ from ray.exceptions import (
 from manifests.errors import InputError, Interrupted, NumericsError, StorageError, WorkerError
 from manifests.schema import Workers
 from pipeline.methods.method import Moment
+from pipeline.score_units import Score, Windows
 from pipeline.sum_units import Collect, Sums
-from pipeline.units import Forward, ForwardDone, Reduce, Score, Unit, Write
+from pipeline.units import Forward, ForwardDone, Reduce, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers.actor import Outcome
@@ -92,9 +93,21 @@ def test_scores_go_where_the_hidden_states_are(make: Any) -> None:
     fake = FakeRay()
     pool = make(fake)
     do(pool, forward(0))
-    do(pool, [Score(1, shard) for shard in range(8)])
+    do(pool, [Score(Windows(8, "float32", 1), "m", 1, shard) for shard in range(8)])
     for actor in fake.actors:
         assert sorted(unit.shard for unit in actor.done if isinstance(unit, Score)) == shards_of(actor, 0)
+
+
+def test_all_workers_forget_before_their_next_unit(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake)
+    do(pool, forward(0))
+    pool.forget()
+    do(pool, forward(1))
+    for actor in fake.actors:
+        layers = [call if call == "forget" else call.layer for call in actor.done]
+        assert layers == sorted(layers, key=[0, "forget", 1].index)
+        assert layers.count("forget") == 1
 
 
 def test_other_units_go_to_whoever_has_room(make: Any) -> None:
