@@ -243,9 +243,18 @@ class TokensEntry(TypedDict):
 
 @with_config(STRICT)
 class HeldOutEntry(TokensEntry):
-    """Tokens beyond the calibration samples, and what leaves the dense model's last layer on them, by shard."""
+    """Tokens beyond the calibration samples, and, once it went through, what leaves the dense model's last layer on
+    them, by shard."""
 
-    outputs: list[Array]
+    outputs: NotRequired[list[Array]]
+
+
+@with_config(STRICT)
+class ScoredEntry(ActivationsEntry):
+    """What enters a layer of a model that is being scored, by shard; `of`: digest of the windows' tokens and of the
+    staged layers before it."""
+
+    of: Sha256
 
 
 @with_config(STRICT)
