@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests
@@ -37,7 +36,7 @@ class Sweep:
         self.write()
 
     def write(self) -> Sweep:
-        self.path.write_text(yaml.safe_dump(self.document))
+        self.path.write_text(json.dumps(self.document))
         return self
 
     def run(self, *options: str) -> Any:
@@ -183,7 +182,7 @@ def test_what_is_written(sweep: Callable[..., Sweep], inline_everywhere: None) -
         ([{"methods": [{"method": "lorc"}]}], {"evaluation": {"tasks": ["a"]}}, ["tasks are scored on a checkpoint"]),
         (
             [{"methods": [{"method": "lorc"}]}],
-            {"evaluation": {}, "calibration": None},
+            {"evaluation": {}, "calibration": None, "keep": [0.8]},
             ["nothing to compare points on"],
         ),
     ],
