@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from lamina import LaminaConfig
+from lamina.factored_lamina import stored_state
 from lamina.layers_lamina import LaminaDecoderLayer
 from manifests import records
 from manifests.records import Key, LayerEntry
@@ -44,6 +45,7 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "tries": records.TryEntry,
         "held_out": records.HeldOutEntry,
         "held_out_score": records.HeldOutScoreEntry,
+        "scored": records.ScoredEntry,
         "rest": records.ShardRecord,
         "assembling": records.AssemblingEntry,
         "complete": records.CompleteEntry,
@@ -51,6 +53,9 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "score": records.ScoreEntry,
         "task_score": records.TaskScoreEntry,
         "compared": records.ComparedEntry,
+        "evaluation": records.TokensEntry,
+        "points": records.PointsEntry,
+        "result": records.PointEntry,
     }.items()
 }
 
@@ -108,7 +113,7 @@ def _layer_fault(layer: int, found: LayerEntry, config: Mapping[str, Any]) -> st
         forms = [found["forms"] if index == layer else {} for index in range(config["num_hidden_layers"])]
         described = LaminaConfig(**{**config, "forms": forms})
         with torch.device("meta"):
-            expected = LaminaDecoderLayer(described, layer).state_dict()
+            expected = stored_state(LaminaDecoderLayer(described, layer))
     except Exception as error:  # whatever the serving code makes of forms that nobody wrote
         return f"forms: {error}"
     prefix = f"{config['block']['layers']}.{layer}."
