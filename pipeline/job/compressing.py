@@ -22,7 +22,7 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
-from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
+from pipeline.keys import COMPARED, DRAFT, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.repair import REPAIRS
 from pipeline.scoring import Scorer
 from pipeline.units import Compare
@@ -213,6 +213,6 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
 def _sweep(job: JobContext) -> None:
     """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
     job.ledger.sweep()
-    entered = [job.ledger.get(key) for key in job.ledger.keys("layer/")]
+    entered = [job.ledger.get(key) for kind in ("layer/", f"{DRAFT}layer/") for key in job.ledger.keys(kind)]
     sweep_staged(job.run_dir.storage, [entry["staged"] for entry in entered if entry])
     sweep_scratch(job.run_dir.storage)
