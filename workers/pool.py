@@ -182,11 +182,12 @@ class RayPool:
         return [member for member in self.members if member.live and not member.leaving]
 
     def _await_members(self, count: int) -> None:
-        while self.size < count:
+        # `wanted` may fall meanwhile: a worker of another kind is sent away, and none comes in its place.
+        while self.size < min(count, self.wanted):
             if self.stop.is_set():
                 raise Interrupted("stopped by a signal before any worker was ready")
             self._step(POLL_SECONDS)
-            self._complain(count)
+            self._complain(min(count, self.wanted))
 
     def _complain(self, count: int) -> None:
         """Says so, now and then, while there are fewer workers than the job needs to go on.

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from lamina import LaminaConfig
+from lamina.factored_lamina import stored_state
 from lamina.layers_lamina import LaminaDecoderLayer
 from manifests import records
 from manifests.records import Key, LayerEntry
@@ -112,7 +113,7 @@ def _layer_fault(layer: int, found: LayerEntry, config: Mapping[str, Any]) -> st
         forms = [found["forms"] if index == layer else {} for index in range(config["num_hidden_layers"])]
         described = LaminaConfig(**{**config, "forms": forms})
         with torch.device("meta"):
-            expected = LaminaDecoderLayer(described, layer).state_dict()
+            expected = stored_state(LaminaDecoderLayer(described, layer))
     except Exception as error:  # whatever the serving code makes of forms that nobody wrote
         return f"forms: {error}"
     prefix = f"{config['block']['layers']}.{layer}."
