@@ -86,11 +86,15 @@ class SecondRound:
         self._forget()
 
     def _forget(self) -> None:
-        for layer in range(self.job.num_layers):
-            self.steps.journal.retract(draft_inputs_key(layer))
-            self.draft.retract(layer_key(layer))
-        finished = (staged_layer(self.steps.journal, layer) for layer in range(self.job.num_layers))
-        self.cleaner.retain_staged(tuple(staged for staged in finished if staged))
+        """Takes back the draft's layers and what entered them. Its curves stay: they serve a draft of another size."""
+        kinds = (draft_inputs_key, lambda layer: draft_key(layer_key(layer)))
+        keys: list[Key[Any]] = [kind(layer) for kind in kinds for layer in range(self.job.num_layers)]
+        entered = [key for key in keys if self.steps.journal.get(key) is not None]
+        for key in entered:
+            self.steps.journal.retract(key)
+        if entered:
+            finished = (staged_layer(self.steps.journal, layer) for layer in range(self.job.num_layers))
+            self.cleaner.retain_staged(tuple(staged for staged in finished if staged))
 
     def _pass(self, layers: Sequence[StagedLayer | None] = ()) -> _DraftGradients:
         return _DraftGradients(self.job, self.steps, self.cleaner, layers)

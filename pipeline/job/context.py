@@ -24,7 +24,7 @@ from pipeline.job.calibration import calibration_tokens, evaluation_tokens
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.keys import COMPLETE, DRAFT, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
+from pipeline.keys import COMPLETE, DRAFT, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES, draft_key
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
 from pipeline.plan.estimate import Plan, make_plan
 from pipeline.rounding.tasks import with_moments
@@ -220,12 +220,18 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
         TARGET,
         *ledger.keys("measured/"),
         *ledger.keys("regradient/"),
-        *ledger.keys(DRAFT),
+        *ledger.keys(f"{DRAFT}layer/"),
+        *ledger.keys(f"{DRAFT}inputs/"),
+        draft_key(RANKS),
     ]
+    of_two_rounds = bool(ledger.keys("regradient/"))
     if names != ["budget.max_loss"]:
         undone += ledger.keys(TRIES)
-    if not all(name.startswith("budget") for name in names):
+    by_budget = all(name.startswith("budget") for name in names)
+    if of_two_rounds or not by_budget:
         undone += ledger.keys("curves/")
+    if not by_budget:
+        undone += ledger.keys(f"{DRAFT}curves/")
     for key in undone:
         ledger.retract(key)
     return True
