@@ -382,7 +382,7 @@ def test_behind_a_draft_gradients_come_through_it_and_moments_are_of_dense_weigh
 def one_dense_layer(
     worker: Worker, packed: list[Any], layer: int, samples: tuple[int, int], labels: Any
 ) -> dict[str, Tensor]:
-    """Gradients (M, S, F) at a dense layer's points, the hidden states before it and the gradients behind the draft's."""
+    """Gradients (M, S, F) at a dense layer's points; what enters it and what comes back to it are the draft's."""
     reader = LayerReader(worker.setup, worker.device)
     tokens = ActivationStore(worker.setup.run_dir / "activations.zarr").open(worker.setup.tokens).read(*samples).long()
     wanted_MS = worker.statistics.read(labels).long()
