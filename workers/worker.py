@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -296,7 +297,8 @@ class Worker:
             curve = method.curve(unit.task, self.setup.geometry, weights, statistics)
             if quantize is None or quantize.bits != "auto":
                 return curve
-            return with_bits(curve, unit.task, quantize, weights, statistics, self.setup.geometry.bits)
+            solve = partial(method.compress, unit.task, self.setup.geometry, weights, statistics)
+            return with_bits(curve, unit.task, quantize, weights, statistics, solve, self.setup.geometry.bits)
 
     def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""
