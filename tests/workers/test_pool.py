@@ -22,7 +22,7 @@ from manifests.errors import InputError, Interrupted, NumericsError, StorageErro
 from manifests.schema import Workers
 from pipeline.methods.method import Moment
 from pipeline.score_units import Score, Windows
-from pipeline.sum_units import Collect, Sums
+from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Sums, Total, TotalDone
 from pipeline.units import Forward, ForwardDone, Reduce, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
@@ -291,6 +291,33 @@ def test_what_a_unit_leaves_behind_is_known_by_its_handle(make: Any) -> None:
     pool.submit(unit)
     partials = pool.wait()[1].partials
     assert partials == {moments[2]: Handle(unit.key, "tensors 0"), moments[0]: Handle(unit.key, "tensors 1")}
+
+
+def test_what_is_summed_is_known_by_its_handle(make: Any) -> None:
+    fake, moments = FakeRay(), (Moment("q.in"), Moment("v.out"))
+    pool = make(fake)
+    chosen = ChooseGrids(Forward("dense", 2, 3, moments=moments))
+    found = answer(pool, chosen, ChooseGridsDone({moments[1]: 0, moments[0]: 1}))
+    assert found.grids == {
+        moments[1]: Handle(chosen.key, "tensors 0"),
+        moments[0]: Handle(chosen.key, "tensors 1"),
+    }
+    collect = Collect("dense", 2, "worker-0", "pass-0", moments)
+    found = answer(pool, collect, CollectDone((3, 5), {moments[0]: 0, moments[1]: 1}))
+    assert found.shards == (3, 5)
+    assert found.partials == {moment: Handle(collect.key, f"tensors {n}") for n, moment in enumerate(moments)}
+    total = Total("dense", 2, moments[0], "grid", ())
+    record: Any = {"path": "statistic/1"}
+    assert answer(pool, total, TotalDone(record)) == TotalDone(record)
+    assert answer(pool, total, TotalDone(None, 0)) == TotalDone(None, Handle(total.key, "tensors 0"))
+
+
+def answer(pool: RayPool, unit: Unit, result: Any) -> Any:
+    """What the pool makes of a worker's result."""
+    fake: Any = pool_module.ray
+    fake.failures[unit.key] = Outcome(result, None, 1.0, 0.5, 10)
+    pool.submit(unit)
+    return pool.wait()[1]
 
 
 # Sums that workers keep -----------------------------------------------------------------------------------------------
