@@ -331,6 +331,32 @@ class ScoreEntry(TypedDict):
 
 
 @with_config(STRICT)
+class PointsEntry(TypedDict):
+    """The points of a sweep as it was last asked for: digest of each, under which its own entries are."""
+
+    digests: list[str]
+
+
+@with_config(STRICT)
+class PointEntry(TypedDict):
+    """What came of one point of a sweep, beside its ranks.
+
+    `text`: digest of the tokens that it was scored on. `counts` as the compression record has them. `loss`: of the
+    evaluation text, `held_out`: beside the dense model, each in nats per token, where there is such text. `predicted`
+    by the point's curves, where its ranks follow them. `output`, `seal`: of its checkpoint, where that is kept.
+    """
+
+    text: Sha256
+    counts: dict[str, dict[str, NonNegativeInt]]
+    loss: Finite | None
+    held_out: HeldOutScoreEntry | None
+    predicted: Finite | None
+    seconds: NonNegative
+    output: str | None
+    seal: Sha256 | None
+
+
+@with_config(STRICT)
 class TaskFigure(TypedDict):
     """One metric of one task; `stderr` null where lm-eval knows none."""
 

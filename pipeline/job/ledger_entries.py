@@ -53,6 +53,9 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "score": records.ScoreEntry,
         "task_score": records.TaskScoreEntry,
         "compared": records.ComparedEntry,
+        "evaluation": records.TokensEntry,
+        "points": records.PointsEntry,
+        "result": records.PointEntry,
     }.items()
 }
 

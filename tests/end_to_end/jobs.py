@@ -24,6 +24,7 @@ import pipeline.report
 import pipeline.run
 import pipeline.scale
 import pipeline.status
+import pipeline.sweep
 import pipeline.verify
 
 COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
@@ -35,6 +36,7 @@ COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "evaluate": pipeline.evaluate.main,
     "export": pipeline.export.main,
     "verify": pipeline.verify.main,
+    "sweep": pipeline.sweep.main,
 }
 FLAT_LLM: dict[str, Any] = {"method": "flat_llm"}
 

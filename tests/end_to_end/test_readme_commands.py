@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.end_to_end.children import Child, wait_for
 from tests.end_to_end.jobs import Job
@@ -51,6 +52,16 @@ def test_the_commands_of_the_table(job: type[Job], tmp_path: Path, text: Path, l
     dense = str(tmp_path / "dense")
     assert "times the compressed checkpoint's" in _run(tmp_path, "export", OUTPUT=output, DEST=dense)
     _loads_as_shown(one.output, tmp_path)
+
+
+def test_the_sweep_of_the_table(job: type[Job], tmp_path: Path) -> None:
+    one = job(**{"calibration.propagate": "dense"})
+    fields = {name: value for name, value in one.document().items() if name not in ("budget", "methods")}
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump({**fields, "keep": [0.8, 0.6], "points": [{"methods": [{"method": "flat_llm"}]}]}))
+    said = _run(_command("sweep", SWEEP=str(path)), tmp_path)
+    assert "flat_llm-0.8" in said
+    assert "flat_llm-0.6" in said
 
 
 def _loads_as_shown(output: Path, folder: Path) -> None:
