@@ -59,7 +59,7 @@ def test_the_sweep_of_the_table(job: type[Job], tmp_path: Path) -> None:
     fields = {name: value for name, value in one.document().items() if name not in ("budget", "methods")}
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump({**fields, "keep": [0.8, 0.6], "points": [{"methods": [{"method": "flat_llm"}]}]}))
-    said = _run(_command("sweep", SWEEP=str(path)), tmp_path)
+    said = _run(tmp_path, "sweep", SWEEP=str(path))
     assert "flat_llm-0.8" in said
     assert "flat_llm-0.6" in said
 

@@ -243,6 +243,13 @@ def test_workers_that_never_start_end_the_job(make: Any) -> None:
         make(FakeRay((50, 1, 3)), max=1)
 
 
+def test_an_error_while_starting_says_so(make: Any) -> None:
+    fake = FakeRay()
+    fake.start_error = RayTaskError("ready", "Traceback ...", ZeroDivisionError()).as_instanceof_cause()
+    with pytest.raises(WorkerError, match="^starting a worker: "):
+        make(fake)
+
+
 def test_failed_starts_are_forgiven_after_a_good_one(make: Any) -> None:
     dying, living = (50, 1, 3), (0, 1, 12)
     fake = FakeRay(dying, dying, living, dying, dying, living, dying, dying, (0, 1, None))
@@ -540,6 +547,14 @@ def test_a_worker_of_another_kind_is_refused(make: Any) -> None:
     assert any("worker fake:1 has device NVIDIA L4 instead of CPU" in note for note in pool.notes)
 
 
+def test_one_that_is_refused_is_one_less(make: Any) -> None:
+    fake = FakeRay((0, 1, None), (3, 1, None), (0, 1, None), (0, 1, None))
+    fake.hardware[1] = {"device": "NVIDIA L4"}
+    pool = make(fake, max=4, min=1)
+    do(pool, forward(0))
+    assert (pool.size, pool.wanted, len(fake.actors)) == (3, 3, 4)
+
+
 def test_a_job_does_not_wait_for_one_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """`workers.min` of them never come: it begins with those that there can be."""
     stop, notes = threading.Event(), list[str]()
@@ -607,7 +622,7 @@ def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPa
     """Said within a minute, ended after `workers.start_timeout_s`; with an autoscaler it is waited for."""
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((10**9, 1, None)))
-    monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: "a worker asks for 64 CPUs")
+    monkeypatch.setattr(pool_module, "why_unplaceable", lambda workers, _: f"a worker asks for {workers.cpus} CPUs")
     monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.1)
     setup: Any = SimpleNamespace(shards=2, hardware=None, manifest=None, memory_bytes=0)
     with pytest.raises(WorkerError, match=r"asks for 64 CPUs; waited \d+ s \(workers.start_timeout_s\)"):
