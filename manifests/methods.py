@@ -244,6 +244,7 @@ class LossAware(MethodEntry):
     `correct: output` solves a layer behind the compressed ones, against what the dense model has more at that place.
     `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
     compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.
+    `rounds: 2` compresses the model, takes gradients again on what came of it, and compresses the dense model by both.
     """
 
     method: Literal["loss_aware"]
@@ -254,6 +255,7 @@ class LossAware(MethodEntry):
     correct: Literal["none", "output"] = "none"
     weighting: Literal["loss", "input"] = "loss"
     widths: PositiveInt = 8
+    rounds: Literal[1, 2] = 1
 
     @property
     def follows_curves(self) -> bool:
