@@ -156,10 +156,12 @@ class DenseEntry(TypedDict):
 
 @with_config(STRICT)
 class GradientEntry(TypedDict):
-    """The backward pass through a layer: moments of gradients by key, and gradients at its inputs, if stored."""
+    """The backward pass through a layer: moments of gradients by key; by shard of the pass, gradients at the layer's
+    inputs, if stored, and of the last layer the labels, where a second round takes them again."""
 
     statistics: dict[str, GradientArray]
     activations: NotRequired[list[Array]]
+    labels: NotRequired[list[Array]]
 
 
 @with_config(STRICT)

@@ -22,13 +22,14 @@ from manifests import records
 from manifests.records import Key, LayerEntry
 from pipeline.computation import Job, entered_scores
 from pipeline.console.summary import print_summary
-from pipeline.keys import RANKS, curves_key, measured_key
+from pipeline.keys import DRAFT, RANKS, curves_key, measured_key
 from pipeline.methods.registry import layers_of
 from stores.ledger import Ledger
 
 logger = logging.getLogger("lamina")
 
 
+BACKWARD = ("gradient", "regradient", "inputs")  # of the shards that hold samples of the backward pass
 KINDS: dict[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(entry)
     for kind, entry in {
@@ -39,6 +40,8 @@ KINDS: dict[str, TypeAdapter[Any]] = {
         "ranks": records.RanksEntry,
         "measured": records.MeasuredEntry,
         "gradient": records.GradientEntry,
+        "regradient": records.GradientEntry,
+        "inputs": records.ActivationsEntry,
         "curves": records.CurvesEntry,
         "tokens": records.TokensEntry,
         "target": records.TargetEntry,
@@ -63,7 +66,7 @@ KINDS: dict[str, TypeAdapter[Any]] = {
 def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
     """Invalidates every entry that makes no sense, with a warning. `config`: the source's, under standard names."""
     for key in ledger.keys():  # noqa: SIM118 - no mapping
-        kind = key.partition("/")[0]
+        kind = key.removeprefix(DRAFT).partition("/")[0]
         fault = _fault(kind, key, ledger.get(key), job, config) if kind in KINDS else None
         if fault:
             _invalidate(ledger, key, fault)
@@ -80,7 +83,7 @@ def _fault(kind: str, key: str, entry: Any, job: Job, config: Mapping[str, Any])
         return _summary_fault(found["summary"])
     if kind == "layer":
         return _layer_fault(int(key.rpartition("/")[2]), found, config)
-    return _shards_fault(kind, found, job) if kind in ("dense", "activations", "gradient") else None
+    return _shards_fault(kind, found, job) if kind in ("dense", "activations", *BACKWARD) else None
 
 
 def _shards_fault(kind: str, found: Mapping[str, Any], job: Job) -> str | None:
@@ -88,7 +91,7 @@ def _shards_fault(kind: str, found: Mapping[str, Any], job: Job) -> str | None:
     cosine = found["cosine"] if kind == "dense" else [(0.0, 1)] * job.shards
     if len(cosine) != job.shards or not all(count > 0 for _, count in cosine):
         return "cosine: not one sum and count for each shard"
-    expected = len(job.gradient_shards) if kind == "gradient" else job.shards
+    expected = len(job.gradient_shards) if kind in BACKWARD else job.shards
     stored = found.get("activations", [])
     if "activations" in found and len(stored) != expected:
         return f"activations: {len(stored)} of {expected} shards"

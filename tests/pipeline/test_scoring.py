@@ -29,7 +29,7 @@ class Keeping(WorldCleaner):
 def make_world() -> tuple[World, Windows, list[Any]]:
     """Tokens, and two of four layers staged."""
     world = World()
-    windows = Windows(SHARDS, "float32", 1, world.store("activation", "tokens"))  # type: ignore[arg-type]
+    windows = Windows.even(SHARDS, SHARDS, "float32", 1, world.store("activation", "tokens"))  # type: ignore[arg-type]
     layers: list[Any] = [None] * LAYERS
     for layer in (1, 3):
         layers[layer] = {**world.store("staged", f"staged {layer}"), "forms": {"q": {"layer": layer}}}
@@ -148,9 +148,9 @@ def test_what_is_left_of_another_model_is_not_gone_on_with(change: str) -> None:
     if change == "staged":
         layers[1] = {**world.store("staged", "another"), "forms": {"q": {"layer": 1}}}
     elif change == "dtype":
-        windows = Windows(SHARDS, "float64", 1, windows.tokens)
+        windows = Windows.even(SHARDS, SHARDS, "float64", 1, windows.tokens)
     else:
-        windows = Windows(SHARDS, "float32", 1, world.store("activation", "others"))  # type: ignore[arg-type]
+        windows = Windows.even(SHARDS, SHARDS, "float32", 1, world.store("activation", "others"))  # type: ignore[arg-type]
     before = len(world.done)
     found = make_scorer(world, windows).score(windows, "made", layers)
     begun = [unit.layer for unit in world.done[before:] if isinstance(unit, WindowForward)]

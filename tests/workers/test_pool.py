@@ -93,7 +93,7 @@ def test_scores_go_where_the_hidden_states_are(make: Any) -> None:
     fake = FakeRay()
     pool = make(fake)
     do(pool, forward(0))
-    do(pool, [Score(Windows(8, "float32", 1), "m", 1, shard) for shard in range(8)])
+    do(pool, [Score(Windows.even(8, 8, "float32", 1), "m", 1, shard) for shard in range(8)])
     for actor in fake.actors:
         assert sorted(unit.shard for unit in actor.done if isinstance(unit, Score)) == shards_of(actor, 0)
 
