@@ -246,7 +246,7 @@ def test_workers_that_never_start_end_the_job(make: Any) -> None:
 def test_an_error_while_starting_says_so(make: Any) -> None:
     fake = FakeRay()
     fake.start_error = RayTaskError("ready", "Traceback ...", ZeroDivisionError()).as_instanceof_cause()
-    with pytest.raises(WorkerError, match="^starting a worker: "):
+    with pytest.raises(WorkerError, match=r"^starting a worker: "):
         make(fake)
 
 
