@@ -269,4 +269,30 @@ class LossAware(MethodEntry):
         return self
 
 
-AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD | LossAware, Field(discriminator="method")]
+class SVD(MethodEntry):
+    """A baseline: every weight by itself, by its singular values; data-free. docs/methods.md#baselines."""
+
+    method: Literal["svd"]
+
+
+class ASVD(MethodEntry):
+    """A baseline: as `svd`, with the inputs scaled by their size to the power `alpha`. docs/methods.md#baselines."""
+
+    method: Literal["asvd"]
+    alpha: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] = 0.5
+
+
+class SVDLLM(MethodEntry):
+    """A baseline: as `svd`, with the inputs whitened by their second moment. docs/methods.md#baselines."""
+
+    method: Literal["svd_llm"]
+
+
+class Magnitude(MethodEntry):
+    """A baseline: channels of the MLP stay by the size of their weights; data-free. docs/methods.md#baselines."""
+
+    method: Literal["magnitude"]
+
+
+Baseline = SVD | ASVD | SVDLLM | Magnitude
+AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD | LossAware | Baseline, Field(discriminator="method")]
