@@ -8,6 +8,7 @@ every `resume.every` layers. The inputs of a layer are dropped when the gradient
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from manifests.records import ArrayRecord, GradientEntry, GradientRecord
@@ -37,17 +38,16 @@ class GradientPass:
         for layer in reversed(pending):
             emit = layer > pending[0] and self.job.gradient == "model"
             store = emit and self.job.is_boundary(layer)
-            moments = layer_gradients(self.job.tasks, layer)
+            wanted = layer_gradients(self.job.tasks, layer)
             units = self._units(layer, base if self.job.gradient == "model" else layer + 1, emit=emit, store=store)
-            done, statistics = self.steps.sum_moments("dense", layer, moments, units)
-            entry: GradientEntry = {"statistics": cast("dict[str, GradientRecord]", statistics)}
-            if store:
-                entry["activations"] = [result.activation for result in done]
-                base = layer
-            self.steps.enter(gradient_key(layer), entry)
+            done, statistics = self.steps.sum_moments("dense", layer, wanted, units)
+            moments = cast("dict[str, GradientRecord]", statistics)
+            activations = tuple(result.activation for result in done) if store else None
+            base = layer if store else base
+            self.steps.enter(gradient_key(layer), GradientEntry(statistics=moments, activations=activations))
             if store or self.job.gradient == "local":
                 inputs = self.stored_inputs(range(pending[0], layer))
-                self.cleaner.retain_activations((*entry.get("activations", ()), *inputs))
+                self.cleaner.retain_activations((*(activations or ()), *inputs))
             self.steps.observer.layer_done("gradient", layer, {})
         self.cleaner.retain_activations(())
 
@@ -59,7 +59,7 @@ class GradientPass:
     def stored_inputs(self, layers: range) -> list[ArrayRecord]:
         """The records of the stored inputs of some layers, where the dense pass has been there."""
         entries = [self.steps.journal.get(dense_key(layer)) for layer in layers]
-        return [record for entry in entries if entry for record in entry.get("inputs", ()) if record]
+        return [record for entry in entries if entry for record in entry.inputs or () if record]
 
     def _pending(self) -> list[int]:
         """The layers that the pass has yet to enter, ascending."""
@@ -68,7 +68,7 @@ class GradientPass:
     def _is_done(self, layer: int) -> bool:
         entry = self.steps.journal.get(gradient_key(layer))
         wanted = layer_gradients(self.job.tasks, layer)
-        return entry is not None and all(moment.key in entry["statistics"] for moment in wanted)
+        return entry is not None and all(moment.key in entry.statistics for moment in wanted)
 
     def _base(self, layer: int) -> int:
         """The nearest layer above `layer` with committed gradients at its inputs; one past the last: the head."""
@@ -77,14 +77,14 @@ class GradientPass:
         above = range(layer + 1, self.job.num_layers)
         return next((base for base in above if self._gradients(base) is not None), self.job.num_layers)
 
-    def _gradients(self, layer: int) -> list[ArrayRecord] | None:
+    def _gradients(self, layer: int) -> Sequence[ArrayRecord] | None:
         entry = self.steps.journal.get(gradient_key(layer))
-        return entry.get("activations") if entry else None
+        return entry.activations if entry else None
 
     def _units(self, layer: int, base: int, *, emit: bool, store: bool) -> list[Unit]:
         """All shards that hold samples of the pass back through a layer, in shard order."""
         gradients = self._gradients(base) if self.job.gradient == "model" else None
-        inputs = [self.steps.entry(dense_key(above))["inputs"] for above in range(layer, base)]
+        inputs = [self.steps.entry(dense_key(above)).inputs or () for above in range(layer, base)]
         return [
             Backward(
                 layer=layer,

@@ -54,7 +54,7 @@ def read_status(place: Place) -> dict[str, Any]:
         "last_run": _last_run(owner, ended),
         "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
         "last_commit": max(ledger.storage.written().values(), default=None),
-        "summary": complete["summary"] if complete else None,
+        "summary": complete.summary if complete else None,
         "log": _last_lines(run_dir.logs),
     }
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from manifests.records import ArrayRecord, Scheme, StagedLayer
-from pipeline.methods.method import FormSpec, Moment, Task
+from manifests.records import ArrayRecord, FormSpec, Scheme, StagedLayer
+from pipeline.methods.method import Moment, Task
 from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
 
 Lineage = Literal["dense", "compressed", "paired", "held_out_dense", "held_out"]
@@ -263,7 +263,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Predict:
-    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is JSON."""
+    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is a `Curve`."""
 
     task: Task
     statistics: Mapping[Moment, ArrayRecord]

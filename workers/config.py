@@ -60,7 +60,7 @@ class WorkerConfig:
         if self.token_ids is not None:
             samples, sequence = self.token_ids.shape
             return samples, sequence
-        samples, sequence = self.tokens["shape"] if self.tokens else (0, 0)
+        samples, sequence = self.tokens.shape if self.tokens else (0, 0)
         return samples, sequence
 
     def shard_range(self, shard: int, samples: int) -> tuple[int, int]:

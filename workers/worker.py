@@ -11,19 +11,19 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
-from manifests.records import ArrayRecord, GradientRecord
+from manifests.records import ArrayRecord, Curve, GradientRecord
 from pipeline.kernels.checks import all_finite
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
-from pipeline.methods.method import Curve, Group, Measuring, Moment, Predicting, Statistics
+from pipeline.methods.method import Group, Measuring, Moment, Predicting, Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.rounding.choices import with_bits
 from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, Total
@@ -263,12 +263,8 @@ class Worker:
         if unit.moment.kind != "gradient":
             return record
         sequences = self.setup.gradient_samples
-        return GradientRecord(
-            **record,
-            square_norms=totals["square_norms"].tolist(),
-            sequences=sequences,
-            tokens=sequences * self._sequence,
-        )
+        squares, tokens = tuple(totals["square_norms"].tolist()), sequences * self._sequence
+        return GradientRecord(**dict(record), square_norms=squares, sequences=sequences, tokens=tokens)
 
     def _measure(self, unit: Measure) -> Any:
         method, weights = self.methods[unit.task.method], self._group_weights(unit.task)
@@ -293,9 +289,9 @@ class Worker:
         for moment, record in records.items():
             found = self.statistics.read(record).to(self.device)
             if moment.kind == "gradient":
-                gradient = cast(GradientRecord, record)
-                squares_G = torch.tensor(gradient["square_norms"], dtype=torch.float64, device=self.device)
-                found = shrink(found, squares_G, gradient["sequences"], gradient["tokens"])
+                assert isinstance(record, GradientRecord)
+                squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
+                found = shrink(found, squares_G, record.sequences, record.tokens)
             moments[moment] = found
         return Statistics(moments, self._calibration_tokens)
 

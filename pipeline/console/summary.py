@@ -110,7 +110,7 @@ def _figures(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[st
     for group, report in groups.items():
         for name, rank in report["ranks"].items():
             yield (group, "rank" if name == group else name), f"{rank:,}"
-        for name, value in report.items():
+        for name, value in sorted(report.items()):
             if value is not None and FIGURES.fullmatch(name):
                 yield (group, name.replace("_", " ")), _short(value)
 
@@ -118,7 +118,7 @@ def _figures(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[st
 def _notes(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """What is out of the ordinary in a layer."""
     for group, report in groups.items():
-        for name, value in report.items():
+        for name, value in sorted(report.items()):
             if NOTES.fullmatch(name) and value:
                 yield f"{group} {name.replace('_', ' ')}{'' if value is True else f' {_short(value)}'}"
 

@@ -12,12 +12,11 @@ from pipeline.steps import do_units
 from pipeline.units import Diverge, Divergence, Forward, Lineage, Unit
 
 
-def dense_outputs(pool: Pool, num_layers: int, shards: int, observer: Observer) -> list[ArrayRecord]:
+def dense_outputs(pool: Pool, num_layers: int, shards: int, observer: Observer) -> tuple[ArrayRecord, ...]:
     """The stored outputs of the dense model's last layer, by shard."""
     observer.phase("held-out text, dense", num_layers, shards)
-    return [
-        done.activation for done in _through(pool, "held_out_dense", [None] * num_layers, shards, observer, store=True)
-    ]
+    done = _through(pool, "held_out_dense", [None] * num_layers, shards, observer, store=True)
+    return tuple(result.activation for result in done)
 
 
 def compare(
@@ -60,9 +59,9 @@ def _through(
 
 def _per_token(parts: Sequence[Divergence]) -> HeldOutScoreEntry:
     tokens = sum(part.tokens for part in parts)
-    return {
-        "divergence": sum(part.divergence for part in parts) / tokens,
-        "dense_perplexity": math.exp(sum(part.dense_loss for part in parts) / tokens),
-        "perplexity": math.exp(sum(part.compressed_loss for part in parts) / tokens),
-        "tokens": tokens,
-    }
+    return HeldOutScoreEntry(
+        divergence=sum(part.divergence for part in parts) / tokens,
+        dense_perplexity=math.exp(sum(part.dense_loss for part in parts) / tokens),
+        perplexity=math.exp(sum(part.compressed_loss for part in parts) / tokens),
+        tokens=tokens,
+    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, ComparedEntry, ComparedFigures, StagedRecord
+from manifests.records import ArrayRecord, ComparedEntry, ComparedFigures, StagedRecord, TokensEntry
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import staged_layer
@@ -97,7 +97,7 @@ def _workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[tuple[Driver, Ra
     tokens = _stored_tokens(job)
     _sweep(job)
     held_out = job.ledger.get(HELD_OUT)
-    always = ((tokens,) if tokens else ()) + ((held_out["tokens"], *held_out["outputs"]) if held_out else ())
+    always = ((tokens,) if tokens else ()) + ((held_out.tokens, *held_out.outputs) if held_out else ())
     cleaner = StoreCleaner(job.run_dir, always)
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
@@ -114,19 +114,19 @@ def _workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[tuple[Driver, Ra
 def _compare(job: JobContext, pool: RayPool) -> None:
     """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again on OUTPUT."""
     staged = tuple(staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers))
-    layers = [found["sha256"] if found else None for found in staged]
+    layers = tuple(found.sha256 if found else None for found in staged)
     origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
-    tokens: list[list[int]] = ids_BS.tolist()
+    tokens = tuple(map(tuple, ids_BS.tolist()))
     entered = job.ledger.get(COMPARED)
-    if entered is not None and entered["layers"] == layers and entered["compared"]["tokens"] == tokens:
+    if entered is not None and entered.layers == layers and entered.compared.tokens == tokens:
         return
     try:
-        pool.submit(Compare(tuple(map(tuple, tokens)), staged))
+        pool.submit(Compare(tokens, staged))
         _, found = pool.wait()
     except CorruptError as error:  # `damaged_layers` names the layer, and it is made again
         job.observer.repaired(str(error), ["compared"])
         return
-    figures = cast("ComparedFigures", {"origin": origin, "tokens": tokens, **found})
+    figures = ComparedFigures(origin=origin, tokens=tokens, **found)
     job.ledger.commit(COMPARED, ComparedEntry(layers=layers, compared=figures))
 
 
@@ -135,7 +135,7 @@ def assemble_output(job: JobContext) -> dict[str, Any]:
     assembler = _assembler(job)
     # Once more: it may be hours since the job began.
     replaceable = survey_output(assembler.output, job.ledger).replaceable()
-    layers = [entry["staged"] for key in job.ledger.keys("layer/") if (entry := job.ledger.get(key))]
+    layers = [entry.staged for key in job.ledger.keys("layer/") if (entry := job.ledger.get(key))]
     claim_files(job.ledger, assembler.output, assembler.names() | replaceable, layers)
     return assembler.run(replaceable)
 
@@ -174,19 +174,19 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
     store, entered = job.run_dir.activations, job.ledger.get(TOKENS)
     try:
         if entered is not None:
-            store.open(entered["tokens"]).read(0, len(job.tokens))
+            store.open(entered.tokens).read(0, len(job.tokens))
     except CorruptError as error:
         entered = None  # the fingerprint says that these are the same: written again
         job.observer.repaired(str(error), ["tokens"])
     if entered is None:
-        entered = {"tokens": store.write_tokens(job.tokens.to(torch.int32))}
+        entered = TokensEntry(tokens=store.write_tokens(job.tokens.to(torch.int32)))
         job.ledger.commit(TOKENS, entered)
-    return entered["tokens"]
+    return entered.tokens
 
 
 def _sweep(job: JobContext) -> None:
     """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
     job.ledger.sweep()
     entered = [job.ledger.get(key) for key in job.ledger.keys("layer/")]
-    sweep_staged(job.run_dir.storage, [entry["staged"] for entry in entered if entry])
+    sweep_staged(job.run_dir.storage, [entry.staged for entry in entered if entry])
     sweep_scratch(job.run_dir.storage)

@@ -43,7 +43,7 @@ def score_held_out(job: JobContext, heartbeat: Heartbeat) -> HeldOutScoreEntry |
         job.ledger.commit(HELD_OUT_SCORE, entered)
         if not driver_job(job.inputs).keep_statistics:
             _drop(job)  # no other size will be tried
-        job.observer.say(held_out_line(entered))
+        job.observer.say(held_out_line(entered.as_json()))
     return entered
 
 
@@ -56,7 +56,7 @@ def forget_other_text(job: JobContext) -> None:
     if entered is None or job.held_out is None:
         return
     try:
-        stored = job.run_dir.activations.open(entered["tokens"]).read(0, entered["tokens"]["shape"][0])
+        stored = job.run_dir.activations.open(entered.tokens).read(0, entered.tokens.shape[0])
     except CorruptError:
         return  # made again when it is next needed
     if not torch.equal(stored, job.held_out.to(torch.int32)):
@@ -70,10 +70,10 @@ def _measured(job: JobContext, heartbeat: Heartbeat) -> HeldOutScoreEntry:
     assert job.held_out is not None
     catch_signals(job.stop)
     entered = job.ledger.get(HELD_OUT)
-    tokens = entered["tokens"] if entered else job.run_dir.activations.write_tokens(job.held_out.to(torch.int32))
+    tokens = entered.tokens if entered else job.run_dir.activations.write_tokens(job.held_out.to(torch.int32))
     setup, layers = _worker_config(job, tokens), job.inputs.geometry.num_layers
     with worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool, heartbeat.attending(pool):
-        outputs = entered["outputs"] if entered else dense_outputs(pool, layers, setup.shards, job.observer)
+        outputs = entered.outputs if entered else dense_outputs(pool, layers, setup.shards, job.observer)
         if entered is None:
             job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=tokens, outputs=outputs))
         return compare(pool, [staged_layer(job.ledger, layer) for layer in range(layers)], outputs, job.observer)
@@ -83,13 +83,13 @@ def _drop(job: JobContext) -> None:
     entered = job.ledger.get(HELD_OUT)
     if entered is not None:
         job.ledger.retract(HELD_OUT)
-        for record in (entered["tokens"], *entered["outputs"]):
+        for record in (entered.tokens, *entered.outputs):
             job.run_dir.activations.drop(record)
 
 
 def _worker_config(job: JobContext, tokens: ArrayRecord) -> WorkerConfig:
     """In float32, or in float64 if the model is: what rounding does is not what compression does."""
     setup = worker_config(job, tokens)
-    windows = int(tokens["shape"][0])
+    windows = tokens.shape[0]
     dtype = torch.promote_types(setup.dtype, torch.float32)
     return replace(setup, shards=min(setup.shards, windows), dtype=dtype, gradient_samples=0)

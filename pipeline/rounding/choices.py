@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from manifests.quantize import QUANTIZED_ROLES, Quantize
+from manifests.records import Curve
 from pipeline.kernels.rounding import round_with_feedback
-from pipeline.methods.method import Curve, Group, Moment, Statistics
+from pipeline.methods.method import Group, Moment, Statistics
 from pipeline.methods.rounded_size import beside, rounded_share
 from pipeline.ranks.curves import Point, from_columns, frontier, to_columns
 from pipeline.rounding.solutions import INPUTS, fitting_group

@@ -208,11 +208,11 @@ def test_what_a_layer_entry_holds() -> None:
     world, recorder = run(make_job(make_tasks([1]), num_layers=2))
     entry = MemoryJournal(world).get("layer/00001")
     assert entry is not None
-    assert entry["forms"] == {name: {"form": "test", "layer": 1} for name in ("attention", "mlp")}
-    assert set(entry["staged"]) == {"path", "sha256"}
+    assert entry.forms == {name: FormSpec(form="test", rank=2) for name in ("attention", "mlp")}
+    assert world.load("staged", entry.staged)
     rank = world.journal()["ranks"]["ranks"]["1/0/mlp"]["rank"]
-    assert entry["groups"]["mlp"] == {"method": 0, "ranks": {"rank": rank}, "error": 0.5}
-    assert recorder.summaries == {1: entry["groups"]}
+    assert entry.groups["mlp"] == GroupReport(method=0, ranks={"rank": rank}, error=0.5)
+    assert recorder.summaries == {1: entry.groups}
 
 
 # Replay ---------------------------------------------------------------------------------------------------------------
@@ -253,9 +253,9 @@ def test_how_often_hidden_states_are_kept_changes_no_result() -> None:
 
 def test_every_shard_gets_its_own_record() -> None:
     world, _ = run(make_job(make_tasks(ALL), shards=3))
-    records = [unit.base_record["path"] for unit in forwards(world) if unit.base_record]
+    records = [unit.base_record.path for unit in forwards(world) if unit.base_record]
     by_shard = {
-        shard: {unit.base_record["path"] for unit in forwards(world) if unit.base_record and unit.shard == shard}
+        shard: {unit.base_record.path for unit in forwards(world) if unit.base_record and unit.shard == shard}
         for shard in range(3)
     }
     assert len(set(records)) == sum(len(paths) for paths in by_shard.values())
@@ -293,11 +293,11 @@ class OrderChecks(WorldCleaner):
 
     def retain_statistics(self, records: tuple[Any, ...]) -> None:
         self._check_entered(records)
-        doomed = set(self.world.stores["statistic"]) - {record["path"] for record in records}
+        doomed = set(self.world.stores["statistic"]) - {record.path for record in records}
         for layer in range(8):
             for kind in ("statistics", "dense"):
-                entry = MemoryJournal(self.world).get(f"{kind}/{layer:05d}") or {}
-                paths = {record["path"] for record in entry.get("statistics", {}).values()}
+                entry = MemoryJournal(self.world).get(f"{kind}/{layer:05d}")
+                paths = {record.path for record in entry.statistics.values()} if entry else set()
                 assert not paths & doomed or f"layer/{layer:05d}" in self.world.entries, "needed, and dropped"
         super().retain_statistics(records)
 

@@ -151,7 +151,7 @@ def test_deep_models_are_repaired_in_a_few_rounds(kind: str, propagate: str) -> 
     """The way back is the number of layers long, as older hidden states are gone; the number of rounds is not."""
     job = make_job(make_tasks(range(30), ["mlp"]), num_layers=30, shards=1, propagate=propagate, scores=frozenset())
     expected, _ = run(job)
-    numbers = [int(path.partition("/")[2]) for path in expected.values if path.startswith(kind)]
+    numbers = [number_in(path) for path in expected.values if path.startswith(kind)]
     last_read = -2 if kind == "staged" else -1
     world, _ = run(job, World(damaged=frozenset({numbers[last_read]})))
     entries, wanted = world.journal(), expected.journal()
