@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from manifests.records import FormSpec, GroupReport
 from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Moment
@@ -228,7 +229,7 @@ def test_replay_begins_at_the_last_committed_layer(every: int, propagate: str) -
         assert unit.base == unit.layer - unit.layer % every
         assert len(unit.replay) == unit.layer % every
         assert (unit.base_record is None) == (unit.base == 0)
-        staged = [record["forms"]["mlp"]["layer"] if record else None for record in unit.replay]
+        staged = [record.forms["mlp"].rank - 1 if record else None for record in unit.replay]
         assert staged == (list(range(unit.base, unit.layer)) if propagate == "compressed" else [None] * len(staged))
         assert unit.store == (unit.emit and (unit.layer + 1) % every == 0)
     stored = [key for key in commits(world) if key.startswith("activations")]
@@ -303,7 +304,7 @@ class OrderChecks(WorldCleaner):
 
     def _check_entered(self, records: tuple[Any, ...]) -> None:
         for record in records:
-            assert any(f'"{record["path"]}"' in text for text in self.world.entries.values())
+            assert any(f'"{record.path}"' in text for text in self.world.entries.values())
 
 
 def test_nothing_is_dropped_before_its_successor_is_entered(job: Job) -> None:

@@ -24,6 +24,7 @@ from tests.pipeline.simulation import (
     forwards,
     make_job,
     make_tasks,
+    number_in,
     run,
 )
 
