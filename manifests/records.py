@@ -36,11 +36,11 @@ class Key(str, Generic[E]):
 class Record(BaseModel):
     """A JSON object of the ledger. What only a later version says of it is kept as it is."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", ser_json_inf_nan="constants")
 
     def as_json(self) -> dict[str, Any]:
-        """As it is stored: fields that nothing was said of are left out."""
-        return self.model_dump(exclude_defaults=True)
+        """As it is stored: fields that nothing was said of are left out. Raises ValueError for what JSON cannot say."""
+        return self.model_dump(mode="json", exclude_defaults=True)
 
 
 # -- committed data ----------------------------------------------------------------------------------------------------

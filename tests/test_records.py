@@ -81,7 +81,7 @@ def test_nothing_is_added_and_nothing_is_lost() -> None:
     check(AssemblingEntry, {"output": "/out", "files": []})
     check(TaskScores, {"metrics": {"acc": {"value": 0.5, "stderr": None}}, "documents": 3})
     assert CompleteEntry(output="/out", contract_sha256="0" * 64, summary={"a": (1, None)}).as_json()["summary"] == {
-        "a": (1, None)
+        "a": [1, None]
     }
 
 

@@ -187,7 +187,7 @@ def test_corrupt_statistics_are_taken_back_and_taken_anew(propagate: str) -> Non
     world = World(damaged=frozenset({number}))
     pool = SimulatedPool(world)
     _, recorder = run(job, world, pool)
-    assert world.repairs[0] == (f"statistic/{number}: damaged", (key,))
+    assert world.repairs[0] == (f"statistic/{number:032x}: damaged", (key,))
     assert ("retract", key) in world.events
     assert commits(world).count(key) == 2
     assert pool.drained == len(world.repairs)
@@ -201,7 +201,7 @@ def test_corrupt_hidden_states_take_the_way_back_to_the_embeddings() -> None:
     expected, _ = run(job)
     number = expected.number_of(expected.journal()["activations/00002"]["activations"][0])
     world, _ = run(job, World(damaged=frozenset({number})))
-    assert world.repairs == [(f"activation/{number}: damaged", ("activations/00002",))]
+    assert world.repairs == [(f"activation/{number:032x}: damaged", ("activations/00002",))]
     retracted = [key for event, key in world.events if event == "retract"]
     assert sorted(retracted) == ["activations/00001", "activations/00002"]
     walked = [unit.layer for unit in forwards(world) if unit.shard == 0 and unit.staged]
