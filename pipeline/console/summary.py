@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.evaluation.tasks import task_lines
+from pipeline.evaluation.tasks import read_scores, task_lines
 
 SEEN_LIMIT = 0.1  # of the passages of an evaluation text: what different texts share by themselves is less
 FIGURES = re.compile(r".*error.*|tucker_ranks.*|numbers|predicted.*")  # of a group's report, beside its ranks
@@ -68,7 +68,7 @@ def score_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
         if now.get("seen", 0.0) > SEEN_LIMIT:
             yield f"  {seen_warning(now['seen'])}"
     if evaluation.get("tasks"):
-        yield from task_lines(evaluation["tasks"])
+        yield from task_lines({model: read_scores(found) for model, found in evaluation["tasks"].items()})
     for entry in evaluation.get("earlier", ()):
         yield f"earlier: perplexity {entry['perplexity']:.4f} ({_extent(entry)})"
 

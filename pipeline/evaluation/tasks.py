@@ -112,6 +112,11 @@ def _scores(figures: Mapping[str, Any], count: Mapping[str, int] | None) -> Task
     return TaskScores(documents=int(count["effective"]) if count else None, metrics=metrics)
 
 
+def read_scores(stored: Mapping[str, Any]) -> Scores:
+    """Scores as a summary has them."""
+    return {task: TaskScores.model_validate(found) for task, found in stored.items()}
+
+
 def task_lines(columns: Mapping[str, Scores]) -> list[str]:
     """One table: a row for each task and metric, a column for each model."""
     rows = [["task", "metric", *columns]]
