@@ -239,9 +239,17 @@ class TokensEntry(Record):
 
 
 class HeldOutEntry(TokensEntry):
-    """Tokens beyond the calibration samples, and what leaves the dense model's last layer on them, by shard."""
+    """Tokens beyond the calibration samples, and, once it went through, what leaves the dense model's last layer on
+    them, by shard."""
 
-    outputs: Row[ArrayRecord]
+    outputs: Row[ArrayRecord] | None = None
+
+
+class ScoredEntry(ActivationsEntry):
+    """What enters a layer of a model that is being scored, by shard; `of`: digest of the windows' tokens and of the
+    staged layers before it."""
+
+    of: Sha256
 
 
 class HeldOutScoreEntry(Record):
@@ -348,6 +356,7 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "tries": TryEntry,
         "held_out": HeldOutEntry,
         "held_out_score": HeldOutScoreEntry,
+        "scored": ScoredEntry,
         "rest": ShardRecord,
         "assembling": AssemblingEntry,
         "complete": CompleteEntry,

@@ -37,7 +37,7 @@ from pipeline.keys import (
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 from pipeline.ports import Cleaner, Journal, Observer, Pool
-from pipeline.repair import Repairs
+from pipeline.repair import Repairs, computed_keys
 from pipeline.steps import Steps, write_unit
 from pipeline.summing import Summing
 from pipeline.units import Forward, Lineage, Measure, Predict, Solve, SolveDone, Unit
@@ -52,7 +52,7 @@ class Driver:
         self.journal = journal
         self.cleaner = cleaner
         self.observer = observer
-        self.repairs = Repairs(journal, job.num_layers, observer)
+        self.repairs = Repairs(journal, computed_keys(job.num_layers), observer)
         self.steps = Steps(pool, journal, observer, self.repairs)
         self.summing = Summing(self.steps)
         self.gradients = GradientPass(job, self.steps, cleaner)

@@ -7,6 +7,7 @@ compressed layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from manifests.records import (
     MeasuredEntry,
     RanksEntry,
     ReusedEntry,
+    ScoredEntry,
     ScoreEntry,
     ShardRecord,
     StatisticsEntry,
@@ -39,6 +41,7 @@ HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration s
 HELD_OUT_SCORE: Key[HeldOutScoreEntry] = Key("held_out_score")  # of the compressed layers on these tokens
 TARGET: Key[TargetEntry] = Key("target")  # the size that is being made for a budget by loss
 TRIES = "tries/"  # what was measured at a size, by its thousandths
+SCORED = "scored/"  # what enters a layer of a model that is being scored
 TOKENS: Key[TokensEntry] = Key("tokens")
 SOURCE: Key[Mapping[str, Mapping[str, Any]]] = Key("source")  # file -> size, times and sha256
 HARDWARE: Key[dict[str, str]] = Key("hardware")
@@ -47,6 +50,7 @@ ASSEMBLING: Key[AssemblingEntry] = Key("assembling")
 COMPLETE: Key[CompleteEntry] = Key("complete")
 REUSED: Key[ReusedEntry] = Key("reused")
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
+SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 
 def dense_key(layer: int) -> Key[DenseEntry]:
@@ -87,6 +91,12 @@ def layer_key(layer: int) -> Key[LayerEntry]:
 def try_key(size: int) -> Key[TryEntry]:
     """What was measured at a size in thousandths."""
     return Key(f"{TRIES}{size:04d}")
+
+
+def scored_key(model: str, layer: int) -> Key[ScoredEntry]:
+    """What enters a layer of a model that is being scored, which this name stands for."""
+    assert SCORED_NAME.fullmatch(model)
+    return Key(f"{SCORED}{model}/{layer:05d}")
 
 
 def rest_key(shard: str) -> Key[ShardRecord]:

@@ -34,6 +34,10 @@ class Pool(Protocol):
         """Waits for everything submitted and forgets the results, so that other units can be submitted afresh."""
         ...
 
+    def forget(self) -> None:
+        """Lets workers forget all hidden states: another model's will go by the same names. Nothing is pending."""
+        ...
+
 
 class Journal(Protocol):
     """The ledger as the driver sees it: small immutable entries by key."""

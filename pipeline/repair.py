@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
@@ -14,15 +14,21 @@ from pipeline.ports import Journal, Observer
 REPAIRS = 3
 
 
+def computed_keys(num_layers: int) -> list[Key[Any]]:
+    """Of what the driver enters that names stored data."""
+    kinds: list[Callable[[int], Key[Any]]] = [dense_key, gradient_key, statistics_key, activations_key, layer_key]
+    return [kind(layer) for kind in kinds for layer in range(num_layers + 1)]
+
+
 class Repairs:
     """Repairs a journal, and counts how often, so that what cannot be repaired ends the job."""
 
-    def __init__(self, journal: Journal, num_layers: int, observer: Observer) -> None:
+    def __init__(self, journal: Journal, keys: Sequence[Key[Any]], observer: Observer) -> None:
+        """`keys`: of all entries that may name what is damaged."""
         self.journal = journal
         self.observer = observer
         self.counts: Counter[str] = Counter()  # by entry; "": what was lost since the last commit
-        kinds: list[Callable[[int], Key[Any]]] = [dense_key, gradient_key, statistics_key, activations_key, layer_key]
-        self.keys: list[Key[Any]] = [kind(layer) for kind in kinds for layer in range(num_layers + 1)]
+        self.keys = keys
 
     def progress(self) -> None:
         """Something was committed: what was lost before is made up for."""

@@ -11,9 +11,10 @@ from typing import Any, Literal, Self
 
 from manifests.records import ArrayRecord, FormSpec, Scheme, StagedLayer
 from pipeline.methods.method import Moment, Task
+from pipeline.score_units import Score, WindowForward
 from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
 
-Lineage = Literal["dense", "compressed", "paired", "held_out_dense", "held_out"]
+Lineage = Literal["dense", "compressed", "paired"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,7 @@ class Forward:
     """One calibration shard through one layer.
 
     Attributes:
-        lineage: whose hidden states come in and go out: those of the dense model or of the compressed one, on the
-            calibration samples or on what is held out.
+        lineage: whose hidden states come in and go out: those of the dense model or of the compressed one.
         staged: the committed record of the compressed layer to use; None: the layer's dense weights.
         moments: statistics to take. Samples of values go back with the result.
         sums: where the others are added, once for each shard; the worker keeps them until a `Collect`.
@@ -275,58 +275,6 @@ class Predict:
 
 
 @dataclass(frozen=True)
-class Score:
-    """Negative log likelihood (sum, count) of one shard of windows; `layer` is one past the last.
-
-    `base`, `base_record` and `replay` as in `Forward`.
-    """
-
-    layer: int
-    shard: int
-    lineage: Lineage = "dense"
-    base: int = 0
-    base_record: ArrayRecord | None = None
-    replay: tuple[StagedLayer | None, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """Names the unit in logs and results."""
-        return f"score/{self.shard}"
-
-
-@dataclass(frozen=True)
-class Diverge:
-    """What the head makes of one shard of windows behind compressed layers, against what it makes behind dense ones.
-
-    The result is a `Divergence`. `dense`: the record of the dense model's last outputs. The rest as in `Score`, of the
-    compressed layers.
-    """
-
-    layer: int
-    shard: int
-    dense: ArrayRecord
-    replay: tuple[StagedLayer | None, ...] = ()
-    lineage: Lineage = "held_out"
-    base: int = 0
-    base_record: ArrayRecord | None = None
-
-    @property
-    def key(self) -> str:
-        """Names the unit in logs and results."""
-        return f"diverge/{self.shard}"
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Sums over `tokens`: Σ KL(dense‖compressed), and the negative log likelihood under either, in nats."""
-
-    divergence: float
-    dense_loss: float
-    compressed_loss: float
-    tokens: int
-
-
-@dataclass(frozen=True)
 class Compare:
     """The dense model and the staged layers side by side on a few tokens; the result is JSON.
 
@@ -345,6 +293,6 @@ class Compare:
 
 
 SumUnit = ChooseGrids | Collect | Total | Reduce
-Unit = Forward | Pair | Backward | SumUnit | Measure | Predict | Solve | Write | Score | Diverge | Compare
-ShardUnit = Forward | Pair | Backward | ChooseGrids | Score | Diverge  # goes to the worker that holds the shard
+Unit = Forward | Pair | Backward | SumUnit | Measure | Predict | Solve | Write | WindowForward | Score | Compare
+ShardUnit = Forward | Pair | Backward | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard
 TensorUnit = Forward | Pair | Backward | ChooseGrids | Collect | Total | Solve  # its result holds handles of tensors

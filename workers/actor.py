@@ -108,6 +108,10 @@ class WorkerActor:
         count = handle_count(unit)
         return [outcome, *left, *[None] * (count - len(left))] if count else outcome
 
+    def forget(self) -> None:
+        """Lets go of all hidden states."""
+        self.worker.forget()
+
 
 def memory_advice(unit: Unit) -> str:
     """What a unit that does not fit on the GPU is helped by."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina import LaminaConfig
+from lamina.factored_lamina import stored_state
 from lamina.inputs_lamina import prepare_layer_inputs
 from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.rotary_lamina import LaminaRotaryEmbedding
@@ -38,7 +39,7 @@ class Block:
         self.device = device
         with torch.device("meta"):
             self.module = LaminaDecoderLayer(config, layer)
-        known = self.module.state_dict().keys()  # old checkpoints hold buffers besides, such as rotary_emb.inv_freq
+        known = stored_state(self.module).keys()  # old checkpoints hold buffers besides, such as rotary_emb.inv_freq
         placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in known}
         self.module.load_state_dict(placed, strict=True, assign=True)
         self.module.eval().requires_grad_(False)

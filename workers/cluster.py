@@ -7,13 +7,16 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 import torch
+from ray import _raylet
 from ray._common.utils import get_system_memory
-from ray._private import ray_constants
+from ray._private import node as ray_node
+from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.services import resolve_ip_for_localhost
@@ -31,6 +34,8 @@ LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 1.0  # how soon a signal is noticed
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame; its fourth byte is the type
+AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # processes that a raylet starts, and dies with
+AGENT_PORTS = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT", "RUNTIME_ENV_AGENT")
 STARTS = 2  # of a Ray of our own, on a machine that may be busy
 TOO_SLOW = "timed out during startup"  # what Ray says of its own node
 
@@ -140,14 +145,19 @@ def _start_local(workers: Workers) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, workers starve on a busy machine
     for start in range(STARTS):
         try:
-            ray.init(
-                address="local",  # not one that happens to run here
-                num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
-                _memory=machine_bytes(),  # Ray counts what is free just now, of which a busy machine has little
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with _bare_node():
+                ray.init(
+                    address="local",  # not one that happens to run here
+                    num_cpus=max(os.cpu_count() or 1, workers.min * workers.cpus),
+                    _memory=machine_bytes(),  # Ray counts what is free just now, of which a busy machine has little
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _system_config={
+                        "prestart_worker_first_driver": False,  # a process for every CPU
+                        "enable_pipe_based_agent_to_parent_health_check": True,  # an agent's stdin ends with the raylet
+                    },
+                )
             return
         except Exception as error:  # Ray raises no kind of its own
             if TOO_SLOW not in str(error):
@@ -159,6 +169,52 @@ def _start_local(workers: Workers) -> None:
                     f"busy (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs) or short of memory; stop other "
                     "programs, or start Ray with `ray start --head` and give --address"
                 ) from error
+
+
+class _BareNode(ray_node.Node):
+    """A head node of what a job needs, gcs_server and raylet: not of Ray's dashboard, log monitor, autoscaler, and the
+    raylet's agents for metrics and runtime environments, seven processes of Python that start for seconds.
+
+    Ray has no switch for them. Instead of its agents, which a raylet insists on, it gets a process that waits for the
+    end of its input, and it finds their ports written as Ray writes those of agents that do not serve.
+    """
+
+    def start_monitor(self) -> None:
+        """Nothing starts nodes here."""
+
+    def start_log_monitor(self) -> None:
+        """Nobody reads what workers print."""
+
+    def start_api_server(self, **_: Any) -> None:
+        """No dashboard, and no jobs are submitted."""
+
+    def start_raylet(self, *arguments: Any) -> None:
+        """With agents that do nothing."""
+        start_process = services.start_ray_process
+
+        def start(command: list[str], *others: Any, **options: Any) -> Any:
+            stripped = [part.partition("=")[0] + "=cat" if part.startswith(AGENTS) else part for part in command]
+            return start_process(stripped, *others, **options)
+
+        for name in AGENT_PORTS:
+            port_name = getattr(_raylet, f"{name}_PORT_NAME")
+            _raylet.persist_port(self._session_dir, self._node_id, port_name, -1)  # type: ignore[attr-defined]
+        services.start_ray_process = start
+        try:
+            super().start_raylet(*arguments)
+        finally:
+            services.start_ray_process = start_process
+
+
+@contextmanager
+def _bare_node() -> Iterator[None]:
+    """In here `ray.init` starts a `_BareNode`."""
+    usual = ray_node.Node
+    ray_node.Node = _BareNode  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        ray_node.Node = usual  # type: ignore[misc]
 
 
 def probe_worker(workers: Workers, dtype: torch.dtype) -> Rates:

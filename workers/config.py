@@ -30,7 +30,7 @@ class WorkerConfig:
         manifest: None when nothing is compressed (evaluation).
         gradient_samples: how many of the samples the backward pass takes, spread over the shards.
         run_dir: holds activations.zarr, statistics.zarr and staged/.
-        token_ids: the token ids themselves (samples, sequence), instead of `tokens`: they travel with this value.
+        token_ids: of windows to score (windows, length) that are in no store: they travel with this value.
         gpu_share: of the GPU that a worker computes on; its allocator takes no more than that of the memory.
         memory_bytes: of host memory, as the plan expects; 0: unknown. Ray places workers where so much is free.
         hardware: what the job's workers compute on (workers/hardware.py); None: the first worker says.
@@ -57,9 +57,6 @@ class WorkerConfig:
     @property
     def tokens_shape(self) -> tuple[int, int]:
         """(samples, sequence); (0, 0) for data-free jobs."""
-        if self.token_ids is not None:
-            samples, sequence = self.token_ids.shape
-            return samples, sequence
         samples, sequence = self.tokens.shape if self.tokens else (0, 0)
         return samples, sequence
 

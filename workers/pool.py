@@ -150,6 +150,11 @@ class RayPool:
         for member in self.members:
             member.keeps_sums = False
 
+    def forget(self) -> None:
+        """Lets workers forget all hidden states. Their next unit comes after it."""
+        for member in self.members:
+            member.actor.forget.remote()
+
     def busy(self) -> dict[str, str]:
         """Worker -> the unit it is at, for the status."""
         # From another thread: what was running may be done a moment later.
@@ -177,11 +182,12 @@ class RayPool:
         return [member for member in self.members if member.live and not member.leaving]
 
     def _await_members(self, count: int) -> None:
-        while self.size < count:
+        # `wanted` may fall meanwhile: a worker of another kind is sent away, and none comes in its place.
+        while self.size < min(count, self.wanted):
             if self.stop.is_set():
                 raise Interrupted("stopped by a signal before any worker was ready")
             self._step(POLL_SECONDS)
-            self._complain(count)
+            self._complain(min(count, self.wanted))
 
     def _complain(self, count: int) -> None:
         """Says so, now and then, while there are fewer workers than the job needs to go on.

@@ -1,32 +1,45 @@
-"""Sums over logits: what tokens cost, and how far two models are apart.
+"""Windows of tokens through a model, on a worker, and sums over its logits: what tokens cost, how far two models are
+apart.
 
-Legend: T tokens, V vocabulary.
+Legend: M windows of a shard, S their length, B of these at a time, D hidden, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.units import Divergence
+from manifests.errors import NumericsError
+from manifests.records import ArrayRecord, StagedLayer
+from pipeline.kernels.checks import all_finite
+from pipeline.samples import shard_range
+from pipeline.score_units import Score, Scored, WindowForward, Windows
+from stores.activations import ActivationStore
+from workers.config import WorkerConfig
+from workers.embedding_and_head import embedding, head
+from workers.hidden import HiddenReader, HiddenStates, InMemory
+from workers.layers import LayerReader
 
+ROWS_PER_LOGITS = 1024
 LogitRows = tuple[tuple[Tensor, ...], Tensor]  # logits (T, V) of each of some models, and the tokens (T,) that came
 
 
-def summed_loss(parts: Iterable[LogitRows]) -> tuple[float, int]:
-    """Negative log likelihood of the tokens in nats under one model, and their number."""
+def summed_loss(parts: Iterable[LogitRows]) -> Scored:
+    """Under one model."""
     total, count = 0.0, 0
     for (logits_TV,), target_T in parts:
         total += functional.cross_entropy(logits_TV, target_T, reduction="none").double().sum().item()
         count += len(target_T)
-    return total, count
+    return Scored(total, count)
 
 
-def summed_divergence(parts: Iterable[LogitRows]) -> Divergence:
-    """KL(dense‖compressed), and the negative log likelihood under either."""
+def summed_divergence(parts: Iterable[LogitRows]) -> Scored:
+    """Of the second model from the first, a dense one."""
     sums, count = torch.zeros(3, dtype=torch.float64), 0
     for (dense_TV, compressed_TV), target_T in parts:
         dense_TV, compressed_TV = (logits.log_softmax(dim=1) for logits in (dense_TV, compressed_TV))
@@ -35,4 +48,157 @@ def summed_divergence(parts: Iterable[LogitRows]) -> Divergence:
         sums += torch.stack([divergence_T.sum(), *losses]).cpu()
         count += len(target_T)
     divergence, dense_loss, compressed_loss = sums.tolist()
-    return Divergence(divergence, dense_loss, compressed_loss, count)
+    return Scored(compressed_loss, count, dense_loss, divergence)
+
+
+class ScorePass:
+    """Does `WindowForward` and `Score` units for a worker, in their own dtype, with its hidden states."""
+
+    def __init__(
+        self,
+        setup: WorkerConfig,
+        device: torch.device,
+        hidden: HiddenStates,
+        activations: ActivationStore,
+        computing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.setup = setup
+        self.device = device
+        self.hidden = hidden
+        self.activations = activations
+        self.computing = computing
+        self.reader: LayerReader | None = None
+
+    def forward(self, unit: WindowForward) -> tuple[ArrayRecord | None, int]:
+        """The record of the outputs if they are stored, and how many tokens went through.
+
+        Raises as `Worker.execute` does.
+        """
+        shard = _Shard(self, unit)
+        inputs = shard.inputs()
+        record = shard.through(unit.layer, unit.staged, inputs, store=unit.store, ahead=unit.ahead)
+        return record if unit.store else None, shard.windows_M * shard.length
+
+    def score(self, unit: Score) -> Scored:
+        """Of one shard. Raises as `Worker.execute` does."""
+        shard = _Shard(self, unit)
+        inputs = shard.inputs()
+        if unit.dense is None:
+            return summed_loss(shard.logits(inputs))
+        return summed_divergence(shard.logits(self.activations.open(unit.dense), inputs))
+
+    def layers(self, windows: Windows) -> LayerReader:
+        """Layers in the dtype of the pass; one is held at a time."""
+        dtype = getattr(torch, windows.dtype)
+        if self.reader is None or self.reader.setup.dtype != dtype:
+            self.reader = LayerReader(replace(self.setup, dtype=dtype), self.device)
+        return self.reader
+
+    def release(self) -> None:
+        """Lets go of the layer."""
+        if self.reader is not None:
+            self.reader.current = None
+
+
+class _Shard:
+    """One unit's shard on its way."""
+
+    def __init__(self, owner: ScorePass, unit: WindowForward | Score) -> None:
+        self.owner = owner
+        self.unit = unit
+        self.layers = owner.layers(unit.windows)
+        self.lineage = f"windows-{unit.model}"
+        self.ids, (samples, self.length) = self._open_tokens(unit.windows)
+        self.first, end = shard_range(unit.shard, unit.windows.shards, samples)
+        self.windows_M = end - self.first
+
+    def inputs(self) -> HiddenReader:
+        """What goes into the unit's layer: held, committed, or made from the last that are."""
+        unit, hidden = self.unit, self.owner.hidden
+        hidden.release_before(self.lineage, unit.base)
+        nearest = unit.layer
+        while (held := hidden.get((self.lineage, nearest, unit.shard))) is None and nearest > unit.base:
+            nearest -= 1
+        if held is None:
+            held = self._base_inputs()
+        for before in range(nearest, unit.layer):
+            self.through(before, unit.replay[before - unit.base], held)
+            held = self._held(before + 1)
+        return held
+
+    def through(
+        self,
+        layer: int,
+        staged: StagedLayer | None,
+        inputs: HiddenReader,
+        *,
+        store: bool = False,
+        ahead: int | None = None,
+    ) -> ArrayRecord | None:
+        """A layer's outputs, which are held then; their record if they were stored."""
+        block = self.layers.block(layer, staged)
+        self.layers.read_ahead(ahead)
+
+        def outputs() -> Iterator[Tensor]:
+            for start, stop in self._micro_batches():
+                with self.owner.computing():
+                    output_BSD = block.run(inputs.read(start, stop).to(self.layers.device))
+                assert output_BSD is not None
+                yield output_BSD
+
+        return self._keep(layer + 1, outputs(), store=store)
+
+    def logits(self, *inputs: HiddenReader) -> Iterator[LogitRows]:
+        """Logits (T, V) behind each of some last outputs, and the tokens that came; some rows at a time."""
+        logits = head(self.layers)
+        for start, stop in self._micro_batches():
+            hidden = [reader.read(start, stop).to(self.layers.device)[:, :-1].flatten(0, 1) for reader in inputs]
+            target_T = self._tokens(start, stop)[:, 1:].flatten()
+            for rows in range(0, len(target_T), ROWS_PER_LOGITS):
+                part = slice(rows, rows + ROWS_PER_LOGITS)
+                found = tuple(logits(hidden_TD[part]) for hidden_TD in hidden)
+                if not all(all_finite(logits_TV) for logits_TV in found):
+                    raise NumericsError("evaluation: the logits hold NaN or infinity")
+                yield found, target_T[part]
+
+    def _base_inputs(self) -> HiddenReader:
+        unit = self.unit
+        if unit.base_record is not None:
+            return self.owner.hidden.load((self.lineage, unit.base, unit.shard), unit.base_record)
+        if unit.base != 0:
+            raise AssertionError(f"{unit.key}: no committed hidden states for layer {unit.base}")
+        embed = embedding(self.layers)
+        self._keep(0, (embed(self._tokens(start, stop)) for start, stop in self._micro_batches()))
+        return self._held(0)
+
+    def _keep(self, layer: int, parts: Iterable[Tensor], *, store: bool = False) -> ArrayRecord | None:
+        hidden, shard_key = self.owner.hidden, (self.lineage, layer, self.unit.shard)
+        shape_MSD = (self.windows_M, self.length, self.owner.setup.geometry.hidden)
+        batch = self.unit.windows.micro_batch
+        writer = hidden.hidden_writer(shard_key, shape_MSD, self.layers.setup.dtype, store, batch)
+        for part_BSD in parts:
+            writer.append(part_BSD)
+        return hidden.keep(shard_key, writer)
+
+    def _held(self, layer: int) -> HiddenReader:
+        held = self.owner.hidden.get((self.lineage, layer, self.unit.shard))
+        assert held is not None
+        return held
+
+    def _open_tokens(self, windows: Windows) -> tuple[HiddenReader, tuple[int, ...]]:
+        """Ids, and (windows, length)."""
+        if windows.tokens is not None:
+            reader = self.owner.activations.open(windows.tokens)
+            return reader, reader.shape
+        ids = self.owner.setup.token_ids
+        assert ids is not None, "windows of no record are those that the workers were given"
+        return InMemory(ids), tuple(ids.shape)
+
+    def _tokens(self, start: int, stop: int) -> Tensor:
+        """Ids (B, S) of some of the shard's windows."""
+        return self.ids.read(self.first + start, self.first + stop).long().to(self.layers.device)
+
+    def _micro_batches(self) -> list[tuple[int, int]]:
+        """(start, stop) within the shard."""
+        batch = self.unit.windows.micro_batch
+        return [(start, min(start + batch, self.windows_M)) for start in range(0, self.windows_M, batch)]

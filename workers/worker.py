@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifests.errors import CorruptError, LostInputError, NumericsError
+from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, Curve, GradientRecord
-from pipeline.kernels.checks import all_finite
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
@@ -26,20 +25,18 @@ from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Group, Measuring, Moment, Predicting, Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.rounding.choices import with_bits
+from pipeline.score_units import Score, WindowForward
 from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, Total
 from pipeline.units import (
     Backward,
     BackwardDone,
     Compare,
-    Diverge,
-    Divergence,
     Forward,
     ForwardDone,
     Measure,
     Pair,
     Predict,
     Reduce,
-    Score,
     Solve,
     SolveDone,
     Unit,
@@ -54,16 +51,14 @@ from workers.backward import BackwardPass
 from workers.block import Tap
 from workers.comparing import compare_models
 from workers.config import WorkerConfig
-from workers.embedding_and_head import embedding, head
-from workers.hidden import HiddenReader, HiddenStates, HiddenWriter, InMemory
+from workers.embedding_and_head import embedding
+from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.pairing import PairPass
-from workers.scoring import LogitRows, summed_divergence, summed_loss
+from workers.scoring import ScorePass
 from workers.solving import solve_group
 from workers.sums import LayerSums, Squares
 from workers.tensor_transfer import TensorTransfer, get_all
-
-ROWS_PER_LOGITS = 1024
 
 
 class Worker:
@@ -78,12 +73,13 @@ class Worker:
         run_dir = open_storage(setup.run_dir)
         self.activations = ActivationStore(run_dir.below(ACTIVATIONS))
         self.statistics = StatisticsStore(run_dir.below(STATISTICS))
-        self.tokens = self._open_tokens()
+        self.tokens = self.activations.open(setup.tokens) if setup.tokens else None
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
         self.layers = LayerReader(setup, self.device)
         self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
         self.sums = LayerSums(self.transfer, self.statistics, self.device)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
+        self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # spent inside products and decompositions
 
     def execute(self, unit: Unit) -> Any:
@@ -107,10 +103,11 @@ class Worker:
             Predict: self._predict,
             Solve: self._solve,
             Write: self._write,
-            Score: self._score,
+            WindowForward: self._window_forward,
+            Score: self.scores.score,
             Compare: self._compare,
-            Diverge: self._diverge,
         }
+        self._release_others(unit)
         try:
             # The backward pass builds on autograd, which takes no tensor made in inference mode.
             with torch.no_grad(), torch.inference_mode(not isinstance(unit, Backward)):
@@ -120,6 +117,20 @@ class Worker:
             if self.hidden.forget(error.path):
                 raise LostInputError(f"{unit.key}: spilled hidden states are damaged: {error}") from error
             raise
+
+    def forget(self) -> None:
+        """Lets go of all hidden states: what comes next is of another model."""
+        self.hidden.forget("")
+
+    def _release_others(self, unit: Unit) -> None:
+        """Lets go of the layers that units of another kind were at, so that one is held at a time."""
+        scoring = isinstance(unit, WindowForward | Score)
+        if not isinstance(unit, Pair):
+            self.pairs.release()
+        if scoring:
+            self.layers.current = None
+        else:
+            self.scores.release()
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -179,7 +190,7 @@ class Worker:
             tokens=self._samples(unit.shard) * self._sequence,
         )
 
-    def _inputs(self, unit: Forward | Score | Diverge, layer: int) -> HiddenReader:
+    def _inputs(self, unit: Forward, layer: int) -> HiddenReader:
         """The hidden states that go into a layer: held, committed, or made from the last that are.
 
         The way back ends at `unit.base`, whose inputs are in the store, or are the embeddings if it is 0.
@@ -194,7 +205,7 @@ class Worker:
             held = self._replay(unit, before, held)
         return held
 
-    def _base_inputs(self, unit: Forward | Score | Diverge) -> HiddenReader:
+    def _base_inputs(self, unit: Forward) -> HiddenReader:
         shard_key = (unit.lineage, unit.base, unit.shard)
         if unit.base_record is not None:
             return self.hidden.load(shard_key, unit.base_record)
@@ -207,7 +218,7 @@ class Worker:
             hidden_writer.append(embed(self._tokens(first + start, first + stop)))
         return self.hidden.keep_reader(shard_key, hidden_writer)
 
-    def _replay(self, unit: Forward | Score | Diverge, layer: int, inputs: HiddenReader) -> HiddenReader:
+    def _replay(self, unit: Forward, layer: int, inputs: HiddenReader) -> HiddenReader:
         """A layer once more, for its outputs alone."""
         shard_key = (unit.lineage, layer + 1, unit.shard)
         block = self.layers.block(layer, unit.replay[layer - unit.base])
@@ -342,26 +353,9 @@ class Worker:
         with self._computing():
             return compare_models(dense, packed, unit.staged, ids_BS).report()
 
-    def _score(self, unit: Score) -> tuple[float, int]:
-        return summed_loss(self._logits(unit.shard, self._inputs(unit, unit.layer)))
-
-    def _diverge(self, unit: Diverge) -> Divergence:
-        dense = self.activations.open(unit.dense)
-        return summed_divergence(self._logits(unit.shard, dense, self._inputs(unit, unit.layer)))
-
-    def _logits(self, shard: int, *inputs: HiddenReader) -> Iterator[LogitRows]:
-        """Logits (T, V) behind each of some last outputs, and the tokens that came; some rows at a time."""
-        logits = head(self.layers)
-        first, _ = self._range(shard)
-        for start, stop in self._micro_batches(shard):
-            hidden = [reader.read(start, stop).to(self.device)[:, :-1].flatten(0, 1) for reader in inputs]
-            target_T = self._tokens(first + start, first + stop)[:, 1:].flatten()
-            for rows in range(0, len(target_T), ROWS_PER_LOGITS):
-                part = slice(rows, rows + ROWS_PER_LOGITS)
-                found = tuple(logits(hidden_TD[part]) for hidden_TD in hidden)
-                if not all(all_finite(logits_TV) for logits_TV in found):
-                    raise NumericsError("evaluation: the logits hold NaN or infinity")
-                yield found, target_T[part]
+    def _window_forward(self, unit: WindowForward) -> ForwardDone:
+        record, tokens = self.scores.forward(unit)
+        return ForwardDone(partials={}, cosine=None, activation=record, tokens=tokens)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -392,12 +386,6 @@ class Worker:
         """(start, stop) within the shard."""
         samples, batch = self._samples(shard), self.setup.micro_batch
         return [(start, min(start + batch, samples)) for start in range(0, samples, batch)]
-
-    def _open_tokens(self) -> HiddenReader | None:
-        """Token ids: what came with the setup, or what is stored."""
-        if self.setup.token_ids is not None:
-            return InMemory(self.setup.token_ids)
-        return self.activations.open(self.setup.tokens) if self.setup.tokens else None
 
     def _tokens(self, start: int, stop: int) -> Tensor:
         """Token ids (B, S) of samples of the whole calibration set."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lamina import LaminaConfig, LaminaForCausalLM
+from lamina.factored_lamina import stored_state
 from manifests.errors import InputError
 from pipeline.families.registry import check_fields, geometry_of
 from pipeline.job.inputs import STORED_NAMES
@@ -41,7 +42,7 @@ def read_checkpoint(model: str) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Tensor -> shape of the checkpoint that the config of a Lamina checkpoint describes."""
     model = build_on_meta(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in stored_state(model).items()}
     if config["tie_word_embeddings"]:
         expected.pop(f"{config['block']['head']}.weight", None)
     return packed_shapes(expected, rounded_modules(config, linear_modules(config)))

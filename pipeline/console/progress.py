@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.errors import StorageError
 from manifests.records import GroupReport
-from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Unit
+from pipeline.score_units import WindowForward
+from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Pair, Unit
 from stores.durable import storage_errors
 from stores.storage import Growing, Place, open_storage
 
@@ -75,7 +76,9 @@ class JobObserver:
     def unit_done(self, unit: Unit, result: Any) -> None:
         """A unit is finished."""
         self.state |= {"unit": unit.key, "done": self.done_units, "of": self.total_units}
-        if isinstance(unit, Forward | Backward) and isinstance(result, ForwardDone | BackwardDone):
+        if isinstance(unit, Forward | Pair | Backward | WindowForward) and isinstance(
+            result, ForwardDone | BackwardDone
+        ):
             self.tokens += result.tokens
             self.done_units += 1
             self.state |= {"layer": unit.layer, "shard": unit.shard}

@@ -78,6 +78,16 @@ def catch_signals(stop: threading.Event) -> None:
         signal.signal(name, request_stop)
 
 
+@contextmanager
+def interrupting(stop: threading.Event) -> Iterator[None]:
+    """Within it, a signal raises KeyboardInterrupt (`interrupt_on_signals`); before and after, it is caught."""
+    interrupt_on_signals(stop)
+    try:
+        yield
+    finally:
+        catch_signals(stop)
+
+
 def _ignore_signals() -> None:
     for name in STOP_SIGNALS:
         signal.signal(name, signal.SIG_IGN)

@@ -20,14 +20,16 @@ from pipeline.job.calibration import window_tokens
 from pipeline.job.inputs import layer_dtype
 from pipeline.job.pool import worker_pool
 from pipeline.ports import Pool
+from pipeline.score_units import Score, Scored, Windows
+from pipeline.scoring import window_units
 from pipeline.steps import do_units
-from pipeline.units import Forward, Score
 from stores.source import SourceCheckpoint
 from stores.storage import Storage
 from workers.config import WorkerConfig
 
 SHARDS = 16  # fixed, so that the sum does not depend on the number of workers
 SCRATCH_PREFIX = "evaluation-"
+MODEL = "checkpoint"
 NUMBERS_PER_BATCH = 4096  # tokens in a micro-batch, about
 
 
@@ -116,12 +118,13 @@ def _score(
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
             token_ids=tokens.to(torch.int32),  # through Ray: another node sees no folder of this one
         )
+        windows = Windows(setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)
         with worker_pool(setup, workers, stop, observer) as pool:
-            loss, count = score_windows(pool, geometry.num_layers, setup.shards, observer)
+            found = score_windows(pool, windows, geometry.num_layers, observer)
     return {
-        "perplexity": math.exp(loss / count),
-        "loss": loss / count,
-        "tokens": count,
+        "perplexity": math.exp(found.loss / found.tokens),
+        "loss": found.loss / found.tokens,
+        "tokens": found.tokens,
         "windows": len(tokens),
         "window": window,
     }
@@ -139,14 +142,11 @@ def sweep_scratch(run_dir: Storage) -> None:
             run_dir.delete_folder(folder)
 
 
-def score_windows(pool: Pool, num_layers: int, shards: int, observer: JobObserver) -> tuple[float, int]:
-    """All shards through all layers and the head: (summed loss, scored tokens), added in shard order."""
-    observer.phase("evaluate", num_layers, shards)
+def score_windows(pool: Pool, windows: Windows, num_layers: int, observer: JobObserver) -> Scored:
+    """All windows through the layers that the workers read, and the head; added in shard order."""
+    observer.phase("evaluate", num_layers, windows.shards)
+    layers = (None,) * num_layers
     for layer in range(num_layers):
-        ahead = layer + 1 if layer + 1 < num_layers else None
-        replay = (None,) * layer
-        units = [Forward("dense", layer, shard, replay=replay, ahead=ahead) for shard in range(shards)]
-        do_units(pool, units, observer)
-    scores = [Score(num_layers, shard, replay=(None,) * num_layers) for shard in range(shards)]
-    parts = do_units(pool, scores, observer)
-    return sum(loss for loss, _ in parts), sum(count for _, count in parts)
+        do_units(pool, window_units(windows, MODEL, layers, layer), observer)
+    scores = [Score(windows, MODEL, num_layers, shard, replay=layers) for shard in range(windows.shards)]
+    return sum(do_units(pool, scores, observer), Scored(0.0, 0))

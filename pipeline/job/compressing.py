@@ -14,7 +14,7 @@ from manifests.records import ArrayRecord, ComparedEntry, ComparedFigures, Stage
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import staged_layer
-from pipeline.console.signals import catch_signals, interrupt_on_signals
+from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.job.calibration import sample_tokens
@@ -22,8 +22,9 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
-from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, TOKENS
+from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.repair import REPAIRS
+from pipeline.scoring import Scorer
 from pipeline.units import Compare
 from stores.activations import ActivationStore
 from stores.run_directory import RunDirectory
@@ -45,7 +46,7 @@ class Effort:
 class StoreCleaner:
     """See `pipeline.ports.Cleaner`; the arrays of `always` stay."""
 
-    def __init__(self, run_dir: RunDirectory, always: tuple[ArrayRecord, ...]) -> None:
+    def __init__(self, run_dir: RunDirectory, always: list[ArrayRecord]) -> None:
         self.run_dir = run_dir
         self.activations: ActivationStore = run_dir.activations
         self.statistics: StatisticsStore = run_dir.statistics
@@ -64,41 +65,64 @@ class StoreCleaner:
         sweep_staged(self.run_dir.storage, records)
 
 
-def compress_layers(job: JobContext, heartbeat: Heartbeat, *, compared: bool = True) -> Effort:
-    """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again.
+class JobWorkers:
+    """The workers of a job: they compress its layers, at one size or at several, and score what came of it.
 
-    `compared`: what they do beside the dense ones is entered, too, as OUTPUT's record wants it.
+    `always`: stored tokens and hidden states that outlive whatever is computed.
     """
-    for attempt in range(REPAIRS + 1):
-        with _workers(job, heartbeat) as (driver, pool):
-            driver.run()
+
+    def __init__(self, pool: RayPool, always: list[ArrayRecord]) -> None:
+        self.pool = pool
+        self.always = always
+
+    @property
+    def effort(self) -> Effort:
+        """What they took so far."""
+        return Effort(self.pool.seconds, dict(self.pool.peak_bytes))
+
+    def scorer(self, job: JobContext) -> Scorer:
+        """Scores models by them."""
+        layers, every = job.inputs.geometry.num_layers, job.manifest.resume.every
+        return Scorer(self.pool, job.ledger, StoreCleaner(job.run_dir, self.always), job.observer, layers, every)
+
+    def take_curves(self, job: JobContext) -> None:
+        """Everything that ranks follow, entered in the ledger."""
+        self._driver(job).prepare()
+
+    def compress(self, job: JobContext, *, compared: bool = True) -> None:
+        """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again.
+
+        `compared`: what they do beside the dense ones is entered, too, as OUTPUT's record wants it.
+        """
+        for attempt in range(REPAIRS + 1):
+            self.pool.forget()  # what is behind layers that are made anew
+            self._driver(job).run()
             if compared:
-                _compare(job, pool)
-            effort = Effort(pool.seconds, dict(pool.peak_bytes))
-        interrupt_on_signals(job.stop)
-        job.observer.stage("assemble")
-        damaged = _assembler(job).damaged_layers()
-        if not damaged:
-            return effort
-        if attempt < REPAIRS:
-            job.observer.repaired("; ".join(damaged.values()), list(damaged))
-    raise CorruptError("; ".join(damaged.values()))
+                _compare(job, self.pool)
+            job.observer.stage("verify")
+            with interrupting(job.stop):
+                damaged = _assembler(job).damaged_layers()
+            if not damaged:
+                return
+            if attempt < REPAIRS:
+                job.observer.repaired("; ".join(damaged.values()), list(damaged))
+        raise CorruptError("; ".join(damaged.values()))
 
-
-def take_curves(job: JobContext, heartbeat: Heartbeat) -> None:
-    """Everything that ranks follow, entered in the ledger."""
-    with _workers(job, heartbeat) as (driver, _):
-        driver.prepare()
+    def _driver(self, job: JobContext) -> Driver:
+        entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
+        scored = [record for entry in entries if entry for record in entry["activations"]]  # it will go on from there
+        cleaner = StoreCleaner(job.run_dir, [*self.always, *scored])
+        return Driver(driver_job(job.inputs), self.pool, job.ledger, cleaner, job.observer)
 
 
 @contextmanager
-def _workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[tuple[Driver, RayPool]]:
-    """Workers, and the driver that gives them the job's units."""
+def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
+    """Workers for all that a job computes. Raises WorkerError when they cannot start."""
     tokens = _stored_tokens(job)
     _sweep(job)
     held_out = job.ledger.get(HELD_OUT)
-    always = ((tokens,) if tokens else ()) + ((held_out.tokens, *held_out.outputs) if held_out else ())
-    cleaner = StoreCleaner(job.run_dir, always)
+    always = [tokens] if tokens else []
+    always += [held_out.tokens, *(held_out.outputs or ())] if held_out else []
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
     with (
@@ -108,7 +132,7 @@ def _workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[tuple[Driver, Ra
     ):
         job.ledger.commit(HARDWARE, dict(pool.hardware))
         job.observer.show_memory_of(pool.peak_bytes)
-        yield Driver(driver_job(job.inputs), pool, job.ledger, cleaner, job.observer), pool
+        yield JobWorkers(pool, always)
 
 
 def _compare(job: JobContext, pool: RayPool) -> None:
@@ -132,6 +156,8 @@ def _compare(job: JobContext, pool: RayPool) -> None:
 
 def assemble_output(job: JobContext) -> dict[str, Any]:
     """OUTPUT, the index last; returns the compression record. Raises InputError when files of others came in there."""
+    interrupt_on_signals(job.stop)
+    job.observer.stage("assemble")
     assembler = _assembler(job)
     # Once more: it may be hours since the job began.
     replaceable = survey_output(assembler.output, job.ledger).replaceable()

@@ -5,7 +5,8 @@ What leaves the dense model on them is stored once and serves every try at a siz
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,34 +14,30 @@ import torch
 from manifests.errors import CorruptError
 from manifests.records import ArrayRecord, HeldOutEntry, HeldOutScoreEntry, Key
 from pipeline.computation import staged_layer
-from pipeline.console.signals import catch_signals
 from pipeline.console.summary import held_out_line
-from pipeline.evaluation.divergence import compare, dense_outputs
-from pipeline.job.compressing import worker_config
+from pipeline.job.compressing import JobWorkers
 from pipeline.job.context import JobContext, driver_job
-from pipeline.job.heartbeat import Heartbeat
-from pipeline.job.pool import worker_pool
 from pipeline.keys import HELD_OUT, HELD_OUT_SCORE, TRIES
-from workers.config import WorkerConfig
+from pipeline.repair import Repairs
+from pipeline.score_units import Windows
+
+DENSE, COMPRESSED = "held-out-dense", "held-out"  # as the ledger names what is scored
 
 
-def score_held_out(job: JobContext, heartbeat: Heartbeat) -> HeldOutScoreEntry | None:
+def score_held_out(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry | None:
     """Divergence from the dense model and both perplexities, entered once; None where the texts have no more tokens.
 
     Raises:
         Interrupted: a signal came; what is entered stays.
+        CorruptError: a staged layer is damaged.
     """
     if job.held_out is None:
         return None
     entered = job.ledger.get(HELD_OUT_SCORE)
     if entered is None:
-        try:
-            entered = _measured(job, heartbeat)
-        except CorruptError as error:
-            job.observer.repaired(str(error), [HELD_OUT])
-            job.ledger.retract(HELD_OUT)
-            entered = _measured(job, heartbeat)
+        entered = _measured(job, workers)
         job.ledger.commit(HELD_OUT_SCORE, entered)
+        workers.scorer(job).forget(COMPRESSED)
         if not driver_job(job.inputs).keep_statistics:
             _drop(job)  # no other size will be tried
         job.observer.say(held_out_line(entered.as_json()))
@@ -66,30 +63,57 @@ def forget_other_text(job: JobContext) -> None:
         _drop(job)
 
 
-def _measured(job: JobContext, heartbeat: Heartbeat) -> HeldOutScoreEntry:
-    assert job.held_out is not None
-    catch_signals(job.stop)
+def _measured(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry:
+    """Of the layers as they are staged. Damaged tokens or dense outputs are made again."""
+    repairs, layers = Repairs(job.ledger, [HELD_OUT], job.observer), range(job.inputs.geometry.num_layers)
+    while True:
+        try:
+            windows, outputs = _dense(job, workers)
+            staged = [staged_layer(job.ledger, layer) for layer in layers]
+            found = workers.scorer(job).score(windows, COMPRESSED, staged, outputs)
+        except CorruptError as error:
+            workers.pool.cancel_pending()
+            repairs.invalidate(error)
+        else:
+            return HeldOutScoreEntry(
+                divergence=found.divergence / found.tokens,
+                dense_perplexity=math.exp(found.dense_loss / found.tokens),
+                perplexity=math.exp(found.loss / found.tokens),
+                tokens=found.tokens,
+            )
+
+
+def _dense(job: JobContext, workers: JobWorkers) -> tuple[Windows, Sequence[ArrayRecord]]:
+    """The held-out tokens, and what leaves the dense model's last layer on them: entered, or made now."""
     entered = job.ledger.get(HELD_OUT)
-    tokens = entered.tokens if entered else job.run_dir.activations.write_tokens(job.held_out.to(torch.int32))
-    setup, layers = _worker_config(job, tokens), job.inputs.geometry.num_layers
-    with worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool, heartbeat.attending(pool):
-        outputs = entered.outputs if entered else dense_outputs(pool, layers, setup.shards, job.observer)
-        if entered is None:
-            job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=tokens, outputs=outputs))
-        return compare(pool, [staged_layer(job.ledger, layer) for layer in range(layers)], outputs, job.observer)
+    if entered is None:
+        assert job.held_out is not None
+        entered = HeldOutEntry(tokens=job.run_dir.activations.write_tokens(job.held_out.to(torch.int32)))
+        job.ledger.commit(HELD_OUT, entered)
+        workers.always.append(entered.tokens)
+    windows = _windows(job, entered.tokens)
+    if entered.outputs is not None:
+        return windows, entered.outputs
+    scorer = workers.scorer(job)
+    outputs = scorer.outputs(windows, DENSE, [None] * job.inputs.geometry.num_layers)
+    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=entered.tokens, outputs=outputs))
+    workers.always.extend(outputs)
+    scorer.forget(DENSE)
+    return windows, outputs
+
+
+def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:
+    """In float32, or in float64 if the model is: what rounding does is not what compression does."""
+    calibration = job.manifest.calibration
+    assert calibration is not None, "there is no text to hold out from"
+    dtype = torch.promote_types(job.inputs.dtype, torch.float32)
+    shards = min(calibration.shards, tokens.shape[0])
+    return Windows(shards, str(dtype).removeprefix("torch."), calibration.micro_batch, tokens)
 
 
 def _drop(job: JobContext) -> None:
     entered = job.ledger.get(HELD_OUT)
     if entered is not None:
         job.ledger.retract(HELD_OUT)
-        for record in (entered.tokens, *entered.outputs):
+        for record in (entered.tokens, *(entered.outputs or ())):
             job.run_dir.activations.drop(record)
-
-
-def _worker_config(job: JobContext, tokens: ArrayRecord) -> WorkerConfig:
-    """In float32, or in float64 if the model is: what rounding does is not what compression does."""
-    setup = worker_config(job, tokens)
-    windows = tokens.shape[0]
-    dtype = torch.promote_types(setup.dtype, torch.float32)
-    return replace(setup, shards=min(setup.shards, windows), dtype=dtype, gradient_samples=0)

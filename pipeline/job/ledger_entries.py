@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from lamina import LaminaConfig
+from lamina.factored_lamina import stored_state
 from lamina.layers_lamina import LaminaDecoderLayer
 from manifests.records import (
     ActivationsEntry,
@@ -85,7 +86,7 @@ def _layer_fault(layer: int, found: LayerEntry, config: Mapping[str, Any]) -> st
         forms = [said if index == layer else {} for index in range(config["num_hidden_layers"])]
         described = LaminaConfig(**{**config, "forms": forms})
         with torch.device("meta"):
-            expected = LaminaDecoderLayer(described, layer).state_dict()
+            expected = stored_state(LaminaDecoderLayer(described, layer))
     except Exception as error:  # whatever the serving code makes of forms that nobody wrote
         return f"forms: {error}"
     prefix = f"{config['block']['layers']}.{layer}."

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from manifests.errors import InputError
-from manifests.records import Key, TargetEntry, TryEntry
+from manifests.errors import CorruptError, InputError
+from manifests.records import HeldOutScoreEntry, Key, TargetEntry, TryEntry
 from pipeline.computation import entered_scores
-from pipeline.job.compressing import Effort, compress_layers, take_curves
+from pipeline.job.compressing import Effort, JobWorkers, job_workers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import forget_other_text, score_held_out
@@ -29,11 +29,11 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
     Raises InputError when no size stays below `budget.max_loss`, saying what the least loss is.
     """
     forget_other_text(job)
-    if job.inputs.max_loss is not None:
-        return _within(job, job.inputs.max_loss, heartbeat)
-    effort = compress_layers(job, heartbeat)
-    score_held_out(job, heartbeat)
-    return job, effort
+    with job_workers(job, heartbeat) as workers:
+        if job.inputs.max_loss is not None:
+            return _within(job, job.inputs.max_loss, workers), workers.effort
+        _compress_and_score(job, workers)
+        return job, workers.effort
 
 
 def tries_of(job: JobContext) -> list[dict[str, Any]]:
@@ -42,8 +42,19 @@ def tries_of(job: JobContext) -> list[dict[str, Any]]:
     return [{"keep": size / WHOLE, **entry.as_json()} for size in sizes if (entry := job.ledger.get(try_key(size)))]
 
 
-def _within(job: JobContext, limit: float, heartbeat: Heartbeat) -> tuple[JobContext, Effort]:
-    take_curves(job, heartbeat)
+def _compress_and_score(job: JobContext, workers: JobWorkers, *, compared: bool = True) -> HeldOutScoreEntry | None:
+    """A staged layer that is damaged in between is made again, once."""
+    workers.compress(job, compared=compared)
+    try:
+        return score_held_out(job, workers)
+    except CorruptError as error:
+        job.observer.repaired(str(error), [])
+        workers.compress(job, compared=compared)
+        return score_held_out(job, workers)
+
+
+def _within(job: JobContext, limit: float, workers: JobWorkers) -> JobContext:
+    workers.take_curves(job)
     predicted = _predictions(job)
     least = least_size(lambda size: predicted(size) is not None)
     while True:
@@ -56,11 +67,11 @@ def _within(job: JobContext, limit: float, heartbeat: Heartbeat) -> tuple[JobCon
         _aim(job, size)
         sized = replace(job, inputs=job.inputs.at_size(size))
         known = job.ledger.get(try_key(size))
-        effort = compress_layers(sized, heartbeat, compared=known is not None)
         if known is not None:
+            workers.compress(sized)
             job.ledger.commit(HELD_OUT_SCORE, known)
-            return sized, effort
-        found = score_held_out(sized, heartbeat)
+            return sized
+        found = _compress_and_score(sized, workers, compared=False)
         assert found is not None
         entry = TryEntry(**dict(found), predicted=predicted(size) or 0.0)
         job.ledger.commit(try_key(size), entry)

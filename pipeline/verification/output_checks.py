@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lamina import LaminaConfig
+from lamina.factored_lamina import stored_state
 from pipeline.checkpoint.compression_record import index_arguments
 from pipeline.checkpoint.counting import stored_numbers
 from pipeline.checkpoint.reading import build_on_meta, expected_tensors
@@ -63,7 +64,7 @@ def check_forms(checkpoint: SourceCheckpoint, config: Mapping[str, Any], compres
     if config["forms"] != [layer["forms"] for layer in compression["layers"]]:
         faults.append("config.json: its forms differ from those of compression.json's layers")
     model = build_on_meta(config)
-    kinds = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    kinds = {name: tensor.dtype for name, tensor in stored_state(model).items()}
     expected = {
         name: (shape, kinds.get(name) or packed_dtype(name)) for name, shape in expected_tensors(config).items()
     }

@@ -76,6 +76,9 @@ class InlinePool:
     def cancel_pending(self) -> None:
         self.waiting.clear()
 
+    def forget(self) -> None:
+        self.worker.forget()
+
     def busy(self) -> dict[str, str]:
         return {"inline": self.waiting[0].key} if self.waiting else {}
 
@@ -214,13 +217,11 @@ def _note_forward_work(path: Path) -> None:
             file.write(line + "\n")
 
     def noted_forward(self: Worker, unit: Any) -> Any:
-        if not unit.lineage.startswith("held_out"):  # scores, which are measured whole
-            note(unit.key)
+        note(unit.key)
         return forward(self, unit)
 
     def noted_replay(self: Worker, unit: Any, layer: int, inputs: Any) -> Any:
-        if not unit.lineage.startswith("held_out"):
-            note(f"replay/{unit.lineage}/{layer}/{unit.shard}")
+        note(f"replay/{unit.lineage}/{layer}/{unit.shard}")
         return replay(self, unit, layer, inputs)
 
     def noted_through(self: BackwardPass, unit: Any, layer: int, *arguments: Any, **options: Any) -> Any:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import pipeline.job.pool
 from manifests.schema import Text
 from pipeline.keys import HELD_OUT
 from stores.activations import ActivationStore
 from stores.corpus import draw_samples, read_documents
 from stores.ledger import Ledger
 from tests import factories
+from tests.end_to_end.children import Child, Hook, InlinePool
 from tests.end_to_end.jobs import Job, command, file_digests
+from tests.workers.bench import flip
 
 pytestmark = pytest.mark.usefixtures("inline")
 
@@ -42,6 +48,50 @@ def test_summary_tells_what_is_lost_beyond_the_samples(llama: Path, job: MakeJob
     for name, table in zip(("dense_perplexity", "perplexity"), log_p, strict=True):
         assert found[name] == pytest.approx(functional.nll_loss(table, target_T).exp().item(), rel=1e-4)
     assert "held-out calibration text: perplexity" in command("run", str(made.manifest)).out
+
+
+def test_one_pool_computes_and_scores(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+
+    class Counted(InlinePool):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            started.append(self)
+
+    monkeypatch.setattr(pipeline.job.pool, "RayPool", Counted)
+    made = job(**{"methods": [{"method": "loss_aware"}], "budget": {"max_loss": 0.2}, "calibration.propagate": "dense"})
+    assert len(made.run().json["tries"]) > 1
+    assert len(started) == 1
+
+
+def test_killed_in_the_midst_of_scoring_it_goes_on_there(job: MakeJob) -> None:
+    made, clean = job(), job()
+    expected = clean.run().json["held_out"]
+    for match in ("scored/held-out-dense/00002", "scored/held-out/00001"):
+        child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match=match, after=True))
+        assert child.end() == -signal.SIGKILL, child.said
+    ended = made.run()
+    assert ended.json["held_out"] == expected
+    last = max((made.run_dir / "logs").glob("*.units.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    units = [json.loads(line)["unit"] for line in last.read_text().splitlines()]
+    scored = [unit for unit in units if unit.startswith(("windowforward", "score"))]
+    assert scored[0] == "windowforward/held-out/1/0"
+    assert scored[-1] == "score/held-out/1"
+    assert file_digests(made.output) == file_digests(clean.output)
+    assert Ledger(made.run_dir / "ledger").keys("scored/") == []
+
+
+def test_damaged_outputs_of_the_dense_model_are_made_again(job: MakeJob) -> None:
+    """And so are the tokens beside them."""
+    made, clean = (job(**{"calibration.propagate": "dense"}) for _ in range(2))
+    made.run()
+    for folder in ("windows-held-out-dense", "tokens"):
+        for chunk in (made.run_dir / "activations.zarr" / folder).rglob("c.0*"):
+            flip(chunk)
+        again = made.run("--set", f"budget.keep={(keep := 0.9 if folder == 'tokens' else 0.8)}")
+        assert again.code == 0, again.err
+        assert again.json["held_out"] == clean.run("--set", f"budget.keep={keep}").json["held_out"]
+        assert "repairing" in again.err
 
 
 def test_tokens_of_another_text_are_not_scored_again(job: MakeJob) -> None:

@@ -81,7 +81,7 @@ def test_statistics_stay_or_go(deeper: Path, job: MakeJob) -> None:
         assert len(statistics) == expected
         kept = {path.parts[0] for path in activations}
         # With the moments stays what another budget is scored by: what enters the head on the held-out text.
-        assert kept == ({"tokens", "held_out_dense"} if propagate == "dense" else {"tokens"})
+        assert kept == ({"tokens", "windows-held-out-dense"} if propagate == "dense" else {"tokens"})
 
 
 def test_every_kind_of_text_gives_the_same_tokens(tmp_path: Path, text: Path, job: MakeJob) -> None:

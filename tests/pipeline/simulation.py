@@ -26,6 +26,7 @@ from manifests.records import (
 from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores, Task
+from pipeline.score_units import Score, Scored, WindowForward
 from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Total, TotalDone
 from pipeline.units import (
     Backward,
@@ -264,6 +265,10 @@ class SimulatedPool:
         self.drained += 1
         self.pending.clear()
 
+    def forget(self) -> None:
+        assert not self.pending
+        self.world.events.append(("forget", ""))
+
     def _execute(self, unit: Unit) -> Any:
         if isinstance(unit, Forward):
             return self._forward(unit)
@@ -293,6 +298,8 @@ class SimulatedPool:
             return Curve(ranks={"rank": (number,)}, numbers=(number,), cache=(0,), loss=(0.0,))
         if isinstance(unit, Solve):
             return self._solve(unit)
+        if isinstance(unit, WindowForward | Score):
+            return self._score(unit)
         assert isinstance(unit, Write)
         parts = [self._open(handle) for handle in unit.factors]
         return self.world.store_staged(unit.layer, digest("written", unit.layer, parts, sorted(unit.forms)))
@@ -375,6 +382,23 @@ class SimulatedPool:
             activation=self.world.store("activation", " ".join(after)) if unit.store else None,
             tokens=1,
         )
+
+    def _score(self, unit: WindowForward | Score) -> ForwardDone | Scored:
+        """A loss is a number that all that the windows went through is in."""
+        assert len(unit.replay) == unit.layer - unit.base
+        assert (unit.base_record is None) == (unit.base == 0)
+        tokens = self.world.load("activation", unit.windows.tokens) if unit.windows.tokens else "given"
+        hidden = digest("embedded", tokens, unit.shard)
+        if unit.base_record is not None:
+            hidden = self.world.load("activation", unit.base_record)
+        for before, staged in enumerate(unit.replay, unit.base):
+            hidden = self._through(before, staged, hidden)
+        if isinstance(unit, WindowForward):
+            output = self._through(unit.layer, unit.staged, hidden)
+            stored = self.world.store("activation", output) if unit.store else None
+            return ForwardDone(partials={}, cosine=None, activation=stored, tokens=1)
+        dense = self.world.load("activation", unit.dense) if unit.dense is not None else ""
+        return Scored(float(int(digest("loss", hidden, dense)[:6], 16)), 1)
 
     def _backward(self, unit: Backward) -> BackwardDone:
         self.world.backward_passes += len(unit.inputs)

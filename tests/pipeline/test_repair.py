@@ -6,7 +6,7 @@ import pytest
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import StatisticsEntry
-from pipeline.repair import REPAIRS, Repairs
+from pipeline.repair import REPAIRS, Repairs, computed_keys
 from tests.pipeline.simulation import MemoryJournal, Recorder, World
 
 KEY = "statistics/00001"
@@ -15,7 +15,7 @@ KEY = "statistics/00001"
 @pytest.fixture
 def repairs() -> Repairs:
     world = World()
-    return Repairs(MemoryJournal(world), 3, Recorder(world))
+    return Repairs(MemoryJournal(world), computed_keys(3), Recorder(world))
 
 
 def test_a_place_is_mended_exactly_so_many_times(repairs: Repairs) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lamina.factored_lamina import stored_state
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factorise, forms_of
 from tests.serving.serving_sources import build, describe, make_source, padded_batch
@@ -95,7 +96,7 @@ def test_a_half_precision_checkpoint_keeps_its_bitmaps(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "half", "llama-gqa", torch.bfloat16)
     model = load(tmp_path / "half", dtype="auto")
     file = load_file(tmp_path / "half" / "model.safetensors")
-    for key, tensor in model.state_dict().items():
+    for key, tensor in stored_state(model).items():
         assert torch.equal(tensor, file[key].to(tensor.dtype)), key
 
 

@@ -109,7 +109,7 @@ def test_device_map_splits_between_layers(checkpoints: Path, tmp_path: Path) -> 
     device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}
     model = load(folder, device_map=device_map, offload_folder=tmp_path)
     expected = load_file(folder / "expected.safetensors")
-    assert model.model.layers[1].self_attn.q_proj.second.is_meta  # the factors of layer 1 stay on disk
+    assert model.model.layers[1].self_attn.q_proj.head_second.weight.is_meta  # the factors of layer 1 stay on disk
     with torch.no_grad():
         assert torch.equal(model(expected["ids"], attention_mask=expected["mask"]).logits, expected["logits"])
     assert load(folder, device_map="cpu").device.type == "cpu"
@@ -123,7 +123,7 @@ def test_random_initialisation_fills_every_parameter(checkpoints: Path) -> None:
         model = auto.from_config(AutoConfig.from_pretrained(checkpoints / name))
         for parameter, tensor in model.named_parameters():
             assert tensor.abs().amax() <= 1.0, parameter  # false for NaN, too
-        factors = [t for parameter, t in model.named_parameters() if parameter.endswith(".second")]
+        factors = [t for parameter, t in model.named_parameters() if parameter.endswith(".head_second.weight")]
         assert len(factors) == 2
         assert all(0.01 < t.std() < 0.04 for t in factors)
 

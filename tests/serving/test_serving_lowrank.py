@@ -50,6 +50,7 @@ def test_a_shared_factor_runs_once_and_each_role_once() -> None:
     attention = {f"{i}.self_attn.{role}_proj" for i in range(3) for role in "qkvo"}
     mlp = {f"{i}.mlp.{role}_proj" for i in range(3) for role in ("gate", "up", "down")}
     shared = {"0.self_attn.q_proj.first", "0.mlp.gate_proj.first", "1.self_attn.q_proj.first"}
+    shared |= {"2.self_attn.tucker.first", "2.mlp.tucker.first"}
     twice = ["2.self_attn.tucker", "2.mlp.tucker"]  # reads the hidden states, and writes to them
     assert sorted(calls) == sorted([*attention, *mlp, *shared, *twice, *twice])
 

@@ -45,6 +45,10 @@ class FakeActor:
     def execute(self) -> Any:
         return _Remote(self._call)
 
+    @property
+    def forget(self) -> Any:
+        return _Remote(lambda: self._call("forget"))
+
     def _call(self, call: Any) -> Ref:
         ref = Ref(call)
         self.calls.append(ref)
@@ -77,6 +81,8 @@ class FakeActor:
             }
             return {**where, "hardware": hardware, "versions": versions}
         self.done.append(call)
+        if call == "forget":
+            return None
         failure = self.ray.failures.pop(call.key, None)
         if failure is not None and not isinstance(failure, Outcome):
             return failure

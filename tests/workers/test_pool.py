@@ -9,13 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ObjectLostError, OutOfDiskError, OutOfMemoryError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayTaskError,
+)
 
 from manifests.errors import InputError, Interrupted, NumericsError, StorageError, WorkerError
 from manifests.schema import Workers
 from pipeline.methods.method import Moment
+from pipeline.score_units import Score, Windows
 from pipeline.sum_units import Collect, Sums
-from pipeline.units import Forward, ForwardDone, Reduce, Score, Unit, Write
+from pipeline.units import Forward, ForwardDone, Reduce, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers.actor import Outcome
@@ -85,9 +93,21 @@ def test_scores_go_where_the_hidden_states_are(make: Any) -> None:
     fake = FakeRay()
     pool = make(fake)
     do(pool, forward(0))
-    do(pool, [Score(1, shard) for shard in range(8)])
+    do(pool, [Score(Windows(8, "float32", 1), "m", 1, shard) for shard in range(8)])
     for actor in fake.actors:
         assert sorted(unit.shard for unit in actor.done if isinstance(unit, Score)) == shards_of(actor, 0)
+
+
+def test_all_workers_forget_before_their_next_unit(make: Any) -> None:
+    fake = FakeRay()
+    pool = make(fake)
+    do(pool, forward(0))
+    pool.forget()
+    do(pool, forward(1))
+    for actor in fake.actors:
+        layers = [call if call == "forget" else call.layer for call in actor.done]
+        assert layers == sorted(layers, key=[0, "forget", 1].index)
+        assert layers.count("forget") == 1
 
 
 def test_other_units_go_to_whoever_has_room(make: Any) -> None:
@@ -468,13 +488,14 @@ def test_memory_that_others_hold_for_good_ends_the_job(make: Any, monkeypatch: p
         pool.wait()
 
 
-def test_a_full_disk_is_named(make: Any) -> None:
+@pytest.mark.parametrize("error", [OutOfDiskError(), ObjectStoreFullError()])
+def test_a_full_disk_is_named(make: Any, error: Exception) -> None:
     """Once is a lost result, three times on a unit end the job."""
     fake = FakeRay()
     pool = make(fake)
-    fake.failures["write/7"] = OutOfDiskError()
+    fake.failures["write/7"] = error
     do(pool, [Write(7, (), (), {})])
-    fake.on_wait = lambda: fake.failures.update({"write/8": OutOfDiskError()})
+    fake.on_wait = lambda: fake.failures.update({"write/8": error})
     pool.submit(Write(8, (), (), {}))
     with pytest.raises(StorageError, match=r"write/8: the disk .* is full on node fake, at /tmp/ray/fake"):
         pool.wait()
@@ -488,6 +509,23 @@ def test_a_worker_of_another_kind_is_refused(make: Any) -> None:
     assert (pool.size, pool.wanted, fake.actors[1].killed, fake.actors[1].done) == (1, 1, True, [])
     assert pool.hardware == {"device": "CPU"}
     assert any("worker fake:1 has device NVIDIA L4 instead of CPU" in note for note in pool.notes)
+
+
+def test_a_job_does_not_wait_for_one_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`workers.min` of them never come: it begins with those that there can be."""
+    stop, notes = threading.Event(), list[str]()
+    fake = FakeRay((0, 1, None), (3, 1, None))
+    fake.hardware[1] = {"device": "NVIDIA L4"}
+    monkeypatch.setattr(pool_module, "ray", fake)
+    monkeypatch.setattr(pool_module, "POLL_SECONDS", 0.01)
+    patience = threading.Timer(20.0, stop.set)
+    patience.start()
+    setup: Any = SimpleNamespace(shards=4, hardware=None, manifest=None, memory_bytes=0)
+    pool = RayPool(setup, Workers(min=2, max=2), stop, notes.append)
+    patience.cancel()
+    assert (pool.size, pool.wanted) == (1, 1)
+    assert "the job goes on with at most 1 workers" in notes[0]
+    do(pool, forward(0, 4))
 
 
 def test_a_job_goes_on_where_it_began(make: Any) -> None:

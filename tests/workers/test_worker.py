@@ -15,7 +15,7 @@ from manifests.errors import NumericsError
 from manifests.records import FormSpec
 from pipeline.methods.method import Moment
 from pipeline.sum_units import ChooseGrids, Sums, Total
-from pipeline.units import Diverge, Forward, ForwardDone, Reduce, Score, Solve
+from pipeline.units import Forward, ForwardDone, Reduce, Solve
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,
@@ -37,7 +37,6 @@ from tests.workers.bench import (
     write_unit,
 )
 from workers.config import WorkerConfig
-from workers.embedding_and_head import head
 from workers.worker import Worker
 
 
@@ -335,57 +334,7 @@ def test_replay_through_staged_layers(llama: Path, tmp_path: Path) -> None:
     assert torch.equal(held(newcomer, "compressed", 2, 0), held(worker, "compressed", 2, 0))
 
 
-# Score ----------------------------------------------------------------------------------------------------------------
-
-
-def test_score_is_the_cross_entropy_of_the_source(model: Path, tmp_path: Path) -> None:
-    setup = make_setup(model, tmp_path / "run")
-    worker, reference = make_worker(setup), Reference(model, setup)
-    layers = setup.geometry.num_layers
-    for shard in range(2):
-        total, count = worker.execute(Score(layers, shard, replay=(None,) * layers))
-        logits = reference.shard(reference.logits_MSV, shard)[:, :-1].flatten(0, 1)
-        target = reference.shard(reference.ids_MS, shard)[:, 1:].flatten()
-        assert count == len(target)
-        assert total == pytest.approx(functional.cross_entropy(logits, target, reduction="sum").item(), rel=1e-5)
-
-
-def test_logits_are_made_a_few_rows_at_a_time(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = make_setup(llama, tmp_path / "run")
-    worker = make_worker(setup)
-    whole = worker.execute(Score(3, 0, replay=(None,) * 3))
-    monkeypatch.setattr("workers.worker.ROWS_PER_LOGITS", 3)
-    assert worker.execute(Score(3, 0, replay=(None,) * 3)) == (pytest.approx(whole[0]), whole[1])
-
-
 def test_setup_cuts_samples_in_fixed_parts(llama: Path, tmp_path: Path) -> None:
     setup: WorkerConfig = make_setup(llama, tmp_path / "run", shards=3)
     ranges = [setup.shard_range(shard, 11) for shard in range(3)]
     assert ranges == [(0, 3), (3, 7), (7, 11)]
-
-
-def test_divergence_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:
-    """The dense last outputs stored, the compressed ones held: divergence and both losses, summed over the tokens."""
-    setup = make_setup(model, tmp_path / "run", EVERYTHING)
-    worker, reference = make_worker(setup), Reference(model, setup)
-    layers = setup.geometry.num_layers
-    staged: list[Any] = [None] * layers
-    staged[1] = solve_layer(worker, 1, LOW)[0]
-    for shard in range(2):
-        last = Forward("dense", layers - 1, shard, store=True, replay=(None,) * (layers - 1))
-        dense = worker.execute(last).activation
-        found = worker.execute(Diverge(layers, shard, dense, tuple(staged)))
-        logits = reference.shard(reference.logits_MSV, shard)[:, :-1].flatten(0, 1).double().log_softmax(-1)
-        target = reference.shard(reference.ids_MS, shard)[:, 1:].flatten()
-        assert found.tokens == len(target)
-        assert found.dense_loss == pytest.approx(functional.nll_loss(logits, target, reduction="sum").item(), rel=1e-5)
-        hidden_TD = held(worker, "held_out", layers, shard)[:, :-1].flatten(0, 1)
-        with torch.no_grad():
-            other = head(worker.layers)(hidden_TD).double().log_softmax(-1)
-        expected = functional.kl_div(other, logits, reduction="sum", log_target=True).item()
-        assert found.divergence == pytest.approx(expected, rel=1e-3)
-        assert found.divergence > 1e-3
-        loss = functional.nll_loss(other, target, reduction="sum").item()
-        assert found.compressed_loss == pytest.approx(loss, rel=1e-5)
-        same = make_worker(setup).execute(Diverge(layers, shard, dense, (None,) * layers))
-        assert abs(same.divergence) < 1e-4

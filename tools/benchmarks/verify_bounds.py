@@ -36,11 +36,13 @@ from workers.cluster import connect
 from workers.comparing import compare_models, deviation
 from workers.layers import cpu_reader
 
-METHODS: dict[str, list[dict[str, Any]]] = {
-    "flat_llm": [{"method": "flat_llm"}],
-    "lorc": [{"method": "lorc", "allocation": "uniform", "cache_keep": 1.0}],  # its keep is of the cache
-    "lestd": [{"method": "lestd", "target": "attention", "sweeps": 2, "refine_sweeps": 1}],
-    "joint_rank_k": [{"method": "joint_rank_k"}],
+METHODS: dict[str, dict[str, Any]] = {
+    "flat_llm": {"methods": [{"method": "flat_llm"}]},
+    "lorc": {"methods": [{"method": "lorc", "allocation": "uniform", "cache_keep": 1.0}]},  # its keep is of the cache
+    "lestd": {"methods": [{"method": "lestd", "target": "attention", "sweeps": 2, "refine_sweeps": 1}]},
+    "joint_rank_k": {"methods": [{"method": "joint_rank_k"}]},
+    "loss_aware": {"methods": [{"method": "loss_aware"}]},
+    "rounded": {"methods": [{"method": "joint_rank_k"}], "quantize": {"bits": 4}},
 }
 
 
@@ -59,13 +61,13 @@ REPLACED: dict[str, Tensor] = {}
 def damages(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """What is damaged, and the tensors in place of those that are stored.
 
-    Nothing that changes no number; and no bias of keys without rotary embeddings, which adds the same to all scores of
-    a query and so has no effect at all.
+    Nothing that changes no number; no shape of rounded weights, which their codes say, too; and no bias of keys without
+    rotary embeddings, which adds the same to all scores of a query and so has no effect at all.
     """
     block = config["block"]
     prefix, key_bias = f"{block['layers']}.", f"{block['modules']['k']}.bias"
     for name, record in sorted(checkpoint.tensors.items()):
-        if not record.torch_dtype.is_floating_point or (name.endswith(key_bias) and block["rotary"] is None):
+        if name.endswith("_shape") or (name.endswith(key_bias) and block["rotary"] is None):
             continue
         tensor = checkpoint.read([name])[name]
         if tensor.any():
@@ -101,8 +103,12 @@ def measure(model: str, output: Path) -> dict[str, Any]:
     for what, replaced in damages(checkpoint, config):
         REPLACED.clear()
         REPLACED.update(replaced)
-        found = compared(tampered, ids_BS)
-        REPLACED.clear()
+        try:
+            found = compared(tampered, ids_BS)
+        except ValueError:  # indices and bitmaps that make no sense
+            continue
+        finally:
+            REPLACED.clear()
         apart = max(deviation(found, recorded))
         error = min(error, max(*found["layer_errors"], found["error"]))
         if apart < least:
@@ -117,16 +123,17 @@ def measure(model: str, output: Path) -> dict[str, Any]:
     }
 
 
-def job(model: str, text: str, methods: list[dict[str, Any]], keep: float, folder: Path) -> Path:
-    """One OUTPUT."""
-    if "cache_keep" in methods[0]:
-        methods = [{**methods[0], "cache_keep": keep}]
+def job(model: str, text: str, blocks: dict[str, Any], keep: float, folder: Path) -> Path:
+    """One OUTPUT; `blocks` of its manifest say by which methods."""
+    (method,) = blocks["methods"]
+    methods = [{**method, "cache_keep": keep}] if "cache_keep" in method else [method]
     document: dict[str, Any] = {
         "version": 1,
         "model": {"source": model},
         "output": str(folder / "output"),
         "run_dir": str(folder / "run"),
-        "budget": None if "cache_keep" in methods[0] else {"keep": keep},
+        "budget": None if "cache_keep" in method else {"keep": keep},
+        **blocks,
         "methods": methods,
         "calibration": {
             "text": {"files": [text]}, "samples": 16, "sequence_length": 128, "shards": 2, "micro_batch": 8,

@@ -17,6 +17,7 @@ MODELLING_FILES = (
     "block_lamina.py",
     "checking_lamina.py",
     "configuration_lamina.py",
+    "conversion_lamina.py",
     "factored_lamina.py",
     "form_lamina.py",
     "forms_lamina.py",

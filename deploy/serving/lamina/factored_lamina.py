@@ -8,15 +8,114 @@ computed for all of them. The caller computes `given` once per forward and keeps
 no state.
 """
 
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization
 
 
+class StoredFactor(NamedTuple):
+    """How a checkpoint stores the weight of the linear `module`: as a tensor of `shape`, without `.weight` in its name.
+
+    The tensor's first dimension is what the linear reads (`reads_first`), or its last; the others are what it gives.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    reads_first: bool
+
+    def linear(self) -> nn.Linear:
+        """The linear, uninitialised."""
+        read = self.shape[0 if self.reads_first else -1]
+        return nn.Linear(read, torch.Size(self.shape).numel() // read, bias=False)
+
+    def weight(self, stored: Tensor) -> Tensor:
+        """The linear's weight (out, in). Raises ValueError for a tensor of another shape."""
+        if tuple(stored.shape) != self.shape:
+            raise ValueError(f"a tensor of shape {tuple(stored.shape)}, not {self.shape}")
+        return stored.flatten(1).mT.contiguous() if self.reads_first else stored.flatten(0, -2)
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """What a checkpoint stores of a weight (out, in)."""
+        return (weight.mT.contiguous() if self.reads_first else weight).reshape(self.shape)
+
+
+def matrix_of(linear: nn.Module, width: int, like: Tensor) -> Tensor:
+    """The matrix (out, in) of a linear of `width` inputs: its weight, or what it does to the unit vectors.
+
+    The latter where it is another module's: with an adapter, in few bits, of an engine, or offloaded.
+    """
+    if type(linear) is nn.Linear and not hasattr(linear, "_hf_hook"):
+        return linear.weight
+    out: Tensor = linear(torch.eye(width, dtype=like.dtype, device=like.device))
+    return out.mT.contiguous()
+
+
+def stored_factors(module: nn.Module) -> dict[str, tuple[str, StoredFactor]]:
+    """Name in `state_dict` → (name in a checkpoint, how it is stored there), of the weights that differ."""
+    found = {}
+    for path, part in module.named_modules():
+        below = f"{path}." if path else ""
+        for name, factor in getattr(part, "factors", {}).items():
+            found[f"{below}{factor.module}.weight"] = below + name, factor
+    return found
+
+
+def stored_state(module: nn.Module) -> dict[str, Tensor]:
+    """`state_dict`, under the names and with the shapes that a checkpoint has."""
+    state = module.state_dict()
+    for here, (name, factor) in stored_factors(module).items():
+        state[name] = factor.stored(state.pop(here))
+    return dict(state)
+
+
 class Factored(nn.Module):
-    """Base of the modules with tensors of our own; for initialisation."""
+    """Base of the modules with tensors of our own: for initialisation, and for linears whose weight is stored as a
+    tensor of more dimensions, or turned (`factors`, by the stored name)."""
+
+    factors: dict[str, StoredFactor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {}
+
+    def add_factor(self, name: str, shape: tuple[int, ...], reads_first: bool, module: str = "") -> None:
+        """Adds a linear, called `module` or as the tensor `name` of `shape` that checkpoints store of it."""
+        self.factors[name] = factor = StoredFactor(module or name, shape, reads_first)
+        self.add_module(factor.module, factor.linear())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, factor in self.factors.items():
+            if (key := prefix + name) in state_dict:
+                try:
+                    state_dict[f"{prefix}{factor.module}.weight"] = factor.weight(state_dict.pop(key))
+                except ValueError as error:
+                    args[-1].append(f"{key}: {error}")  # torch raises them all at the end
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        """Loads stored tensors by their names below this module, and gives the names: what vLLM looks for by name.
+
+        Raises ValueError for a name that the module does not have, and for a tensor of another shape.
+        """
+        mine = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        for stored_name, tensor in weights:
+            name, value = stored_name, tensor
+            if stored_name in self.factors:
+                factor = self.factors[stored_name]
+                name, value = f"{factor.module}.weight", factor.weight(tensor)
+            if name not in mine:
+                raise ValueError(f"the checkpoint has {stored_name}, which is none of {', '.join(mine)}")
+            load = getattr(mine[name], "weight_loader", None)
+            if load is not None:
+                load(mine[name], value)
+            elif mine[name].shape != value.shape:
+                raise ValueError(f"{name}: a tensor of shape {tuple(value.shape)}, not {tuple(mine[name].shape)}")
+            else:
+                mine[name].data.copy_(value)
+            yield name
 
     def initial_std(self, name: str, std: float) -> float:
         """Standard deviation of the parameter `name` in a model that starts from nothing."""
@@ -56,8 +155,10 @@ class HeadLowRankLinear(Factored):
     """A projection to n heads, each with two factors: head i is second[i] @ first[i·r:(i+1)·r] x (+ bias).
 
     `first.weight` is (n·r, D), `second` (n, d, r), `bias` (n·d); the output is (..., n·d), as of a dense projection.
-    Without `first` the latents (..., n·r) are always given.
+    Without `first` the latents (..., n·r) are always given. In memory `second` is `head_second.weight` (n·d, r).
     """
+
+    head_second: nn.Module
 
     def __init__(
         self, in_features: int, out_features: int, head_dim: int, rank: int, bias: bool, first: bool = True
@@ -65,14 +166,15 @@ class HeadLowRankLinear(Factored):
         super().__init__()
         self.num_heads, self.rank = out_features // head_dim, rank
         self.first = nn.Linear(in_features, self.num_heads * rank, bias=False) if first else None
-        self.second = nn.Parameter(torch.empty(self.num_heads, head_dim, rank))
+        self.add_factor("second", (self.num_heads, head_dim, rank), reads_first=False, module="head_second")
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x_BTD: Tensor, given_BTC: Tensor | None = None) -> Tensor:
         """x (B, T, D), or the latents (B, T, n·r) given → (B, T, n·d)."""
         latent_BTC = self.first(x_BTD) if self.first is not None and given_BTC is None else cast(Tensor, given_BTC)
         latent_BTnr = latent_BTC.unflatten(-1, (self.num_heads, self.rank))
-        out_BTC = torch.einsum("...nr,ndr->...nd", latent_BTnr, self.second).flatten(-2)
+        second_ndr = matrix_of(self.head_second, self.rank, latent_BTnr).unflatten(0, (self.num_heads, -1))
+        out_BTC = torch.einsum("...nr,ndr->...nd", latent_BTnr, second_ndr).flatten(-2)
         return out_BTC if self.bias is None else out_BTC + self.bias
 
 
@@ -81,20 +183,30 @@ class Derived(Factored):
 
     _made: Any = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):  # an adapter comes, or goes with what it has changed
+            self._made = None
+        super().__setattr__(name, value)
+
     # What torch does to parameters in ways that their versions do not tell.
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Derived":
         self._made = None
         return cast("Derived", super()._apply(*args, **kwargs))
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self._made = None
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def train(self, mode: bool = True) -> "Derived":
         """As torch's; what was made is made anew."""
         self._made = None
         return super().train(mode)
+
+
+def is_fleeting(module: nn.Module) -> bool:
+    """Whether a part of the module is offloaded, or has an adapter (PEFT), which may be switched off."""
+    return any(is_offloaded(part) or hasattr(part, "base_layer") for part in module.modules())
 
 
 def is_offloaded(module: nn.Module) -> bool:

@@ -303,6 +303,8 @@ class LaminaDecoderLayer(_Roles, GradientCheckpointingLayer):
     modules get a second argument, and latent keys and values are those of all cached tokens.
     """
 
+    attention_class = LaminaAttention  # an engine's model has its own
+
     def __init__(self, config: LaminaConfig, layer_idx: int) -> None:
         super().__init__()
         modules: dict[str, str] = config.block["modules"]
@@ -324,7 +326,7 @@ class LaminaDecoderLayer(_Roles, GradientCheckpointingLayer):
         depth = len(self._attention)
         inside = {r: names[depth:] for r, names in self._names.items() if r in ATTENTION_ROLES}
         sources = {r: (names[depth:], args) for r, (names, args) in self._sources.items() if r in ATTENTION_ROLES}
-        attach(self, attention, LaminaAttention(config, layer_idx, inside, sources))
+        attach(self, attention, self.attention_class(config, layer_idx, inside, sources))
         for path, module in made.items():
             attach(self, path, module)
         self.act_fn = ACT2FN[config.hidden_act]

@@ -12,8 +12,9 @@ width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 
 The files that travel together: modeling_lamina (the model), configuration_lamina, block_lamina (what a layer is),
 forms_lamina (how projections may be stored), factored_lamina and tucker_lamina (the modules that they become),
-layers_lamina (norm, attention, decoder layer), rotary_lamina, latent_attention_lamina (cached latents, in blocks),
-inputs_lamina (positions and masks), checking_lamina (whether a checkpoint is whole).
+conversion_lamina (factors as stored and as linears), layers_lamina (norm, attention, decoder layer), rotary_lamina,
+latent_attention_lamina (cached latents, in blocks), inputs_lamina (positions and masks), checking_lamina (whether a
+checkpoint is whole).
 """
 
 import re
@@ -32,6 +33,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .block_lamina import attention_path, in_base
 from .checking_lamina import check_checkpoint, shown
 from .configuration_lamina import LaminaConfig
+from .conversion_lamina import register_conversions
+from .factored_lamina import stored_factors
 from .inputs_lamina import default_position_ids, prepare_layer_inputs
 from .layers_lamina import (
     LaminaAttention,
@@ -42,6 +45,8 @@ from .layers_lamina import (
     make_norm,
 )
 from .rotary_lamina import LaminaRotaryEmbedding
+
+register_conversions(LaminaConfig.model_type)
 
 
 class LaminaPreTrainedModel(PreTrainedModel):
@@ -75,9 +80,11 @@ class LaminaPreTrainedModel(PreTrainedModel):
             check_checkpoint(Path(path, kwargs.get("subfolder", "")))
         loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         model, report = loaded
-        if missing := sorted(report["missing_keys"]):
+        if missing := report["missing_keys"]:
+            stored = stored_factors(model)
+            names = sorted(stored[name][0] if name in stored else name for name in missing)
             raise ValueError(
-                f"{path} lacks {len(missing)} tensors of the model that its config.json describes: {shown(missing)}. "
+                f"{path} lacks {len(missing)} tensors of the model that its config.json describes: {shown(names)}. "
                 "A shard may be missing, or the files are of different checkpoints; copy it again."
             )
         return (model, report) if with_report else model
@@ -90,7 +97,7 @@ class LaminaPreTrainedModel(PreTrainedModel):
             initialise_(self.config.initializer_range)
 
 
-def _old_buffers(modules: dict[str, str]) -> list[str]:
+def old_buffers(modules: dict[str, str]) -> list[str]:
     """Patterns of buffers that old checkpoints stored with each layer: causal masks and rotary frequencies."""
     attention = re.escape(attention_path(modules))
     return [r"\.rotary_emb\.inv_freq$", rf"\.{attention}\.(bias|masked_bias)$"]
@@ -116,7 +123,7 @@ class LaminaModel(LaminaPreTrainedModel):
         self.rotary_emb = LaminaRotaryEmbedding(config) if block["rotary"] else None
         self.gradient_checkpointing = False
         # Nothing that a causal model loads: vLLM builds its models around this one and skips what matches.
-        self._keys_to_ignore_on_load_unexpected = set(_old_buffers(block["modules"]))
+        self._keys_to_ignore_on_load_unexpected = set(old_buffers(block["modules"]))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization
 
 from .block_lamina import ROWWISE_ROLES
-from .factored_lamina import Derived, Factored, is_offloaded
+from .factored_lamina import Derived, Factored, is_fleeting, matrix_of
 
 
 def first_bits(num_bits: int, num_set: int) -> Tensor:
@@ -79,29 +79,32 @@ class TuckerLinears(Derived):
     M[t, i] = sum over c of core[:, :, c, i] third[t, c], role t of head i is x first M[t, i] secondᵀ; a role that
     writes to the hidden states goes backwards, summed over heads: o second M[t, i]ᵀ firstᵀ.
 
-    M is made at the first call and kept until the parameters change; while they are trained, are offloaded, or in a
-    compiled graph that began without M, it is made in each call. With `csr`, cores that are stored sparse are used as
-    they are instead of M, as CSR matrices in float32 or wider (CPUs multiply no others), where there is no gradient.
+    In memory `first`, `second` and the cores that are stored dense are linears, of weights (R1, D), (d or N, R2) and
+    (R2·R3·n, R1). What goes backwards needs M of the writing role, and first and second turned: these are made at the
+    first call and kept until the parameters change; while they are trained, are offloaded, have adapters, or in a
+    compiled graph that began without them, they are made in each call. With `csr`, cores that are stored sparse are
+    used as they are, as CSR matrices in float32 or wider (CPUs multiply no others), where there is no gradient.
     """
 
-    first: Tensor
-    second: Tensor
+    first: nn.Module
+    second: nn.Module
 
     def __init__(self, width: int, inner: int, cores: tuple[CoreShape, ...], csr: bool) -> None:
         super().__init__()
         self.cores, self.csr = cores, csr and all(core.nnz is not None for core in cores)
         self.inner = inner
         self.reads = [(role, core) for core in cores for role in core.roles if role not in ROWWISE_ROLES]
+        self.width = width
         for core in cores:
             own = core.suffix if core.own_factors else ""
             if core is cores[0] or core.own_factors:
-                self.register_parameter(f"first{own}", nn.Parameter(torch.empty(width, core.ranks[0])))
-                self.register_parameter(f"second{own}", nn.Parameter(torch.empty(inner, core.ranks[1])))
+                self.add_factor(f"first{own}", (width, core.ranks[0]), reads_first=True)
+                self.add_factor(f"second{own}", (inner, core.ranks[1]), reads_first=False)
             if not core.own_factors:
                 third = nn.Parameter(torch.empty(len(core.roles), core.ranks[2]))
                 self.register_parameter(f"third{core.suffix}", third)
             if core.nnz is None:
-                self.register_parameter(f"core{core.suffix}", nn.Parameter(torch.empty(core.shape)))
+                self.add_factor(f"core{core.suffix}", core.shape, reads_first=True)
             else:
                 self.add_module(f"core{core.suffix}", SparseCore(core.shape, core.nnz))
 
@@ -109,101 +112,111 @@ class TuckerLinears(Derived):
         """The outputs by role. "in": of all roles that read the hidden states x (B, T, D); "out": of the one that
         writes to them, from x (B, T, n·d) or (B, T, N)."""
         csr = self.csr and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        made = self._matrices(csr)
-        return self._read(x, made, csr) if direction == "in" else self._write(x, made, csr)
+        made = self._matrices(x, csr)
+        return self._read(x, made) if direction == "in" else self._write(x, made, csr)
+
+    def initialise_(self, std: float) -> None:
+        """Factors with columns of about unit length, so that the projections' weights get at most `std`."""
+        super().initialise_(std)
+        for name, factor in self.factors.items():
+            if not name.startswith("core"):
+                initialization.normal_(getattr(self, name).weight, std=factor.shape[0] ** -0.5)
 
     def initial_std(self, name: str, std: float) -> float:
-        """Factors with columns of about unit length, so that the projections' weights get at most `std`."""
+        """As of `initialise_`, of what is no linear: `third`."""
         rows: int = getattr(self, name).shape[0]
-        return std if name.startswith("core") else float(rows**-0.5)
+        return float(rows**-0.5)
 
-    def _read(self, x_BTD: Tensor, made: dict[str, Any], csr: bool) -> dict[str, Tensor]:
-        y_BTa = x_BTD @ self.first
-        z_BTC = self._read_csr(y_BTa, made) if csr else y_BTa @ made["in"]
-        out_BTnd = z_BTC.unflatten(-1, (-1, self.second.shape[1])) @ self.second.mT
-        heads = [core.num_heads for _, core in self.reads]
-        return {role: o.flatten(-2) for (role, _), o in zip(self.reads, out_BTnd.split(heads, -2), strict=True)}
+    def _read(self, x_BTD: Tensor, made: dict[str, Any]) -> dict[str, Tensor]:
+        y_BTa = self.first(x_BTD)
+        given: dict[str, Tensor] = {}
+        for core in dict.fromkeys(core for _, core in self.reads):
+            z_BTbcn = self._through(core, y_BTa, made).unflatten(-1, core.shape[1:])
+            roles = [role for role in core.roles if role not in ROWWISE_ROLES]  # the first ones
+            third_pc = getattr(self, f"third{core.suffix}")[: len(roles)]
+            out_BTpnd = self.second(torch.einsum("...bcn,pc->...pnb", z_BTbcn, third_pc))
+            given |= {role: out_BTnd.flatten(-2) for role, out_BTnd in zip(roles, out_BTpnd.unbind(-3), strict=True)}
+        return given
+
+    def _through(self, core: CoreShape, y_BTa: Tensor, made: dict[str, Any]) -> Tensor:
+        """The core's product with y (B, T, R1) → (B, T, R2·R3·n)."""
+        if core.nnz is None:
+            return cast(Tensor, getattr(self, f"core{core.suffix}")(y_BTa))
+        matrix: Tensor = made[f"in{core.suffix}"]
+        if matrix.layout == torch.strided:
+            return y_BTa @ matrix
+        z_XC: Tensor = (matrix @ y_BTa.flatten(0, -2).mT.to(matrix.dtype)).to(y_BTa.dtype).mT
+        return cast(Tensor, z_XC.unflatten(0, y_BTa.shape[:-1]))
 
     def _write(self, x_BTC: Tensor, made: dict[str, Any], csr: bool) -> dict[str, Tensor]:
-        role, core, own = self._writer()
-        s_BTnb = x_BTC.unflatten(-1, (core.num_heads, self.inner)) @ getattr(self, f"second{own}")
+        role, core, _ = self._writer()
+        s_BTnb = x_BTC.unflatten(-1, (core.num_heads, self.inner)) @ made["second"]
         y_BTa = self._write_csr(s_BTnb, made, role, core) if csr else s_BTnb.flatten(-2) @ made["out"]
-        first_Da: Tensor = getattr(self, f"first{own}")
-        return {role: y_BTa @ first_Da.mT}
+        return {role: y_BTa @ made["first"]}
 
     def _writer(self) -> tuple[str, CoreShape, str]:
         """The role that writes, its core, and the suffix of its factors."""
         role, core = next((role, core) for core in self.cores for role in core.roles if role in ROWWISE_ROLES)
         return role, core, core.suffix if core.own_factors else ""
 
-    def _matrices(self, csr: bool) -> dict[str, Any]:
+    def _matrices(self, like: Tensor, csr: bool) -> dict[str, Any]:
         """What `_read` and `_write` multiply with, made anew when the parameters are not those of the last time."""
         if torch.compiler.is_compiling():
             # A graph can check no versions; casts, loading and train() have dropped what no longer holds.
-            return self._made[1] if self._made is not None and not self._made[0][0] else self._make_dense()
+            return self._made[1] if self._made is not None and not self._made[0][0] else self._make(like, False)
         parameters = [*self.parameters()]
-        if is_offloaded(self) or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
-            return self._make_csr() if csr else self._make_dense()
+        if is_fleeting(self) or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
+            return self._make(like, csr)
         tensors = [*parameters, *self.buffers()]
         key = (csr, *((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
         if self._made is None or self._made[0] != key:
             with torch.inference_mode(False), torch.no_grad():
-                self._made = key, self._make_csr() if csr else self._make_dense()
+                self._made = key, self._make(like, csr)
         return cast(dict[str, Any], self._made[1])
 
-    def _core(self, core: CoreShape) -> Tensor:
+    def _core(self, core: CoreShape, like: Tensor) -> Tensor:
+        """The dense tensor (R1, R2, R3, n)."""
         stored = getattr(self, f"core{core.suffix}")
-        return cast(Tensor, stored() if isinstance(stored, nn.Module) else stored)
+        if core.nnz is not None:
+            return cast(Tensor, stored())
+        return cast(Tensor, matrix_of(stored, core.ranks[0], like).mT.unflatten(-1, core.shape[1:]))
 
-    def _make_dense(self) -> dict[str, Any]:
-        """M of the reading roles side by side, "in" (R1, sum of n·R2), and of the writing one, "out" (n·R2, R1)."""
-        made: dict[str, Tensor] = {}
-        for core in self.cores:
-            core_abcn = self._core(core)
-            if core.own_factors:
-                m_panb = core_abcn.permute(2, 0, 3, 1)
-            else:
-                m_panb = torch.einsum("abcn,pc->panb", core_abcn, getattr(self, f"third{core.suffix}"))
-            made.update(zip(core.roles, m_panb, strict=True))
-        writer = self._writer()[0]
-        return {
-            "in": torch.cat([made[role].flatten(1) for role, _ in self.reads], dim=1),
-            "out": made[writer].permute(1, 2, 0).flatten(0, 1),
+    def _make(self, like: Tensor, csr: bool) -> dict[str, Any]:
+        """`first` (R1, D) and `second` (d or N, R2) of the writing role, and cores.
+
+        "in" with the core's suffix, where a role reads a core that is stored sparse: (R1, R2·R3·n). "out", of the
+        writing role: (n·R2, R1), its M. As CSR matrices: "in" turned, and "out" the core (R1, R2·R3·n) of the role.
+        """
+        role, writer, own = self._writer()
+        made = {
+            "first": matrix_of(getattr(self, f"first{own}"), self.width, like),
+            "second": matrix_of(getattr(self, f"second{own}"), writer.ranks[1], like),
         }
+        for core in dict.fromkeys(core for _, core in self.reads if core.nnz is not None):
+            matrix = self._core(core, like).flatten(1)
+            made[f"in{core.suffix}"] = _as_csr(matrix.mT) if csr else matrix
+        core_abcn = self._core(writer, like)
+        if csr:
+            return {**made, "out": _as_csr(core_abcn.flatten(1))}
+        third_c = core_abcn.new_ones(1) if writer.own_factors else self._third(role, writer)
+        return {**made, "out": torch.einsum("abcn,c->nba", core_abcn, third_c).flatten(0, 1)}
 
-    def _make_csr(self) -> dict[str, Any]:
-        """Each core as a matrix (R1, R2·R3·n), "out", and transposed, "in"; only those that a role needs."""
-        made = {}
-        writer = self._writer()[1]
-        for core in self.cores:
-            matrix = self._core(core).flatten(1)
-            wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
-                if any(c is core for _, c in self.reads):
-                    made[f"in{core.suffix}"] = wide.mT.contiguous().to_sparse_csr()
-                if core is writer:
-                    made[f"out{core.suffix}"] = wide.to_sparse_csr()
-        return made
-
-    def _read_csr(self, y_BTa: Tensor, made: dict[str, Any]) -> Tensor:
-        y_aX = y_BTa.flatten(0, -2).mT
-        parts = []
-        for core in dict.fromkeys(core for _, core in self.reads):
-            matrix = made[f"in{core.suffix}"]
-            z_Xbcn = (matrix @ y_aX.to(matrix.dtype)).to(y_aX.dtype).mT.unflatten(-1, core.shape[1:])
-            rows = [i for i, role in enumerate(core.roles) if role not in ROWWISE_ROLES]
-            third_pc = getattr(self, f"third{core.suffix}")[rows]
-            parts.append(torch.einsum("xbcn,pc->xpnb", z_Xbcn, third_pc).flatten(1))
-        z_BTC: Tensor = torch.cat(parts, dim=1).unflatten(0, y_BTa.shape[:-1])
-        return z_BTC
+    def _third(self, role: str, core: CoreShape) -> Tensor:
+        return cast(Tensor, getattr(self, f"third{core.suffix}")[core.roles.index(role)])
 
     def _write_csr(self, s_BTnb: Tensor, made: dict[str, Any], role: str, core: CoreShape) -> Tensor:
-        matrix: Tensor = made[f"out{core.suffix}"]
+        matrix: Tensor = made["out"]
         s_Xnb = s_BTnb.flatten(0, -3)
         third_c = s_Xnb.new_ones(1)
         if not core.own_factors:
-            third_c = getattr(self, f"third{core.suffix}")[core.roles.index(role)]
+            third_c = self._third(role, core)
         u_XC = torch.einsum("xnb,c->xbcn", s_Xnb, third_c).flatten(1)
         y_BTa: Tensor = (matrix @ u_XC.mT.to(matrix.dtype)).mT.to(s_BTnb.dtype).unflatten(0, s_BTnb.shape[:-2])
         return y_BTa
+
+
+def _as_csr(matrix: Tensor) -> Tensor:
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+        return wide.contiguous().to_sparse_csr()

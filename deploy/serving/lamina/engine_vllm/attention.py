@@ -1,0 +1,116 @@
+"""Attention of a layer through vLLM's, and how wide its heads are in vLLM's cache."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import CacheConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from lamina.configuration_lamina import LaminaConfig
+from lamina.layers_lamina import LaminaAttention, Memo
+
+VALUE_MULTIPLE = 16  # kernels want value heads of such widths
+
+
+def value_width(config: LaminaConfig) -> int:
+    """The widest value head of any layer: backends with values of another width than keys have one for all layers."""
+    widths = []
+    for layer in range(config.num_hidden_layers):
+        form, spec = config.form_of(layer, "v")
+        widths.append(form.head_width(config.layer_shape(layer), spec))
+    return -(-max(widths) // VALUE_MULTIPLE) * VALUE_MULTIPLE
+
+
+class CachedHeads:
+    """The widths of key and value heads in vLLM's cache, and the backend that takes them (None: vLLM's choice).
+
+    Equal, unless the values of all layers are narrower than keys, and the platform is CUDA, whose backends
+    `FLASH_ATTN_DIFFKV` and `TRITON_ATTN_DIFFKV` hold both. Heads of which the backend knows no kernel are widened.
+    """
+
+    def __init__(self, config: LaminaConfig, requested: Any = None, known_sizes: tuple[int, ...] = ()) -> None:
+        self.backend: Any = None
+        width = value_width(config)
+        self.key = self.value = config.head_dim
+        if width > config.head_dim:  # absorbed latents
+            self.key = self.value = _widened(width, known_sizes)
+        if width < config.head_dim and current_platform.is_cuda():
+            self.backend = _unequal_backend(requested, config.head_dim, width)
+        if self.backend is not None:
+            self.key, self.value = config.head_dim, width
+            self.backend.set_head_size_v(width)
+
+    def saved(self) -> float:
+        """The share of a dense cache, keys and values of the key's width, that is not held."""
+        return 1 - (self.key + self.value) / (2 * self.key)
+
+
+def _widened(width: int, known_sizes: tuple[int, ...]) -> int:
+    """The next width that the backend knows, if it says which."""
+    return next((size for size in sorted(known_sizes) if size >= width), width)
+
+
+def _unequal_backend(requested: Any, key: int, value: int) -> Any:
+    """The backend asked for if it takes unequal heads; else FlashAttention's where the device can, else Triton's.
+
+    None where another one was asked for: it holds values as wide as keys.
+    """
+    if requested is not None:
+        return requested.get_class() if requested.name.endswith("_DIFFKV") else None
+    flash: Any = AttentionBackendEnum.FLASH_ATTN_DIFFKV.get_class()
+    if flash.is_supported_on_current_device(head_size=key, head_size_v=value, has_sinks=False):
+        return flash
+    return AttentionBackendEnum.TRITON_ATTN_DIFFKV.get_class()
+
+
+class VllmAttention(LaminaAttention):
+    """The projections of LaminaAttention around vLLM's cache and kernels; latents are made into heads before them."""
+
+    attn: Attention
+    rotary: nn.Module | None
+
+    def connect(self, heads: CachedHeads, parts: int, cache: CacheConfig | None, quant: Any, prefix: str) -> None:
+        """Makes vLLM's attention for this device's heads."""
+        config, self.cached = self.config, heads
+        options = {} if heads.backend is None else {"attn_backend": heads.backend, "head_size_v": heads.value}
+        self.attn = Attention(
+            config.num_attention_heads // parts,
+            heads.key,
+            self.scaling,
+            num_kv_heads=config.num_key_value_heads // parts,
+            cache_config=cache,
+            quant_config=quant,
+            per_layer_sliding_window=self.sliding_window,
+            prefix=f"{prefix}.attn",
+            **options,
+        )
+
+    def forward(self, positions_T: Tensor, hidden_TD: Tensor) -> Tensor:  # type: ignore[override]
+        """Normed hidden states (T, D) of tokens at these positions → what is added to the residual (T, D)."""
+        x_1TD = hidden_TD.unsqueeze(0)
+        memo: Memo = {}
+        query = self._heads("q", x_1TD, self._given("q", x_1TD, memo))
+        key, value = (self._stored(role, x_1TD, memo) for role in ("k", "v"))
+        key, value = self._read(x_1TD, key, value, None)
+        query_Tn, key_Tn = _rows(query), _rows(key)
+        if self.rotary is not None:
+            query_Tn, key_Tn = self.rotary(positions_T, query_Tn, key_Tn)
+        query_Tn, key_Tn = (_widen(x, self.head_dim, self.cached.key) for x in (query_Tn, key_Tn))
+        mixed_Tn = self.attn(query_Tn, key_Tn, _widen(_rows(value), self.value_dim, self.cached.value))
+        heads_TX = mixed_Tn.unflatten(-1, (-1, self.cached.value))[..., : self.value_dim].flatten(-2)
+        return self._output(heads_TX.unsqueeze(0), x_1TD).squeeze(0)
+
+
+def _rows(heads_1nTw: Tensor) -> Tensor:
+    """(1, n, T, w) → (T, n·w)."""
+    return heads_1nTw.squeeze(0).transpose(0, 1).flatten(1)
+
+
+def _widen(x_Tn: Tensor, width: int, wider: int) -> Tensor:
+    """Heads with zeros up to another width."""
+    if width == wider:
+        return x_Tn.contiguous()
+    return torch.nn.functional.pad(x_Tn.unflatten(-1, (-1, width)), (0, wider - width)).flatten(-2)

@@ -1,0 +1,219 @@
+"""Lamina's causal model for vLLM: the layers of `lamina` with vLLM's linears, attention, embedding and head.
+
+T tokens of all sequences of a step, D hidden, V vocabulary.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.sequence import IntermediateTensors
+
+from lamina.block_lamina import in_base
+from lamina.checking_lamina import check_checkpoint, shown
+from lamina.configuration_lamina import LaminaConfig
+from lamina.engine_vllm.attention import CachedHeads, VllmAttention
+from lamina.engine_vllm.parallel import Cut, Parallel, Place, check_cut
+from lamina.factored_lamina import stored_state
+from lamina.layers_lamina import LaminaDecoderLayer, attach, find, make_norm
+from lamina.modeling_lamina import LaminaForCausalLM, old_buffers
+
+
+class VllmDecoderLayer(LaminaDecoderLayer):
+    """A layer of this device's heads and channels."""
+
+    attention_class = VllmAttention
+
+    def forward(self, positions_T: Tensor, hidden_TD: Tensor) -> Tensor:  # type: ignore[override]
+        """Hidden states (T, D) → (T, D)."""
+        normed_TD = self._apply_role("input_norm", hidden_TD)
+        attended_TD: Tensor = find(self, self._attention)(positions_T, normed_TD)
+        if self.parallel:
+            normed_TD = self._apply_role("mlp_norm", hidden_TD) if "mlp_norm" in self._names else normed_TD
+            return attended_TD + self._mlp(normed_TD.unsqueeze(0)).squeeze(0) + hidden_TD
+        hidden_TD = hidden_TD + attended_TD
+        return hidden_TD + self._mlp(self._apply_role("mlp_norm", hidden_TD).unsqueeze(0)).squeeze(0)
+
+
+@support_torch_compile
+class LaminaBase(nn.Module):
+    """Embedding, decoder layers and final norm, at the block's paths below the base module."""
+
+    def __init__(self, *, vllm_config: VllmConfig, config: LaminaConfig, prefix: str) -> None:
+        super().__init__()
+        self.config, block = config, config.block
+        quant, cache = vllm_config.quant_config, vllm_config.cache_config
+        self.places: dict[str, Place] = {}
+        self._names = {key: tuple(in_base(block[key]).split(".")) for key in ("embed", "layers", "final_norm")}
+        table = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=block["embed"])
+        attach(self, in_base(block["embed"]), table)
+        scale = block["embed_scale"]
+        self.embed_scale = config.hidden_size**0.5 if scale == "sqrt(hidden_size)" else scale
+        if positions := block["positions"]:
+            self._names["positions"] = tuple(in_base(positions["module"]).split("."))
+            learned = nn.Embedding(config.max_position_embeddings + positions["offset"], config.hidden_size)
+            attach(self, in_base(positions["module"]), learned)
+        heads = _cached_heads(config, vllm_config)
+        path = in_base(block["layers"])
+        layers = (self._layer(i, heads, cache, quant, f"{prefix}.{path}.{i}") for i in range(config.num_hidden_layers))
+        attach(self, path, nn.ModuleList(layers))
+        attach(self, in_base(block["final_norm"]), make_norm(config))
+
+    def _layer(self, index: int, heads: CachedHeads, cache: Any, quant: Any, prefix: str) -> VllmDecoderLayer:
+        with torch.device("meta"):
+            layer = VllmDecoderLayer(self.config, index)
+        parallel = Parallel(self.config, index, quant, prefix)
+        parallel.convert(layer)
+        self.places |= {f"{prefix}.{name}": place for name, place in parallel.places.items()}
+        attention = cast(VllmAttention, find(layer, layer._attention))
+        attention.connect(heads, parallel.cut.parts, cache, quant, f"{prefix}.{'.'.join(layer._attention)}")
+        attention.rotary = _rotary(self.config)
+        return layer
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Token ids (T) → embeddings (T, D)."""
+        hidden_TD: Tensor = find(self, self._names["embed"])(input_ids)
+        return hidden_TD if self.embed_scale is None else hidden_TD * hidden_TD.new_full((), self.embed_scale)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Token ids (T), or embeddings (T, D), and their positions (T) → hidden states (T, D) after the final norm."""
+        hidden_TD = self.embed_input_ids(cast(Tensor, input_ids)) if inputs_embeds is None else inputs_embeds
+        if table := self._names.get("positions"):
+            hidden_TD = hidden_TD + find(self, table)(positions + self.config.block["positions"]["offset"])
+        for layer in find(self, self._names["layers"]).children():
+            hidden_TD = layer(positions, hidden_TD)
+        normed_TD: Tensor = find(self, self._names["final_norm"])(hidden_TD)
+        return normed_TD
+
+
+class LaminaForVllm(nn.Module):
+    """What vLLM runs for the architecture `LaminaForCausalLM`: tensors have the names of the checkpoint."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config = _own_config(vllm_config.model_config.hf_config)
+        check_cut(config, Cut.mine().parts)
+        folder = Path(vllm_config.model_config.model)
+        if folder.is_dir():
+            check_checkpoint(folder)
+        self.quantised = vllm_config.quant_config is not None
+        base, self._head = config.block["embed"].partition(".")[0], tuple(config.block["head"].split("."))
+        self._base = base
+        self.add_module(base, LaminaBase(vllm_config=vllm_config, config=config, prefix=base))
+        head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, bias=config.block["head_bias"], prefix=config.block["head"]
+        )
+        if config.tie_word_embeddings:
+            table = find(self, tuple(config.block["embed"].split(".")))
+            head = head.tie_weights(cast(VocabParallelEmbedding, table))
+        attach(self, config.block["head"], head)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    @property
+    def base(self) -> LaminaBase:
+        """The model below the head."""
+        return cast(LaminaBase, getattr(self, self._base))
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Token ids (T) → embeddings (T, D)."""
+        return self.base.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """As of the base."""
+        hidden_TD: Tensor = self.base(input_ids, positions, intermediate_tensors, inputs_embeds)
+        return hidden_TD
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Hidden states (T, D) → logits (T, V), on the device that samples."""
+        head: Any = find(self, self._head)
+        logits: Tensor | None = self.logits_processor(head, hidden_states, head.bias)
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Loads the stored tensors, and gives the names of what is loaded.
+
+        Raises ValueError for tensors of another shape than the forms of config.json ask for, for unknown ones and for
+        missing ones: no model is served with numbers that nobody stored.
+        """
+        expected, mine = self._expected(), {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        places = self.base.places
+        old = [re.compile(pattern) for pattern in old_buffers(self.config.block["modules"])]
+        tied = f"{self.config.block['head']}.weight" if self.config.tie_word_embeddings else None
+        seen: set[str] = set()
+        for name, tensor in weights:
+            if name == tied or any(pattern.search(name) for pattern in old):
+                continue
+            if name not in mine and name not in places:
+                raise ValueError(f"the checkpoint has {name}, which config.json's forms do not ask for")
+            if (shape := expected.get(name)) is not None and shape != tuple(tensor.shape):
+                raise ValueError(f"{name} is of shape {tuple(tensor.shape)}, config.json's forms ask for {shape}")
+            if name in places:
+                places[name](tensor)
+            elif (load := getattr(mine[name], "weight_loader", None)) is not None:
+                load(mine[name], tensor)
+            else:
+                mine[name].data.copy_(tensor)
+            seen.add(name)
+        if not self.quantised and (missing := sorted({*expected} - seen)):
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} tensors that its config.json describes: {shown(missing)}. "
+                "A shard may be missing, or the files are of different checkpoints; copy it again."
+            )
+        return {*mine}
+
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of what the checkpoint stores."""
+        with torch.device("meta"):
+            model = LaminaForCausalLM(self.config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in stored_state(model).items()}
+        if self.config.tie_word_embeddings:
+            shapes.pop(f"{self.config.block['head']}.weight", None)
+        return shapes
+
+
+def _own_config(config: Any) -> LaminaConfig:
+    """With `trust_remote_code` the class is that of the files beside the weights."""
+    return config if isinstance(config, LaminaConfig) else LaminaConfig(**config.to_dict())
+
+
+def _cached_heads(config: LaminaConfig, vllm_config: VllmConfig) -> CachedHeads:
+    from vllm.platforms import current_platform
+
+    known: tuple[int, ...] = ()
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        known = tuple(CPUAttentionBackend.get_supported_head_sizes())
+    return CachedHeads(config, vllm_config.attention_config.backend, known)
+
+
+def _rotary(config: LaminaConfig) -> nn.Module | None:
+    if config.block["rotary"] is None:
+        return None
+    rope: nn.Module = get_rope(
+        config.head_dim,
+        max_position=config.max_position_embeddings,
+        is_neox_style=config.block["rotary"] == "half",
+        rope_parameters=config.rope_parameters,
+    )
+    return rope

@@ -1,0 +1,219 @@
+"""A decoder layer's modules as vLLM's parallel layers, cut over the tensor-parallel devices by heads and channels.
+
+What reads the hidden states gives the heads or channels of its device; what writes to them reads these, and the sums of
+all devices are added. Factors: of a reading role the first is on every device and the second is cut by its outputs; of
+a writing role the first is cut by its inputs, and the r sums are added before the second. Pivoted stacks that read are
+whole on every device, as their rows are of all heads. Tucker cores are cut by heads; those of an MLP, its `second`.
+
+D hidden, H query heads, G key/value heads, d head_dim, N MLP width, n heads of a projection, r rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+
+from lamina.block_lamina import LINEAR_ROLES, QKVO_ROLES, ROWWISE_ROLES, LayerShape
+from lamina.configuration_lamina import LaminaConfig
+from lamina.factored_lamina import Factored, HeadLowRankLinear, LowRankLinear, PivotedLinears, RoleOutput
+from lamina.layers_lamina import LaminaDecoderLayer, LaminaRMSNorm, attach
+from lamina.tucker_lamina import SparseCore, TuckerLinears
+
+Place = Callable[[Tensor], None]  # puts a stored tensor, or this device's part of it, where it belongs
+COLUMN, ROW, WHOLE = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
+
+
+class Cut(NamedTuple):
+    """This device's part: the `rank`-th of `parts` equal ones."""
+
+    rank: int
+    parts: int
+
+    @classmethod
+    def mine(cls) -> "Cut":
+        """Of the running tensor-parallel group."""
+        return cls(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        """This device's slice along a dimension."""
+        return tensor.chunk(self.parts, dim)[self.rank]
+
+
+def check_cut(config: LaminaConfig, parts: int) -> None:
+    """Raises ValueError, naming layer and number, for heads or channels that the devices do not divide."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (number := getattr(config, name)) % parts:
+            raise ValueError(f"{number} {name} cannot be split over {parts} devices; use another tensor_parallel_size")
+    for layer in range(config.num_hidden_layers):
+        form, spec = config.form_of(layer, "up")
+        if (width := form.inner_width(config.layer_shape(layer), spec)) % parts:
+            raise ValueError(
+                f"layer {layer}: {width} channels of the MLP cannot be split over {parts} devices; compress with "
+                f"budget: {{multiple: {parts}}} or a multiple of it, or use another tensor_parallel_size"
+            )
+
+
+class CutRole(RoleOutput):
+    """A role of a pivoted stack that every device has whole: picks this device's part of the outputs."""
+
+    cut: Cut
+
+    def forward(self, x_BTD: Tensor, given: dict[str, Tensor]) -> Tensor:
+        """As of RoleOutput, with this device's outputs (B, T, out / parts)."""
+        part = self.cut.of(given[self.role], -1)
+        return part if self.bias is None else part + self.bias
+
+
+class SummedRole(RoleOutput):
+    """The role of a Tucker group that writes: each device has the sum over its heads or channels."""
+
+    def forward(self, x_BTD: Tensor, given: dict[str, Tensor]) -> Tensor:
+        """As of RoleOutput, of all heads or channels."""
+        total: Tensor = tensor_model_parallel_all_reduce(given[self.role])
+        return total if self.bias is None else total + self.bias
+
+
+class Parallel:
+    """Puts vLLM's layers in the place of a layer's linears; `places` is where stored tensors go, by name below it.
+
+    Other tensors go where `named_parameters` and `named_buffers` say.
+    """
+
+    def __init__(self, config: LaminaConfig, layer: int, quant_config: Any, prefix: str) -> None:
+        self.config, self.layer, self.quant_config, self.prefix = config, layer, quant_config, prefix
+        self.shape: LayerShape = config.layer_shape(layer)
+        self.cut = Cut.mine()
+        self.places: dict[str, Place] = {}
+
+    def convert(self, layer: LaminaDecoderLayer) -> None:
+        """Replaces the linears of a layer that lies on the meta device, and gives memory to the rest."""
+        paths = self.config.block["modules"]
+        for role in (role for role in LINEAR_ROLES if role in paths):
+            form, spec = self.config.form_of(self.layer, role)
+            if source := form.source(self.shape, role, spec):
+                module = layer.get_submodule(source.path)
+                if isinstance(module, PivotedLinears):
+                    self._pivoted(layer, source.path, module, role)
+                elif isinstance(module, TuckerLinears) and source.path not in self._tuckers(layer):
+                    self._tucker(layer, source.path, module, role)
+            self._role(layer, paths[role], role)
+        for path in (paths[role] for role in ("input_norm", "mlp_norm") if role in paths):
+            norm = layer.get_submodule(path)
+            if type(norm) is LaminaRMSNorm and not norm.offset:
+                attach(layer, path, RMSNorm(norm.weight.shape[0], norm.variance_epsilon))
+        _materialise(layer)
+
+    def _role(self, layer: nn.Module, path: str, role: str) -> None:
+        module, writes = layer.get_submodule(path), role in ROWWISE_ROLES
+        if type(module) is nn.Linear:
+            attach(layer, path, self._linear(ROW if writes else COLUMN, module, path))
+        elif isinstance(module, LowRankLinear):
+            if module.first is not None:
+                attach(layer, f"{path}.first", self._linear(ROW if writes else WHOLE, module.first, f"{path}.first"))
+            if module.second is not None:
+                style = WHOLE if writes else COLUMN
+                attach(layer, f"{path}.second", self._linear(style, module.second, f"{path}.second"))
+        elif isinstance(module, HeadLowRankLinear):
+            self._per_head(layer, path, module)
+        elif isinstance(module, RoleOutput):
+            pivoted = self.config.forms[self.layer][role]["form"] == "pivoted"
+            if pivoted and not writes:
+                module.__class__, module.cut = CutRole, self.cut  # type: ignore[assignment]
+            elif not pivoted and writes:
+                module.__class__ = SummedRole
+        if isinstance(module, Factored) and getattr(module, "bias", None) is not None and not writes:
+            self._cut_bias(module, path)
+
+    def _linear(self, style: Any, linear: nn.Linear, path: str) -> nn.Module:
+        options = {"quant_config": self.quant_config, "prefix": f"{self.prefix}.{path}", "return_bias": False}
+        made: nn.Module = style(linear.in_features, linear.out_features, bias=linear.bias is not None, **options)
+        return made
+
+    def _cut_bias(self, module: Any, path: str) -> None:
+        module.bias = nn.Parameter(self.cut.of(module.bias, 0).contiguous())
+        self.places[f"{path}.bias"] = lambda stored: _fill(module.bias, self.cut.of(stored, 0))
+
+    def _per_head(self, layer: nn.Module, path: str, module: HeadLowRankLinear) -> None:
+        if module.first is not None:
+            attach(layer, f"{path}.first", self._linear(COLUMN, module.first, f"{path}.first"))
+        module.num_heads //= self.cut.parts
+        head_dim, rank = module.factors["second"].shape[1:]
+        module.add_factor("second", (module.num_heads, head_dim, rank), reads_first=False, module="head_second")
+        factor, linear = module.factors["second"], cast(nn.Linear, module.head_second)
+        self.places[f"{path}.second"] = lambda stored: _fill(linear.weight, factor.weight(self.cut.of(stored, 0)))
+
+    def _pivoted(self, layer: nn.Module, path: str, module: PivotedLinears, role: str) -> None:
+        if type(module.rows) is not nn.Linear:
+            return  # for another role of the stack
+        style = ROW if role in ROWWISE_ROLES else WHOLE
+        attach(layer, f"{path}.rows", self._linear(style, module.rows, f"{path}.rows"))
+        if module.coefficients is not None:
+            attach(layer, f"{path}.coefficients", self._linear(WHOLE, module.coefficients, f"{path}.coefficients"))
+
+    def _tuckers(self, layer: nn.Module) -> set[str]:
+        return {path for path, module in layer.named_modules() if getattr(module, "is_cut", False)}
+
+    def _tucker(self, layer: nn.Module, path: str, whole: TuckerLinears, role: str) -> None:
+        """The group's factors, with this device's heads or channels; cores that are stored sparse become dense."""
+        parts, attention = self.cut.parts, role in QKVO_ROLES
+        heads = {core: core.num_heads // parts if attention else 1 for core in whole.cores}
+        cores = tuple(replace(core, num_heads=n, nnz=None) for core, n in heads.items())
+        mine: Any = TuckerLinears(whole.width, whole.inner if attention else whole.inner // parts, cores, csr=False)
+        mine.is_cut = True
+        attach(layer, path, mine)
+        for name, factor in mine.factors.items():
+            dim = -1 if attention and name.startswith("core") else 0 if name == "second" and not attention else None
+            self.places[f"{path}.{name}"] = _placed(mine, name, factor, self.cut, dim)
+        for core in whole.cores:
+            if core.nnz is not None:
+                name = f"{path}.core{core.suffix}"
+                self._sparse(SparseCore(core.shape, core.nnz), name, self.places.pop(name))
+
+    def _sparse(self, core: SparseCore, name: str, place: Place) -> None:
+        stored: dict[str, Tensor] = {}
+
+        def collect(part: str, tensor: Tensor) -> None:
+            stored[part] = tensor
+            if len(stored) == 2:
+                core.load_state_dict(stored, assign=True)
+                place(core().detach())
+                stored.clear()
+
+        for part in ("values", "mask"):
+            self.places[f"{name}.{part}"] = partial(collect, part)
+
+
+def _placed(module: nn.Module, name: str, factor: Any, cut: Cut, dim: int | None) -> Place:
+    def place(stored: Tensor) -> None:
+        part = stored if dim is None else cut.of(stored, dim)
+        _fill(getattr(module, name).weight, factor.weight(part))
+
+    return place
+
+
+@torch.no_grad()
+def _fill(parameter: Tensor, value: Tensor) -> None:
+    if parameter.shape != value.shape:
+        raise ValueError(f"a tensor of shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
+    parameter.copy_(value)
+
+
+def _materialise(layer: nn.Module) -> None:
+    """Memory, on the current device, for what vLLM's layers have not replaced."""
+    device = torch.empty(0).device
+    for module in layer.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and tensor.is_meta:
+                empty = torch.empty_like(tensor, device=device)
+                value = nn.Parameter(empty, requires_grad=False) if name in module._parameters else empty
+                setattr(module, name, value)

@@ -1,0 +1,91 @@
+"""The units that score a model on windows of tokens, and what they give. See `pipeline.units`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manifests.records import ArrayRecord, StagedLayer
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of tokens, cut in shards as calibration samples are (`pipeline.samples.shard_range`).
+
+    Attributes:
+        dtype: of the forward pass, as torch names it.
+        micro_batch: how many go through a layer at a time.
+        tokens: record of their ids (windows, length); None: those that the workers were given when they started.
+    """
+
+    shards: int
+    dtype: str
+    micro_batch: int
+    tokens: ArrayRecord | None = None
+
+
+@dataclass(frozen=True)
+class WindowForward:
+    """One shard of windows through one layer, for its outputs alone: a `pipeline.units.ForwardDone`.
+
+    Attributes:
+        model: names what is scored among all that the same windows go through.
+        staged, store, base, base_record, replay, ahead: as in `pipeline.units.Forward`.
+    """
+
+    windows: Windows
+    model: str
+    layer: int
+    shard: int
+    staged: StagedLayer | None = None
+    store: bool = False
+    base: int = 0
+    base_record: ArrayRecord | None = None
+    replay: tuple[StagedLayer | None, ...] = ()
+    ahead: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"windowforward/{self.model}/{self.layer}/{self.shard}"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the head makes of one shard of windows behind the last layer: a `Scored`.
+
+    `layer` is one past the last. `dense`: record of the dense model's last outputs, to measure the divergence from.
+    The rest as in `WindowForward`.
+    """
+
+    windows: Windows
+    model: str
+    layer: int
+    shard: int
+    dense: ArrayRecord | None = None
+    base: int = 0
+    base_record: ArrayRecord | None = None
+    replay: tuple[StagedLayer | None, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"score/{self.model}/{self.shard}"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Sums over `tokens`, in nats: negative log likelihood; beside a dense model, its own and Σ KL(dense‖model)."""
+
+    loss: float
+    tokens: int
+    dense_loss: float = 0.0
+    divergence: float = 0.0
+
+    def __add__(self, other: Scored) -> Scored:
+        """Of both."""
+        return Scored(
+            self.loss + other.loss,
+            self.tokens + other.tokens,
+            self.dense_loss + other.dense_loss,
+            self.divergence + other.divergence,
+        )

@@ -1,0 +1,174 @@
+"""Scores models on windows of tokens with the workers of a job, a layer at a time, from where the journal says.
+
+A model is what its layers are: staged ones, or None for those of the source. Of its hidden states the last committed
+are kept, no others; they are entered every `every` layers, as those of the calibration samples are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from manifests.errors import CorruptError, LostInputError
+from manifests.records import ArrayRecord, ScoredEntry, StagedLayer
+from pipeline.keys import scored_key
+from pipeline.ports import Cleaner, Journal, Observer, Pool
+from pipeline.repair import Repairs
+from pipeline.score_units import Score, Scored, WindowForward, Windows
+from pipeline.steps import do_units
+from pipeline.units import ForwardDone
+
+Layers = Sequence[StagedLayer | None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores models under names, one after another. What is entered under a name stays until it is forgotten."""
+
+    pool: Pool
+    journal: Journal
+    cleaner: Cleaner
+    observer: Observer
+    num_layers: int
+    every: int = 1
+
+    def outputs(self, windows: Windows, name: str, layers: Layers) -> tuple[ArrayRecord, ...]:
+        """The stored outputs of a model's last layer, by shard.
+
+        Raises:
+            CorruptError: a staged layer or the tokens are damaged.
+            Interrupted: the job was asked to stop; what is entered stays.
+        """
+        model = _Model(self, windows, name, tuple(layers))
+        _, records = model.repaired(lambda: model.through(keep_outputs=True))
+        assert records is not None
+        return records
+
+    def score(self, windows: Windows, name: str, layers: Layers, dense: Sequence[ArrayRecord] | None = None) -> Scored:
+        """What a model loses on all windows, added in shard order.
+
+        `dense`: the `outputs` of another model on them, to measure the divergence from. Raises as `outputs` does, and
+        CorruptError when those are damaged.
+        """
+        model = _Model(self, windows, name, tuple(layers))
+        return model.repaired(lambda: model.score(dense))
+
+    def forget(self, name: str) -> None:
+        """Takes back what is entered of a model, and drops it."""
+        for layer in range(self.num_layers + 1):
+            self.journal.retract(scored_key(name, layer))
+        self.cleaner.retain_activations(())
+
+
+def window_units(
+    windows: Windows,
+    name: str,
+    layers: Layers,
+    layer: int,
+    *,
+    store: bool = False,
+    base: int = 0,
+    records: Sequence[ArrayRecord] | None = None,
+) -> list[WindowForward]:
+    """All shards through a layer. `records`: of what enters layer `base`, if that is committed."""
+    behind = layer + 1 < len(layers) and layers[layer + 1] is None
+    return [
+        WindowForward(
+            windows,
+            name,
+            layer,
+            shard,
+            staged=layers[layer],
+            store=store,
+            base=base,
+            base_record=records[shard] if records else None,
+            replay=tuple(layers[base:layer]),
+            ahead=layer + 1 if behind else None,
+        )
+        for shard in range(windows.shards)
+    ]
+
+
+class _Model:
+    """One model that is being scored."""
+
+    def __init__(self, scorer: Scorer, windows: Windows, name: str, layers: tuple[StagedLayer | None, ...]) -> None:
+        self.scorer = scorer
+        self.windows = windows
+        self.name = name
+        self.layers = layers
+        keys = [scored_key(name, layer) for layer in range(scorer.num_layers + 1)]
+        self.repairs = Repairs(scorer.journal, keys, scorer.observer)
+
+    def repaired(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which is begun again from what is left when hidden states prove damaged or are lost."""
+        while True:
+            try:
+                return work()
+            except (CorruptError, LostInputError) as error:
+                self.scorer.pool.cancel_pending()
+                self.repairs.invalidate(error)
+                if isinstance(error, CorruptError):  # what earlier entries name was dropped
+                    self.scorer.forget(self.name)
+
+    def through(self, *, keep_outputs: bool) -> tuple[int, tuple[ArrayRecord, ...] | None]:
+        """All shards through all layers. The last layer whose inputs are committed, and their records."""
+        scorer, last = self.scorer, len(self.layers)
+        base, records = self._entered()
+        if base < last:
+            scorer.observer.phase(f"score {self.name}", last - base, self.windows.shards)
+        scorer.pool.forget()
+        for layer in range(base, last):
+            above = layer + 1
+            store = keep_outputs if above == last else above % scorer.every == 0
+            units = window_units(self.windows, self.name, self.layers, layer, store=store, base=base, records=records)
+            done: list[ForwardDone] = do_units(scorer.pool, units, scorer.observer)
+            if store:
+                records = tuple(result.activation for result in done if result.activation is not None)
+                self._enter(above, records)
+                base = above
+            scorer.observer.layer_done(f"score {self.name}", layer, {})
+        return base, records
+
+    def score(self, dense: Sequence[ArrayRecord] | None) -> Scored:
+        """All shards through all layers and the head."""
+        base, records = self.through(keep_outputs=False)
+        units = [
+            Score(
+                self.windows,
+                self.name,
+                len(self.layers),
+                shard,
+                dense=dense[shard] if dense else None,
+                base=base,
+                base_record=records[shard] if records else None,
+                replay=self.layers[base:],
+            )
+            for shard in range(self.windows.shards)
+        ]
+        return sum(do_units(self.scorer.pool, units, self.scorer.observer), Scored(0.0, 0))
+
+    def _entered(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
+        """Where an interruption left this model; of another one of this name, nothing stays."""
+        for layer in range(len(self.layers), 0, -1):
+            entry = self.scorer.journal.get(scored_key(self.name, layer))
+            if entry is not None and entry.of == self._digest(layer):
+                return layer, entry.activations
+            if entry is not None:
+                self.scorer.forget(self.name)
+        return 0, None
+
+    def _enter(self, layer: int, records: tuple[ArrayRecord, ...]) -> None:
+        entry = ScoredEntry(activations=records, of=self._digest(layer))
+        self.scorer.journal.commit(scored_key(self.name, layer), entry)
+        self.scorer.cleaner.retain_activations(records)
+        self.repairs.progress()
+
+    def _digest(self, layer: int) -> str:
+        tokens: Any = self.windows.tokens.path if self.windows.tokens else None
+        staged = [record.sha256 if record else None for record in self.layers[:layer]]
+        return hashlib.sha256(json.dumps([tokens, self.windows.dtype, staged]).encode()).hexdigest()

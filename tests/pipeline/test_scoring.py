@@ -1,0 +1,229 @@
+"""Scoring over a simulated cluster: where it goes on, what is kept and for how long, damage, other layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manifests.errors import CorruptError, LostInputError
+from manifests.records import ArrayRecord, FormSpec, StagedLayer
+from pipeline.keys import scored_key
+from pipeline.score_units import Score, Scored, WindowForward, Windows
+from pipeline.scoring import Scorer
+from tests.pipeline.simulation import (
+    Killed,
+    MemoryJournal,
+    Recorder,
+    SimulatedPool,
+    World,
+    WorldCleaner,
+    number_in,
+)
+
+LAYERS, SHARDS = 4, 2
+
+
+class Keeping(WorldCleaner):
+    """As a job's: some arrays stay."""
+
+    def __init__(self, world: World, always: list[Any]) -> None:
+        super().__init__(world)
+        self.always = always
+
+    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
+        super().retain_activations((*records, *self.always))
+
+
+def staged(world: World, layer: int, value: str) -> StagedLayer:
+    form = FormSpec(form="test", rank=1 + layer)
+    return StagedLayer(**dict(world.store_staged(layer, value)), forms={"q": form})
+
+
+def make_world() -> tuple[World, Windows, list[Any]]:
+    """Tokens, and two of four layers staged."""
+    world = World()
+    windows = Windows(SHARDS, "float32", 1, world.store("activation", "tokens"))
+    layers: list[Any] = [None] * LAYERS
+    for layer in (1, 3):
+        layers[layer] = staged(world, layer, f"staged {layer}")
+    return world, windows, layers
+
+
+def make_scorer(world: World, windows: Windows, every: int = 1, order: str | int = "first") -> Scorer:
+    cleaner = Keeping(world, [windows.tokens])
+    return Scorer(SimulatedPool(world, order), MemoryJournal(world), cleaner, Recorder(world), LAYERS, every)
+
+
+def scored(world: World, windows: Windows, layers: list[Any], every: int = 1, order: str | int = "first") -> Scored:
+    """Beside the dense model, as a job does it."""
+    scorer = make_scorer(world, windows, every, order)
+    dense = scorer.outputs(windows, "dense", [None] * LAYERS)
+    scorer.cleaner.always.extend(dense)  # type: ignore[attr-defined]
+    return scorer.score(windows, "made", layers, dense)
+
+
+def entered(world: World) -> list[str]:
+    return [key for event, key in world.events if event == "commit"]
+
+
+def test_entered_layer_by_layer() -> None:
+    world, windows, layers = make_world()
+    found = scored(world, windows, layers)
+    dense, made = ([f"scored/{name}/0000{layer}" for layer in range(1, 5)] for name in ("dense", "made"))
+    assert entered(world) == [*dense, *made[:-1]]
+    assert world.passes == 2 * LAYERS * SHARDS + SHARDS  # the last layer's outputs were not stored: the head asks again
+    assert (found.tokens, found.loss > 0) == (2, True)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+@pytest.mark.parametrize("order", ["last", 7])
+def test_the_same_whatever_is_committed_and_in_which_order(every: int, order: str | int) -> None:
+    expected = scored(*make_world())
+    assert scored(*make_world(), every=every, order=order) == expected
+
+
+def test_every_layer_is_in_the_loss() -> None:
+    expected = scored(*make_world())
+    for layer in range(LAYERS):
+        world, windows, layers = make_world()
+        layers[layer] = None if layers[layer] else staged(world, layer, "another")
+        assert scored(world, windows, layers) != expected
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_killed_anywhere_it_goes_on_there(every: int) -> None:
+    clean, windows, layers = make_world()
+    expected = scored(clean, windows, layers, every)
+    fuel = 0
+    while True:
+        world, windows, layers = make_world()
+        world.fuel = fuel
+        try:
+            scored(world, windows, layers, every)
+        except Killed:
+            world.fuel = None
+            assert scored(world, windows, layers, every) == expected
+            # again at most what lies between two commits, whose nth layer is n passes here, and what leads to the head
+            assert world.passes <= clean.passes + SHARDS * (every * (every + 1) // 2 + every), fuel
+            fuel += 1
+        else:
+            break
+    assert fuel > 25
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_damaged_hidden_states_are_made_again(every: int) -> None:
+    """All but the dense outputs: what names these is the caller's."""
+    clean, windows, layers = make_world()
+    expected = scored(clean, windows, layers, every)
+    outputs = [number for number, (path, _) in enumerate(clean.values.items()) if path in clean.stores["activation"]]
+    mended = 0
+    for number in range(len(make_world()[0].values), len(clean.values)):
+        world, windows, layers = make_world()
+        world.damaged = frozenset({number})
+        if number in outputs[1 : 1 + SHARDS]:
+            with pytest.raises(CorruptError, match=f"activation/{number:032x}"):
+                scored(world, windows, layers, every)
+        else:
+            assert scored(world, windows, layers, every) == expected
+            mended += len(world.repairs)
+    assert mended == 2 * (LAYERS // every - 1) * SHARDS
+
+
+def test_what_a_worker_has_lost_is_made_again() -> None:
+    expected = scored(*make_world())
+    world, windows, layers = make_world()
+    scorer = make_scorer(world, windows)
+    dense = scorer.outputs(windows, "dense", [None] * LAYERS)
+    scorer.cleaner.always.extend(dense)  # type: ignore[attr-defined]
+    scorer.pool.fail_on["windowforward/made/2/1"] = LostInputError("spilled hidden states are damaged")  # type: ignore[attr-defined]
+    assert scorer.score(windows, "made", layers, dense) == expected
+    assert len(world.repairs) == 1
+
+
+def test_damage_that_nobody_here_made_is_raised() -> None:
+    world, windows, layers = make_world()
+    world.damaged = frozenset({number_in(layers[1].path)})
+    with pytest.raises(CorruptError, match="damaged"):
+        make_scorer(world, windows).score(windows, "made", layers)
+    world, windows, layers = make_world()
+    world.damaged = frozenset({0})
+    with pytest.raises(CorruptError, match="damaged"):
+        make_scorer(world, windows).score(windows, "made", layers)
+
+
+@pytest.mark.parametrize("change", ["staged", "dtype", "tokens"])
+def test_what_is_left_of_another_model_is_not_gone_on_with(change: str) -> None:
+    """Under the same name: other layers, other windows."""
+    world, windows, layers = make_world()
+    make_scorer(world, windows).score(windows, "made", layers)
+    if change == "staged":
+        layers[1] = staged(world, 1, "another")
+    elif change == "dtype":
+        windows = Windows(SHARDS, "float64", 1, windows.tokens)
+    else:
+        windows = Windows(SHARDS, "float32", 1, world.store("activation", "others"))  # type: ignore[arg-type]
+    before = len(world.done)
+    found = make_scorer(world, windows).score(windows, "made", layers)
+    begun = [unit.layer for unit in world.done[before:] if isinstance(unit, WindowForward)]
+    assert begun == [layer for layer in range(LAYERS) for _ in range(SHARDS)]
+    assert world.repairs == []
+    clean = World()
+    clean.values, clean.stores = dict(world.values), {kind: dict(held) for kind, held in world.stores.items()}
+    assert make_scorer(clean, windows).score(windows, "made", layers) == found
+
+
+def test_one_layer_of_hidden_states_is_kept() -> None:
+    world, windows, layers = make_world()
+    most = 0
+
+    class Watching(SimulatedPool):
+        def wait(self) -> Any:
+            nonlocal most
+            most = max(most, len(self.world.stores["activation"]))
+            return super().wait()
+
+    scorer = make_scorer(world, windows)
+    Scorer(Watching(world), scorer.journal, scorer.cleaner, scorer.observer, LAYERS).score(windows, "made", layers)
+    assert most == 1 + 2 * SHARDS - 1  # the tokens, a layer's inputs, and its outputs but the last
+
+
+def test_forgotten_without_a_trace() -> None:
+    world, windows, layers = make_world()
+    scorer = make_scorer(world, windows)
+    scorer.score(windows, "made", layers)
+    assert world.entries
+    scorer.forget("made")
+    assert world.entries == {}
+    assert list(world.stores["activation"].values()) == ["tokens"]
+
+
+def test_workers_forget_what_they_hold_of_other_models() -> None:
+    """Or one that takes a shard over would take another model's hidden states for this one's."""
+    world, windows, layers = make_world()
+    scorer = make_scorer(world, windows)
+    for name in ("one", "two"):
+        scorer.score(windows, name, layers)
+    assert [event for event, key in world.events if event == "forget" or key == "windowforward/two/0/0"] == [
+        "forget",
+        "forget",
+        "unit",
+    ]
+
+
+def test_a_name_is_one_of_the_ledgers() -> None:
+    with pytest.raises(AssertionError):
+        scored_key("a/b", 0)
+
+
+def test_losses_of_shards_are_added() -> None:
+    one, other = Scored(1.0, 2, 3.0, 4.0), Scored(10.0, 20, 30.0, 40.0)
+    assert one + other == Scored(11.0, 22, 33.0, 44.0)
+
+
+def test_the_head_is_asked_once_for_each_shard() -> None:
+    world, windows, layers = make_world()
+    make_scorer(world, windows, every=2).score(windows, "made", layers)
+    heads = [unit for unit in world.done if isinstance(unit, Score)]
+    assert [(unit.shard, unit.layer, unit.base) for unit in heads] == [(0, LAYERS, 2), (1, LAYERS, 2)]

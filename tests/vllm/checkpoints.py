@@ -1,0 +1,90 @@
+"""Checkpoints of every method's forms, of a size that vLLM's kernels take: heads of 32 numbers.
+
+D 128, H 4 query heads over G 2, MLPs of 192; OPT and GPT-J with H = G = 4.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import GPTJConfig, LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3Config
+
+from tests.serving import serving_factors as kinds
+from tests.serving.serving_factors import factorise, forms_of, low_rank
+from tests.serving.serving_sources import CLASSES, describe
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 32}
+SOURCES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**LLAMA),
+    "llama-tied": LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "llama-mha": LlamaConfig(**{**LLAMA, "num_key_value_heads": 4}),
+    "qwen3": Qwen3Config(**LLAMA),
+    "opt": OPTConfig(**SIZES, ffn_dim=192, word_embed_proj_dim=128, dropout=0.0, tie_word_embeddings=True),
+    "gptj": GPTJConfig(
+        vocab_size=128, n_embd=128, n_inner=192, n_layer=3, n_head=4, n_positions=128, rotary_dim=16, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0,
+    ),
+}  # fmt: skip
+
+
+def flat(sizes: Any, share: float) -> dict[str, Any]:
+    """Narrow value heads, factors per head of q and k, fewer channels: flat_llm."""
+    value = {"form": "head_pca", "rank": round(sizes.head_dim * share)}
+    per_head = {"form": "head_low_rank", "rank": round(sizes.head_dim * share)}
+    pruned = {"form": "pruned", "rank": round(sizes.inner * share / 2) * 2}
+    return {**dict.fromkeys(("v", "o"), value), **dict.fromkeys(("q", "k"), per_head)} | {
+        role: pruned for role in ("gate", "up", "down") if role in sizes.roles
+    }
+
+
+# Method → the kinds of forms that its layers may have; one of the shares for each layer, so that widths differ.
+METHODS: dict[str, list[Any]] = {
+    "dense": [kinds.dense] * 3,
+    "flat_llm": [flat, flat, kinds.dense],
+    "lorc": [kinds.latent_both, kinds.latent_keys_narrow_values, kinds.latent_keys_absorbed_values],
+    "lestd": [kinds.tucker, kinds.tucker_sparse, kinds.tucker_own_output],
+    "joint_rank_k": [kinds.joint, kinds.low_rank_in_bases, kinds.joint],
+    "loss_aware": [kinds.pivoted, kinds.pivoted_in_bases, low_rank],
+}
+CASES = {
+    **{method: ("llama", layers) for method, layers in METHODS.items()},
+    "lestd-mha": ("llama-mha", [kinds.tucker, kinds.tucker_sparse_own_output, kinds.joint_head]),
+    "tied": ("llama-tied", METHODS["flat_llm"]),
+    "qwen3": ("qwen3", METHODS["loss_aware"]),
+    "opt": ("opt", [flat, kinds.low_rank, kinds.tucker]),
+    "gptj": ("gptj", [kinds.latent_both, kinds.joint_head, kinds.tucker_own_output]),
+}
+
+
+def write(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
+    """The checkpoint of a case, as the compress side stores it; random, of outputs that differ by token."""
+    source, layers = SOURCES[CASES[name][0]], CASES[name][1]
+    torch.manual_seed(0)
+    model = CLASSES[source.model_type](source)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    forms = forms_of(source, layers, 0.5)
+    tensors, _ = factorise(source, model.state_dict(), forms)
+    if source.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    folder.mkdir(parents=True)
+    stored = {k: (t.to(dtype) if t.is_floating_point() else t).contiguous() for k, t in tensors.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = {**describe(source, forms), "dtype": str(dtype).removeprefix("torch.")}
+    del config["auto_map"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,52 @@
+"""Greedy tokens of checkpoints by vLLM in this process, as JSON: python generate.py IMPL TP FOLDER…
+
+A line for each folder: its tokens, or what went wrong, and the bytes that a token takes in the cache.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+PROMPTS = [[5, 17, 90, 33, 4], [101, 7, 7, 64, 12, 3, 88, 20, 41], [11]]
+LENGTH = 16
+
+
+def main(impl: str, parts: int, folders: list[str]) -> None:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if parts == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
+    for folder in folders:
+        said: dict[str, Any] = {"folder": folder}
+        try:
+            llm = LLM(
+                folder, model_impl=impl, tensor_parallel_size=parts, skip_tokenizer_init=True, enforce_eager=True,
+                dtype="float32", max_model_len=64, max_num_seqs=4, trust_remote_code=impl == "transformers",
+            )  # fmt: skip
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], greedy, use_tqdm=False)
+            said["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
+            said |= llm.apply_model(describe)[0]
+            del llm
+        except Exception as error:
+            said["error"] = f"{type(error).__name__}: {error}"
+        finally:
+            cleanup_dist_env_and_memory()
+        print("RESULT " + json.dumps(said), flush=True)
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """The model's class, and the numbers that a token takes in the caches of its attention layers on this device."""
+    from vllm.model_executor.layers.attention import Attention
+
+    found = [module for module in model.modules() if isinstance(module, Attention)]
+    cached = sum(a.num_kv_heads * (a.head_size + a.head_size_v) for a in found)
+    return {"class": type(model).__name__, "cached": cached, "numbers": sum(p.numel() for p in model.parameters())}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

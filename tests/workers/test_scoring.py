@@ -1,0 +1,151 @@
+"""Windows through a worker's model and its head: against transformers on the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.score_units import Score, WindowForward, Windows
+from pipeline.units import Forward
+from stores.activations import ActivationStore
+from tests.workers.bench import (
+    EVERYTHING,
+    FAMILIES,
+    LOW,
+    SAMPLES,
+    Reference,
+    held,
+    make_setup,
+    make_worker,
+    save_source,
+    solve_layer,
+)
+from workers.config import WorkerConfig
+from workers.embedding_and_head import head
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_source(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_source(tmp_path_factory.mktemp("family") / "model", request.param)
+
+
+def windows_of(setup: WorkerConfig, dtype: str = "float32") -> Windows:
+    """The calibration samples themselves."""
+    return Windows(2, dtype, 2, setup.tokens)
+
+
+def logits_and_targets(reference: Reference, shard: int) -> tuple[Tensor, Tensor]:
+    logits_MSV, ids_MS = reference.shard(reference.logits_MSV, shard), reference.shard(reference.ids_MS, shard)
+    return logits_MSV[:, :-1].flatten(0, 1), ids_MS[:, 1:].flatten()
+
+
+def test_score_is_the_cross_entropy_of_the_source(model: Path, tmp_path: Path) -> None:
+    setup = make_setup(model, tmp_path / "run")
+    worker, reference = make_worker(setup), Reference(model, setup)
+    layers = setup.geometry.num_layers
+    for shard in range(2):
+        found = worker.execute(Score(windows_of(setup), "source", layers, shard, replay=(None,) * layers))
+        logits, target = logits_and_targets(reference, shard)
+        assert found.tokens == len(target)
+        loss = functional.cross_entropy(logits, target, reduction="sum").item()
+        assert found.loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_divergence_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:
+    """The dense last outputs stored, the compressed ones held: divergence and both losses, summed over the tokens."""
+    setup = make_setup(model, tmp_path / "run", EVERYTHING)
+    worker, reference = make_worker(setup), Reference(model, setup)
+    layers, windows = setup.geometry.num_layers, windows_of(setup)
+    staged: list[Any] = [None] * layers
+    staged[1] = solve_layer(worker, 1, LOW)[0]
+    for shard in range(2):
+        last = WindowForward(windows, "dense", layers - 1, shard, store=True, replay=(None,) * (layers - 1))
+        dense = worker.execute(last).activation
+        found = worker.execute(Score(windows, "made", layers, shard, dense=dense, replay=tuple(staged)))
+        logits, target = logits_and_targets(reference, shard)
+        table = logits.double().log_softmax(-1)
+        assert found.tokens == len(target)
+        assert found.dense_loss == pytest.approx(functional.nll_loss(table, target, reduction="sum").item(), rel=1e-5)
+        hidden_TD = held(worker, "windows-made", layers, shard)[:, :-1].flatten(0, 1)
+        with torch.no_grad():
+            other = head(worker.layers)(hidden_TD).double().log_softmax(-1)
+        expected = functional.kl_div(other, table, reduction="sum", log_target=True).item()
+        assert found.divergence == pytest.approx(expected, rel=1e-3)
+        assert found.divergence > 1e-3
+        loss = functional.nll_loss(other, target, reduction="sum").item()
+        assert found.loss == pytest.approx(loss, rel=1e-5)
+        same = Score(windows, "same", layers, shard, dense=dense, replay=(None,) * layers)
+        assert abs(make_worker(setup).execute(same).divergence) < 1e-4
+
+
+def test_logits_are_made_a_few_rows_at_a_time(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = make_setup(llama, tmp_path / "run")
+    worker, unit = make_worker(setup), Score(windows_of(setup), "source", 3, 0, replay=(None,) * 3)
+    whole = worker.execute(unit)
+    monkeypatch.setattr("workers.scoring.ROWS_PER_LOGITS", 3)
+    again = worker.execute(unit)
+    assert (again.loss, again.tokens) == (pytest.approx(whole.loss), whole.tokens)
+
+
+def test_in_a_dtype_of_its_own(llama: Path, tmp_path: Path) -> None:
+    """The job computes in bfloat16, which tells nothing of small differences."""
+    setup = make_setup(llama, tmp_path / "run", dtype=torch.bfloat16)
+    worker, reference = make_worker(setup), Reference(llama, replace(setup, dtype=torch.float32))
+    worker.execute(Forward("dense", 0, 0))
+    worker.execute(WindowForward(windows_of(setup), "m", 0, 0))
+    assert held(worker, "windows-m", 1, 0).dtype == torch.float32
+    assert worker.layers.current is None, "of two layers one is held"
+    found = worker.execute(Score(windows_of(setup), "m", 3, 0, replay=(None,) * 3))
+    loss = functional.cross_entropy(*logits_and_targets(reference, 0), reduction="sum").item()
+    assert found.loss == pytest.approx(loss, rel=1e-6)
+    worker.execute(Forward("dense", 0, 0))
+    assert worker.scores.reader is not None
+    assert worker.scores.reader.current is None
+    assert held(worker, "dense", 1, 0).dtype == torch.bfloat16
+
+
+def test_windows_that_came_with_the_setup(llama: Path, tmp_path: Path) -> None:
+    setup = make_setup(llama, tmp_path / "run")
+    assert setup.tokens is not None
+    ids = ActivationStore(tmp_path / "run" / "activations.zarr").open(setup.tokens).read(0, SAMPLES)
+    given = make_worker(replace(setup, tokens=None, token_ids=ids))
+    for shard in range(2):
+        stored = Score(windows_of(setup), "m", 3, shard, replay=(None,) * 3)
+        unit = replace(stored, windows=replace(stored.windows, tokens=None))
+        assert given.execute(unit) == make_worker(setup).execute(stored)
+
+
+def test_who_takes_a_shard_over_goes_on_from_what_is_committed(llama: Path, tmp_path: Path) -> None:
+    setup = make_setup(llama, tmp_path / "run")
+    worker, windows = make_worker(setup), windows_of(setup)
+    worker.execute(WindowForward(windows, "m", 0, 0))
+    record = worker.execute(WindowForward(windows, "m", 1, 0, store=True, replay=(None,))).activation
+    worker.execute(WindowForward(windows, "m", 2, 0, base=2, base_record=record))
+    for newcomer, unit in (
+        (make_worker(setup), WindowForward(windows, "m", 2, 0, replay=(None, None))),
+        (make_worker(setup), WindowForward(windows, "m", 2, 0, base=2, base_record=record)),
+    ):
+        newcomer.execute(unit)
+        assert torch.equal(held(newcomer, "windows-m", 3, 0), held(worker, "windows-m", 3, 0))
+
+
+def test_what_is_forgotten_is_not_taken_for_another_models(llama: Path, tmp_path: Path) -> None:
+    """Two models under one name: only the first layer differs, which a worker that holds its outputs would not do."""
+    setup = make_setup(llama, tmp_path / "run", EVERYTHING)
+    worker, windows = make_worker(setup), windows_of(setup)
+    staged = solve_layer(worker, 0, LOW)[0]
+    worker.execute(WindowForward(windows, "m", 1, 0, replay=(None,)))
+    before = worker.execute(Score(windows, "m", 3, 0, replay=(None,) * 3))
+    worker.forget()
+    assert worker.execute(Score(windows, "m", 3, 0, replay=(staged, None, None))).loss != before.loss
