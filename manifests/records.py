@@ -245,11 +245,12 @@ class HeldOutEntry(TokensEntry):
     outputs: Row[ArrayRecord] | None = None
 
 
-class ScoredEntry(ActivationsEntry):
+class ScoredEntry(Record):
     """What enters a layer of a model that is being scored, by shard; `of`: digest of the windows' tokens and of the
     staged layers before it."""
 
     of: Sha256
+    activations: Row[ArrayRecord]
 
 
 class HeldOutScoreEntry(Record):
