@@ -34,46 +34,66 @@ def load_manifest(path: str | Path, overrides: Sequence[str] = ()) -> Manifest:
     Raises:
         InputError: missing file, not YAML, or the list of every field that is wrong.
     """
+    return parse_manifest(read_document(path, overrides), str(path))
+
+
+def read_document(path: str | Path, overrides: Sequence[str] = (), kind: str = "manifest") -> dict[str, Any]:
+    """The fields of a YAML file, with overrides, not checked yet. Raises InputError."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise InputError(f"manifest {path}: cannot be read ({error}); give the path of a YAML file") from error
-    return decode_manifest(content, str(path), overrides)
+        raise InputError(f"{kind} {path}: cannot be read ({error}); give the path of a YAML file") from error
+    return _decode_document(content, f"{kind} {path}", overrides)
 
 
 def decode_manifest(content: bytes, path: str, overrides: Sequence[str] = ()) -> Manifest:
-    """The same of the bytes of a file, which `path` names in errors."""
+    """A manifest from the bytes of a file, which `path` names in errors. Raises InputError."""
+    return parse_manifest(_decode_document(content, f"manifest {path}", overrides), path)
+
+
+def _decode_document(content: bytes, origin: str, overrides: Sequence[str]) -> dict[str, Any]:
     if len(content) > MAX_FILE_BYTES:
-        raise InputError(f"manifest {path}: more than {MAX_FILE_BYTES} bytes; this is no manifest")
+        raise InputError(f"{origin}: more than {MAX_FILE_BYTES} bytes; this is no manifest")
     try:
         text = content.decode("utf-8-sig")
     except ValueError as error:
-        raise InputError(f"manifest {path}: cannot be read ({error}); give the path of a YAML file") from error
+        raise InputError(f"{origin}: cannot be read ({error}); give the path of a YAML file") from error
     try:
         document = read_yaml(text)
     except ValueError as error:
-        raise InputError(f"manifest {path}: not YAML: {error}") from error
+        raise InputError(f"{origin}: not YAML: {error}") from error
     if not isinstance(document, dict):
-        raise InputError(f"manifest {path}: expected a mapping of fields, found {type(document).__name__}")
+        raise InputError(f"{origin}: expected a mapping of fields, found {type(document).__name__}")
     for override in overrides:
         _apply_override(document, override)
-    return parse_manifest(document, path)
+    return document
 
 
 def parse_manifest(document: Mapping[str, Any], origin: str = "manifest") -> Manifest:
     """Checks a manifest already in memory. Raises InputError with one line for every fault."""
-    listed = document.get("environment")
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
-    faults = [f"  environment: {name} is listed but not set" for name in names if name not in os.environ]
-    expanded = _expand_environment(document, {name: os.environ[name] for name in names if name in os.environ}, origin)
+    expanded, faults = expand_environment(document, f"manifest {origin}")
     try:
         manifest = Manifest.model_validate(expanded)
     except ValidationError as error:
-        faults += [_describe(fault) for fault in error.errors()]
+        faults += describe_faults(error)
     if faults:
         raise InputError(f"manifest {origin}:\n" + "\n".join(faults))
     return manifest
+
+
+def expand_environment(document: Mapping[str, Any], origin: str) -> tuple[Any, list[str]]:
+    """With the variables that `environment` lists in place of `${NAME}`, and a line for each that is not set."""
+    listed = document.get("environment")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
+    faults = [f"  environment: {name} is listed but not set" for name in names if name not in os.environ]
+    variables = {name: os.environ[name] for name in names if name in os.environ}
+    return _expand_environment(document, variables, origin), faults
+
+
+def describe_faults(error: ValidationError, root: type[Block] = Manifest) -> list[str]:
+    """A line for each fault of what should be a `root`."""
+    return [_describe(fault, root) for fault in error.errors()]
 
 
 def parse_block(kind: type[B], fields: Mapping[str, Any], origin: str) -> B:
@@ -81,7 +101,7 @@ def parse_block(kind: type[B], fields: Mapping[str, Any], origin: str) -> B:
     try:
         return kind.model_validate(dict(fields))
     except ValidationError as error:
-        raise InputError(f"{origin}:\n" + "\n".join(_describe(fault) for fault in error.errors())) from error
+        raise InputError(f"{origin}:\n" + "\n".join(describe_faults(error))) from error
 
 
 def dump_manifest(manifest: Manifest) -> str:
@@ -128,7 +148,7 @@ def _position(target: list[Any], name: str, override: str) -> int:
 
 def _expand_environment(value: Any, variables: Mapping[str, str], origin: str, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
-        raise InputError(f"manifest {origin}: nested more than {MAX_DEPTH} deep")
+        raise InputError(f"{origin}: nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         return {key: _expand_environment(child, variables, origin, depth + 1) for key, child in value.items()}
     if isinstance(value, list):
@@ -138,19 +158,23 @@ def _expand_environment(value: Any, variables: Mapping[str, str], origin: str, d
     return value
 
 
-def _describe(fault: Any) -> str:
+def _describe(fault: Any, root: type[Block]) -> str:
     where = ".".join(str(part) for part in _without_tag(fault["loc"]))
     if fault["type"].startswith("union_tag"):
         return _describe_method(where, fault)
     if fault["type"] == "missing":
         return f"  {where}: missing"
+    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if not where:
+        return f"  {message}"
     shown = repr(fault["input"])
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     if fault["type"] == "extra_forbidden":
-        return f"  {where}: unknown field (given: {shown}; allowed here: {', '.join(_allowed_beside(fault['loc']))})"
+        return (
+            f"  {where}: unknown field (given: {shown}; allowed here: {', '.join(_allowed_beside(fault['loc'], root))})"
+        )
     if fault["type"] == "model_attributes_type":
         return f"  {where}: should be a mapping of fields (given: {shown})"
-    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
     for theirs, ours in PLAIN_WORDS.items():
         message = re.sub(theirs, ours, message)
     return f"  {where}: {message} (given: {shown})"
@@ -158,8 +182,9 @@ def _describe(fault: Any) -> str:
 
 def _without_tag(loc: Sequence[str | int]) -> tuple[str | int, ...]:
     """`methods.0.flat_llm.ridge` as the user wrote it: `methods.0.ridge`."""
-    loc = (*loc[:2], *loc[3:]) if loc[:1] == ("methods",) else tuple(loc)
-    return tuple(part for part in loc if part not in TEXT_TAGS)
+    parts = enumerate(loc)
+    named = (part for at, part in parts if at < 2 or loc[at - 2] != "methods" or not isinstance(loc[at - 1], int))
+    return tuple(part for part in named if part not in TEXT_TAGS)
 
 
 def _describe_method(where: str, fault: Any) -> str:
@@ -174,9 +199,9 @@ def _method_names() -> list[str]:
     return sorted(get_args(entry.model_fields["method"].annotation)[0] for entry in MethodEntry.__subclasses__())
 
 
-def _allowed_beside(loc: Sequence[str | int]) -> list[str]:
+def _allowed_beside(loc: Sequence[str | int], root: type[BaseModel]) -> list[str]:
     """The fields of the block in which the last part of `loc` was found; parts that name no field are passed over."""
-    blocks: list[type[BaseModel]] = [Manifest]
+    blocks: list[type[BaseModel]] = [root]
     for part in loc[:-1]:
         named = [block.model_fields[part].annotation for block in blocks if part in block.model_fields]
         if named:

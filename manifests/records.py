@@ -318,6 +318,30 @@ class ScoreEntry(Record):
     window: PositiveInt
 
 
+class PointsEntry(Record):
+    """The points of a sweep as it was last asked for: digest of each, under which its own entries are."""
+
+    digests: Row[str]
+
+
+class PointEntry(Record):
+    """What came of one point of a sweep, beside its ranks.
+
+    `text`: digest of the tokens that it was scored on. `counts` as the compression record has them. `loss`: of the
+    evaluation text, `held_out`: beside the dense model, each in nats per token, where there is such text. `predicted`
+    by the point's curves, where its ranks follow them. `output`, `seal`: of its checkpoint, where that is kept.
+    """
+
+    text: Sha256
+    counts: Mapping[str, Mapping[str, NonNegativeInt]]
+    loss: Finite | None
+    held_out: HeldOutScoreEntry | None
+    predicted: Finite | None
+    seconds: NonNegative
+    output: str | None
+    seal: Sha256 | None
+
+
 class TaskFigure(Record):
     """One metric of one task; `stderr` null where lm-eval knows none."""
 
@@ -340,7 +364,7 @@ class TaskScoreEntry(Record):
     tasks: Mapping[str, TaskScores]
 
 
-# The class of an entry, by the first part of its key. What is of another kind is JSON without more.
+# The class of an entry, by the first part of its key that is here. What is of another kind is JSON without more.
 KINDS: Mapping[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(entry)
     for kind, entry in {
@@ -365,5 +389,8 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "score": ScoreEntry,
         "task_score": TaskScoreEntry,
         "compared": ComparedEntry,
+        "evaluation": TokensEntry,
+        "points": PointsEntry,
+        "result": PointEntry,
     }.items()
 }

@@ -24,6 +24,8 @@ from manifests.records import (
     Key,
     LayerEntry,
     MeasuredEntry,
+    PointEntry,
+    PointsEntry,
     RanksEntry,
     ReusedEntry,
     ScoredEntry,
@@ -49,6 +51,9 @@ COMPARED: Key[ComparedEntry] = Key("compared")
 ASSEMBLING: Key[AssemblingEntry] = Key("assembling")
 COMPLETE: Key[CompleteEntry] = Key("complete")
 REUSED: Key[ReusedEntry] = Key("reused")
+EVALUATION: Key[TokensEntry] = Key("evaluation")  # of a sweep: the tokens that its points are scored on
+POINTS: Key[PointsEntry] = Key("points")
+RESULT: Key[PointEntry] = Key("result")  # of a point of a sweep, in its part of the ledger
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
 SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
@@ -97,6 +102,11 @@ def scored_key(model: str, layer: int) -> Key[ScoredEntry]:
     """What enters a layer of a model that is being scored, which this name stands for."""
     assert SCORED_NAME.fullmatch(model)
     return Key(f"{SCORED}{model}/{layer:05d}")
+
+
+def point_part(digest: str) -> str:
+    """Where a point of a sweep has its own entries."""
+    return f"point/{digest}"
 
 
 def rest_key(shard: str) -> Key[ShardRecord]:

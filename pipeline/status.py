@@ -8,8 +8,10 @@ import time
 from typing import Any
 
 from manifests.errors import StorageError
+from manifests.records import Key, PointEntry
 from pipeline.console.arguments import parser, run_command
-from pipeline.keys import COMPLETE
+from pipeline.keys import COMPLETE, POINTS, RESULT, point_part
+from stores.ledger import Ledger
 from stores.lock import read_lock
 from stores.run_directory import ENDED, existing_run
 from stores.storage import Place, Storage, matching
@@ -46,13 +48,16 @@ def read_status(place: Place) -> dict[str, Any]:
     committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
     owner = read_lock(run_dir.storage)
     complete, ended = ledger.get(COMPLETE), read_record(run_dir.storage)
+    points = _points(ledger)
+    finished = bool(complete) or (points is not None and points["done"] == points["of"])
     return {
         "run_dir": run_dir.place,
         "output": manifest.output if manifest else None,
-        "state": _state(owner, complete, ended),
+        "state": _state(owner, finished, ended),
         "owner": owner,
         "last_run": _last_run(owner, ended),
         "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
+        "points": points,
         "last_commit": max(ledger.storage.written().values(), default=None),
         "summary": complete.summary if complete else None,
         "log": _last_lines(run_dir.logs),
@@ -68,14 +73,22 @@ def read_record(run_dir: Storage) -> dict[str, Any] | None:
         return None
 
 
-def _state(owner: dict[str, Any] | None, complete: Any, ended: dict[str, Any] | None) -> str:
+def _points(ledger: Ledger) -> dict[str, int] | None:
+    """Of a sweep: how many points it has, and how many of them a result."""
+    if (entry := ledger.get(POINTS)) is None:
+        return None
+    keys: list[Key[PointEntry]] = [Key(f"{point_part(digest)}/{RESULT}") for digest in entry.digests]
+    return {"done": sum(ledger.get(key) is not None for key in keys), "of": len(keys)}
+
+
+def _state(owner: dict[str, Any] | None, finished: bool, ended: dict[str, Any] | None) -> str:
     if owner is not None and owner.get("alive"):
         return "running"
     if _was_killed(owner, ended):
-        return "killed" if not complete else "finished"
+        return "finished" if finished else "killed"
     if ended is not None and ended["outcome"] != "done":
         return str(ended["outcome"])
-    return "finished" if complete else "stopped"
+    return "finished" if finished else "stopped"
 
 
 def _was_killed(owner: dict[str, Any] | None, ended: dict[str, Any] | None) -> bool:
@@ -100,6 +113,8 @@ def _print(state: dict[str, Any]) -> None:
     print(f"output: {state['output']}")
     for name, number in state["layers"].items():
         print(f"layers committed, {name.replace('_', ' ')}: {number}")
+    if points := state["points"]:
+        print(f"points of the sweep: {points['done']} of {points['of']}")
     if state["last_commit"]:
         print(f"last commit: {time.time() - state['last_commit']:.0f} s ago")
     owner = state["owner"]

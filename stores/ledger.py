@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -130,6 +131,50 @@ class Ledger:
         return sorted({Key(_key_of(match)) for match in map(ENTRY_NAME.fullmatch, self.storage.names()) if match})
 
 
+class LedgerPart(Ledger):
+    """A ledger as one of several that share it sees it: its entries are its own, but for those of some kinds.
+
+    A kind is the first part of a key. `KIND/…` is `OWN/KIND/…` in the whole, or `ELSEWHERE[KIND]/KIND/…`; where that
+    says nothing ("") all of them see the same.
+    """
+
+    def __init__(self, whole: Ledger, own: str, elsewhere: Mapping[str, str]) -> None:
+        super().__init__(whole.storage)
+        self.whole = whole
+        self.own = own
+        self.elsewhere = elsewhere
+
+    def commit(self, key: Key[E], record: E) -> None:
+        """As `Ledger.commit`."""
+        self.whole.commit(self._there(key), record)
+
+    def retract(self, key: str) -> None:
+        """As `Ledger.retract`."""
+        self.whole.retract(self._there(Key(key)))
+
+    def get(self, key: Key[E]) -> E | None:
+        """As `Ledger.get`."""
+        return self.whole.get(self._there(key))
+
+    def keys(self, prefix: str = "") -> list[Key[Any]]:
+        """Those of its own entries that begin with `prefix`, ascending."""
+        start = f"{self.own}/"
+        return [Key(key.removeprefix(start)) for key in self.whole.keys(start + prefix)]
+
+    def sweep(self) -> None:
+        """Of the whole."""
+        self.whole.sweep()
+
+    def clear(self) -> None:
+        """Forgets its own entries, durably."""
+        for key in self.keys():
+            self.retract(key)
+
+    def _there(self, key: Key[E]) -> Key[E]:
+        place = self.elsewhere.get(key.partition("/")[0], self.own)
+        return Key(f"{place}/{key}") if place else key
+
+
 class _DamagedError(Exception):
     """An entry that does not match its own digest, or is none."""
 
@@ -187,7 +232,7 @@ def _decode(data: bytes, key: str, generation: int) -> dict[str, Any]:
 def _checked(key: str, record: dict[str, Any]) -> Any:
     """A record as its class has it; of a kind without one, as it is."""
     try:
-        kind = KINDS.get(key.partition("/")[0])
+        kind = next((KINDS[part] for part in key.split("/") if part in KINDS), None)
         return record if kind is None else kind.validate_python(record)
     except ValidationError as error:
         first = error.errors()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ FINGERPRINT_VERSION = 1
 MANIFEST = "manifest.yaml"
 FINGERPRINT = "fingerprint.json"
 REPORT = "report.html"
+SWEEP = "sweep.yaml"
+RESULTS = ("sweep.json", "sweep.csv", "sweep.html")
 SCALE = "scale.json"
 ENDED = "ended.json"  # how the last run ended
 LEDGER = "ledger"
@@ -52,6 +55,12 @@ class RunDirectory:
     def place(self) -> str:
         """Where it is, as messages have it."""
         return self.storage.at()
+
+    def with_ledger(self, ledger: Ledger) -> RunDirectory:
+        """The same place, and a part of what is entered there."""
+        other = copy.copy(self)
+        other.ledger = ledger
+        return other
 
     @cached_property
     def statistics(self) -> StatisticsStore:
@@ -100,7 +109,7 @@ class RunDirectory:
         if self.storage.has(FINGERPRINT) and (has_note or self._has_fingerprint()):
             return []
         # Nothing is written before the fingerprint but the locks, what `scale` asks of their owner, and folders.
-        files = [MANIFEST, FINGERPRINT, REPORT, ENDED, *([] if has_note else [SCALE])]
+        files = [MANIFEST, FINGERPRINT, REPORT, ENDED, SWEEP, *RESULTS, *([] if has_note else [SCALE])]
         foreign = [name for name in files if name in there]
         for folder in (STAGED, LEDGER, STATISTICS, ACTIVATIONS):
             foreign += [f"{folder}/{name}" for name in self.storage.children(folder) if not is_hidden(name)]

@@ -27,11 +27,13 @@ FOLDERS = {  # folder of the repository -> what its modules' names start with
     "deploy/quickstart": "deploy.quickstart",
 }
 COMMANDS = {
-    f"pipeline.{name}" for name in ("run", "status", "verify", "evaluate", "export", "report", "scale", "plan.__main__")
+    f"pipeline.{name}"
+    for name in ("run", "status", "verify", "evaluate", "export", "report", "scale", "sweep", "plan.__main__")
 }
 # Put the parts together, as the commands do; only these and each other import them.
 SHARED_BY_COMMANDS = tuple(
-    f"pipeline.{room}" for room in ("job", "checkpoint", "verification", "evaluation", "reporting", "console")
+    f"pipeline.{room}"
+    for room in ("job", "checkpoint", "verification", "evaluation", "reporting", "sweeping", "console")
 )
 METHODS = {"flat_llm", "lorc", "lestd", "joint_rank_k"} | {
     name for entry in MethodEntry.__subclasses__() for name in get_args(entry.model_fields["method"].annotation)

@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from manifests.methods import MethodEntry
 from manifests.schema import Manifest
+from manifests.sweep import Sweep
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "manifest.md"
 INTRODUCTION = """\
@@ -37,7 +38,8 @@ SIGNS: tuple[tuple[type, str, str], ...] = ((Gt, "gt", "> "), (Ge, "ge", "≥ ")
 
 def reference() -> str:
     """The whole page, as Markdown."""
-    sections = [_section(model) for model in _reachable(Manifest)]
+    models = dict.fromkeys([*_reachable(Manifest), *_reachable(Sweep)])
+    sections = [_section(model) for model in models]
     return "\n".join([INTRODUCTION, *sections])
 
 

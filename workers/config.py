@@ -28,6 +28,7 @@ class WorkerConfig:
         shards: how many parts the samples are cut in.
         dtype: of the forward pass.
         manifest: None when nothing is compressed (evaluation).
+        points: of a sweep, the manifests of its points: a task's `method` counts through the methods of all of them.
         gradient_samples: how many of the samples the backward pass takes, spread over the shards.
         run_dir: holds activations.zarr, statistics.zarr and staged/.
         token_ids: of windows to score (windows, length) that are in no store: they travel with this value.
@@ -48,6 +49,7 @@ class WorkerConfig:
     use_gpu: bool
     hidden_bytes: int
     manifest: Manifest | None = None
+    points: tuple[Manifest, ...] = ()
     token_ids: torch.Tensor | None = None
     gradient_samples: int = 0
     gpu_share: float = 0.0

@@ -69,7 +69,8 @@ class Worker:
         self.setup = setup
         self.transfer = transfer
         self.device = torch.device("cuda" if setup.use_gpu else "cpu")
-        self.methods = build_methods(setup.manifest) if setup.manifest else ()
+        manifests = setup.points or ((setup.manifest,) if setup.manifest else ())
+        self.methods = [(method, manifest.quantize) for manifest in manifests for method in build_methods(manifest)]
         run_dir = open_storage(setup.run_dir)
         self.activations = ActivationStore(run_dir.below(ACTIVATIONS))
         self.statistics = StatisticsStore(run_dir.below(STATISTICS))
@@ -278,16 +279,15 @@ class Worker:
         return GradientRecord(**dict(record), square_norms=squares, sequences=sequences, tokens=tokens)
 
     def _measure(self, unit: Measure) -> Any:
-        method, weights = self.methods[unit.task.method], self._group_weights(unit.task)
+        (method, _), weights = self.methods[unit.task.method], self._group_weights(unit.task)
         assert isinstance(method, Measuring)
         with self._computing():
             return method.measure(unit.task, self.setup.geometry, weights)
 
     def _predict(self, unit: Predict) -> Curve:
-        method, weights = self.methods[unit.task.method], self._group_weights(unit.task)
+        (method, quantize), weights = self.methods[unit.task.method], self._group_weights(unit.task)
         assert isinstance(method, Predicting)
         statistics = self._statistics(unit.statistics)
-        quantize = self.setup.manifest.quantize if self.setup.manifest else None
         with self._computing():
             curve = method.curve(unit.task, self.setup.geometry, weights, statistics)
             if quantize is None or quantize.bits != "auto":
@@ -319,8 +319,7 @@ class Worker:
     def _solve(self, unit: Solve) -> SolveDone:
         weights, statistics = self._group_weights(unit.task), self._statistics(unit.statistics)
         before = self.transfer.get(unit.before) if unit.before is not None else {}
-        method, geometry = self.methods[unit.task.method], self.setup.geometry
-        quantize = self.setup.manifest.quantize if self.setup.manifest else None
+        (method, quantize), geometry = self.methods[unit.task.method], self.setup.geometry
         with self._computing():
             factors, found, rounded = solve_group(
                 method, unit.task, geometry, weights, statistics, unit.ranks, before, quantize

@@ -8,6 +8,8 @@ from typing import Any
 
 from lamina import LaminaConfig
 from pipeline.job.inputs import Inputs
+from pipeline.keys import layer_key
+from pipeline.ports import Journal
 from stores.headers import DTYPES
 
 
@@ -36,6 +38,20 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
             "compressed": itemsize * sum(described.cache_numbers(layer) for layer in range(geometry.num_layers)),
         },
     }
+
+
+def stored_tensors(inputs: Inputs, journal: Journal) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a checkpoint of the committed layers would hold: tensor -> dtype and shape, and the forms of each layer."""
+    entries = [journal.get(layer_key(layer)) for layer in range(inputs.geometry.num_layers)]
+    staged = tuple(f"{inputs.geometry.layers_path}.{layer}." for layer, entry in enumerate(entries) if entry)
+    copied = {
+        name: {"dtype": record.dtype, "shape": list(record.shape)}
+        for name, record in inputs.source.tensors.items()
+        if not name.startswith(staged)
+    }
+    found = [entry.as_json() if entry else {"staged": {"tensors": {}}, "forms": {}} for entry in entries]
+    written = {name: tensor for layer in found for name, tensor in layer["staged"]["tensors"].items()}
+    return copied | written, [layer["forms"] for layer in found]
 
 
 def stored_numbers(dtype: str, shape: Sequence[int], itemsize: int) -> int:

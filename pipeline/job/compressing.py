@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +14,7 @@ from manifests.errors import CorruptError
 from manifests.records import ArrayRecord, ComparedEntry, ComparedFigures, StagedRecord, TokensEntry
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
-from pipeline.computation import staged_layer
+from pipeline.computation import Job, staged_layer
 from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import sweep_scratch
@@ -23,6 +24,7 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
+from pipeline.ports import Pool
 from pipeline.repair import REPAIRS
 from pipeline.scoring import Scorer
 from pipeline.units import Compare
@@ -32,7 +34,8 @@ from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
 from workers.config import WorkerConfig
-from workers.pool import RayPool
+
+LAYER = re.compile(r"(^|/)layer/\d+$")  # of the job, or of a point of a sweep
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,27 @@ class StoreCleaner:
         sweep_staged(self.run_dir.storage, records)
 
 
+class BusyPool(Pool, Protocol):
+    """A pool that knows what its workers took."""
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """As `Effort.units`."""
+        ...
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """By worker."""
+        ...
+
+
 class JobWorkers:
     """The workers of a job: they compress its layers, at one size or at several, and score what came of it.
 
     `always`: stored tokens and hidden states that outlive whatever is computed.
     """
 
-    def __init__(self, pool: RayPool, always: list[ArrayRecord]) -> None:
+    def __init__(self, pool: BusyPool, always: list[ArrayRecord]) -> None:
         self.pool = pool
         self.always = always
 
@@ -108,11 +125,15 @@ class JobWorkers:
                 job.observer.repaired("; ".join(damaged.values()), list(damaged))
         raise CorruptError("; ".join(damaged.values()))
 
-    def _driver(self, job: JobContext) -> Driver:
+    def take_statistics(self, job: JobContext, work: Job) -> None:
+        """What the passes over the text give to `work`, entered in the ledger."""
+        self._driver(job, work).prepare()
+
+    def _driver(self, job: JobContext, work: Job | None = None) -> Driver:
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
-        scored = [record for entry in entries if entry for record in entry["activations"]]  # it will go on from there
+        scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
         cleaner = StoreCleaner(job.run_dir, [*self.always, *scored])
-        return Driver(driver_job(job.inputs), self.pool, job.ledger, cleaner, job.observer)
+        return Driver(work or driver_job(job.inputs), self.pool, job.ledger, cleaner, job.observer)
 
 
 @contextmanager
@@ -135,7 +156,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
         yield JobWorkers(pool, always)
 
 
-def _compare(job: JobContext, pool: RayPool) -> None:
+def _compare(job: JobContext, pool: Pool) -> None:
     """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again on OUTPUT."""
     staged = tuple(staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers))
     layers = tuple(found.sha256 if found else None for found in staged)
@@ -188,6 +209,7 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         memory_bytes=job.plan.worker_host_bytes,
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
+        points=job.points,
         gradient_samples=job.inputs.gradient_samples,
         hardware=job.ledger.get(HARDWARE),
     )
@@ -213,6 +235,7 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
 def _sweep(job: JobContext) -> None:
     """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
     job.ledger.sweep()
-    entered = [job.ledger.get(key) for key in job.ledger.keys("layer/")]
+    layers = [key for key in job.ledger.keys() if LAYER.search(key)]  # noqa: SIM118 - no mapping
+    entered = [job.ledger.get(key) for key in layers]
     sweep_staged(job.run_dir.storage, [entry.staged for entry in entered if entry])
     sweep_scratch(job.run_dir.storage)

@@ -47,6 +47,7 @@ class JobContext:
         output_files: what OUTPUT held at the start.
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
+        points: of a sweep, the manifests of its points.
     """
 
     inputs: Inputs
@@ -61,6 +62,7 @@ class JobContext:
     observer: JobObserver
     stop: threading.Event
     started: float
+    points: tuple[Manifest, ...] = ()
 
     @property
     def manifest(self) -> Manifest:

@@ -21,14 +21,14 @@ def job_fingerprint(inputs: Inputs, tokens: torch.Tensor | None, source_files: M
         "source": {file: {"size": found["size"], "sha256": found["sha256"]} for file, found in source_files.items()},
         "config": inputs.source.config,
         "calibration_tokens": tokens_digest(tokens),
-        "manifest": _semantic(inputs),
+        "manifest": semantic_fields(inputs),
         "code": VERSION,
         "dtype": inputs.dtype_name,
         "device": "cuda" if inputs.manifest.workers.gpus else "cpu",
     }
 
 
-def _semantic(inputs: Inputs) -> dict[str, Any]:
+def semantic_fields(inputs: Inputs) -> dict[str, Any]:
     """The manifest's fields that decide bytes; what ranks are multiples of, as it comes out for this model."""
     manifest, fields = inputs.manifest, inputs.manifest.semantic()
     for entry, field in zip(manifest.methods, fields["methods"], strict=True):

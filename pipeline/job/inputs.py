@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from stores.source import SourceCheckpoint, is_hub_id
 from stores.storage import open_storage
 from workers.config import FORWARD_DTYPES
 
+T = TypeVar("T")
 STORED_NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -124,14 +125,20 @@ def read_inputs(manifest: Manifest, weights: bool = True) -> Inputs:
     Raises:
         InputError: see the message; nothing was written.
     """
+    return opened_model(manifest, weights, partial(check_inputs, manifest))
+
+
+def opened_model(manifest: Manifest, weights: bool, check: Callable[[SourceCheckpoint, Mapping[str, Any]], T]) -> T:
+    """What `check` makes of a manifest's model and its config; asked first without weights, where those are fetched."""
     model = manifest.model
     open_it = partial(open_dense, model.source, model.revision, code=model.trust_remote_code)
     if not weights or is_hub_id(model.source):
-        inputs = _checked(manifest, *open_it(weights=False))
-    return _checked(manifest, *open_it(weights=True)) if weights else inputs
+        found = check(*open_it(weights=False))
+    return check(*open_it(weights=True)) if weights else found
 
 
-def _checked(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, Any]) -> Inputs:
+def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, Any]) -> Inputs:
+    """A manifest and an open model held against each other. Raises InputError."""
     geometry = geometry_of(config)
     dtype = layer_dtype(source, geometry)
     geometry = replace(geometry, bits=8 * dtype.itemsize)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,24 +54,11 @@ def score_output(job: JobContext, seal: str) -> None:
             job.observer,
             job.run_dir.storage.folder,
         )
-        wanted = job.manifest.evaluation.perplexity
-        assert wanted is not None
-        entry = ScoreEntry(
-            kind="perplexity",
-            model="dense" if key.startswith("score/dense/") else "compressed",
-            seal=seal,
-            text=wanted.text.model_dump(mode="json", exclude_none=True),
-            seen=(seen := _seen(job)),
-            perplexity=found["perplexity"],
-            loss=found["loss"],
-            tokens=found["tokens"],
-            windows=found["windows"],
-            window=found["window"],
-        )
+        entry = score_entry(job, "dense" if key.startswith("score/dense/") else "compressed", seal, found)
         job.ledger.commit(key, entry)
         which = "of the dense model " if entry.model == "dense" else ""
         job.observer.say(f"perplexity {which}{found['perplexity']:.4f} over {found['tokens']:,} tokens")
-        if seen > SEEN_LIMIT:
+        if (seen := _seen(job)) > SEEN_LIMIT:
             job.observer.say(f"perplexity: {seen_warning(seen)}", logging.WARNING)
     for task_key, model in _wanted_tasks(job, seal).items():
         if job.ledger.get(task_key) is None:
@@ -81,10 +69,28 @@ def score_output(job: JobContext, seal: str) -> None:
             job.ledger.commit(task_key, TaskScoreEntry(model=which, seal=seal, tasks=scores))
 
 
+def score_entry(job: JobContext, model: str, seal: str, found: Mapping[str, Any]) -> ScoreEntry:
+    """What is entered of the `dense` or the `compressed` model. `found`: as `score_tokens` gives it."""
+    wanted = job.manifest.evaluation.perplexity
+    assert wanted is not None
+    return ScoreEntry(
+        kind="perplexity",
+        model=model,
+        seal=seal,
+        text=wanted.text.model_dump(mode="json", exclude_none=True),
+        seen=_seen(job),
+        perplexity=found["perplexity"],
+        loss=found["loss"],
+        tokens=found["tokens"],
+        windows=found["windows"],
+        window=found["window"],
+    )
+
+
 def scores(job: JobContext, seal: str) -> dict[str, Any]:
     """`perplexity`: what the manifest asks for; `dense`: the source's on the same tokens, where it was measured;
     `earlier`: what was asked for before, of this checkpoint."""
-    now = {key: job.ledger.get(key) for key in (*_wanted(job, seal), *_dense_key(job))}
+    now = {key: job.ledger.get(key) for key in (*_wanted(job, seal), *dense_score_key(job))}
     found: dict[str, Any] = {}
     for key, entry in now.items():
         if entry is not None:
@@ -110,7 +116,7 @@ def _wanted(job: JobContext, seal: str) -> dict[Key[ScoreEntry], str]:
         return {}
     wanted = {score_key("output", _digest(seal, tokens_digest(job.evaluation))): job.manifest.output}
     if job.manifest.evaluation.perplexity and job.manifest.evaluation.perplexity.dense:
-        wanted |= dict.fromkeys(_dense_key(job), job.inputs.source.place)
+        wanted |= dict.fromkeys(dense_score_key(job), job.inputs.source.place)
     return wanted
 
 
@@ -125,7 +131,7 @@ def _wanted_tasks(job: JobContext, seal: str) -> dict[Key[TaskScoreEntry], str]:
     }
 
 
-def _dense_key(job: JobContext) -> tuple[Key[ScoreEntry], ...]:
+def dense_score_key(job: JobContext) -> tuple[Key[ScoreEntry], ...]:
     """Where the score of the source on these tokens is, or would be."""
     if job.evaluation is None:
         return ()

@@ -32,7 +32,7 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
     with job_workers(job, heartbeat) as workers:
         if job.inputs.max_loss is not None:
             return _within(job, job.inputs.max_loss, workers), workers.effort
-        _compress_and_score(job, workers)
+        compress_and_score(job, workers)
         return job, workers.effort
 
 
@@ -42,7 +42,7 @@ def tries_of(job: JobContext) -> list[dict[str, Any]]:
     return [{"keep": size / WHOLE, **entry.as_json()} for size in sizes if (entry := job.ledger.get(try_key(size)))]
 
 
-def _compress_and_score(job: JobContext, workers: JobWorkers, *, compared: bool = True) -> HeldOutScoreEntry | None:
+def compress_and_score(job: JobContext, workers: JobWorkers, *, compared: bool = True) -> HeldOutScoreEntry | None:
     """A staged layer that is damaged in between is made again, once."""
     workers.compress(job, compared=compared)
     try:
@@ -71,7 +71,7 @@ def _within(job: JobContext, limit: float, workers: JobWorkers) -> JobContext:
             workers.compress(sized)
             job.ledger.commit(HELD_OUT_SCORE, known)
             return sized
-        found = _compress_and_score(sized, workers, compared=False)
+        found = compress_and_score(sized, workers, compared=False)
         assert found is not None
         entry = TryEntry(**dict(found), predicted=predicted(size) or 0.0)
         job.ledger.commit(try_key(size), entry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 from pathlib import PurePosixPath
 
@@ -26,31 +27,35 @@ def render(run: Run) -> str:
     """The whole file. The same run gives the same bytes, but for the versions of what renders it."""
     plots = all_plots(run)
     sections = [
-        _section("What is kept", tables.kept(run), tables.scores(run)),
-        _section("Ranks", _figures(plots, "ranks")),
-        _section("Loss curves", _figures(plots, "curves"), _folded("Chosen points", tables.predictions(run))),
-        _section("Errors and conditions", _figures(plots, "errors"), _folded("All layers", tables.layers(run))),
-        _section(
+        section("What is kept", tables.kept(run), tables.scores(run)),
+        section("Ranks", figures(plots, "ranks")),
+        section("Loss curves", figures(plots, "curves"), _folded("Chosen points", tables.predictions(run))),
+        section("Errors and conditions", figures(plots, "errors"), _folded("All layers", tables.layers(run))),
+        section(
             "Time",
-            _figures(plots, "time"),
+            figures(plots, "time"),
             _side_by_side(tables.seconds(run), tables.units(run), tables.peaks(run)),
         ),
-        _section("Plan and measurement", tables.plan_and_measurement(run)),
-        _section(
+        section("Plan and measurement", tables.plan_and_measurement(run)),
+        section(
             "What it was made of",
             tables.versions(run),
             _folded("Manifest", f"<pre>{escape(run.manifest_text)}</pre>"),
             _folded("Digests", tables.digests(run)),
         ),
-        _section("Log", _log(run)),
+        section("Log", _log(run)),
     ]
-    title = f"{PurePosixPath(run.path).name}: {run.state}"
+    return document(f"{PurePosixPath(run.path).name}: {run.state}", _head(run), sections)
+
+
+def document(title: str, head: str, sections: Sequence[str]) -> str:
+    """An HTML file. `title` is escaped here, the rest is HTML."""
     return (
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<style>{STYLE}</style></head>\n<body><main>\n{_head(run)}\n{''.join(sections)}</main></body></html>\n"
+        f"<style>{STYLE}</style></head>\n<body><main>\n{head}\n{''.join(sections)}</main></body></html>\n"
     )
 
 
@@ -92,12 +97,14 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return [*facts, *predicted, ("time", f"{run.summary['seconds']['total']:,.0f} s")]
 
 
-def _section(title: str, *parts: str) -> str:
+def section(title: str, *parts: str) -> str:
+    """What has content, under a heading; nothing where nothing has."""
     content = "\n".join(part for part in parts if part)
     return f"<section><h2>{escape(title)}</h2>\n{content}\n</section>\n" if content else ""
 
 
-def _figures(plots: list[Plot], section: str) -> str:
+def figures(plots: Sequence[Plot], section: str) -> str:
+    """The plots of a section, with captions."""
     found = "\n".join(
         f'<figure role="img" aria-label="{escape(plot.caption)}">{plot.svg}<figcaption>{escape(plot.caption)}'
         "</figcaption></figure>"

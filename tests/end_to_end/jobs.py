@@ -23,6 +23,7 @@ import pipeline.report
 import pipeline.run
 import pipeline.scale
 import pipeline.status
+import pipeline.sweep
 import pipeline.verify
 
 COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
@@ -33,6 +34,7 @@ COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "scale": pipeline.scale.main,
     "evaluate": pipeline.evaluate.main,
     "verify": pipeline.verify.main,
+    "sweep": pipeline.sweep.main,
 }
 FLAT_LLM: dict[str, Any] = {"method": "flat_llm"}
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.end_to_end.jobs import Job
 
@@ -61,6 +62,16 @@ def test_the_commands_of_the_table(job: type[Job], tmp_path: Path, text: Path, l
         _command("export", OUTPUT=output, DEST=str(tmp_path / "dense")), tmp_path
     )
     _loads_as_shown(one.output, tmp_path)
+
+
+def test_the_sweep_of_the_table(job: type[Job], tmp_path: Path) -> None:
+    one = job(**{"calibration.propagate": "dense"})
+    fields = {name: value for name, value in one.document().items() if name not in ("budget", "methods")}
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump({**fields, "keep": [0.8, 0.6], "points": [{"methods": [{"method": "flat_llm"}]}]}))
+    said = _run(_command("sweep", SWEEP=str(path)), tmp_path)
+    assert "flat_llm-0.8" in said
+    assert "flat_llm-0.6" in said
 
 
 def _loads_as_shown(output: Path, folder: Path) -> None:

@@ -28,11 +28,11 @@ def test_commit_get_keys(tmp_path: Path) -> None:
     record = {"shape": [1, 2], "digest": "ab", "nested": {"x": None, "y": 0.1}}
     ledger.commit("unit/00003", record)
     ledger.commit("unit/00002", {})
-    ledger.commit("arrays/dense/00002", {"a": 1})
+    ledger.commit("arrays/first/00002", {"a": 1})
     assert ledger.get("unit/00003") == record
     assert ledger.get("unit/00002") == {}
     assert ledger.keys("unit/") == ["unit/00002", "unit/00003"]
-    assert Ledger(tmp_path / "ledger").keys() == ["arrays/dense/00002", "unit/00002", "unit/00003"]
+    assert Ledger(tmp_path / "ledger").keys() == ["arrays/first/00002", "unit/00002", "unit/00003"]
 
 
 def test_a_key_does_not_see_another_that_it_begins(tmp_path: Path) -> None:

@@ -1,0 +1,236 @@
+"""A sweep: what is compared on one model, from one calibration. docs/sweep.md.
+
+The fields are the manifest's, but for `points` in place of `methods` and `budget`. Each point is a manifest of its own,
+as `pipeline.run` would take it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, StringConstraints, ValidationError, field_validator
+
+from manifests.blocks import Block, Listed, Location, Share
+from manifests.errors import InputError
+from manifests.loading import describe_faults, expand_environment, read_document
+from manifests.methods import AnyMethod
+from manifests.quantize import Quantize
+from manifests.schema import Calibration, Evaluation, Manifest, Model, Resume, Workers
+
+SWEEP_VERSION = 1
+OWN_JOB = "run it as a job of its own with `python -m pipeline.run`"
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=80)]
+Sizes = Annotated[tuple[Share, ...] | None, Listed]
+
+
+class Points(Block):
+    """Methods together, at every size times every rounding of two lists: so many points.
+
+    `name`: in tables and in the names of outputs; null: those of the methods. `keep` or `bytes`: sizes, as in `budget`;
+    null: the sweep's `keep`; an empty list where the methods say sizes or ranks themselves. `quantize`: blocks as the
+    manifest has them, null among them for numbers as they are. `save`: sizes whose checkpoints are kept, under
+    `output`; or `all`.
+    """
+
+    name: Name | None = None
+    methods: Annotated[tuple[AnyMethod, ...], Listed]
+    keep: Sizes = None
+    bytes: Sizes = None
+    quantize: Annotated[tuple[Quantize | None, ...], Listed] = (None,)
+    save: str | tuple[float, ...] = ()
+
+    @field_validator("save", mode="before")
+    @classmethod
+    def _saves_sizes(cls, save: Any) -> Any:
+        if save == "all" or (isinstance(save, list | tuple) and all(type(size) in (int, float) for size in save)):
+            return save if save == "all" else tuple(map(float, save))
+        raise ValueError("should be a list of sizes, or all")
+
+    @field_validator("methods")
+    @classmethod
+    def _solves_behind_the_dense_model(cls, methods: tuple[AnyMethod, ...]) -> tuple[AnyMethod, ...]:
+        for position, entry in enumerate(methods):
+            if getattr(entry, "correct", "none") != "none":
+                raise ValueError(
+                    f"{position}.correct solves each layer behind the compressed ones of one size, so that points "
+                    f"share no pass over the text; {OWN_JOB}"
+                )
+        return methods
+
+    @property
+    def title(self) -> str:
+        """The name, or the methods'."""
+        return self.name or "+".join(entry.method for entry in self.methods) or "rounded"
+
+
+class Sweep(Block):
+    """Many methods, sizes and roundings of one model, from one calibration and one pool of workers.
+
+    `keep`: the sizes of points that give none. `scope`, `multiple`: of every budget. Checkpoints of saved points go to
+    `output/NAME-SIZE`; the statistics, the ledger and the results to `run_dir`.
+    """
+
+    version: int
+    model: Model
+    output: Location
+    run_dir: Location
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    keep: Annotated[tuple[Share, ...], Listed] = ()
+    scope: Literal["decoder", "model"] = "decoder"
+    multiple: PositiveInt | None = None
+    calibration: Calibration | None = None
+    points: Annotated[tuple[Points, ...], Listed]
+    workers: Workers = Workers()
+    resume: Resume = Resume()
+    evaluation: Evaluation = Evaluation()
+    environment: Annotated[tuple[str, ...], Listed] = ()
+
+    @field_validator("version")
+    @classmethod
+    def _version_is_ours(cls, version: int) -> int:
+        if version != SWEEP_VERSION:
+            raise ValueError(f"this code reads sweeps of version {SWEEP_VERSION}, and no older or newer ones")
+        return version
+
+    @field_validator("calibration")
+    @classmethod
+    def _walks_the_dense_model(cls, calibration: Calibration | None) -> Calibration | None:
+        if calibration is not None and calibration.propagate != "dense":
+            raise ValueError(
+                f"propagate: {calibration.propagate} takes statistics behind the compressed layers of one size, so "
+                f"that points share no pass over the text; {OWN_JOB}, or say dense"
+            )
+        return calibration
+
+    @field_validator("evaluation")
+    @classmethod
+    def _scores_layers(cls, evaluation: Evaluation) -> Evaluation:
+        if evaluation.tasks:
+            raise ValueError(
+                "tasks are scored on a checkpoint, and most points leave none; name points in `save` and give their "
+                "outputs to `python -m pipeline.evaluate --tasks`"
+            )
+        return evaluation
+
+
+@dataclass(frozen=True)
+class Point:
+    """One of the things compared: the job that it would be by itself.
+
+    Attributes:
+        label: names it in tables, plots and outputs: `NAME-SIZE-ROUNDING`, as far as there is any.
+        series: the points that differ from it in size and rounding alone have the same.
+        rounding: `int4` and the like, with the group where it is another than 32; empty for numbers as they are.
+        save: whether its checkpoint is wanted.
+    """
+
+    label: str
+    series: str
+    rounding: str
+    manifest: Manifest
+    save: bool
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, tuple[Point, ...]]:
+    """Reads, overrides (`a.b=value`, values in YAML) and checks a sweep, and every point as a manifest.
+
+    Raises:
+        InputError: missing file, not YAML, or the list of every field that is wrong.
+    """
+    return parse_sweep(read_document(path, overrides, "sweep"), str(path))
+
+
+def parse_sweep(document: Mapping[str, Any], origin: str = "sweep") -> tuple[Sweep, tuple[Point, ...]]:
+    """Checks a sweep already in memory. Raises InputError with one line for every fault."""
+    expanded, faults = expand_environment(document, f"sweep {origin}")
+    points: list[Point] = []
+    try:
+        sweep = Sweep.model_validate(expanded)
+    except ValidationError as error:
+        faults += describe_faults(error, Sweep)
+    else:
+        points, wrong = _expand(sweep)
+        faults += wrong
+    if faults:
+        raise InputError(f"sweep {origin}:\n" + "\n".join(faults))
+    return sweep, tuple(points)
+
+
+def _expand(sweep: Sweep) -> tuple[list[Point], list[str]]:
+    """Every point, and a line for each fault."""
+    points: list[Point] = []
+    faults: list[str] = [] if sweep.points else ["  points: should list at least one"]
+    for position, entry in enumerate(sweep.points):
+        try:
+            sizes = _sizes(sweep, entry)
+        except ValueError as error:
+            faults.append(f"  points.{position}: {error}")
+            continue
+        wrong: dict[str, None] = {}  # at every size the same, most of the time
+        for (kind, size), quantize in product(sizes, entry.quantize):
+            rounding = _rounding(quantize)
+            label = "-".join(part for part in (entry.title, f"{size:g}" if size else "", rounding) if part)
+            try:
+                manifest = _manifest(sweep, entry, kind, size, quantize, label)
+            except ValidationError as error:
+                wrong |= dict.fromkeys(describe_faults(error))
+                continue
+            points.append(Point(label, entry.title, rounding, manifest, entry.save == "all" or size in entry.save))
+        faults += [f"  points.{position}: {line.strip()}" for line in wrong]
+    for label, count in Counter(point.label for point in points).items():
+        if count > 1:
+            faults.append(f"  points: {count} are called {label}; give `name`s, and each size once")
+    return points, faults
+
+
+def _sizes(sweep: Sweep, entry: Points) -> list[tuple[str, float | None]]:
+    """(`keep` or `bytes`, share) for each size; (`keep`, None) where no budget applies."""
+    if not entry.quantize:
+        raise ValueError("quantize: should list at least one block, or null")
+    if entry.keep is not None and entry.bytes is not None:
+        raise ValueError("give either `keep` or `bytes`; for both, two points")
+    kind = "bytes" if entry.bytes is not None else "keep"
+    sizes = next(given for given in (entry.bytes, entry.keep, sweep.keep) if given is not None)
+    unknown = [] if isinstance(entry.save, str) else sorted(set(entry.save) - set(sizes))
+    if unknown:
+        shown = ", ".join(f"{size:g}" for size in sizes) or "of which it has none; say all"
+        raise ValueError(f"save: {unknown[0]:g} is none of its sizes, {shown}")
+    return [(kind, size) for size in sizes] or [(kind, None)]
+
+
+def _manifest(
+    sweep: Sweep, entry: Points, kind: str, size: float | None, quantize: Quantize | None, label: str
+) -> Manifest:
+    """Raises ValidationError."""
+    budget: dict[str, Any] = {"scope": sweep.scope, "multiple": sweep.multiple}
+    given = budget | {kind: size} if size else budget if sweep.multiple else None
+    return Manifest.model_validate(
+        {
+            "version": 1,
+            "model": sweep.model,
+            "output": f"{sweep.output.rstrip('/')}/{label}",
+            "run_dir": sweep.run_dir,
+            "seed": sweep.seed,
+            "budget": given,
+            "calibration": sweep.calibration,
+            "quantize": quantize,
+            "methods": entry.methods,
+            "workers": sweep.workers,
+            "resume": sweep.resume,
+            "evaluation": sweep.evaluation,
+        }
+    )
+
+
+def _rounding(quantize: Quantize | None) -> str:
+    if quantize is None:
+        return ""
+    group = "" if quantize.group == 32 else f"g{quantize.group}" if quantize.group else "row"
+    skipped = "".join(f"-{role}" for role in quantize.skip)
+    return (f"int{quantize.bits}" if quantize.bits != "auto" else "bits") + group + skipped

@@ -1,0 +1,162 @@
+"""What came of a sweep: a row for each point, as a table, CSV and JSON; which points no other one beats."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from manifests import VERSION
+from pipeline.job.scoring import dense_score_key
+from pipeline.keys import RANKS, RESULT
+from pipeline.sweeping.context import SweepContext
+from pipeline.sweeping.page import render_sweep
+from pipeline.sweeping.points import SweptPoint
+from stores.run_directory import RESULTS
+from stores.storage import Storage
+
+RESULTS_VERSION = 1
+SHARES = {"numbers": "decoder_parameters", "bytes": "bytes", "cache": "cache_bytes_per_token"}
+MEASURED = {  # heading -> field and form
+    "loss over dense": ("loss_over_dense", ".4f"),
+    "divergence": ("divergence", ".3g"),
+    "predicted": ("predicted_loss", ".3g"),
+    "seconds": ("seconds", ".1f"),
+}
+DROPPED = ("seconds", "predicted", "numbers", "best by")  # where the terminal is narrow, in this order; the CSV has all
+GAP = 2
+COLUMNS = (
+    "point", "series", "methods", "rounding", "numbers_kept", "bytes", "bytes_kept", "cache_bytes_per_token",
+    "cache_kept", "perplexity", "loss", "loss_over_dense", "divergence", "held_out_perplexity", "predicted_loss",
+    "best_by_bytes", "best_by_cache", "seconds", "output",
+)  # fmt: skip
+
+
+def results(sweep: SweepContext) -> dict[str, Any]:
+    """All that is entered, as JSON: `dense`, the text, and `points` in the order of the sweep."""
+    job = sweep.job
+    scored = next((job.ledger.get(key) for key in dense_score_key(job)), None)
+    dense = scored.as_json() if scored else None
+    rows = [row for point in sweep.points if (row := _row(sweep, point, dense)) is not None]
+    for kept in ("bytes", "cache"):
+        best = front([(row[f"{kept}_kept"], _lost(row)) for row in rows])
+        for place, row in enumerate(rows):
+            row[f"best_by_{kept}"] = place in best
+    return {
+        "version": RESULTS_VERSION,
+        "code_version": VERSION,
+        "model": job.manifest.model.source,
+        "dense": {name: dense[name] for name in ("perplexity", "loss", "tokens", "window")} if dense else None,
+        "points": rows,
+        "missing": [point.point.label for point in sweep.points if not sweep.is_done(point)],
+        "seconds": {"phases": job.observer.seconds, "total": job.seconds()},
+    }
+
+
+def front(points: Sequence[tuple[float, float]]) -> frozenset[int]:
+    """The places of those (size, loss) that no other one equals or beats in both and beats in one."""
+    return frozenset(
+        place
+        for place, (size, loss) in enumerate(points)
+        if not any(other[0] <= size and other[1] <= loss and other != (size, loss) for other in points)
+    )
+
+
+def as_csv(found: Mapping[str, Any]) -> str:
+    """A line for each point, under the names of COLUMNS; nothing where nothing was measured."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**row, "methods": "+".join(row["methods"])} for row in found["points"])
+    return text.getvalue()
+
+
+def write_results(run_dir: Storage, found: Mapping[str, Any]) -> None:
+    """sweep.json, sweep.csv and sweep.html. Raises StorageError."""
+    contents = (json.dumps(found, indent=2) + "\n", as_csv(found), render_sweep(found))
+    for name, content in zip(RESULTS, contents, strict=True):
+        run_dir.replace(name, content.encode())
+
+
+def print_results(found: Mapping[str, Any], console: Console | None = None) -> None:
+    """A row for each point, to the terminal or to another console: what was measured, as far as the width allows."""
+    console = console or Console()
+    columns = _columns(found)
+    room = console.width - max(len(cell) for cell in columns["point"])
+    while sum(_width(*column) for column in columns.items()) - _width("point", columns["point"]) > room:
+        dropped = next((name for name in DROPPED if name in columns), None)
+        if dropped is None:
+            break
+        del columns[dropped]
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        words = name in ("point", "best by")
+        shown.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    for row in zip(*columns.values(), strict=True):
+        shown.add_row(*row)
+    console.print(shown)
+
+
+def _columns(found: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Heading -> cells, the dense model's first; none that is empty."""
+    dense, rows = found["dense"], found["points"]
+    columns = {"point": ["dense", *(row["point"] for row in rows)]}
+    for name in SHARES:
+        columns[name] = ["1", *(f"{row[f'{name}_kept']:.4f}" for row in rows)]
+    columns["perplexity"] = [_short(dense and dense["perplexity"], ".4f")]
+    columns["perplexity"] += [_short(row["perplexity"], ".4f") for row in rows]
+    for heading, (name, form) in MEASURED.items():
+        columns[heading] = ["", *(_short(row[name], form) for row in rows)]
+    best = [", ".join(kept for kept in ("bytes", "cache") if row[f"best_by_{kept}"]) for row in rows]
+    columns["best by"] = ["", *best]
+    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def _width(heading: str, cells: Sequence[str]) -> int:
+    return max(len(cell) for cell in (heading, *cells)) + GAP
+
+
+def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """None where the point is still to be done."""
+    ledger, manifest = point.ledger(sweep.job.ledger), point.point.manifest
+    entry, ranks = ledger.get(RESULT), ledger.get(RANKS)
+    if entry is None or entry.text != sweep.text:
+        return None
+    counts, held_out, loss = entry.counts, entry.held_out, entry.loss
+    kept = {f"{name}_kept": counts[of]["compressed"] / counts[of]["dense"] for name, of in SHARES.items()}
+    return {
+        "point": point.point.label,
+        "series": point.point.series,
+        "methods": [entry.method for entry in manifest.methods],
+        "budget": manifest.budget.model_dump(mode="json", exclude_none=True) if manifest.budget else None,
+        "rounding": point.point.rounding,
+        **kept,
+        "bytes": counts["bytes"]["compressed"],
+        "cache_bytes_per_token": counts["cache_bytes_per_token"]["compressed"],
+        "counts": entry.as_json()["counts"],
+        "perplexity": math.exp(loss) if loss is not None else None,
+        "loss": loss,
+        "loss_over_dense": loss - dense["loss"] if loss is not None and dense else None,
+        "divergence": held_out.divergence if held_out else None,
+        "held_out_perplexity": held_out.perplexity if held_out else None,
+        "predicted_loss": entry.predicted,
+        "ranks": ranks.as_json()["ranks"] if ranks else {},
+        "seconds": entry.seconds,
+        "output": entry.output,
+    }
+
+
+def _lost(row: Mapping[str, Any]) -> float:
+    """What points are compared by: the loss on the evaluation text, or else the divergence on held-out text."""
+    return float(row["divergence"] if row["loss"] is None else row["loss"])
+
+
+def _short(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"

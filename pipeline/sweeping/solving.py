@@ -1,0 +1,166 @@
+"""Every point of a sweep: one pass over the text for all, then one after another is solved, scored and entered."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from manifests.errors import CorruptError
+from manifests.records import ArrayRecord, PointEntry, TokensEntry
+from pipeline.checkpoint.compression_record import SEAL
+from pipeline.checkpoint.counting import count, stored_tensors
+from pipeline.computation import entered_scores, staged_layer
+from pipeline.console.signals import catch_signals
+from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS
+from pipeline.job.compressing import JobWorkers, StoreCleaner, assemble_output, job_workers
+from pipeline.job.context import JobContext, driver_job
+from pipeline.job.heartbeat import Heartbeat
+from pipeline.job.ledger_entries import check_entries
+from pipeline.job.scoring import dense_score_key, score_entry
+from pipeline.job.sizing import compress_and_score
+from pipeline.keys import EVALUATION, HELD_OUT_SCORE, RANKS, RESULT
+from pipeline.ranks.curves import predicted_loss
+from pipeline.score_units import Scored, Windows
+from pipeline.sweeping.context import SweepContext
+from pipeline.sweeping.points import SweptPoint
+from pipeline.sweeping.pool import PointPool
+
+DENSE, COMPRESSED = "evaluation-dense", "evaluation"  # as the ledger names what is scored
+PASSING = ("layer/", "activations/", "compared", "held_out_score", "scored/")  # what a point leaves when it is entered
+
+
+def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
+    """Enters what is missing: every point's result, and the checkpoints that are wanted.
+
+    Raises:
+        Interrupted: a signal came; what is entered stays.
+    """
+    pending = [point for point in sweep.points if not sweep.is_done(point)]
+    if not pending:
+        return
+    job = sweep.job
+    with job_workers(job, heartbeat) as workers:
+        _take_statistics(job, pending, workers)
+        windows = _score_dense(job, workers)
+        for place, point in enumerate(pending, start=1):
+            job.observer.say(f"point {place} of {len(pending)}: {point.point.label}")
+            catch_signals(job.stop)
+            _solve(sweep, point, workers, windows)
+
+
+def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWorkers) -> None:
+    """The passes over the text: the union of what the points ask for."""
+    asked = {point.first + place for point in pending for place in range(len(point.inputs.methods))}
+    tasks = tuple(task for task in job.inputs.tasks if task.method in asked)
+    scores = frozenset(score for point in pending for score in point.inputs.scores)
+    shared = replace(driver_job(job.inputs), tasks=tasks, scores=scores, measures=(), predicts=())
+    workers.take_statistics(job, shared)
+
+
+def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
+    """The windows of the evaluation text, stored for the workers; the dense model is scored on them once."""
+    if job.evaluation is None:
+        return None
+    count, length = job.evaluation.shape
+    windows = Windows(min(SHARDS, count), "float32", max(1, NUMBERS_PER_BATCH // length), _stored_windows(job, workers))
+    (key,) = dense_score_key(job)
+    if job.ledger.get(key) is None:
+        scorer = workers.scorer(job)
+        found = scorer.score(windows, DENSE, [None] * job.inputs.geometry.num_layers)
+        job.ledger.commit(key, score_entry(job, "dense", key.rpartition("/")[2], _figures(found, windows)))
+        scorer.forget(DENSE)
+    return windows
+
+
+def _figures(found: Scored, windows: Windows) -> dict[str, Any]:
+    """As `evaluation.perplexity.score_tokens` gives them."""
+    assert windows.tokens is not None
+    count, length = windows.tokens.shape
+    loss = found.loss / found.tokens
+    return {"perplexity": math.exp(loss), "loss": loss, "tokens": found.tokens, "windows": count, "window": length}
+
+
+def _stored_windows(job: JobContext, workers: JobWorkers) -> ArrayRecord:
+    assert job.evaluation is not None
+    ids, store, entered = job.evaluation.to(torch.int32), job.run_dir.activations, job.ledger.get(EVALUATION)
+    if entered is not None:
+        try:
+            if not torch.equal(store.open(entered.tokens).read(0, entered.tokens.shape[0]), ids):
+                entered = None
+        except CorruptError as error:
+            job.observer.repaired(str(error), [EVALUATION])
+            entered = None
+    if entered is None:
+        entered = TokensEntry(tokens=store.write_tokens(ids))
+        job.ledger.commit(EVALUATION, entered)
+    workers.always.append(entered.tokens)
+    return entered.tokens
+
+
+def _solve(sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows: Windows | None) -> None:
+    job, started = sweep.of(point), time.monotonic()
+    check_entries(job.ledger, driver_job(job.inputs), job.inputs.config)
+    own = JobWorkers(PointPool(workers.pool, point.first), workers.always)
+    scored = _compress_and_score(job, own, windows, compared=point.point.save)
+    tensors, forms = stored_tensors(job.inputs, job.ledger)
+    compression = assemble_output(job) if point.point.save else None
+    catch_signals(job.stop)
+    entry = PointEntry(
+        text=sweep.text,
+        counts=count(job.inputs, tensors, forms),
+        loss=scored.loss / scored.tokens if scored else None,
+        held_out=job.ledger.get(HELD_OUT_SCORE),
+        predicted=_predicted(job),
+        seconds=time.monotonic() - started,
+        output=job.output if compression else None,
+        seal=compression[SEAL] if compression else None,
+    )
+    job.ledger.commit(RESULT, entry)
+    for key in (key for kind in PASSING for key in job.ledger.keys(kind)):
+        job.ledger.retract(key)
+    StoreCleaner(job.run_dir, workers.always).retain_staged(())
+    job.observer.say(result_line(point.point.label, entry))
+
+
+def _compress_and_score(
+    job: JobContext, workers: JobWorkers, windows: Windows | None, *, compared: bool
+) -> Scored | None:
+    """A staged layer that is damaged in between is made again, once."""
+    for attempt in range(2):
+        compress_and_score(job, workers, compared=compared)
+        if windows is None:
+            return None
+        staged = [staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers)]
+        try:
+            return workers.scorer(job).score(windows, COMPRESSED, staged)
+        except CorruptError as error:
+            if attempt:
+                raise
+            job.observer.repaired(str(error), [])
+    raise AssertionError("the second attempt returns or raises")
+
+
+def _predicted(job: JobContext) -> float | None:
+    """By the curves, nats per token; None where ranks follow nothing that predicts a loss."""
+    made, calibration, ranks = driver_job(job.inputs), job.manifest.calibration, job.ledger.get(RANKS)
+    if ranks is None or calibration is None or calibration.gradient.kind == "local":
+        return None
+    if not made.tasks or {task.key for task in made.predicts} != {task.key for task in made.tasks}:
+        return None
+    scores = entered_scores(made, job.ledger.get, {})
+    return predicted_loss(scores.curves or {}, ranks.ranks)
+
+
+def result_line(label: str, entry: PointEntry) -> str:
+    """What came of a point, for the log."""
+    counts, parts = entry.counts, []
+    kept = counts["bytes"]["compressed"] / counts["bytes"]["dense"]
+    if entry.loss is not None:
+        parts.append(f"loss {entry.loss:.4f}")
+    if entry.held_out:
+        parts.append(f"divergence {entry.held_out.divergence:.3g}")
+    return f"{label}: {kept:.2%} of the bytes, {', '.join(parts)} ({entry.seconds:.1f} s)"

@@ -1,0 +1,206 @@
+"""A sweep: what a job of its own gives, for every point, from one pass over the text; killed, it goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.jobs import Job, command, file_digests
+
+MakeJob = Callable[..., Job]
+POINTS: list[dict[str, Any]] = [
+    {"methods": [{"method": "flat_llm"}], "save": [0.6]},
+    {"name": "loss", "methods": [{"method": "loss_aware"}], "quantize": [None, {"bits": 8}]},
+    {"name": "joint", "methods": [{"method": "joint_rank_k"}]},
+]
+
+
+class Sweep:
+    """A sweep on the model of a job, and where it works."""
+
+    def __init__(self, job: Job, points: list[dict[str, Any]], **changes: Any) -> None:
+        self.job = job
+        document = job.document()
+        del document["budget"], document["methods"]
+        document["calibration"]["propagate"] = "dense"
+        evaluation = {"perplexity": {"text": {"files": [str(job.text)]}, "window": 24}}
+        self.document = {**document, "evaluation": evaluation, "keep": [0.8, 0.6], "points": points, **changes}
+        self.path = job.root / "sweep.yaml"
+        self.write()
+
+    def write(self) -> Sweep:
+        self.path.write_text(json.dumps(self.document))
+        return self
+
+    def run(self, *options: str) -> Any:
+        return command("sweep", str(self.path), "--json", *options)
+
+    def forwards(self) -> list[str]:
+        """Shards of calibration text through the dense model, in all runs."""
+        return [unit for unit in self.units() if unit.startswith(("forward/", "backward/"))]
+
+    def units(self) -> list[str]:
+        logs = sorted((self.job.run_dir / "logs").glob("*.units.jsonl"))
+        return [json.loads(line)["unit"] for path in logs for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def sweep(job: MakeJob) -> Callable[..., Sweep]:
+    def make(*points: dict[str, Any], **changes: Any) -> Sweep:
+        return Sweep(job(), list(points or POINTS), **changes)
+
+    return make
+
+
+def test_a_point_is_what_its_job_gives(sweep: Callable[..., Sweep], job: MakeJob, inline_everywhere: None) -> None:
+    """The kept checkpoint byte for byte, the scores of the others to rounding; the text is gone through once."""
+    made = sweep()
+    found = made.run().json
+    assert [row["point"] for row in found["points"]] == [
+        "flat_llm-0.8", "flat_llm-0.6",
+        "loss-0.8", "loss-0.8-int8", "loss-0.6", "loss-0.6-int8",
+        "joint-0.8", "joint-0.6",
+    ]  # fmt: skip
+    assert not found["missing"]
+    assert len(made.forwards()) == len(set(made.forwards()))
+    rows = {row["point"]: row for row in found["points"]}
+    dense = {"calibration.propagate": "dense", "evaluation": made.document["evaluation"]}
+    single = job(**dense, **{"budget.keep": 0.6})
+    summary = single.run().json
+    assert summary["evaluation"]["perplexity"]["loss"] == pytest.approx(rows["flat_llm-0.6"]["loss"], rel=1e-6)
+    assert summary["held_out"]["divergence"] == pytest.approx(rows["flat_llm-0.6"]["divergence"], rel=1e-6)
+    assert summary["counts"] == rows["flat_llm-0.6"]["counts"]
+    assert file_digests(single.output) == file_digests(made.job.output / "flat_llm-0.6")
+    assert [path.name for path in made.job.output.iterdir()] == ["flat_llm-0.6"]
+    other = job(**dense, methods=[{"method": "loss_aware"}], quantize={"bits": 8}, budget={"keep": 0.8})
+    summary = other.run().json
+    assert summary["evaluation"]["perplexity"]["loss"] == pytest.approx(rows["loss-0.8-int8"]["loss"], rel=1e-6)
+    assert summary["counts"] == rows["loss-0.8-int8"]["counts"]
+
+
+def test_killed_anywhere_it_goes_on(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+    """Between points, in the midst of one, and while a checkpoint is put together: the same results, nothing twice."""
+    points = [{"methods": [{"method": "flat_llm"}], "save": [0.6]}, {"methods": [{"method": "joint_rank_k"}]}]
+    expected = sweep(*points)
+    wanted = expected.run().json
+    made = sweep(*points)
+    kills = [
+        Hook("commit", match="dense/00001"),
+        Hook("commit", match="score/dense", after=True),
+        Hook("commit", match="layer/00001", after=True),
+        Hook("commit", match="/result"),
+        Hook("commit", match="layer/00002", after=True, nth=1),
+        Hook("file", match="config.json"),
+        Hook("commit", match="/result", after=True),
+    ]
+    for number, hook in enumerate(kills):
+        child = Child("sweep", [str(made.path)], made.job.root / f"log{number}", hook)
+        assert child.end() == -signal.SIGKILL, child.said
+    found = made.run().json
+    assert _measured(found) == _measured(wanted)
+    assert file_digests(made.job.output / "flat_llm-0.6") == file_digests(expected.job.output / "flat_llm-0.6")
+    assert not list((made.job.run_dir / "staged").iterdir())
+    writes = [unit for unit in made.units() if unit.startswith("write/")]
+    assert len(writes) <= 4 * 3 + 3  # a layer that was in hand is done again, and nothing that was entered
+
+
+def _measured(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """All but times, places, and what others have to do with it."""
+    besides = {"seconds", "output", "best_by_bytes", "best_by_cache"}
+    return [{name: row[name] for name in row.keys() - besides} for row in found["points"]]
+
+
+def test_points_come_and_go(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+    """What is there stays, whoever comes before it; what is asked for in addition is taken in addition."""
+    first, second = {"methods": [{"method": "joint_rank_k"}]}, {"methods": [{"method": "flat_llm"}]}
+    made = sweep(first)
+    before = made.run().json
+    assert made.forwards() == []  # nobody asked for moments
+    done = len(made.units())
+    made.document["points"] = [second, first]
+    after = made.write().run().json
+    assert _measured(after)[2:] == _measured(before)
+    assert [row["series"] for row in after["points"]] == ["flat_llm"] * 2 + ["joint_rank_k"] * 2
+    new = made.units()[done:]
+    assert sum(unit.startswith("forward/") for unit in new) == 9  # three shards through three layers
+    assert {unit.split("/")[2] for unit in new if unit.startswith("solve/")} == {
+        "0",
+        "1",
+    }  # of both new points, no other
+    made.document["points"] = [second]
+    made.document["keep"] = [0.6]
+    count = len(made.units())
+    assert [row["point"] for row in made.write().run().json["points"]] == ["flat_llm-0.6"]
+    assert len(made.units()) == count
+
+
+def test_what_is_written(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+    """The files in RUN_DIR say the same; a finished sweep that is run again computes nothing."""
+    made = sweep({"methods": [{"method": "joint_rank_k"}], "quantize": [{"bits": 8, "group": None}]}, calibration=None)
+    found = made.run().json
+    run_dir = made.job.run_dir
+    assert json.loads((run_dir / "sweep.json").read_text())["points"] == found["points"]
+    rows = list(csv.DictReader((run_dir / "sweep.csv").read_text().splitlines()))
+    assert [row["point"] for row in rows] == [row["point"] for row in found["points"]]
+    for row, point in zip(rows, found["points"], strict=True):
+        assert float(row["perplexity"]) == point["perplexity"] == math.exp(point["loss"])
+        assert float(row["bytes_kept"]) == point["counts"]["bytes"]["compressed"] / point["counts"]["bytes"]["dense"]
+        assert point["loss_over_dense"] == point["loss"] - found["dense"]["loss"]
+        assert point["divergence"] is None
+    count = len(made.units())
+    shown = command("sweep", str(made.path))
+    assert (shown.code, len(made.units())) == (0, count)
+    assert all(row["point"] in shown.out for row in rows)
+    assert command("status", str(run_dir), "--json").json["points"] == {"done": 2, "of": 2}
+
+
+@pytest.mark.parametrize(
+    ("points", "changes", "said"),
+    [
+        ([{"methods": [{"method": "loss_aware", "correct": "output"}]}], {}, ["0.correct solves", "a job of its own"]),
+        (
+            [{"methods": [{"method": "flat_llm"}]}],
+            {"calibration": {"text": {"files": ["t"]}, "propagate": "compressed"}},
+            ["calibration: propagate: compressed", "a job of its own"],
+        ),
+        ([{"methods": [{"method": "flat_llm", "ridg": 1}], "keep": [2.0]}], {"zz": 1}, ["ridg", "points.0.keep", "zz"]),
+        ([{"methods": [{"method": "lorc"}]}] * 2, {}, ["2 are called lorc-0.8", "2 are called lorc-0.6"]),
+        ([{"methods": [{"method": "lorc"}], "save": [0.5]}], {}, ["save: 0.5 is none of its sizes, 0.8, 0.6"]),
+        ([{"methods": [{"method": "flat_llm"}]}], {"calibration": None}, ["flat_llm-0.8", "calibration: missing"]),
+        (
+            [{"methods": [{"method": "lorc"}]}, {"methods": [{"method": "joint_rank_k", "layers": [9]}]}],
+            {"keep": [0.9, 0.1]},
+            ["lorc-0.1: budget.keep", "joint_rank_k-0.9, joint_rank_k-0.1: methods.0", "layers 0 to 2"],
+        ),
+        ([{"methods": [{"method": "lorc"}]}], {"evaluation": {"tasks": ["a"]}}, ["tasks are scored on a checkpoint"]),
+        (
+            [{"methods": [{"method": "lorc"}]}],
+            {"evaluation": {}, "calibration": None, "keep": [0.8]},
+            ["nothing to compare points on"],
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    points: list[dict[str, Any]], changes: dict[str, Any], said: list[str], sweep: Callable[..., Sweep], no_ray: None
+) -> None:
+    made = sweep(*points, **changes)
+    ended = made.run()
+    assert ended.code == 2
+    assert [words for words in said if words not in ended.err] == [], ended.err
+    assert not made.job.run_dir.exists()
+
+
+def test_another_calibration_is_refused_by_name(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+    made = sweep({"methods": [{"method": "joint_rank_k"}]})
+    assert made.run().code == 0
+    made.document["calibration"]["samples"] = 9
+    ended = made.write().run()
+    assert (ended.code, "manifest.calibration.samples: 12 -> 9" in ended.err) == (2, True), ended.err
+    assert made.run("--fresh").code == 0
