@@ -1,4 +1,4 @@
-# make setup | check | unit | test | gpu | mutants | quickstart | clean
+# make setup | check | unit | test | test-vllm | test-transformers | gpu | mutants | quickstart | clean
 # PYTHON chooses the interpreter of the environment, VENV its folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +9,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 INPUTS := pyproject.toml deploy/serving/pyproject.toml deploy/constraints.txt
 
-.PHONY: setup check unit test gpu mutants quickstart clean
+export PYTHON
+
+.PHONY: setup check unit test test-vllm test-transformers gpu mutants quickstart clean
 
 setup: $(STAMP)
 
@@ -33,6 +35,13 @@ unit: setup
 
 test: setup check
 	$(PYTEST)
+
+# In environments of their own below .engines, which the script builds: vLLM for CPUs (3.4 GB), transformers 5.14 to 5.23.
+test-vllm:
+	tools/engines.sh vllm
+
+test-transformers:
+	tools/engines.sh transformers
 
 # On a machine with a CUDA device: its kernels against the CPU's, and a layer of 70B by phase.
 gpu: setup

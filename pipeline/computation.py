@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from manifests.records import Curve, Key, StagedLayer
@@ -11,6 +11,7 @@ from pipeline.keys import curves_key, dense_key, layer_key, measured_key
 from pipeline.methods.method import Scores, Task
 from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
 from pipeline.ports import Journal
+from pipeline.score_units import Windows
 
 RanksOf = Mapping[str, Mapping[str, int]]
 
@@ -28,6 +29,8 @@ class Job:
         every: hidden states are committed each time this many layers are done.
         gradient: where gradients come from: the model's own loss, or random ones at each layer's output.
         gradient_shards: the shards that hold samples of the backward pass.
+        gradient_windows: these samples, shard by shard.
+        rounds: with 2, the layers are compressed once as a draft, and gradients are taken again on it.
     """
 
     num_layers: int
@@ -42,6 +45,8 @@ class Job:
     predicts: tuple[Task, ...] = ()
     gradient: Literal["model", "local"] = "model"
     gradient_shards: tuple[int, ...] = ()
+    gradient_windows: Windows | None = None
+    rounds: int = 1
 
     def is_boundary(self, layer: int) -> bool:
         """Whether what enters (or, backwards, leaves) a layer at its input is committed."""
@@ -51,6 +56,11 @@ class Job:
         """The layers that the backward pass must go through, ascending; none when no task asks for gradients."""
         asking = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]
         return list(range(asking[0], self.num_layers)) if asking else []
+
+    def draft(self) -> Job:
+        """The first of two rounds: nothing is corrected, and all that the second needs is kept."""
+        tasks = tuple(replace(task, corrections=()) for task in self.tasks)
+        return replace(self, tasks=tasks, rounds=1, keep_statistics=True)
 
 
 def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:

@@ -8,15 +8,35 @@ from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import GradientEntry, Key, Record
-from pipeline.keys import activations_key, dense_key, gradient_key, layer_key, statistics_key
+from pipeline.keys import (
+    DRAFT,
+    activations_key,
+    dense_key,
+    draft_inputs_key,
+    draft_key,
+    gradient_key,
+    layer_key,
+    regradient_key,
+    statistics_key,
+)
 from pipeline.ports import Journal, Observer
 
 REPAIRS = 3
+SECOND_ROUND = ("regradient/", f"{DRAFT}inputs/")
 
 
 def computed_keys(num_layers: int) -> list[Key[Any]]:
     """Of what the driver enters that names stored data."""
-    kinds: list[Callable[[int], Key[Any]]] = [dense_key, gradient_key, statistics_key, activations_key, layer_key]
+    kinds: list[Callable[[int], Key[Any]]] = [
+        dense_key,
+        gradient_key,
+        regradient_key,
+        draft_inputs_key,
+        lambda layer: draft_key(layer_key(layer)),
+        statistics_key,
+        activations_key,
+        layer_key,
+    ]
     return [kind(layer) for kind in kinds for layer in range(num_layers + 1)]
 
 
@@ -50,13 +70,21 @@ class Repairs:
         self.observer.repaired(str(error), named)
         for key in named:
             entry = self.journal.get(key)
-            if key.startswith("gradient/"):
+            if key.startswith(SECOND_ROUND):
+                self._forget_second_round()
+            elif key.startswith("gradient/"):
                 self._invalidate_gradients(key, entry, path)
             elif _names(getattr(entry, "activations", None), path):
                 self._forget_activations("dense" if key.startswith("dense/") else "activations")
             elif _names(getattr(entry, "inputs", None), path):
                 self._strip(key, "inputs")
             else:
+                self.journal.retract(key)
+
+    def _forget_second_round(self) -> None:
+        """Gradients behind the draft: the hidden states that they come from are dropped as they are passed."""
+        for key in self.keys:
+            if key.startswith(SECOND_ROUND):
                 self.journal.retract(key)
 
     def _invalidate_gradients(self, key: str, entry: GradientEntry | None, path: str) -> None:

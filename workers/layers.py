@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,11 @@ class LayerReader:
         assert isinstance(block, Block)
         return block
 
-    def differentiable_block(self, layer: int) -> DifferentiableBlock:
-        """The layer with its dense weights, for the backward pass."""
-        block = self._placed((layer, "differentiable"), lambda: DifferentiableBlock(self._source_block(layer)))
+    def differentiable_block(self, layer: int, staged: StagedLayer | None = None) -> DifferentiableBlock:
+        """The layer with its dense weights, or as staged, for the backward pass."""
+        name = "differentiable" if staged is None else f"differentiable {staged.path}"
+        build = partial(self._source_block, layer) if staged is None else partial(self._staged_block, layer, staged)
+        block = self._placed((layer, name), lambda: DifferentiableBlock(build()))
         assert isinstance(block, DifferentiableBlock)
         return block
 

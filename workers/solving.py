@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.family import Geometry
-from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics
+from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics, stored_dtype
 from pipeline.rounding.choices import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import round_solution
@@ -42,23 +41,15 @@ def solve_group(
         solution = method.correct(group, geometry, weights, statistics, ranks, known)
     if quantize is not None:
         bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
-        dtypes = {key: _stored_dtype(key, tensor, weights) for key, tensor in solution.tensors.items()}
-        solution, schemes = round_solution(solution, quantize, bits, statistics.moments, dtypes)
+        solution, schemes, _ = round_solution(solution, quantize, bits, statistics.moments, weights)
         for key, scheme in schemes.items():
             rounded[geometry.tensor_name(group.layer, key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
     replaced = tuple(f"{geometry.path(group.layer, role)}." for role in group.roles if _changes(solution, role))
     factors = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
     for key, tensor in solution.tensors.items():
-        factors[geometry.tensor_name(group.layer, key, group.roles)] = tensor.to(_stored_dtype(key, tensor, weights))
+        factors[geometry.tensor_name(group.layer, key, group.roles)] = tensor.to(stored_dtype(key, tensor, weights))
     return factors, solution, rounded
 
 
 def _changes(solution: Solution, role: str) -> bool:
     return role in solution.forms or any(key.startswith(f"{role}.") for key in solution.tensors)
-
-
-def _stored_dtype(key: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> torch.dtype:
-    """A factor is stored in the dtype of its role's weight, a group's in that of its first one; integers stay."""
-    if not tensor.is_floating_point():
-        return tensor.dtype
-    return weights.get(f"{key.partition('.')[0]}.weight", next(iter(weights.values()))).dtype

@@ -21,6 +21,7 @@ from pipeline.kernels.exact_sums import (
     choose_grid,
     empty_bands,
     exceeding,
+    product_tokens,
     sample_squares,
     whole_moment,
 )
@@ -48,6 +49,7 @@ class LayerSums:
         self.name: str | None = None
         self.grids: dict[Moment, Grid] = {}
         self.bands: dict[Moment, Bands] = {}
+        self.waiting: dict[Moment, list[Tensor]] = {}  # values (T, F) of the shard at hand, too few for a product
         self.shards: set[int] = set()
 
     def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
@@ -70,6 +72,8 @@ class LayerSums:
         """In here a shard goes through: at the end it is in the sums, or there are none any more."""
         try:
             yield
+            for moment in self.waiting:
+                self._multiply(moment)
         except BaseException:
             self.forget()
             raise
@@ -100,11 +104,23 @@ class LayerSums:
         self.name = sums.name
 
     def _add(self, moment: Moment, values: Tensor) -> None:
+        """Adds a micro-batch, or keeps it until the shard has enough for a product, or ends: adding to float64 sums
+        costs as much for few tokens as for many."""
+        waiting = self.waiting.setdefault(moment, [])
+        waiting.append(values.detach().reshape(-1, values.shape[-1]))
+        if sum(map(len, waiting)) >= product_tokens(moment.heads, moment.groups):
+            self._multiply(moment)
+
+    def _multiply(self, moment: Moment) -> None:
+        parts, self.waiting[moment] = self.waiting[moment], []
+        if not parts:
+            return
         grid = self.grids[moment]
         if moment not in self.bands:
             groups, width = grid.exponents.shape
             self.bands[moment] = empty_bands(groups, width, self.device)
-        add_rounded_moment_(self.bands[moment], values, grid, moment.heads)
+        values_TF = torch.cat(parts) if len(parts) > 1 else parts[0]
+        add_rounded_moment_(self.bands[moment], values_TF, grid, moment.heads)
 
     def _added(self, partials: tuple[Any, ...]) -> Bands:
         """The sum of all parts: what one worker alone has summed as it is, not to be written to."""

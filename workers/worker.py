@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,9 @@ class Worker:
         self.tokens = self.activations.open(setup.tokens) if setup.tokens else None
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
         self.layers = LayerReader(setup, self.device)
-        self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
+        self.backward = BackwardPass(
+            setup, self.layers, self.hidden, self.activations, self.statistics, self._computing
+        )
         self.sums = LayerSums(self.transfer, self.statistics, self.device)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
@@ -128,6 +131,8 @@ class Worker:
         scoring = isinstance(unit, WindowForward | Score)
         if not isinstance(unit, Pair):
             self.pairs.release()
+        if not isinstance(unit, Backward):
+            self.backward.release()
         if scoring:
             self.layers.current = None
         else:
@@ -175,11 +180,12 @@ class Worker:
             return writer.commit()
 
     def _backward(self, unit: Backward) -> BackwardDone:
-        partials, record = self.backward.run(unit)
+        partials, record, labels = self.backward.run(unit)
         return BackwardDone(
             partials={moment: self.transfer.put(partial) for moment, partial in partials.items()},
             activation=record if unit.store else None,
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
+            labels=labels,
         )
 
     def _pair(self, unit: Pair) -> ForwardDone:
@@ -270,13 +276,19 @@ class Worker:
         if unit.moment.kind == "sample":
             parts = [partial["moment"] for partial in get_all(self.transfer, unit.partials)]
             return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
-        totals = ordered_sum(get_all(self.transfer, unit.partials))
+        totals = ordered_sum([*self._summed_before(unit), *get_all(self.transfer, unit.partials)])
         record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", totals["moment"])
         if unit.moment.kind != "gradient":
             return record
-        sequences = self.setup.gradient_samples
+        sequences = self.setup.gradient_samples + (unit.before.sequences if unit.before else 0)
         squares, tokens = tuple(totals["square_norms"].tolist()), sequences * self._sequence
         return GradientRecord(**dict(record), square_norms=squares, sequences=sequences, tokens=tokens)
+
+    def _summed_before(self, unit: Reduce) -> list[dict[str, Tensor]]:
+        if unit.before is None:
+            return []
+        squares_G = torch.tensor(unit.before.square_norms, dtype=torch.float64)
+        return [{"moment": self.statistics.read(unit.before), "square_norms": squares_G}]
 
     def _measure(self, unit: Measure) -> Any:
         (method, _), weights = self.methods[unit.task.method], self._group_weights(unit.task)
@@ -292,7 +304,8 @@ class Worker:
             curve = method.curve(unit.task, self.setup.geometry, weights, statistics)
             if quantize is None or quantize.bits != "auto":
                 return curve
-            return with_bits(curve, unit.task, quantize, weights, statistics, self.setup.geometry.bits)
+            solve = partial(method.compress, unit.task, self.setup.geometry, weights, statistics)
+            return with_bits(curve, unit.task, quantize, weights, statistics, solve, self.setup.geometry.bits)
 
     def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""
@@ -353,8 +366,8 @@ class Worker:
             return compare_models(dense, packed, unit.staged, ids_BS).report()
 
     def _window_forward(self, unit: WindowForward) -> ForwardDone:
-        record, tokens = self.scores.forward(unit)
-        return ForwardDone(partials={}, cosine=None, activation=record, tokens=tokens)
+        found = self.scores.forward(unit)
+        return ForwardDone({}, None, found.outputs, found.tokens, found.inputs)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -41,6 +41,7 @@ every tensor how it is stored and which method it comes from. {origin}
 | engine | how | what is saved there |
 |---|---|---|
 | transformers, 5.14 or newer | as above, or `transformers serve --trust-remote-code` | weights and cache, as above |
+| vLLM with `lamina` installed | `vllm serve PATH` | weights; on CUDA, values beyond the widest layer's |
 | vLLM (Transformers backend) | `vllm serve PATH --trust-remote-code` | weights; the cache is as the dense model's |
 | any other | `python -m pipeline.export PATH --to stock DEST`, or `--to dense` | what the export says |
 {_decoding(compression["layers"])}"""

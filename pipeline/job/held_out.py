@@ -107,8 +107,8 @@ def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:
     calibration = job.manifest.calibration
     assert calibration is not None, "there is no text to hold out from"
     dtype = torch.promote_types(job.inputs.dtype, torch.float32)
-    shards = min(calibration.shards, tokens.shape[0])
-    return Windows(shards, str(dtype).removeprefix("torch."), calibration.micro_batch, tokens)
+    name = str(dtype).removeprefix("torch.")
+    return Windows.even(tokens.shape[0], calibration.shards, name, calibration.micro_batch, tokens)
 
 
 def _drop(job: JobContext) -> None:

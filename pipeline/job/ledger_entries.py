@@ -18,21 +18,21 @@ from lamina import LaminaConfig
 from lamina.factored_lamina import stored_state
 from lamina.layers_lamina import LaminaDecoderLayer
 from manifests.records import (
-    ActivationsEntry,
     ArrayRecord,
-    CompleteEntry,
     DenseEntry,
-    GradientEntry,
     Key,
     LayerEntry,
 )
 from pipeline.computation import Job, entered_scores
 from pipeline.console.summary import print_summary
-from pipeline.keys import RANKS, curves_key, measured_key
+from pipeline.keys import DRAFT, RANKS, curves_key, measured_key
 from pipeline.methods.registry import layers_of
 from stores.ledger import Ledger
 
 logger = logging.getLogger("lamina")
+
+
+BACKWARD = ("gradient", "regradient", "inputs")  # of the shards that hold samples of the backward pass
 
 
 def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
@@ -44,15 +44,16 @@ def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
 
 
 def _fault(key: str, entry: Any, job: Job, config: Mapping[str, Any]) -> str | None:
-    if isinstance(entry, CompleteEntry):
+    kind = key.removeprefix(DRAFT).partition("/")[0]
+    if kind == "complete":
         return _summary_fault(entry.summary)
-    if isinstance(entry, LayerEntry):
+    if kind == "layer":
         return _layer_fault(int(key.rpartition("/")[2]), entry, config)
-    if isinstance(entry, DenseEntry):
+    if kind == "dense":
         return _dense_fault(entry, job) or _activations_fault(entry.activations, job.shards)
-    if isinstance(entry, GradientEntry):
+    if kind in BACKWARD:
         return _activations_fault(entry.activations, len(job.gradient_shards))
-    return _activations_fault(entry.activations, job.shards) if isinstance(entry, ActivationsEntry) else None
+    return _activations_fault(entry.activations, job.shards) if kind == "activations" else None
 
 
 def _activations_fault(stored: Sequence[ArrayRecord] | None, shards: int) -> str | None:

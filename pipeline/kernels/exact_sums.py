@@ -108,7 +108,7 @@ def add_rounded_moment_(
     factors_F = _factors(grid, heads, values_TF)
     # (x + c) - c leaves a multiple of 2^(bits - 52), for c is 1.5 times what the type's last bit makes that.
     rounder = 1.5 * 2.0 ** (grid.bits - _GRID_BITS + _MANTISSA[product_dtype])
-    tokens = max(1, ROWS_PER_PRODUCT * groups // heads)
+    tokens = product_tokens(heads, groups)
     for start in range(0, values_TF.shape[0], tokens):
         chunk_TF = values_TF[start : start + tokens]
         scaled_TF = chunk_TF.to(factors_F.dtype).mul(factors_F)
@@ -123,6 +123,11 @@ def add_rounded_moment_(
             else:
                 product_Gbd = torch.bmm(left_GbR, right_GRd, out_dtype=product_dtype)
             band_Gbd.add_(product_Gbd.add_(rounder).sub_(rounder))
+
+
+def product_tokens(heads: int, groups: int) -> int:
+    """How many tokens one product sums over."""
+    return max(1, ROWS_PER_PRODUCT * groups // heads)
 
 
 def exceeding(bands: Sequence[Tensor], grid: Grid) -> Tensor:

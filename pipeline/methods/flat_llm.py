@@ -17,7 +17,7 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.family import Geometry
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
-from pipeline.kernels.nystrom import nested_losses, nystrom_refit, output_error, ridge_leverage, select_leverage
+from pipeline.kernels.nystrom import nested_losses, refit_with_error, ridge_leverage, select_leverage
 from pipeline.kernels.sensitivity import projection_losses, pulled
 from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, symmetric_root, weighted_head_pca
 from pipeline.methods.base import MethodBase
@@ -196,8 +196,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         moment_NN, down_DN = statistics.moments[HIDDEN][0], weights["down.weight"]
         if self.entry.selection == "leverage":
             kept_k, jitter = select_leverage(moment_NN, rank, self.entry.ridge)
-            refit_Dk, fallbacks = nystrom_refit(down_DN, moment_NN, kept_k)
-            error = output_error(down_DN, refit_Dk, kept_k, moment_NN)
+            refit_Dk, fallbacks, error = refit_with_error(down_DN, moment_NN, kept_k)
         else:
             metric_DD = statistics.mean(AFTER_LAYER)[0] if self.entry.weighting == "loss" else None
             felt_DN = None if metric_DD is None else self._felt(down_DN.double(), metric_DD)

@@ -173,6 +173,13 @@ class Solution:
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
 
+def stored_dtype(key: str, tensor: Tensor, weights: Weights) -> torch.dtype:
+    """A factor is stored in the dtype of its role's weight, a group's in that of its first one; integers stay."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return weights.get(f"{key.partition('.')[0]}.weight", next(iter(weights.values()))).dtype
+
+
 class Method(Protocol):
     """A compression method bound to its manifest entry. Everything it computes is pure."""
 

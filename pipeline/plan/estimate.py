@@ -16,7 +16,7 @@ from pipeline.families.family import Geometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
 from pipeline.methods.rounded_size import scope_numbers
-from pipeline.plan.work import forward_flops, moment_width, point_features, solve_work
+from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops, moment_width, point_features, solve_work
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
@@ -142,7 +142,10 @@ def _worker_peak(
     features = 6 * geometry.hidden + 3 * geometry.intermediate + 4 * geometry.heads * geometry.head_dim
     held = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
     solving = SOLVE_COPIES * statistics + geometry.layer_numbers() * (8 + itemsize)
-    computing = max(2 * layer + 2 * statistics + batch * features * 4, solving)
+    # Values of a shard's micro-batches wait for a product: of the widest points, as far as one batch does not fill it.
+    shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
+    waiting = max(0, min(ROWS_PER_PRODUCT, shard) - batch) * (geometry.hidden + geometry.intermediate) * itemsize
+    computing = max(2 * layer + 2 * statistics + batch * features * 4 + waiting, solving)
     if manifest.workers.gpus == 0:
         return PROCESS_BYTES + held + computing, 0
     return PROCESS_BYTES + DEVICE_PROCESS_BYTES + held + layer + statistics, computing

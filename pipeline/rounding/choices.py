@@ -6,57 +6,135 @@ Legend: O outputs, I inputs; C the moment of the inputs and G the diagonal of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.records import Curve
+from pipeline.kernels.interpolation import interpolated
 from pipeline.kernels.rounding import round_with_feedback
-from pipeline.methods.method import Group, Moment, Statistics
+from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
 from pipeline.methods.rounded_size import beside, rounded_share
 from pipeline.ranks.curves import Point, from_columns, frontier, to_columns
-from pipeline.rounding.solutions import INPUTS, fitting_group
+from pipeline.rounding.solutions import INPUTS, RoundedSolution, fitting_group, multiplied, round_solution
 
 BITS = "bits"  # among the ranks of a point
 CHOICES = (3, 4, 8)
+METRICS = {"o": Moment("mid", kind="gradient"), "down": Moment("out", kind="gradient")}  # of what enters the stream
+SAMPLED = (0.35, 0.5, 0.65, 0.8, 1.0)  # of a curve's most numbers
+UNDERSTATED = 1.7  # measured divergence over what ranks are predicted to lose, where rounding's comes out as predicted
 
 
 def gradient_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
-    """What the loss feels of each number that these roles give."""
-    return tuple(_felt(role) for role in roles if role in INPUTS)
+    """What the loss feels of what these roles give: of each number, or of all together where they enter the stream."""
+    return tuple(METRICS.get(role, _felt(role)) for role in roles if role in INPUTS)
 
 
 def with_bits(
-    curve: Curve, group: Group, quantize: Quantize, weights: Mapping[str, Tensor], statistics: Statistics, bits: int
+    curve: Curve,
+    group: Group,
+    quantize: Quantize,
+    weights: Weights,
+    statistics: Statistics,
+    solve: Callable[[Ranks], Solution],
+    bits: int,
 ) -> Curve:
     """The curve with a point at each of CHOICES in place of each, `bits` among its ranks.
 
-    `numbers` become bytes in numbers of the dtype (of `bits` bits), codes, scales and shapes counted; to the loss comes
-    ½ Σ_o G_o (Δ C Δᵀ)_oo of the group's dense matrices, rounded with error feedback: whatever the ranks, the error is
-    about that share of what is stored.
+    `numbers` become bytes in numbers of the dtype (of `bits` bits), codes, scales and shapes counted. The loss is what
+    the ranks lose, times UNDERSTATED, and what rounding with error feedback loses, ½ tr(G Δ C Δᵀ). That is known at
+    SAMPLED sizes of the curve, at which the group is solved and rounded, and interpolated between them. `solve`:
+    ranks -> solution.
     """
     roles = [role for role in group.roles if role in QUANTIZED_ROLES and role not in quantize.skip]
     plain = sum(weights[name].numel() for name in weights if name.removesuffix(".weight") not in roles)
     shapes = [tuple(weights[f"{role}.weight"].shape) for role in roles]
+    ranked = from_columns(curve)
+    sizes = torch.tensor([point.numbers for point in ranked])
+    solved = {point.numbers: solve(point.ranks) for point in _sampled(ranked)}
     points = []
     for choice in CHOICES:
         share = rounded_share(choice, quantize.group, bits)
         extra = math.ceil(beside(shapes, choice, quantize.group, bits))
-        loss = sum(_loss(role, weights[f"{role}.weight"], statistics, quantize, choice) for role in roles)
-        for point in from_columns(curve):
+        readers = _Readers.rounded(roles, weights, statistics, quantize, choice)
+        known = [
+            readers.loss_of(found, round_solution(found, quantize, choice, statistics.moments, weights), statistics)
+            for found in solved.values()
+        ]
+        losses = interpolated(list(solved), torch.tensor(known, dtype=torch.float64), sizes)
+        for point, loss in zip(ranked, losses.tolist(), strict=True):
             rounded = max(0, point.numbers - plain)
             numbers = math.ceil(rounded * share) + min(plain, point.numbers) + extra
-            points.append(Point({**point.ranks, BITS: choice}, numbers, point.loss + loss, point.cache))
+            ranks = {**point.ranks, BITS: choice}
+            points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
     return to_columns(frontier(points))
 
 
-def _loss(role: str, weight_OI: Tensor, statistics: Statistics, quantize: Quantize, bits: int) -> float:
-    """What rounding a dense matrix is predicted to cost, in nats per token."""
-    moment_II, felt_O = statistics.mean(INPUTS[role])[0], statistics.mean(_felt(role))[0]
-    fitting = fitting_group(weight_OI.shape[1], quantize.group)
-    change_OI = round_with_feedback(weight_OI, moment_II, bits, fitting, weight_OI.dtype).values - weight_OI.double()
-    return max(0.0, 0.5 * float(((change_OI @ moment_II) * change_OI).sum(dim=1) @ felt_O))
+def _sampled(points: Sequence[Point]) -> list[Point]:
+    """The points nearest to SAMPLED shares of the most numbers, ascending, each size once."""
+    most = points[-1].numbers
+    nearest = (min(points, key=lambda point: abs(point.numbers - share * most)) for share in SAMPLED)
+    found = {point.numbers: point for point in nearest}
+    return [found[numbers] for numbers in sorted(found)]
+
+
+class _Readers(NamedTuple):
+    """Dense matrices that read the stream, rounded: by role the predicted loss, and the squares of what they give wrong
+    and of what they give, all per token."""
+
+    losses: dict[str, float]
+    lost: dict[str, float]
+    given: dict[str, float]
+
+    @classmethod
+    def rounded(
+        cls, roles: Sequence[str], weights: Weights, statistics: Statistics, quantize: Quantize, bits: int
+    ) -> _Readers:
+        """With error feedback."""
+        found = cls({}, {}, {})
+        for role in (role for role in roles if role not in METRICS):
+            weight_OI = weights[f"{role}.weight"].to(torch.float64)
+            (moment_II,), felt_O = statistics.mean(INPUTS[role]), statistics.mean(_felt(role))[0]
+            fitting = fitting_group(weight_OI.shape[1], quantize.group)
+            rounded = round_with_feedback(weight_OI, moment_II, bits, fitting, weights[f"{role}.weight"].dtype)
+            errors_O = _squares(rounded.values - weight_OI, moment_II)
+            found.losses[role] = 0.5 * float(errors_O @ felt_O)
+            found.lost[role] = float(errors_O.sum())
+            found.given[role] = float(_squares(weight_OI, moment_II).sum())
+        return found
+
+    def loss_of(self, solution: Solution, rounded: RoundedSolution, statistics: Statistics) -> float:
+        """What a rounded solution is predicted to lose.
+
+        What reads the stream may give other numbers than those that G is known of: it counts in proportion to the
+        errors of the dense matrices, value heads in another basis to the relative ones.
+        """
+        total, before = 0.0, multiplied(solution, {})
+        for roles, after_OI in multiplied(solution, rounded.values).items():
+            role, change_OI = roles[0], after_OI - before[roles]
+            moment_II = statistics.mean(INPUTS[role])[0]
+            if role in solution.inputs:
+                moment_II = solution.inputs[role].to(torch.float64) / statistics.tokens
+            if not change_OI.any():
+                continue  # a role that is skipped
+            if role in METRICS:
+                felt_OO = statistics.mean(METRICS[role])[0]
+                total += 0.5 * float(((felt_OO @ change_OI) * (change_OI @ moment_II)).sum())
+                continue
+            lost, scale = float(_squares(change_OI, moment_II).sum()), 1.0
+            if roles == ("v",) and "o" in solution.inputs:
+                scale = self.given["v"] / float(_squares(before[roles], moment_II).sum())
+            dense = sum(self.lost[role] for role in roles)
+            total += sum(self.losses[role] for role in roles) * (scale * lost / dense if dense > 0.0 else 0.0)
+        return max(0.0, total)
+
+
+def _squares(matrix_OI: Tensor, moment_II: Tensor) -> Tensor:
+    """(O,) mean squares of what each row gives."""
+    return ((matrix_OI @ moment_II) * matrix_OI).sum(dim=1).clamp_min(0.0)
 
 
 def _felt(role: str) -> Moment:

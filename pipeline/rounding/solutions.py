@@ -15,8 +15,9 @@ from torch import Tensor
 
 from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.records import Scheme
+from pipeline.kernels.pivoted import Pivoted, expand
 from pipeline.kernels.rounding import Rounded, round_to_nearest, round_with_feedback, rounding_error
-from pipeline.methods.method import Moment, Solution
+from pipeline.methods.method import Moment, Solution, Weights, stored_dtype
 from pipeline.rounding.schemes import WEIGHT, packed_tensors
 
 INPUTS = {
@@ -43,6 +44,15 @@ class Matrix(NamedTuple):
     behind: str | None = None
 
 
+class RoundedSolution(NamedTuple):
+    """With packed tensors in place of its matrices; their schemes by key, without `.weight`; and the values that they
+    hold by key, float64."""
+
+    solution: Solution
+    schemes: dict[str, Scheme]
+    values: dict[str, Tensor]
+
+
 def input_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
     """What rounding with error feedback needs of a group of these roles, each once."""
     return tuple(dict.fromkeys(INPUTS[role] for role in roles if role in INPUTS))
@@ -53,14 +63,14 @@ def round_solution(
     quantize: Quantize,
     bits: int,
     moments: Mapping[Moment, Tensor],
-    dtypes: Mapping[str, torch.dtype],
-) -> tuple[Solution, dict[str, Scheme]]:
-    """The solution with packed tensors in place of its matrices; and the schemes by key, without `.weight`.
+    weights: Weights,
+) -> RoundedSolution:
+    """Rounds every matrix of a solution.
 
     First factors, and what is no factor, are rounded by the moment of the role's input, of the solution's own `inputs`
     before the dense one's; then second factors and pivoted coefficients are fitted again to what the rounded first ones
     give, B' = B A C Â' (Â C Â')⁻¹, and rounded by the moment Â C Â' of these latents. Without a moment, every number
-    goes to the nearest code. `dtypes`: key -> stored dtype, that of the scales. What no linear module holds (biases,
+    goes to the nearest code. `weights`: dense, in the dtype of the scales. What no linear module holds (biases,
     norms, factors per head, Tucker cores) stays.
 
     Raises ValueError, naming the matrix, where no group fits its columns, or on NaN and the like.
@@ -73,7 +83,9 @@ def round_solution(
         weight_OI, moment_II = _as_read(matrix, solution, moments, values)
         try:
             scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
-            rounded = _round(weight_OI, moment_II, scheme, dtypes[matrix.key])
+            rounded = _round(
+                weight_OI, moment_II, scheme, stored_dtype(matrix.key, solution.tensors[matrix.key], weights)
+            )
         except ValueError as error:
             raise ValueError(f"{matrix.key}: {error}") from error
         path = matrix.key.removesuffix(WEIGHT)
@@ -85,7 +97,27 @@ def round_solution(
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
     if nearest and moments:
         report["nearest"] = sorted(nearest)
-    return replace(solution, tensors=tensors, report={**solution.report, **report}), schemes
+    return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, values)
+
+
+def multiplied(solution: Solution, values: Mapping[str, Tensor]) -> dict[tuple[str, ...], Tensor]:
+    """The matrices (O, I) float64 that a solution's are factors of, by the roles that share them; `values`: what its
+    tensors hold, where that is not what it says."""
+
+    def held(key: str) -> Tensor:
+        return values.get(key, solution.tensors[key]).to(torch.float64)
+
+    found = {}
+    for matrix in _matrices(solution, ()):
+        path, _, part = matrix.key.rpartition(".pivoted.")
+        if path and f"pivoted.{part}" == COEFFICIENTS:
+            rows, indices = held(f"{path}.{ROWS}"), solution.tensors[f"{path}.pivoted.indices"].to(torch.int64)
+            found[matrix.roles] = expand(Pivoted(rows, held(matrix.key), indices))
+        elif matrix.behind is not None:
+            found[matrix.roles] = held(matrix.key) @ held(matrix.behind)
+        elif not path and not matrix.key.endswith(FIRST):
+            found[matrix.roles] = held(matrix.key)
+    return found
 
 
 def fitting_group(columns: int, group: int | None) -> int | None:

@@ -66,7 +66,8 @@ def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
     if job.evaluation is None:
         return None
     count, length = job.evaluation.shape
-    windows = Windows(min(SHARDS, count), "float32", max(1, NUMBERS_PER_BATCH // length), _stored_windows(job, workers))
+    batch, tokens = max(1, NUMBERS_PER_BATCH // length), _stored_windows(job, workers)
+    windows = Windows.even(count, SHARDS, "float32", batch, tokens)
     (key,) = dense_score_key(job)
     if job.ledger.get(key) is None:
         scorer = workers.scorer(job)

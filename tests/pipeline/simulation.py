@@ -26,7 +26,7 @@ from manifests.records import (
 from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores, Task
-from pipeline.score_units import Score, Scored, WindowForward
+from pipeline.score_units import Score, Scored, WindowForward, Windows
 from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Total, TotalDone
 from pipeline.units import (
     Backward,
@@ -158,7 +158,8 @@ class MemoryJournal:
 
     def get(self, key: str) -> Any:
         text = self.world.entries.get(key)
-        return KINDS[key.partition("/")[0]].validate_python(json.loads(text)) if text is not None else None
+        kind = next(KINDS[part] for part in key.split("/") if part in KINDS)
+        return kind.validate_python(json.loads(text)) if text is not None else None
 
     def retract(self, key: str) -> None:
         self.world.happen()
@@ -285,8 +286,11 @@ class SimulatedPool:
         if isinstance(unit, Total):
             return self._total(unit)
         if isinstance(unit, Reduce):
+            assert unit.lineage == ("paired" if unit.moment.kind == "pair" else "dense") or unit.moment.kind == "sample"
             parts = [self._open(handle) for handle in unit.partials]
-            record = self.world.store("statistic", digest("sum", unit.lineage, unit.layer, unit.moment.key, parts))
+            before = [self.world.load("statistic", unit.before)] if unit.before is not None else []
+            value = digest("sum", unit.lineage, unit.layer, unit.moment.key, parts, *before)
+            record = self.world.store("statistic", value)
             if unit.moment.kind != "gradient":
                 return record
             return GradientRecord(**dict(record), square_norms=(1.0,), sequences=1, tokens=1)
@@ -301,6 +305,7 @@ class SimulatedPool:
         if isinstance(unit, WindowForward | Score):
             return self._score(unit)
         assert isinstance(unit, Write)
+        assert {form.rank for form in unit.forms.values()} == {1 + unit.layer}
         parts = [self._open(handle) for handle in unit.factors]
         return self.world.store_staged(unit.layer, digest("written", unit.layer, parts, sorted(unit.forms)))
 
@@ -368,6 +373,7 @@ class SimulatedPool:
     def _pair(self, unit: Pair) -> ForwardDone:
         assert len(unit.replay) == unit.layer - unit.base
         assert (unit.base_record is None) == (unit.base == 0)
+        assert unit.staged is None or unit.staged.rounded == {}
         embedded = digest("embedded", unit.shard)
         dense, packed = embedded, embedded
         if unit.base_record is not None:
@@ -386,7 +392,7 @@ class SimulatedPool:
     def _score(self, unit: WindowForward | Score) -> ForwardDone | Scored:
         """A loss is a number that all that the windows went through is in."""
         assert len(unit.replay) == unit.layer - unit.base
-        assert (unit.base_record is None) == (unit.base == 0)
+        assert unit.base_record is not None or unit.base == 0
         tokens = self.world.load("activation", unit.windows.tokens) if unit.windows.tokens else "given"
         hidden = digest("embedded", tokens, unit.shard)
         if unit.base_record is not None:
@@ -395,8 +401,9 @@ class SimulatedPool:
             hidden = self._through(before, staged, hidden)
         if isinstance(unit, WindowForward):
             output = self._through(unit.layer, unit.staged, hidden)
+            kept = self.world.store("activation", hidden) if unit.keep_inputs else None
             stored = self.world.store("activation", output) if unit.store else None
-            return ForwardDone(partials={}, cosine=None, activation=stored, tokens=1)
+            return ForwardDone(partials={}, cosine=None, activation=stored, tokens=1, inputs=kept)
         dense = self.world.load("activation", unit.dense) if unit.dense is not None else ""
         return Scored(float(int(digest("loss", hidden, dense)[:6], 16)), 1)
 
@@ -409,27 +416,36 @@ class SimulatedPool:
             gradient = digest("probe", unit.layer, unit.shard)
         elif unit.base_record is not None:
             gradient = self.world.load("activation", unit.base_record)
+        elif unit.packed:
+            assert unit.labels is not None, "a draft is judged by the dense model's labels"
+            gradient = digest("head", self.world.load("statistic", unit.labels))
         else:
             gradient = digest("head", unit.shard)
+        weights = [self._weights(layer, staged) for layer, staged in enumerate(unit.packed, unit.layer)]
+        assert len(weights) in (0, len(read))
+        weights = weights or ["dense"] * len(read)
         for layer, hidden in reversed(list(enumerate(read[1:], unit.layer + 1))):
-            gradient = digest("back", layer, hidden, gradient)
+            gradient = digest("back", layer, hidden, gradient, weights[layer - unit.layer])
         moments = {moment: digest("gradient", moment.key, unit.layer, read[0], gradient) for moment in unit.moments}
         return BackwardDone(
             partials={moment: self._handle(value) for moment, value in moments.items()},
-            activation=self.world.store("activation", digest("back", unit.layer, read[0], gradient))
+            activation=self.world.store("activation", digest("back", unit.layer, read[0], gradient, weights[0]))
             if unit.store
             else None,
             tokens=1,
+            labels=self.world.store("statistic", digest("labels", unit.shard)) if unit.keep_labels else None,
         )
 
     def _through(self, layer: int, staged: StagedLayer | None, hidden: str) -> str:
         self.world.passes += 1
-        weights = "dense"
-        if staged is not None:
-            weights = self.world.load("staged", staged)
-            assert staged.forms
-            assert all(form.rank == 1 + layer for form in staged.forms.values())
-        return digest("through", layer, weights, hidden)
+        return digest("through", layer, self._weights(layer, staged), hidden)
+
+    def _weights(self, layer: int, staged: StagedLayer | None) -> str:
+        if staged is None:
+            return "dense"
+        assert staged.forms
+        assert all(form.rank == 1 + layer for form in staged.forms.values())
+        return self.world.load("staged", staged)
 
     def _solve(self, unit: Solve) -> SolveDone:
         group = unit.task
@@ -441,7 +457,8 @@ class SimulatedPool:
         before = self._open(unit.before) if unit.before is not None else ""
         value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()), before)
         form = FormSpec(form="test", rank=1 + group.layer)
-        return SolveDone(self._handle(value), {group.name: form}, {"error": 0.5})
+        said = {f"{group.name}.{pair.point}": form for pair in pairs}
+        return SolveDone(self._handle(value), {group.name: form, **said}, {"error": 0.5, **dict.fromkeys(said, 1.0)})
 
     def _handle(self, value: str) -> Handle:
         handle = Handle(self.world.life, value)
@@ -521,6 +538,9 @@ def make_gradient_job(
         "predicts": tuple(task for task in tasks if task.moments),
         **settings,
     }
+    if given.get("rounds") == 2:
+        ranges = tuple((shard, shard + 1) for shard in given["gradient_shards"])
+        given["gradient_windows"] = Windows(ranges, "float32", 1)
     if given["propagate"] == "compressed":
         given["predicts"] = ()  # of dense statistics only
     return make_job(tasks, **given)
@@ -564,6 +584,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "gradient-some": lambda: make_gradient_job([1, 3], groups=["free", "loss-mlp"], num_layers=5),
     "gradient-local": lambda: make_gradient_job(ALL, gradient="local", every=2),
     "gradient-behind-compressed": lambda: make_gradient_job(ALL, propagate="compressed"),
+    "rounds": lambda: make_gradient_job(ALL, shards=3, gradient_shards=(0, 2), rounds=2),
+    "rounds-dropped": lambda: make_gradient_job(range(3), keep_statistics=False, rounds=2),
+    "rounds-every-2": lambda: make_gradient_job(range(5), every=2, rounds=2),
+    "rounds-some": lambda: make_gradient_job([1, 3], groups=["free", "loss-mlp"], num_layers=5, rounds=2),
     "corrected": lambda: make_corrected_job(range(3), ["first"], shards=1),
     "corrected-two": lambda: make_corrected_job(range(2), shards=1, keep_statistics=False),
     "corrected-every-2": lambda: make_corrected_job(range(4), ["second"], every=2, shards=1),

@@ -52,7 +52,9 @@ def test_killed_anywhere_it_goes_on(job: Job) -> None:
             run(job, world)
         assert world.journal() == expected.journal(), f"killed after {fuel}"
         assert not world.repairs
-        again = passes_of_a_layer(job) * (8 if any(task.corrections for task in job.tasks) else 1)
+        # Corrections go through a layer several times; a draft's inputs are stored, so that two layers are done again.
+        corrects = any(task.corrections for task in job.tasks)
+        again = passes_of_a_layer(job) * (8 if corrects else 3 if job.rounds == 2 else 1)
         assert world.passes <= expected.passes + again, f"killed after {fuel}"
         assert world.backward_passes <= expected.backward_passes + passes_of_a_layer(job), f"killed after {fuel}"
         assert {kind: sorted(live.values()) for kind, live in world.stores.items() if kind != "staged"} == {
@@ -282,6 +284,7 @@ def test_only_what_was_lost_is_made_again(consumer: str, producers: list[str]) -
     pool.fail_on[consumer] = LostInputError("gone with its node", tuple(producers))
     run(job, world, pool)
     assert world.journal() == expected.journal()
+    assert world.repairs == [("gone with its node", ())]
     kinds = (Forward, Solve)
     again = Counter(unit.key for unit in world.done if isinstance(unit, kinds))
     again -= Counter(unit.key for unit in expected.done if isinstance(unit, kinds))

@@ -43,7 +43,7 @@ def staged(world: World, layer: int, value: str) -> StagedLayer:
 def make_world() -> tuple[World, Windows, list[Any]]:
     """Tokens, and two of four layers staged."""
     world = World()
-    windows = Windows(SHARDS, "float32", 1, world.store("activation", "tokens"))
+    windows = Windows.even(SHARDS, SHARDS, "float32", 1, world.store("activation", "tokens"))
     layers: list[Any] = [None] * LAYERS
     for layer in (1, 3):
         layers[layer] = staged(world, layer, f"staged {layer}")
@@ -161,9 +161,9 @@ def test_what_is_left_of_another_model_is_not_gone_on_with(change: str) -> None:
     if change == "staged":
         layers[1] = staged(world, 1, "another")
     elif change == "dtype":
-        windows = Windows(SHARDS, "float64", 1, windows.tokens)
+        windows = Windows.even(SHARDS, SHARDS, "float64", 1, windows.tokens)
     else:
-        windows = Windows(SHARDS, "float32", 1, world.store("activation", "others"))  # type: ignore[arg-type]
+        windows = Windows.even(SHARDS, SHARDS, "float32", 1, world.store("activation", "others"))  # type: ignore[arg-type]
     before = len(world.done)
     found = make_scorer(world, windows).score(windows, "made", layers)
     begun = [unit.layer for unit in world.done[before:] if isinstance(unit, WindowForward)]

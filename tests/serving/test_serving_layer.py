@@ -166,7 +166,10 @@ def test_tensor_parallel_plan() -> None:
         "h.*.mlp.fc_in": "colwise",
         "h.*.mlp.fc_out": "rowwise",
     }
-    assert LaminaConfig(**describe(source, forms_for(source, MIXED))).base_model_tp_plan is None  # has head_low_rank
+    assert LaminaConfig(**describe(source, forms_for(source, MIXED))).base_model_tp_plan == {  # has head_low_rank
+        "h.*.mlp.fc_in": "colwise",
+        "h.*.mlp.fc_out": "rowwise",
+    }
 
 
 def test_the_mlp_norm_of_a_parallel_block() -> None:

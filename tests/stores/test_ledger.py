@@ -16,7 +16,7 @@ from manifests.records import MeasuredEntry, RanksEntry
 from pipeline.keys import RANKS, measured_key
 from stores.disk import Disk
 from stores.durable import partial_path
-from stores.ledger import Ledger
+from stores.ledger import Ledger, LedgerPart
 
 KilledAnywhere = Callable[..., int]
 
@@ -33,6 +33,28 @@ def test_commit_get_keys(tmp_path: Path) -> None:
     assert ledger.get("unit/00002") == {}
     assert ledger.keys("unit/") == ["unit/00002", "unit/00003"]
     assert Ledger(tmp_path / "ledger").keys() == ["arrays/first/00002", "unit/00002", "unit/00003"]
+
+
+def test_parts_of_a_ledger(tmp_path: Path) -> None:
+    """Each has its own entries, sees what all share, and shares some with those of the same place."""
+    whole = Ledger(tmp_path)
+    one, two = (LedgerPart(whole, f"point/{name}", {"dense": "", "curves": "methods/m"}) for name in ("a", "b"))
+    one.commit("layer/00001", {"of": "one"})
+    two.commit("layer/00001", {"of": "two"})
+    one.commit("dense/00000", {"of": "all"})
+    one.commit("curves/00000", {"of": "both"})
+    assert one.get("layer/00001") == {"of": "one"}
+    assert two.get("layer/00001") == {"of": "two"}
+    assert two.get("dense/00000") == whole.get("dense/00000") == {"of": "all"}
+    assert two.get("curves/00000") == {"of": "both"}
+    assert one.keys() == one.keys("layer/") == ["layer/00001"]
+    assert one.keys("dense/") == []
+    assert "point/a/layer/00001" in whole.keys()  # noqa: SIM118 - no mapping
+    one.retract("layer/00001")
+    assert (one.get("layer/00001"), two.get("layer/00001")) == (None, {"of": "two"})
+    one.sweep()
+    two.clear()
+    assert whole.keys() == ["dense/00000", "methods/m/curves/00000"]
 
 
 def test_a_key_does_not_see_another_that_it_begins(tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ def flat(sizes: Any, share: float) -> dict[str, Any]:
     }
 
 
+def wide(sizes: Any, share: float) -> dict[str, Any]:
+    """Absorbed values of more numbers than a head."""
+    return kinds.absorbed(sizes, 0.8)
+
+
 # Method → the kinds of forms that its layers may have; one of the shares for each layer, so that widths differ.
 METHODS: dict[str, list[Any]] = {
     "dense": [kinds.dense] * 3,
@@ -61,7 +66,9 @@ METHODS: dict[str, list[Any]] = {
 }
 CASES = {
     **{method: ("llama", layers) for method, layers in METHODS.items()},
+    "flat_llm-mha": ("llama-mha", [kinds.joint_head, flat, kinds.narrow_keys_latent_values]),
     "lestd-mha": ("llama-mha", [kinds.tucker, kinds.tucker_sparse_own_output, kinds.joint_head]),
+    "lorc-wide": ("llama", [wide, kinds.latent_keys, kinds.latent_values]),
     "tied": ("llama-tied", METHODS["flat_llm"]),
     "qwen3": ("qwen3", METHODS["loss_aware"]),
     "opt": ("opt", [flat, kinds.low_rank, kinds.tucker]),

@@ -1,4 +1,4 @@
-"""Greedy tokens of checkpoints by vLLM in this process, as JSON: python generate.py IMPL TP FOLDER…
+"""Greedy tokens of checkpoints by vLLM in this process, as JSON: python -m tests.vllm.generate IMPL TP FOLDER…
 
 A line for each folder: its tokens, or what went wrong, and the bytes that a token takes in the cache.
 """
@@ -20,6 +20,8 @@ def main(impl: str, parts: int, folders: list[str]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from tests.vllm import generate  # by this name workers know it
+
     greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
     for folder in folders:
         said: dict[str, Any] = {"folder": folder}
@@ -30,7 +32,7 @@ def main(impl: str, parts: int, folders: list[str]) -> None:
             )  # fmt: skip
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], greedy, use_tqdm=False)
             said["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
-            said |= llm.apply_model(describe)[0]
+            said |= llm.apply_model(generate.describe)[0]
             del llm
         except Exception as error:
             said["error"] = f"{type(error).__name__}: {error}"

@@ -19,6 +19,7 @@ from pipeline.sum_units import ChooseGrids, Sums, Total
 from pipeline.units import Forward
 from stores.statistics import StatisticsStore
 from tests.workers.bench import collect, make_setup, make_worker, rewrite, save_source
+from workers import sums
 from workers.config import WorkerConfig
 from workers.worker import Worker
 
@@ -148,6 +149,31 @@ def test_a_moment_beyond_its_grid_asks_for_a_wider_one(setup: WorkerConfig) -> N
     expected = totals(worker, [collect(worker, good[0], moment)], good)[moment[0]]
     found = worker.statistics.read(done.record)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7 * float(expected.max()))
+
+
+def test_micro_batches_wait_for_each_other_up_to_a_product(
+    setup: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never beyond a shard; what is multiplied together is the same whatever a micro-batch holds."""
+    samples, sequence = setup.tokens_shape
+    counts: list[int] = []
+    real = sums.add_rounded_moment_
+
+    def counted(total: Any, values: Tensor, *others: Any) -> None:
+        counts.append(len(values))
+        real(total, values, *others)
+
+    monkeypatch.setattr(sums, "add_rounded_moment_", counted)
+    monkeypatch.setattr(sums, "product_tokens", lambda heads, groups: 3 * sequence)
+    for micro_batch, whole in ((1, 3), (2, 4)):
+        setup = replace(setup, shards=2, micro_batch=micro_batch)
+        worker, moments = make_worker(setup), (Moment("down.in"),)
+        for unit in units(worker, moments=moments):
+            counts.clear()
+            worker.execute(unit)
+            first, end = setup.shard_range(unit.shard, samples)
+            full, rest = divmod(end - first, whole)
+            assert counts == [whole * sequence] * full + [rest * sequence] * bool(rest)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])

@@ -17,8 +17,8 @@ from transformers.modeling_utils import PreTrainedModel
 from .block_lamina import (
     BLOCK_DEFAULTS,
     DEFAULT_BLOCK,
-    LINEAR_ROLES,
     MLP_ROLES,
+    QKVO_ROLES,
     ROWWISE_ROLES,
     LayerShape,
     check_block,
@@ -193,9 +193,22 @@ def _check_widths(config: LaminaConfig, layer_idx: int) -> None:
 
 
 def _tensor_parallel_plan(config: LaminaConfig) -> dict[str, str] | None:
-    """Columns for what makes heads or MLP channels, rows for what reads them; None where factors would be cut."""
-    if any(not FORMS[spec["form"]].plain for layer in config.forms for spec in layer.values()):
-        return None
+    """Columns for what makes heads or MLP channels, rows for what reads them.
+
+    Of factors, those with the heads or channels on one side: the second of a role that reads the hidden states, the
+    first of one that writes to them; the other is whole on every device. Attention and MLP are cut each by itself, and
+    only where all layers can be, by the same modules. None if neither can.
+    """
     prefix, modules = in_base(config.block["layers"]), config.block["modules"]
-    styles = {role: "rowwise" if role in ROWWISE_ROLES else "colwise" for role in LINEAR_ROLES if role in modules}
-    return {f"{prefix}.*.{modules[role]}": style for role, style in styles.items()}
+    plan: dict[str, str] = {}
+    for roles in (QKVO_ROLES, MLP_ROLES):
+        cuts: dict[str, str] = {}
+        for role in (role for role in roles if role in modules):
+            forms = (config.form_of(layer, role) for layer in range(config.num_hidden_layers))
+            ways = {form.cut(role, spec, role in config.block["biases"]) for form, spec in forms}
+            if len(ways) > 1 or None in ways:
+                cuts.clear()
+                break
+            cuts[f"{prefix}.*.{modules[role]}{ways.pop()}"] = "rowwise" if role in ROWWISE_ROLES else "colwise"
+        plan |= cuts
+    return plan or None

@@ -45,9 +45,9 @@ class StoredFactor(NamedTuple):
 def matrix_of(linear: nn.Module, width: int, like: Tensor) -> Tensor:
     """The matrix (out, in) of a linear of `width` inputs: its weight, or what it does to the unit vectors.
 
-    The latter where it is another module's: with an adapter, in few bits, of an engine, or offloaded.
+    The latter where it is another module's: with an adapter, in few bits, of an engine, offloaded, or cut.
     """
-    if type(linear) is nn.Linear and not hasattr(linear, "_hf_hook"):
+    if type(linear) is nn.Linear and "forward" not in vars(linear) and not linear._forward_pre_hooks:
         return linear.weight
     out: Tensor = linear(torch.eye(width, dtype=like.dtype, device=like.device))
     return out.mT.contiguous()

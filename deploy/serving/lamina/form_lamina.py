@@ -31,8 +31,11 @@ class Form:
 
     roles: ClassVar[tuple[str, ...]] = LINEAR_ROLES
     fields: ClassVar[tuple[str, ...]] = ()  # of the spec, besides "form"
-    plain: ClassVar[bool] = True  # one nn.Linear, which tensor parallelism can cut
     latent: ClassVar[bool] = False  # the cache holds the source's output; the role's module reads it
+
+    def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
+        """Where below P the linear is that tensor parallelism cuts by heads or channels; None: there is none."""
+        return ""
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
         """The name and value of what a rank must not exceed; None: the form has no rank."""

@@ -19,7 +19,10 @@ class HeadLowRankForm(Form):
 
     roles = ("q", "k")
     fields = ("rank",)
-    plain = False
+
+    def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
+        """Its factors have parts of all heads, or lie elsewhere."""
+        return None
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
         """The rank of a head is at most `head_dim`."""
@@ -35,7 +38,12 @@ class LowRankForm(Form):
     """`P.first.weight` (r, in), `P.second.weight` (out, r), `P.bias` (out)."""
 
     fields: ClassVar[tuple[str, ...]] = ("rank", *WIDTH_FIELDS)
-    plain = False
+
+    def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
+        """The factor on the side of the heads or channels; the bias of what is cut would have to be cut beside it."""
+        if role in ROWWISE_ROLES:
+            return ".first"
+        return None if has_bias or spec.get("absorbed") else ".second"
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
         """The smaller side of the matrix, in the basis or on the channels that the spec says."""
@@ -90,6 +98,10 @@ class JointHeadLowRank(JointLowRank):
     fields = ("rank", "group")
     groups: ClassVar[dict[str, tuple[str, str]]] = {"query_key": ("q", "k")}
 
+    def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
+        """Its factors have parts of all heads, or lie elsewhere."""
+        return None
+
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
         """The hidden size, or the rows of a query and a key head if these are fewer."""
         return "min(hidden_size, 2 head_dim)", min(shape.hidden_size, 2 * shape.head_dim)
@@ -116,10 +128,13 @@ class Pivoted(Form):
 
     roles = ("q", "k", "o", "gate", "up", "down")
     fields = ("rank", "group", *WIDTH_FIELDS)
-    plain = False
     groups: ClassVar[dict[str, tuple[str, ...]]] = {
         "query_key": ("q", "k"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",),
     }  # fmt: skip
+
+    def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
+        """Its factors have parts of all heads, or lie elsewhere."""
+        return None
 
     def limit(self, shape: LayerShape, role: str, spec: FormSpec) -> tuple[str, int] | None:
         """The smaller side of the stack of the group's matrices."""
@@ -232,7 +247,10 @@ class TuckerForm(Form):
     """
 
     fields = ("ranks", "sparse", "own_output", "ranks_o", "nnz", "nnz_qo", "nnz_q", "nnz_kv", "nnz_o")
-    plain = False
+
+    def cut(self, role: str, spec: FormSpec, has_bias: bool) -> str | None:
+        """Its factors have parts of all heads, or lie elsewhere."""
+        return None
 
     def problem(self, shape: LayerShape, role: str, spec: FormSpec) -> str | None:
         """Ranks, flags and counts of non-zeros that do not fit the group or each other."""

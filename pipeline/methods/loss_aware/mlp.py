@@ -20,6 +20,7 @@ from manifests.records import FormSpec
 from pipeline.families.family import Geometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
+from pipeline.kernels.interpolation import interpolated
 from pipeline.kernels.nystrom import nested_losses, nystrom_refit
 from pipeline.kernels.refit import Refit, refit
 from pipeline.kernels.sensitivity import (
@@ -33,7 +34,6 @@ from pipeline.kernels.sensitivity import (
     roots_of,
 )
 from pipeline.kernels.spectra import symmetric_root
-from pipeline.methods.loss_aware.interpolation import interpolated
 from pipeline.methods.loss_aware.pairs import carry, complete, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics

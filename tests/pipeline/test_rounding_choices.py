@@ -1,0 +1,83 @@
+"""Bits chosen with ranks: what rounding is predicted to cost, against matrices rounded and multiplied out."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from manifests.quantize import Quantize
+from pipeline.kernels.packing import scaled, unpack
+from pipeline.methods.method import Group, Ranks, Solution, Statistics
+from pipeline.ranks.curves import Point, from_columns, to_columns
+from pipeline.rounding.choices import BITS, CHOICES, METRICS, UNDERSTATED, gradient_moments, with_bits
+from pipeline.rounding.solutions import input_moments, round_solution
+
+ROWS, COLUMNS, TOKENS = 96, 64, 500
+RANKS = (16, 32, COLUMNS)
+QUANTIZE = Quantize(bits="auto", group=32)
+ROLES = pytest.mark.parametrize("role", ["o", "q"])  # that writes to the stream, that reads it
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+WEIGHT = _random(ROWS, COLUMNS, seed=1).float()
+INPUTS = _random(TOKENS, COLUMNS, seed=2) * torch.linspace(0.2, 2.0, COLUMNS, dtype=torch.float64)
+FELT = _random(ROWS, ROWS, seed=3) * 0.1
+
+
+def metric(role: str) -> Tensor:
+    """G; of what reads the stream the same for all outputs, so that the dense errors carry over exactly."""
+    return FELT @ FELT.T if role in METRICS else 0.3 * torch.eye(ROWS, dtype=torch.float64)
+
+
+def statistics(role: str) -> Statistics:
+    (read,), (felt,) = input_moments((role,)), gradient_moments((role,))
+    gradients = metric(role).diagonal() if felt.diagonal else metric(role)
+    return Statistics({read: (INPUTS.T @ INPUTS)[None], felt: gradients[None]}, TOKENS)
+
+
+def solve(role: str, ranks: Ranks) -> Solution:
+    rank = ranks["rank"]
+    if rank >= COLUMNS:
+        return Solution({f"{role}.weight": WEIGHT}, {})
+    left, values, right = torch.linalg.svd(WEIGHT.double(), full_matrices=False)
+    tensors = {f"{role}.first.weight": right[:rank], f"{role}.second.weight": left[:, :rank] * values[:rank]}
+    return Solution(tensors, {role: {"form": "low_rank", "rank": rank}})
+
+
+def change_by_rounding(role: str, ranks: Ranks, bits: int) -> Tensor:
+    """Read back from the packed tensors, and multiplied out."""
+    solution = solve(role, ranks)
+    tensors = round_solution(solution, QUANTIZE, bits, statistics(role).moments, {f"{role}.weight": WEIGHT})[0].tensors
+    before = after = torch.eye(ROWS, dtype=torch.float64)
+    for part in (role, f"{role}.second", f"{role}.first"):
+        if f"{part}.weight" in solution.tensors:
+            before = before @ solution.tensors[f"{part}.weight"].double()
+            columns = int(tensors[f"{part}.weight_shape"][1])
+            codes = unpack(tensors[f"{part}.weight_packed"], bits, columns)
+            after = after @ scaled(codes, tensors[f"{part}.weight_scale"].double())
+    return after - before
+
+
+def loss(role: str, change: Tensor) -> float:
+    """½ tr(G Δ C Δᵀ), C per token."""
+    return 0.5 * float((metric(role) * (change @ (INPUTS.T @ INPUTS / TOKENS) @ change.T)).sum())
+
+
+@ROLES
+def test_a_point_costs_what_its_ranks_and_its_codes_lose(role: str) -> None:
+    sizes = {rank: rank * (ROWS + COLUMNS) if rank < COLUMNS else ROWS * COLUMNS for rank in RANKS}
+    points = [Point({"rank": rank}, numbers, 1e-3 * (COLUMNS - rank)) for rank, numbers in sizes.items()]
+    group, weights = Group(0, "matrix", (role,)), {f"{role}.weight": WEIGHT}
+    curve = with_bits(to_columns(points), group, QUANTIZE, weights, statistics(role), partial(solve, role), 32)
+    found = from_columns(curve)
+    assert {point.ranks[BITS] for point in found} == set(CHOICES)
+    assert {point.ranks["rank"] for point in found} >= {RANKS[0], COLUMNS}
+    for point in found:
+        lost = loss(role, change_by_rounding(role, point.ranks, point.ranks[BITS]))
+        assert point.loss == pytest.approx(UNDERSTATED * 1e-3 * (COLUMNS - point.ranks["rank"]) + lost, rel=1e-6)

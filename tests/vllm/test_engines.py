@@ -1,0 +1,149 @@
+"""Greedy tokens of vLLM are those of transformers: for every method, by our class and by vLLM's Transformers backend.
+
+Each run of vLLM is a process of its own, for all checkpoints one after another.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lamina import LaminaForCausalLM
+from lamina.engine_vllm.attention import value_width
+from tests.vllm.checkpoints import CASES, write
+from tests.vllm.generate import LENGTH, PROMPTS
+
+SCRIPT = "tests.vllm.generate"
+BACKEND = [name for name in CASES if name != "lorc-wide"]  # vLLM's Transformers backend knows no values beyond d
+SPLIT = ("flat_llm-mha", "lorc", "lestd", "loss_aware", "opt")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name in CASES:
+        write(folder / name, name)
+    return folder
+
+
+def run(impl: str, parts: int, folders: list[Path]) -> dict[str, Any]:
+    """What generate.py says of each folder, by the folder's name."""
+    options = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a function goes to the workers
+    command = [sys.executable, "-m", SCRIPT, impl, str(parts), *map(str, folders)]
+    ended = subprocess.run(command, env=os.environ | options, capture_output=True, text=True, timeout=1800, check=False)
+    lines = [line.removeprefix("RESULT ") for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == len(folders), ended.stdout[-4000:] + ended.stderr[-4000:]
+    return {Path(said["folder"]).name: said for said in map(json.loads, lines)}
+
+
+@cache
+def expected(folder: Path) -> list[list[int]]:
+    """The greedy tokens of transformers."""
+    model: Any = LaminaForCausalLM.from_pretrained(folder)
+    found = []
+    for ids in PROMPTS:
+        out = model.generate(torch.tensor([ids]), max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
+        found.append(out[0, len(ids) :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def native(root: Path) -> dict[str, Any]:
+    return run("auto", 1, [root / name for name in CASES])
+
+
+@pytest.fixture(scope="module")
+def backend(root: Path) -> dict[str, Any]:
+    return run("transformers", 1, [root / name for name in BACKEND])
+
+
+@pytest.fixture(scope="module")
+def on_two(root: Path) -> dict[str, Any]:
+    return run("auto", 2, [root / name for name in SPLIT])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_our_class_says_the_same(native: dict[str, Any], root: Path, name: str) -> None:
+    assert native[name].get("error") is None
+    assert native[name]["class"] == "LaminaForVllm"
+    assert native[name]["tokens"] == expected(root / name)
+
+
+@pytest.mark.parametrize("name", BACKEND)
+def test_the_transformers_backend_says_the_same(backend: dict[str, Any], root: Path, name: str) -> None:
+    assert backend[name].get("error") is None
+    assert backend[name]["class"] == "TransformersForCausalLM"
+    assert backend[name]["tokens"] == expected(root / name)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_two_devices_say_the_same(on_two: dict[str, Any], root: Path, name: str) -> None:
+    assert on_two[name].get("error") is None
+    assert on_two[name]["tokens"] == expected(root / name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cache_of_a_cpu_is_as_wide_as_keys(native: dict[str, Any], root: Path, name: str) -> None:
+    """Its kernels know heads of one width only: nothing is saved, and absorbed latents wider than a head cost more."""
+    config = json.loads((root / name / "config.json").read_text())
+    groups, head_dim = config["num_key_value_heads"], config["head_dim"]
+    wide = 64 if name == "lorc-wide" else head_dim
+    assert native[name]["cached"] == config["num_hidden_layers"] * groups * 2 * wide
+    if name == "lorc-wide":
+        assert value_width(LaminaForCausalLM.from_pretrained(root / name).config) == 64  # 51, in sixteens
+
+
+def without(tensors: dict[str, Any]) -> None:
+    del tensors["model.layers.1.self_attn.q_proj.second"]
+
+
+def of_another_shape(tensors: dict[str, Any]) -> None:
+    tensors["model.layers.1.self_attn.v_proj.weight"] = torch.zeros(34, 128)
+
+
+def strange(tensors: dict[str, Any]) -> None:
+    tensors["model.layers.1.self_attn.q_proj.third"] = torch.zeros(3)
+
+
+def test_wrong_input(root: Path, tmp_path: Path) -> None:
+    """An error that says what is wrong, and no model."""
+    changes = {
+        "lacks 1 tensors that its config.json describes: model.layers.1.self_attn.q_proj.second": without,
+        "v_proj.weight is of shape (34, 128), config.json's forms ask for (32, 128)": of_another_shape,
+        "the checkpoint has model.layers.1.self_attn.q_proj.third, which config.json's forms do not": strange,
+    }
+    for index, change in enumerate(changes.values()):
+        folder = write(tmp_path / str(index), "flat_llm")
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    forms = write(tmp_path / "form", "flat_llm")
+    config = json.loads((forms / "config.json").read_text())
+    config["forms"][1]["q"]["form"] = "of tomorrow"
+    (forms / "config.json").write_text(json.dumps(config))
+    record = write(tmp_path / "record", "flat_llm")
+    (record / "compression.json").write_text(json.dumps({"version": 1, "tensors": {}, "shards": {"a": {"size": 1}}}))
+    said = run("auto", 1, [tmp_path / "0", tmp_path / "1", tmp_path / "2", forms, record])
+    messages = [*changes, "layer 1, q: unknown form 'of tomorrow'", "a: missing"]
+    for message, one in zip(messages, said.values(), strict=True):
+        assert "tokens" not in one
+        assert message in one["error"]
+
+
+def test_what_two_devices_do_not_divide(tmp_path: Path) -> None:
+    folder = write(tmp_path / "odd", "flat_llm")
+    config = json.loads((folder / "config.json").read_text())
+    for role in ("gate", "up", "down"):
+        config["forms"][1][role]["rank"] = 95
+    (folder / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", SCRIPT, "auto", "2", str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert "layer 1: 95 channels of the MLP cannot be split over 2 devices" in ended.stdout + ended.stderr
+    assert '"tokens"' not in ended.stdout
