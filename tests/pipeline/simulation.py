@@ -247,6 +247,7 @@ class SimulatedPool:
         if isinstance(unit, Total):
             return self._total(unit)
         if isinstance(unit, Reduce):
+            assert unit.lineage == ("paired" if unit.moment.kind == "pair" else "dense") or unit.moment.kind == "sample"
             parts = [self._open(handle) for handle in unit.partials]
             before = [self.world.load("statistic", unit.before)] if unit.before is not None else []
             return self.world.store(
@@ -262,6 +263,7 @@ class SimulatedPool:
         if isinstance(unit, WindowForward | Score):
             return self._score(unit)
         assert isinstance(unit, Write)
+        assert {form["layer"] for form in unit.forms.values()} == {unit.layer}
         parts = [self._open(handle) for handle in unit.factors]
         return self.world.store("staged", digest("written", unit.layer, parts, sorted(unit.forms)))
 
@@ -329,6 +331,7 @@ class SimulatedPool:
     def _pair(self, unit: Pair) -> ForwardDone:
         assert len(unit.replay) == unit.layer - unit.base
         assert (unit.base_record is None) == (unit.base == 0)
+        assert unit.staged is None or unit.staged["rounded"] == {}
         embedded = digest("embedded", unit.shard)
         dense, packed = embedded, embedded
         if unit.base_record is not None:
@@ -411,7 +414,9 @@ class SimulatedPool:
         read = [self.world.load("statistic", record) for record in unit.statistics.values()]
         before = self._open(unit.before) if unit.before is not None else ""
         value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()), before)
-        return SolveDone(self._handle(value), {group.name: {"form": "test", "layer": group.layer}}, {"error": 0.5})
+        said = {f"{group.name}.{pair.point}": {"form": "test", "layer": group.layer} for pair in pairs}
+        forms = {group.name: {"form": "test", "layer": group.layer}, **said}
+        return SolveDone(self._handle(value), forms, {"error": 0.5, **dict.fromkeys(said, 1.0)})
 
     def _handle(self, value: str) -> Handle:
         handle = Handle(self.world.life, value)

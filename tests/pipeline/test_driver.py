@@ -158,6 +158,7 @@ def test_what_ranks_follow_is_measured_before_they_are_chosen() -> None:
     assert [unit.key for unit in world.done[:3]] == ["measure/0/1/first", "measure/0/1/second", "measure/1/1/first"]
     assert set(world.journal()["measured/00002"]["measured"]) == {"2/1/first", "2/1/second"}
     assert recorder.phases == [("measure", 4, 1), ("compress", 4, 1)]
+    assert recorder.layers[:4] == [("measure", layer) for layer in ALL]
     with_measures, without = (run(JOBS[name]())[0].journal()["ranks"]["ranks"] for name in ("free-measured", "free"))
     assert with_measures != without
 

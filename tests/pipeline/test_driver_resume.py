@@ -283,6 +283,7 @@ def test_only_what_was_lost_is_made_again(consumer: str, producers: list[str]) -
     pool.fail_on[consumer] = LostInputError("gone with its node", tuple(producers))
     run(job, world, pool)
     assert world.journal() == expected.journal()
+    assert world.repairs == [("gone with its node", ())]
     kinds = (Forward, Solve)
     again = Counter(unit.key for unit in world.done if isinstance(unit, kinds))
     again -= Counter(unit.key for unit in expected.done if isinstance(unit, kinds))
