@@ -5,9 +5,9 @@
 Models of Llama's layers with random weights (speed does not depend on them): D hidden, heads of 64 over four times
 fewer KV heads, MLPs of 2.75 D, in float32 on as many threads as torch has. Every method has one rank share, found so
 that its decoder layers store `keep` of the dense numbers; LoRC's latents hold `keep` of the cache. The models take
-turns, `repeats` times after one to warm up; the fastest turn counts. Prints a Markdown table of ratios to the dense
-model: below 1 is faster, or smaller. Memory is what the process has grown by at most in prefill and decoding together:
-the cache and what is made on the way, without the weights.
+turns, `repeats` times after one to warm up; the fastest turn counts, in CPU-seconds, which other programs on the
+machine disturb least. Prints a Markdown table of ratios to the dense model: below 1 is faster, or smaller. Memory is
+what the process has grown by at most in prefill and decoding together: the cache and what is made on the way.
 """
 
 from __future__ import annotations
@@ -109,19 +109,19 @@ def memory_kib(field: str) -> int:
 
 @torch.inference_mode()
 def measure(model: Any, batch: int, context: int) -> tuple[float, float, float]:
-    """Seconds of the prefill, seconds of a step of decoding, and KiB at the peak beyond those before."""
+    """CPU-seconds of the prefill, CPU-seconds of a step of decoding, and KiB at the peak beyond those before."""
     ids = torch.randint(1024, (batch, context))
     ctypes.CDLL(None).malloc_trim(0)  # what the last model has freed goes back, or this one's growth would not show
     before = memory_kib("VmRSS")
     CLEAR.write_text("5")
-    start = time.perf_counter()
+    start = time.process_time()
     out = model(ids, use_cache=True, logits_to_keep=1)
-    prefill, cache = time.perf_counter() - start, out.past_key_values
+    prefill, cache = time.process_time() - start, out.past_key_values
     steps = []
     for _ in range(NEW):
-        start = time.perf_counter()
+        start = time.process_time()
         out = model(out.logits[:, -1:].argmax(-1), past_key_values=cache)
-        steps.append(time.perf_counter() - start)
+        steps.append(time.process_time() - start)
     return prefill, min(steps), float(max(memory_kib("VmHWM") - before, 1))
 
 
