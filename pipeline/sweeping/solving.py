@@ -30,7 +30,9 @@ from pipeline.sweeping.points import SweptPoint
 from pipeline.sweeping.pool import PointPool
 
 DENSE, COMPRESSED = "evaluation-dense", "evaluation"  # as the ledger names what is scored
-PASSING = ("layer/", "activations/", "compared", "held_out_score", "scored/")  # what a point leaves when it is entered
+PASSING = (  # what a point leaves when it is entered
+    "layer/", "activations/", "draft/", "regradient/", "compared", "held_out_score", "scored/",
+)  # fmt: skip
 
 
 def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
