@@ -38,23 +38,23 @@ def test_commit_get_keys(tmp_path: Path) -> None:
 def test_parts_of_a_ledger(tmp_path: Path) -> None:
     """Each has its own entries, sees what all share, and shares some with those of the same place."""
     whole = Ledger(tmp_path)
-    one, two = (LedgerPart(whole, f"point/{name}", {"dense": "", "curves": "methods/m"}) for name in ("a", "b"))
-    one.commit("layer/00001", {"of": "one"})
-    two.commit("layer/00001", {"of": "two"})
-    one.commit("dense/00000", {"of": "all"})
-    one.commit("curves/00000", {"of": "both"})
-    assert one.get("layer/00001") == {"of": "one"}
-    assert two.get("layer/00001") == {"of": "two"}
-    assert two.get("dense/00000") == whole.get("dense/00000") == {"of": "all"}
-    assert two.get("curves/00000") == {"of": "both"}
-    assert one.keys() == one.keys("layer/") == ["layer/00001"]
-    assert one.keys("dense/") == []
-    assert "point/a/layer/00001" in whole.keys()  # noqa: SIM118 - no mapping
-    one.retract("layer/00001")
-    assert (one.get("layer/00001"), two.get("layer/00001")) == (None, {"of": "two"})
+    one, two = (LedgerPart(whole, f"point/{name}", {"passes": "", "lines": "methods/m"}) for name in ("a", "b"))
+    one.commit("unit/00001", {"of": "one"})
+    two.commit("unit/00001", {"of": "two"})
+    one.commit("passes/00000", {"of": "all"})
+    one.commit("lines/00000", {"of": "both"})
+    assert one.get("unit/00001") == {"of": "one"}
+    assert two.get("unit/00001") == {"of": "two"}
+    assert two.get("passes/00000") == whole.get("passes/00000") == {"of": "all"}
+    assert two.get("lines/00000") == {"of": "both"}
+    assert one.keys() == one.keys("unit/") == ["unit/00001"]
+    assert one.keys("passes/") == []
+    assert "point/a/unit/00001" in whole.keys()  # noqa: SIM118 - no mapping
+    one.retract("unit/00001")
+    assert (one.get("unit/00001"), two.get("unit/00001")) == (None, {"of": "two"})
     one.sweep()
     two.clear()
-    assert whole.keys() == ["dense/00000", "methods/m/curves/00000"]
+    assert whole.keys() == ["methods/m/lines/00000", "passes/00000"]
 
 
 def test_a_key_does_not_see_another_that_it_begins(tmp_path: Path) -> None:
