@@ -288,11 +288,14 @@ class SVDLLM(MethodEntry):
     method: Literal["svd_llm"]
 
 
+OfPaper = FlatLLM | LoRC | JointRankK | LeSTD
+OfSingularValues = SVD | ASVD | SVDLLM
+
+
 class Magnitude(MethodEntry):
     """A baseline: channels of the MLP stay by the size of their weights; data-free. docs/methods.md#baselines."""
 
     method: Literal["magnitude"]
 
 
-Baseline = SVD | ASVD | SVDLLM | Magnitude
-AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD | LossAware | Baseline, Field(discriminator="method")]
+AnyMethod = Annotated[OfPaper | LossAware | OfSingularValues | Magnitude, Field(discriminator="method")]

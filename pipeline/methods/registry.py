@@ -7,20 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.methods import ASVD, SVD, SVDLLM, FlatLLM, JointRankK, LeSTD, LoRC, LossAware, Magnitude, MethodEntry
+from manifests.methods import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.methods.asvd import ASVDMethod
+from pipeline.methods.baselines import BASELINES
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.magnitude import MagnitudeMethod
 from pipeline.methods.method import Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
 from pipeline.methods.rounded_size import bytes_of_keep, keep_of_bytes, scope_numbers
-from pipeline.methods.svd import SVDMethod
-from pipeline.methods.svd_llm import SVDLLMMethod
 from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers, tied
 from pipeline.ranks.curves import from_columns
@@ -32,10 +29,7 @@ METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
     LeSTD: LeSTDMethod,
     LoRC: LoRCMethod,
     LossAware: LossAwareMethod,
-    SVD: SVDMethod,
-    ASVD: ASVDMethod,
-    SVDLLM: SVDLLMMethod,
-    Magnitude: MagnitudeMethod,
+    **BASELINES,
 }
 
 

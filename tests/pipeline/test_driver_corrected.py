@@ -34,9 +34,9 @@ def test_each_part_is_solved_behind_those_before() -> None:
     world = World()
     pool = Remembering(world)
     run(JOBS["corrected-two"](), world, pool)
-    paths = [record["path"] for write, record in pool.written if write.layer == 0]
+    paths = [record.path for write, record in pool.written if write.layer == 0]
     assert [
-        (pair.step, pair.staged and pair.staged["path"], [moment.point for moment in pair.moments])
+        (pair.step, pair.staged and pair.staged.path, [moment.point for moment in pair.moments])
         for pair in pairs(world)
         if pair.layer == 0
     ] == [
@@ -78,16 +78,18 @@ def test_hidden_states_of_both_models_are_committed_at_the_boundaries(every: int
     assert recorder.phases[-1] == ("correct", 5, 5 * job.shards)
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_an_interrupted_walk_goes_on_from_the_last_boundary(every: int) -> None:
+@pytest.mark.parametrize(("every", "stopped"), [(1, 1), (1, 5), (2, 5)])
+def test_an_interrupted_walk_goes_on_from_the_last_boundary(every: int, stopped: int) -> None:
     job = make_corrected_job(range(6), ["first"], every=every)
     world = World()
     pool = SimulatedPool(world)
-    pool.fail_on["solve/5/0/first"] = NumericsError("stopped")
+    pool.fail_on[f"solve/{stopped}/0/first"] = NumericsError("stopped")
     with pytest.raises(NumericsError, match="stopped"):
         run(job, world, pool)
     world.done.clear()
     _, recorder = run(job, world)
-    base = 5 - 5 % every
-    assert {(pair.layer, pair.base) for pair in pairs(world)} == {(5, base)}
+    base = stopped - stopped % every
+    assert {(pair.layer, pair.base) for pair in pairs(world)} == {
+        (layer, layer - layer % every) for layer in range(stopped, 6)
+    }
     assert recorder.phases[-1] == ("correct", 6 - base, 5 * job.shards)

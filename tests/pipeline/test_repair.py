@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manifests.errors import CorruptError, LostInputError
+from manifests.records import StatisticsEntry
 from pipeline.repair import REPAIRS, Repairs, computed_keys
 from tests.pipeline.simulation import MemoryJournal, Recorder, World
 
@@ -19,8 +20,9 @@ def repairs() -> Repairs:
 
 def test_a_place_is_mended_exactly_so_many_times(repairs: Repairs) -> None:
     for time in range(REPAIRS + 1):
-        repairs.journal.commit(KEY, {"statistics": {"a": {"path": f"statistic/{time}"}}})
-        error = CorruptError("damaged", f"statistic/{time}")
+        record = repairs.journal.world.store("statistic", str(time))
+        repairs.journal.commit(KEY, StatisticsEntry(statistics={"a": record}))
+        error = CorruptError("damaged", record.path)
         if time == REPAIRS:
             with pytest.raises(CorruptError, match="damaged"):
                 repairs.invalidate(error)
@@ -33,8 +35,9 @@ def test_a_place_is_mended_exactly_so_many_times(repairs: Repairs) -> None:
 def test_another_place_has_its_own_count(repairs: Repairs) -> None:
     for layer in range(3):
         for time in range(REPAIRS):
-            repairs.journal.commit(f"statistics/{layer:05d}", {"statistics": {"a": {"path": f"{layer}/{time}"}}})
-            repairs.invalidate(CorruptError("damaged", f"{layer}/{time}"))
+            record = repairs.journal.world.store("statistic", f"{layer} {time}")
+            repairs.journal.commit(f"statistics/{layer:05d}", StatisticsEntry(statistics={"a": record}))
+            repairs.invalidate(CorruptError("damaged", record.path))
 
 
 def test_losses_count_since_the_last_commit(repairs: Repairs) -> None:
