@@ -244,6 +244,7 @@ class LossAware(MethodEntry):
     `correct: output` solves a layer behind the compressed ones, against what the dense model has more at that place.
     `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
     compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.
+    `rounds: 2` compresses the model, takes gradients again on what came of it, and compresses the dense model by both.
     """
 
     method: Literal["loss_aware"]
@@ -254,6 +255,7 @@ class LossAware(MethodEntry):
     correct: Literal["none", "output"] = "none"
     weighting: Literal["loss", "input"] = "loss"
     widths: PositiveInt = 8
+    rounds: Literal[1, 2] = 1
 
     @property
     def follows_curves(self) -> bool:
@@ -267,4 +269,33 @@ class LossAware(MethodEntry):
         return self
 
 
-AnyMethod = Annotated[FlatLLM | LoRC | JointRankK | LeSTD | LossAware, Field(discriminator="method")]
+class SVD(MethodEntry):
+    """A baseline: every weight by itself, by its singular values; data-free. docs/methods.md#baselines."""
+
+    method: Literal["svd"]
+
+
+class ASVD(MethodEntry):
+    """A baseline: as `svd`, with the inputs scaled by their size to the power `alpha`. docs/methods.md#baselines."""
+
+    method: Literal["asvd"]
+    alpha: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] = 0.5
+
+
+class SVDLLM(MethodEntry):
+    """A baseline: as `svd`, with the inputs whitened by their second moment. docs/methods.md#baselines."""
+
+    method: Literal["svd_llm"]
+
+
+OfPaper = FlatLLM | LoRC | JointRankK | LeSTD
+OfSingularValues = SVD | ASVD | SVDLLM
+
+
+class Magnitude(MethodEntry):
+    """A baseline: channels of the MLP stay by the size of their weights; data-free. docs/methods.md#baselines."""
+
+    method: Literal["magnitude"]
+
+
+AnyMethod = Annotated[OfPaper | LossAware | OfSingularValues | Magnitude, Field(discriminator="method")]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from manifests.records import Key, StagedLayer
+from manifests.records import Curve, Key, StagedLayer
 from pipeline.keys import curves_key, dense_key, layer_key, measured_key
-from pipeline.methods.method import Curve, Scores, Task
+from pipeline.methods.method import Scores, Task
 from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
 from pipeline.ports import Journal
+from pipeline.score_units import Windows
 
 RanksOf = Mapping[str, Mapping[str, int]]
 
@@ -28,6 +29,8 @@ class Job:
         every: hidden states are committed each time this many layers are done.
         gradient: where gradients come from: the model's own loss, or random ones at each layer's output.
         gradient_shards: the shards that hold samples of the backward pass.
+        gradient_windows: these samples, shard by shard.
+        rounds: with 2, the layers are compressed once as a draft, and gradients are taken again on it.
     """
 
     num_layers: int
@@ -42,6 +45,8 @@ class Job:
     predicts: tuple[Task, ...] = ()
     gradient: Literal["model", "local"] = "model"
     gradient_shards: tuple[int, ...] = ()
+    gradient_windows: Windows | None = None
+    rounds: int = 1
 
     def is_boundary(self, layer: int) -> bool:
         """Whether what enters (or, backwards, leaves) a layer at its input is committed."""
@@ -52,15 +57,22 @@ class Job:
         asking = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]
         return list(range(asking[0], self.num_layers)) if asking else []
 
+    def draft(self) -> Job:
+        """The first of two rounds: nothing is corrected, and all that the second needs is kept."""
+        tasks = tuple(replace(task, corrections=()) for task in self.tasks)
+        return replace(self, tasks=tasks, rounds=1, keep_statistics=True)
+
 
 def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
-    """What ranks may follow, from the ledger's entries. `entry` gives the entry of a key or raises."""
+    """What ranks may follow, from the ledger's entries. `entry` gives the entry of a key, None, or raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
     for layer in layers_of(job.measures):
-        measured |= entry(measured_key(layer))["measured"]
+        if found := entry(measured_key(layer)):
+            measured |= found.measured
     for layer in layers_of(job.predicts):
-        curves |= entry(curves_key(layer))["curves"]
+        if found := entry(curves_key(layer)):
+            curves |= found.curves
     return Scores(importance, measured, curves)
 
 
@@ -70,7 +82,7 @@ def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, 
         return {}
     means = []
     for layer in range(job.num_layers):
-        cosines = entry(dense_key(layer))["cosine"]
+        cosines = entry(dense_key(layer)).cosine
         means.append(sum(total for total, _ in cosines) / sum(count for _, count in cosines))
     return layer_importance(means)
 
@@ -80,4 +92,4 @@ def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
     entry = journal.get(layer_key(layer))
     if entry is None:
         return None
-    return StagedLayer(**entry["staged"], forms=entry["forms"], rounded=entry.get("rounded", {}))
+    return StagedLayer(**dict(entry.staged), forms=entry.forms, rounded=entry.rounded)

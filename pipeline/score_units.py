@@ -5,22 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manifests.records import ArrayRecord, StagedLayer
+from pipeline.samples import shard_range
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of tokens, cut in shards as calibration samples are (`pipeline.samples.shard_range`).
+    """Windows of tokens, cut in shards.
 
     Attributes:
+        ranges: of each shard, the first window and one past the last.
         dtype: of the forward pass, as torch names it.
         micro_batch: how many go through a layer at a time.
         tokens: record of their ids (windows, length); None: those that the workers were given when they started.
     """
 
-    shards: int
+    ranges: tuple[tuple[int, int], ...]
     dtype: str
     micro_batch: int
     tokens: ArrayRecord | None = None
+
+    @classmethod
+    def even(
+        cls, windows: int, shards: int, dtype: str, micro_batch: int, tokens: ArrayRecord | None = None
+    ) -> Windows:
+        """Cut in at most so many shards, as calibration samples are."""
+        shards = min(shards, windows)
+        ranges = tuple(shard_range(shard, shards, windows) for shard in range(shards))
+        return cls(ranges, dtype, micro_batch, tokens)
+
+    @property
+    def shards(self) -> int:
+        """How many there are."""
+        return len(self.ranges)
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,7 @@ class WindowForward:
 
     Attributes:
         model: names what is scored among all that the same windows go through.
+        keep_inputs: whether what goes into the layer is stored, too.
         staged, store, base, base_record, replay, ahead: as in `pipeline.units.Forward`.
     """
 
@@ -38,6 +55,7 @@ class WindowForward:
     shard: int
     staged: StagedLayer | None = None
     store: bool = False
+    keep_inputs: bool = False
     base: int = 0
     base_record: ArrayRecord | None = None
     replay: tuple[StagedLayer | None, ...] = ()

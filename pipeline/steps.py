@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, GroupReport, Key, LayerEntry, StagedRecord
+from manifests.records import (
+    ArrayRecord,
+    E,
+    FormSpec,
+    GradientRecord,
+    GroupReport,
+    Key,
+    LayerEntry,
+    StagedRecord,
+)
 from pipeline.keys import layer_key
-from pipeline.methods.method import FormSpec, Moment
+from pipeline.methods.method import Moment
 from pipeline.ports import Journal, Observer, Pool
 from pipeline.repair import Repairs
 from pipeline.units import BackwardDone, ForwardDone, Lineage, Reduce, Solve, SolveDone, Unit, Write
@@ -64,27 +74,45 @@ class Steps:
                     made[place] = result
 
     def reduced(
-        self, lineage: Lineage, layer: int, moments: Sequence[Moment], units: Sequence[Unit], done: list[Any]
+        self,
+        lineage: Lineage,
+        layer: int,
+        moments: Sequence[Moment],
+        units: Sequence[Unit],
+        done: list[Any],
+        before: Mapping[str, GradientRecord],
     ) -> dict[str, ArrayRecord]:
-        """What the units of all shards have left behind of some moments, in shard order: key -> record."""
+        """What the units of all shards have left behind of some moments, in shard order: key -> record.
+
+        `before`: sums by key that these are added to.
+        """
 
         def reduces(done: Sequence[ForwardDone | BackwardDone]) -> list[Unit]:
             return [
-                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in moments
+                Reduce(
+                    lineage, layer, moment, tuple(result.partials[moment] for result in done), before.get(moment.key)
+                )
+                for moment in moments
             ]
 
         records = self.build_on(done, units, reduces)
         return {moment.key: record for moment, record in zip(moments, records, strict=True)}
 
     def sum_moments(
-        self, lineage: Lineage, layer: int, moments: Sequence[Moment], units: Sequence[Unit]
+        self,
+        lineage: Lineage,
+        layer: int,
+        moments: Sequence[Moment],
+        units: Sequence[Unit],
+        before: Mapping[str, GradientRecord] = MappingProxyType({}),
     ) -> tuple[list[Any], dict[str, ArrayRecord]]:
         """Does the units of all shards, then adds their moments: key -> record of the stored sum over all shards.
 
-        The results are returned without their partial sums, so that nobody holds those while the next layer's are made.
+        `before` as in `reduced`. The results are returned without their partial sums, so that nobody holds those while
+        the next layer's are made.
         """
         done = self.do(units)
-        sums = self.reduced(lineage, layer, moments, units, done)
+        sums = self.reduced(lineage, layer, moments, units, done, before)
         return [replace(result, partials={}) for result in done], sums
 
     def enter(self, key: Key[E], record: E) -> None:
@@ -95,10 +123,9 @@ class Steps:
     def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
         """Commits a compressed layer."""
         groups = {solve.task.name: _report(solve, done) for solve, done in solved}
-        forms = dict(write_unit(layer, solved).forms)
-        entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
-        if rounded := {path: scheme for _, done in solved for path, scheme in done.rounded.items()}:
-            entry["rounded"] = rounded
+        forms = write_unit(layer, solved).forms
+        rounded = {path: scheme for _, done in solved for path, scheme in done.rounded.items()}
+        entry = LayerEntry(staged=record, forms=forms, groups=groups, rounded=rounded)
         self.enter(layer_key(layer), entry)
         self.observer.layer_done("compress", layer, groups)
 
@@ -127,5 +154,5 @@ def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
     return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
 
 
-def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:
-    return {"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report}
+def _report(solve: Solve, solution: SolveDone) -> GroupReport:
+    return GroupReport(**{"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report})

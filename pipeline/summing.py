@@ -58,7 +58,7 @@ class Summing:
     def _samples(
         self, samples: tuple[Moment, ...], units: Sequence[Forward], done: list[ForwardDone]
     ) -> dict[str, ArrayRecord]:
-        return self.steps.reduced(units[0].lineage, units[0].layer, samples, units, done) if samples else {}
+        return self.steps.reduced(units[0].lineage, units[0].layer, samples, units, done, {}) if samples else {}
 
     def _new_pass(self, grids: Mapping[Moment, Any]) -> Sums:
         return Sums(f"pass-{next(self.passes)}", grids)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from manifests.records import ArrayRecord, Scheme, StagedLayer
-from pipeline.methods.method import FormSpec, Moment, Task
+from manifests.records import ArrayRecord, FormSpec, GradientRecord, Scheme, StagedLayer
+from pipeline.methods.method import Moment, Task
 from pipeline.score_units import Score, WindowForward
 from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
 
@@ -132,6 +132,10 @@ class Backward:
         emit: whether the gradients at the layer's inputs are those that the layer before it will go on with.
         store: whether these are written to the activation store.
         ahead: the layer to read next, if any.
+        packed: of a compressed model, the layers that `inputs` are of: gradients go back through these, while moments
+            are those of this layer's dense weights. Empty: the dense model.
+        labels: record of the labels to take; None: drawn from the model's own distribution.
+        keep_labels: whether those drawn are stored.
     """
 
     layer: int
@@ -143,6 +147,9 @@ class Backward:
     store: bool = False
     base_record: ArrayRecord | None = None
     ahead: int | None = None
+    packed: tuple[StagedLayer | None, ...] = ()
+    labels: ArrayRecord | None = None
+    keep_labels: bool = False
 
     @property
     def base(self) -> int:
@@ -162,11 +169,12 @@ class Backward:
 
 @dataclass(frozen=True)
 class BackwardDone:
-    """What came of a `Backward`: handles of the partial moments of gradients, the record of the stored gradients."""
+    """What came of a `Backward`: handles of the partial moments of gradients, records of what was stored."""
 
     partials: Mapping[Moment, Any]
     activation: ArrayRecord | None
     tokens: int
+    labels: ArrayRecord | None = None
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """With `made(handle)` in place of each handle."""
@@ -178,13 +186,14 @@ class Reduce:
     """Adds partial moments of gradients, or puts samples of values together, in shard order, and stores the result.
 
     The result is its record, which for gradients holds besides what `kernels.shrinkage` needs: `square_norms`,
-    `sequences`, `tokens`.
+    `sequences`, `tokens`. `before`: of a sum of gradients that this one is added to.
     """
 
     lineage: Lineage
     layer: int
     moment: Moment
     partials: tuple[Any, ...]
+    before: GradientRecord | None = None
 
     @property
     def key(self) -> str:
@@ -263,7 +272,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Predict:
-    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is JSON."""
+    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is a `Curve`."""
 
     task: Task
     statistics: Mapping[Moment, ArrayRecord]

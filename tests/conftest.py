@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 # Ray's local clusters switch token authentication on by themselves and write a token to the home directory.
 os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -20,6 +19,9 @@ import torch
 from hypothesis import settings
 
 from tests import buckets, factories
+from tests.remote_code import modules_cache
+
+__all__ = ["modules_cache"]
 
 # The same examples in every run, no time limit for one (machines are shared), nothing kept on disk.
 settings.register_profile("lamina", derandomize=True, deadline=None, database=None)
@@ -83,23 +85,3 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
 def calibration_text(tmp_path: Path) -> Path:
     """A text file of some 100 KB."""
     return factories.write_text(tmp_path / "calibration.txt")
-
-
-@pytest.fixture
-def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty place for the code that transformers copies out of checkpoints, forgotten after the test.
-
-    transformers imports from there as the package `transformers_modules`, which once imported finds its parts only in
-    the place of the first test that used it.
-    """
-
-    def forget() -> None:
-        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
-            del sys.modules[name]
-
-    place = tmp_path / "modules"
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place))
-    monkeypatch.setattr("sys.path", list(sys.path))  # which transformers appends the place to
-    forget()
-    yield place
-    forget()

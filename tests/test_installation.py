@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("manifests", "pipeline", "stores", "workers", "deploy/serving/lamina")
 DISTRIBUTIONS = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}  # where they are named otherwise
 THROUGH_OTHERS = {"pyarrow": "datasets"}
+PLUGINS = {"engine_vllm": "vllm"}  # a folder that only this distribution loads
 
 
 def python(*arguments: str, path: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -51,6 +52,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_a_worker_finds_all_it_needs(installed: Path, tmp_path: Path) -> None:
     """`lamina` too, which was named by no dependency."""
     code = "import lamina, workers.actor, pipeline.job.stages; print(lamina.__file__, workers.actor.__file__)"
@@ -59,6 +61,7 @@ def test_a_worker_finds_all_it_needs(installed: Path, tmp_path: Path) -> None:
     assert [Path(found).parents[1] for found in done.stdout.split()] == [installed, installed]
 
 
+@pytest.mark.slow
 def test_the_console_command(installed: Path, tmp_path: Path) -> None:
     script = str(installed / "bin" / "lamina")
     shown = python(script, "--help", path=str(installed), folder=tmp_path)
@@ -87,7 +90,8 @@ def test_what_is_imported_is_named_as_a_dependency() -> None:
                 modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     modules = [node.module]
-                for name in {module.split(".")[0] for module in modules} - own - sys.stdlib_module_names:
+                host = {PLUGINS.get(path.parent.name, "")}
+                for name in {module.split(".")[0] for module in modules} - own - sys.stdlib_module_names - host:
                     distribution = DISTRIBUTIONS.get(name, THROUGH_OTHERS.get(name, name)).replace("_", "-")
                     assert distribution in distributions, f"{path} imports {name}"
 
@@ -114,10 +118,16 @@ def test_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
     assert Path(done.stdout.strip()) == ROOT / "deploy" / "serving" / "lamina" / "__init__.py"
 
 
-@pytest.mark.parametrize("arguments", [["run", "--help"], ["status", "nowhere"], ["run", "nowhere.yaml"]])
+COMMANDS = ("run", "plan", "status", "report", "scale", "verify", "evaluate", "export", "sweep")
+
+
+@pytest.mark.parametrize(
+    "arguments", [*([name, "--help"] for name in COMMANDS), ["status", "nowhere"], ["run", "nowhere.yaml"]]
+)
 def test_answers_that_need_no_torch(arguments: list[str], tmp_path: Path) -> None:
     """They take a second, not the many that its import takes."""
     done = python("-X", "importtime", "-m", f"pipeline.{arguments[0]}", *arguments[1:], path=str(ROOT), folder=tmp_path)
+    assert done.returncode == (0 if "--help" in arguments else 2)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "manifests" in imported
     assert not imported & {"torch", "ray", "transformers", "zarr", "rich"}, done.stderr[-2000:]

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_the_summary_says_how_many_were_skipped_and_why(tmp_path: Path) -> None:
     """With the real conftest, in a checkout that has no trained models beside it."""
     tests = tmp_path / "checkout" / "tests"

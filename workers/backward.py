@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from pipeline.kernels.gradients import add_sample_moment_, draw_labels
 from pipeline.methods.method import Moment
 from pipeline.units import Backward
 from stores.activations import ActivationStore
+from stores.statistics import StatisticsStore
 from workers.config import WorkerConfig
 from workers.differentiable import DifferentiableBlock, residual_dtype
 from workers.embedding_and_head import head
@@ -32,6 +34,14 @@ LINEAGE = "gradient"
 GradientOf = Callable[[int, Tensor], Tensor]  # sample of the shard, layer output (S, D) -> gradient there (S, D)
 
 
+class BackwardFound(NamedTuple):
+    """Partial moments by name, and records of what was stored."""
+
+    partials: dict[Moment, dict[str, Tensor]]
+    gradients: ArrayRecord | None
+    labels: ArrayRecord | None
+
+
 class BackwardPass:
     """Does `Backward` units for a worker, with its layer and its hidden states."""
 
@@ -41,16 +51,20 @@ class BackwardPass:
         layers: LayerReader,
         hidden: HiddenStates,
         activations: ActivationStore,
+        statistics: StatisticsStore,
         computing: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.setup = setup
         self.layers = layers
+        self.packed = LayerReader(setup, layers.device)
+        self.drawn: list[Tensor] = []  # labels (S,) of the unit's samples
         self.hidden = hidden
         self.activations = activations
+        self.statistics = statistics
         self.computing = computing
 
-    def run(self, unit: Backward) -> tuple[dict[Moment, dict[str, Tensor]], ArrayRecord | None]:
-        """The partial moments, and the record of the gradients at the layer's inputs if they are stored.
+    def run(self, unit: Backward) -> BackwardFound:
+        """The partial moments, and the records of the gradients at the layer's inputs and of the labels, if stored.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and point.
@@ -60,7 +74,15 @@ class BackwardPass:
         gradient_of = self._gradients_at_output(unit)
         partials = {moment: self._empty(moment) for moment in unit.moments}
         record = self._through(unit, unit.layer, gradient_of, partials, emit=unit.emit, store=unit.store)
-        return partials, record
+        labels = None
+        if unit.keep_labels:
+            assert self.drawn, "labels are kept of the last layer, where they are drawn"
+            labels = self.statistics.write(unit.layer, f"labels-{unit.shard}", torch.stack(self.drawn).to(torch.int32))
+        return BackwardFound(partials, record, labels)
+
+    def release(self) -> None:
+        """Lets go of the compressed layer."""
+        self.packed.current = None
 
     def _gradients_at_output(self, unit: Backward) -> GradientOf:
         """Held, committed, or made from the nearest above that are; at the last layer's output, from the head."""
@@ -71,7 +93,7 @@ class BackwardPass:
             nearest += 1
         if held is None and unit.base_record is not None:
             held = self.hidden.load((LINEAGE, unit.base, unit.shard), unit.base_record)
-        gradient_of = self._head_gradient(unit.shard) if held is None else _read_from(held)
+        gradient_of = self._head_gradient(unit) if held is None else _read_from(held)
         for layer in range(nearest - 1, unit.layer, -1):
             self._through(unit, layer, gradient_of, {}, emit=True, store=False)
             made = self.hidden.get((LINEAGE, layer, unit.shard))
@@ -91,14 +113,19 @@ class BackwardPass:
     ) -> ArrayRecord | None:
         """All samples back through one layer; what comes out at its inputs is held."""
         inputs = self.activations.open(unit.inputs[layer - unit.layer])
-        block = self.layers.differentiable_block(layer)
+        staged = unit.packed[layer - unit.layer] if unit.packed else None
+        packed = self.packed.differentiable_block(layer, staged) if staged is not None else None
+        block = self.layers.differentiable_block(layer) if partials or packed is None else packed
         self.layers.read_ahead(unit.ahead if layer == unit.layer else layer - 1)
         shard_key = (LINEAGE, layer, unit.shard)
         writer = self._writer(shard_key, inputs.shape, store) if emit else None
         for sample in range(inputs.shape[0]):
             hidden_SD = inputs.read(sample, sample + 1)[0].to(self.layers.device)
             with self.computing():
-                gradient_SD = self._pull_back(block, hidden_SD, gradient_of, sample, partials)
+                if packed is None or packed is block:
+                    gradient_SD = self._pull_back(block, hidden_SD, gradient_of, sample, partials)
+                else:
+                    gradient_SD = self._pull_back_both(block, packed, hidden_SD, gradient_of, sample, partials)
             if writer is not None:
                 writer.append(gradient_SD[None])
         return self.hidden.keep(shard_key, writer) if writer is not None else None
@@ -122,6 +149,26 @@ class BackwardPass:
                 raise NumericsError(f"layer {layer}: gradients at {moment.point}: {error}") from error
         return gradient_SD
 
+    def _pull_back_both(
+        self,
+        dense: DifferentiableBlock,
+        packed: DifferentiableBlock,
+        hidden_SD: Tensor,
+        gradient_of: GradientOf,
+        sample: int,
+        partials: Mapping[Moment, Mapping[str, Tensor]],
+    ) -> Tensor:
+        """One sample back through the compressed layer; moments of the same gradients on the dense one's weights."""
+        received: list[Tensor] = []
+
+        def at_output(sample: int, output_SD: Tensor) -> Tensor:
+            received.append(gradient_of(sample, output_SD))
+            return received[0]
+
+        gradient_SD = self._pull_back(packed, hidden_SD, at_output, sample, {})
+        self._pull_back(dense, hidden_SD, lambda *_: received[0], sample, partials)
+        return gradient_SD
+
     def _empty(self, moment: Moment) -> dict[str, Tensor]:
         width = self._width(moment.point) // moment.heads
         shape = (moment.groups, width) if moment.diagonal else (moment.groups, width, width)
@@ -141,37 +188,41 @@ class BackwardPass:
 
     # -- where gradients come from -----------------------------------------------------------------------------------
 
-    def _head_gradient(self, shard: int) -> GradientOf:
+    def _head_gradient(self, unit: Backward) -> GradientOf:
         """Of log p(ŷ), summed over the positions, at the output of the last layer."""
         logits = head(self.layers)
+        known_MS = self.statistics.read(unit.labels).long() if unit.labels is not None else None
+        self.drawn = []
 
         def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
-            generator = self._generator("labels", self._first(shard) + sample)
-            uniform_S = torch.rand(len(output_SD), generator=generator, dtype=torch.float64)
-            parts = [
-                self._log_likelihood_gradient(logits, rows_TD, uniform_T)
-                for rows_TD, uniform_T in zip(
-                    output_SD.split(ROWS_PER_HEAD), uniform_S.split(ROWS_PER_HEAD), strict=True
-                )
-            ]
-            return torch.cat(parts)
+            if known_MS is not None:
+                wanted_S = known_MS[sample]
+            else:
+                generator = self._generator("labels", self._first(unit.shard) + sample)
+                wanted_S = torch.rand(len(output_SD), generator=generator, dtype=torch.float64)
+            rows = zip(output_SD.split(ROWS_PER_HEAD), wanted_S.split(ROWS_PER_HEAD), strict=True)
+            gradients, labels = zip(*(self._log_likelihood_gradient(logits, *part) for part in rows), strict=True)
+            self.drawn.append(torch.cat(labels).cpu())
+            return torch.cat(gradients)
 
         return gradient_of
 
     def _log_likelihood_gradient(
-        self, logits: Callable[[Tensor], Tensor], hidden_TD: Tensor, uniform_T: Tensor
-    ) -> Tensor:
+        self, logits: Callable[[Tensor], Tensor], hidden_TD: Tensor, wanted_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(T, D), and the labels (T,). `wanted`: these, or the uniform numbers that draw them."""
         hidden_TD = hidden_TD.detach().requires_grad_()
         with torch.enable_grad():
             logits_TV = logits(hidden_TD.to(self.setup.dtype))
         try:
-            label_T = draw_labels(logits_TV, uniform_T)
+            label_T = draw_labels(logits_TV, wanted_T) if wanted_T.is_floating_point() else wanted_T
         except ValueError as error:
             raise NumericsError(f"head: {error}") from error
+        label_T = label_T.to(logits_TV.device)
         residue_TV = -torch.softmax(logits_TV.detach(), dim=1)  # d log p(ŷ) / d logits = onehot(ŷ) − p
         residue_TV[torch.arange(len(label_T), device=label_T.device), label_T] += 1.0
         (gradient_TD,) = torch.autograd.grad(logits_TV, hidden_TD, residue_TV)
-        return gradient_TD
+        return gradient_TD, label_T
 
     def _probe(self, layer: int, sample: int, output_SD: Tensor) -> Tensor:
         """Normal random numbers, as large as makes an error count relative to the token's residual stream."""
@@ -185,8 +236,7 @@ class BackwardPass:
         return torch.Generator().manual_seed(int.from_bytes(name[:8], "big") >> 1)
 
     def _first(self, shard: int) -> int:
-        assert self.setup.tokens is not None
-        return self.setup.shard_range(shard, self.setup.tokens["shape"][0])[0]
+        return self.setup.shard_range(shard, self.setup.tokens_shape[0])[0]
 
 
 def _read_from(held: HiddenReader) -> GradientOf:

@@ -33,7 +33,7 @@ def residual_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class DifferentiableBlock:
-    """A dense layer whose vector-Jacobian products are taken. The block that it is made of is changed, and given up."""
+    """A layer whose vector-Jacobian products are taken. The block that it is made of is changed, and given up."""
 
     def __init__(self, block: Block) -> None:
         self.block = block
@@ -43,6 +43,11 @@ class DifferentiableBlock:
         for role in RESIDUAL_NORMS:
             if role in roles:
                 block.module.role(role).to(residual_dtype(self.dtype))
+        if any(block.config.forms):  # what its weights are read by is behind no role's module
+            for role in RESIDUAL_NORMS:
+                if role in roles:
+                    block.module.role(role).register_forward_hook(lambda _, __, normed: normed.to(self.dtype))
+            return
         for role in LINEAR_ROLES:
             if role in roles:
                 block.module.role(role).register_forward_pre_hook(self._cast)

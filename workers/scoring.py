@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch.nn import functional
 from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.kernels.checks import all_finite
-from pipeline.samples import shard_range
 from pipeline.score_units import Score, Scored, WindowForward, Windows
 from stores.activations import ActivationStore
 from workers.config import WorkerConfig
@@ -51,6 +51,14 @@ def summed_divergence(parts: Iterable[LogitRows]) -> Scored:
     return Scored(compressed_loss, count, dense_loss, divergence)
 
 
+class Passed(NamedTuple):
+    """Records of what was stored, and how many tokens went through."""
+
+    outputs: ArrayRecord | None
+    inputs: ArrayRecord | None
+    tokens: int
+
+
 class ScorePass:
     """Does `WindowForward` and `Score` units for a worker, in their own dtype, with its hidden states."""
 
@@ -69,15 +77,13 @@ class ScorePass:
         self.computing = computing
         self.reader: LayerReader | None = None
 
-    def forward(self, unit: WindowForward) -> tuple[ArrayRecord | None, int]:
-        """The record of the outputs if they are stored, and how many tokens went through.
-
-        Raises as `Worker.execute` does.
-        """
+    def forward(self, unit: WindowForward) -> Passed:
+        """One shard through one layer. Raises as `Worker.execute` does."""
         shard = _Shard(self, unit)
         inputs = shard.inputs()
+        kept = shard.keep_inputs(inputs) if unit.keep_inputs else None
         record = shard.through(unit.layer, unit.staged, inputs, store=unit.store, ahead=unit.ahead)
-        return record if unit.store else None, shard.windows_M * shard.length
+        return Passed(record if unit.store else None, kept, shard.windows_M * shard.length)
 
     def score(self, unit: Score) -> Scored:
         """Of one shard. Raises as `Worker.execute` does."""
@@ -108,8 +114,8 @@ class _Shard:
         self.unit = unit
         self.layers = owner.layers(unit.windows)
         self.lineage = f"windows-{unit.model}"
-        self.ids, (samples, self.length) = self._open_tokens(unit.windows)
-        self.first, end = shard_range(unit.shard, unit.windows.shards, samples)
+        self.ids, self.length = self._open_tokens(unit.windows)
+        self.first, end = unit.windows.ranges[unit.shard]
         self.windows_M = end - self.first
 
     def inputs(self) -> HiddenReader:
@@ -148,6 +154,15 @@ class _Shard:
 
         return self._keep(layer + 1, outputs(), store=store)
 
+    def keep_inputs(self, inputs: HiddenReader) -> ArrayRecord:
+        """Stores what goes into the unit's layer, a window at a time."""
+        shape_MSD = (self.windows_M, self.length, self.owner.setup.geometry.hidden)
+        phase, dtype = f"{self.lineage}-inputs", self.layers.setup.dtype
+        with self.owner.activations.writer(phase, self.unit.layer, self.unit.shard, shape_MSD, dtype) as writer:
+            for window in range(self.windows_M):
+                writer.append(inputs.read(window, window + 1))
+            return writer.commit()
+
     def logits(self, *inputs: HiddenReader) -> Iterator[LogitRows]:
         """Logits (T, V) behind each of some last outputs, and the tokens that came; some rows at a time."""
         logits = head(self.layers)
@@ -185,14 +200,14 @@ class _Shard:
         assert held is not None
         return held
 
-    def _open_tokens(self, windows: Windows) -> tuple[HiddenReader, tuple[int, ...]]:
-        """Ids, and (windows, length)."""
-        if windows.tokens is not None:
-            reader = self.owner.activations.open(windows.tokens)
-            return reader, reader.shape
-        ids = self.owner.setup.token_ids
-        assert ids is not None, "windows of no record are those that the workers were given"
-        return InMemory(ids), tuple(ids.shape)
+    def _open_tokens(self, windows: Windows) -> tuple[HiddenReader, int]:
+        """Ids, and the length of a window."""
+        record, ids = windows.tokens or self.owner.setup.tokens, self.owner.setup.token_ids
+        if windows.tokens is None and ids is not None:
+            return InMemory(ids), ids.shape[1]
+        assert record is not None, "windows of no record are those that the workers were given"
+        reader = self.owner.activations.open(record)
+        return reader, reader.shape[1]
 
     def _tokens(self, start: int, stop: int) -> Tensor:
         """Ids (B, S) of some of the shard's windows."""

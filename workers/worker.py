@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, GradientRecord
+from manifests.records import ArrayRecord, Curve, GradientRecord
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
-from pipeline.methods.method import Curve, Group, Measuring, Moment, Predicting, Statistics
+from pipeline.methods.method import Group, Measuring, Moment, Predicting, Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.rounding.choices import with_bits
 from pipeline.score_units import Score, WindowForward
@@ -78,7 +78,9 @@ class Worker:
         self.tokens = self.activations.open(setup.tokens) if setup.tokens else None
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
         self.layers = LayerReader(setup, self.device)
-        self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
+        self.backward = BackwardPass(
+            setup, self.layers, self.hidden, self.activations, self.statistics, self._computing
+        )
         self.sums = LayerSums(self.transfer, self.statistics, self.device)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
@@ -129,6 +131,8 @@ class Worker:
         scoring = isinstance(unit, WindowForward | Score)
         if not isinstance(unit, Pair):
             self.pairs.release()
+        if not isinstance(unit, Backward):
+            self.backward.release()
         if scoring:
             self.layers.current = None
         else:
@@ -176,11 +180,12 @@ class Worker:
             return writer.commit()
 
     def _backward(self, unit: Backward) -> BackwardDone:
-        partials, record = self.backward.run(unit)
+        partials, record, labels = self.backward.run(unit)
         return BackwardDone(
             partials={moment: self.transfer.put(partial) for moment, partial in partials.items()},
             activation=record if unit.store else None,
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
+            labels=labels,
         )
 
     def _pair(self, unit: Pair) -> ForwardDone:
@@ -271,17 +276,19 @@ class Worker:
         if unit.moment.kind == "sample":
             parts = [partial["moment"] for partial in get_all(self.transfer, unit.partials)]
             return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
-        totals = ordered_sum(get_all(self.transfer, unit.partials))
+        totals = ordered_sum([*self._summed_before(unit), *get_all(self.transfer, unit.partials)])
         record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", totals["moment"])
         if unit.moment.kind != "gradient":
             return record
-        sequences = self.setup.gradient_samples
-        return GradientRecord(
-            **record,
-            square_norms=totals["square_norms"].tolist(),
-            sequences=sequences,
-            tokens=sequences * self._sequence,
-        )
+        sequences = self.setup.gradient_samples + (unit.before.sequences if unit.before else 0)
+        squares, tokens = tuple(totals["square_norms"].tolist()), sequences * self._sequence
+        return GradientRecord(**dict(record), square_norms=squares, sequences=sequences, tokens=tokens)
+
+    def _summed_before(self, unit: Reduce) -> list[dict[str, Tensor]]:
+        if unit.before is None:
+            return []
+        squares_G = torch.tensor(unit.before.square_norms, dtype=torch.float64)
+        return [{"moment": self.statistics.read(unit.before), "square_norms": squares_G}]
 
     def _measure(self, unit: Measure) -> Any:
         (method, _), weights = self.methods[unit.task.method], self._group_weights(unit.task)
@@ -306,9 +313,9 @@ class Worker:
         for moment, record in records.items():
             found = self.statistics.read(record).to(self.device)
             if moment.kind == "gradient":
-                gradient = cast(GradientRecord, record)
-                squares_G = torch.tensor(gradient["square_norms"], dtype=torch.float64, device=self.device)
-                found = shrink(found, squares_G, gradient["sequences"], gradient["tokens"])
+                assert isinstance(record, GradientRecord)
+                squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
+                found = shrink(found, squares_G, record.sequences, record.tokens)
             moments[moment] = found
         return Statistics(moments, self._calibration_tokens)
 
@@ -359,8 +366,8 @@ class Worker:
             return compare_models(dense, packed, unit.staged, ids_BS).report()
 
     def _window_forward(self, unit: WindowForward) -> ForwardDone:
-        record, tokens = self.scores.forward(unit)
-        return ForwardDone(partials={}, cosine=None, activation=record, tokens=tokens)
+        found = self.scores.forward(unit)
+        return ForwardDone({}, None, found.outputs, found.tokens, found.inputs)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

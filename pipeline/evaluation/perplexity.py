@@ -118,7 +118,7 @@ def _score(
             hidden_bytes=int(workers.activation_memory_gb * 2**30),
             token_ids=tokens.to(torch.int32),  # through Ray: another node sees no folder of this one
         )
-        windows = Windows(setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)
+        windows = Windows.even(len(tokens), setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)
         with worker_pool(setup, workers, stop, observer) as pool:
             found = score_windows(pool, windows, geometry.num_layers, observer)
     return {

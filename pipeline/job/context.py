@@ -24,10 +24,12 @@ from pipeline.job.calibration import calibration_tokens, evaluation_tokens
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
+from pipeline.keys import COMPLETE, DRAFT, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES, draft_key
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
 from pipeline.plan.estimate import Plan, make_plan
 from pipeline.rounding.tasks import with_moments
+from pipeline.samples import gradient_count, shard_range
+from pipeline.score_units import Windows
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import MANIFEST, RunDirectory
@@ -117,7 +119,7 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
         run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
         run_dir.ledger.commit(SOURCE, source_files)
         target = run_dir.ledger.get(TARGET) if inputs.max_loss is not None else None
-        sized = inputs.at_size(target["size"]) if target else inputs
+        sized = inputs.at_size(target.size) if target else inputs
         check_entries(run_dir.ledger, driver_job(sized), inputs.config)
         yield JobContext(
             inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started
@@ -142,7 +144,21 @@ def driver_job(inputs: Inputs) -> Job:
         predicts=tuple(with_moments(task, manifest) for task in predict_tasks(inputs.methods, inputs.geometry)),
         gradient=calibration.gradient.kind if calibration else "model",
         gradient_shards=inputs.gradient_shards,
+        gradient_windows=_gradient_windows(inputs),
+        rounds=max((getattr(entry, "rounds", 1) for entry in manifest.methods), default=1),
     )
+
+
+def _gradient_windows(inputs: Inputs) -> Windows | None:
+    """The samples of the backward pass, among those that the workers are given."""
+    calibration = inputs.manifest.calibration
+    if calibration is None:
+        return None
+    samples, shards = calibration.samples, calibration.shards
+    firsts = [shard_range(shard, shards, samples)[0] for shard in inputs.gradient_shards]
+    counts = [gradient_count(shard, shards, samples, inputs.gradient_samples) for shard in inputs.gradient_shards]
+    ranges = tuple((first, first + count) for first, count in zip(firsts, counts, strict=True))
+    return Windows(ranges, str(inputs.dtype).removeprefix("torch."), calibration.micro_batch)
 
 
 def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
@@ -169,7 +185,7 @@ def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
     if not finished:
         _say_where_it_goes_on(job)
     if reused := job.ledger.get(REUSED):
-        job.observer.say(f"statistics of an earlier run serve again: {reused['seconds']:.1f} s of forward passes saved")
+        job.observer.say(f"statistics of an earlier run serve again: {reused.seconds:.1f} s of forward passes saved")
 
 
 def _say_where_it_goes_on(job: JobContext) -> None:
@@ -192,7 +208,7 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
         return False
     check()
     done = ledger.get(COMPLETE)
-    summary = done["summary"] if done else {}
+    summary = done.summary if done else {}
     phases = summary.get("seconds", {}).get("phases", {})
     seconds = summary.get("seconds_saved", 0.0) + phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
     if summary:
@@ -205,11 +221,19 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
         RANKS,
         TARGET,
         *ledger.keys("measured/"),
+        *ledger.keys("regradient/"),
+        *ledger.keys(f"{DRAFT}layer/"),
+        *ledger.keys(f"{DRAFT}inputs/"),
+        draft_key(RANKS),
     ]
+    of_two_rounds = bool(ledger.keys("regradient/"))
     if names != ["budget.max_loss"]:
         undone += ledger.keys(TRIES)
-    if not all(name.startswith("budget") for name in names):
+    by_budget = all(name.startswith("budget") for name in names)
+    if of_two_rounds or not by_budget:
         undone += ledger.keys("curves/")
+    if not by_budget:
+        undone += ledger.keys(f"{DRAFT}curves/")
     for key in undone:
         ledger.retract(key)
     return True

@@ -22,9 +22,8 @@ from pipeline.kernels.nystrom import (
     correlation_product,
     estimate_condition,
     fill_correlations,
-    nystrom_refit,
     output_energy,
-    output_error,
+    refit_with_error,
 )
 
 
@@ -78,8 +77,7 @@ def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor
     state = _Elimination(moment_NN, felt_DN, weight_down_DN, count, None)
     kept_k, jitter = _rest(state.run(), len(moment_NN)), state.jitter
     if state.lost is None:
-        refit_Dk, report = nystrom_refit(weight_down_DN, moment_NN, kept_k)
-        error = output_error(weight_down_DN, refit_Dk, kept_k, moment_NN)
+        refit_Dk, report, error = refit_with_error(weight_down_DN, moment_NN, kept_k)
         return Pruned(kept_k, refit_Dk, error, jitter, report)
     whole = output_energy(weight_down_DN, moment_NN)
     error = 0.0 if state.lost <= 0.0 else state.lost / whole if whole > 0.0 else float("inf")

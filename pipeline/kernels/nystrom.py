@@ -117,18 +117,40 @@ def nystrom_refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) 
     calibration never saw keeps W_S. With all N channels kept W_down itself is returned. Raises ValueError on shapes
     that do not fit, NaN, infinity, or indices that are not strictly ascending within 0..N-1.
     """
+    refit_Dk, report, _ = _refit(weight_down_DN, moment_NN, indices_k)
+    return refit_Dk, report
+
+
+def refit_with_error(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tuple[Tensor, RefitReport, float]:
+    """`nystrom_refit`, and its `output_error` for D R² multiplications, of which that takes D N².
+
+    With the pull P = W_R C[R,S] and the correction X = P (C[S,S] + jI)⁻¹ of the correlations, what is lost is
+    tr(W_R C[R,R] W_Rᵀ) − ⟨P, X⟩ − j‖X‖². Raises ValueError as `nystrom_refit`.
+    """
+    refit_Dk, report, regained = _refit(weight_down_DN, moment_NN, indices_k)
+    removed_R = _complement(indices_k, len(moment_NN))
+    if len(removed_R) == 0:
+        return refit_Dk, report, 0.0
+    moment_RR = moment_NN.detach().index_select(0, removed_R).index_select(1, removed_R)
+    lost = output_energy(weight_down_DN.index_select(1, removed_R), moment_RR) - regained
+    return refit_Dk, report, _share(lost, weight_down_DN, moment_NN)
+
+
+def _refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tuple[Tensor, RefitReport, float]:
+    """Refit, report, and by how much the correction lowers the output error of leaving the channels out."""
     size = check_down(moment_NN, weight_down_DN)
     _check_indices(indices_k, size)
     weight_DN = weight_down_DN.detach().to(torch.float64)
     kept_Dk = weight_DN.index_select(1, indices_k)
     if indices_k.numel() == size:
-        return kept_Dk, RefitReport(jitter=0.0, condition=1.0, fallback=False, dropped=0)
+        return kept_Dk, RefitReport(jitter=0.0, condition=1.0, fallback=False, dropped=0), 0.0
     scale_N = channel_scale(moment_NN)
     removed_R = _complement(indices_k, size)
     pull_DR = weight_DN.index_select(1, removed_R) * scale_N[removed_R]
     pull_Dk = _pulled(pull_DR, moment_NN, scale_N, removed_R, indices_k)
     correction_Dk, report = _solve(moment_NN, scale_N, indices_k, pull_Dk)
-    return kept_Dk + correction_Dk / scale_N[indices_k], report
+    regained = float((pull_Dk * correction_Dk).sum()) + report["jitter"] * float(correction_Dk.square().sum())
+    return kept_Dk + correction_Dk / scale_N[indices_k], report, regained
 
 
 def output_error(weight_DN: Tensor, refit_Dk: Tensor, indices_k: Tensor, moment_NN: Tensor) -> float:
@@ -147,7 +169,10 @@ def output_error(weight_DN: Tensor, refit_Dk: Tensor, indices_k: Tensor, moment_
     require_finite("refit", refit_Dk)
     residual_DN = weight_DN.detach().to(torch.float64, copy=True)
     residual_DN.index_add_(1, indices_k, refit_Dk.detach().to(torch.float64), alpha=-1)
-    lost = output_energy(residual_DN, moment_NN) if bool(residual_DN.any()) else 0.0
+    return _share(output_energy(residual_DN, moment_NN) if bool(residual_DN.any()) else 0.0, weight_DN, moment_NN)
+
+
+def _share(lost: float, weight_DN: Tensor, moment_NN: Tensor) -> float:
     if lost <= 0.0:
         return 0.0
     whole = output_energy(weight_DN, moment_NN)

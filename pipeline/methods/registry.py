@@ -10,6 +10,7 @@ from manifests.errors import InputError
 from manifests.methods import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
+from pipeline.methods.baselines import BASELINES
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.joint_rank_k import JointRankKMethod
 from pipeline.methods.lestd import LeSTDMethod
@@ -28,6 +29,7 @@ METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
     LeSTD: LeSTDMethod,
     LoRC: LoRCMethod,
     LossAware: LossAwareMethod,
+    **BASELINES,
 }
 
 

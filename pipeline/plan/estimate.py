@@ -16,12 +16,13 @@ from pipeline.families.family import Geometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
 from pipeline.methods.rounded_size import scope_numbers
-from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops, moment_width, point_features, solve_work
+from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops, moment_width, solve_work
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
 MOMENT_BYTES = 8  # float64
 SOLVE_COPIES = 3  # C, its inverse beside the gram of W_down, the panels (tests/kernels/test_elimination.py)
+CURVE_COPIES = 4  # besides, one of the channels that stay, and its factor
 TOKEN_BYTES = 4
 
 
@@ -72,7 +73,8 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     expected = _expected_numbers(manifest, geometry)
     keep_all = manifest.statistics.keep if manifest.statistics.keep is not None else not compressed
     kept_statistics = statistics * (len(claimed) if keep_all else 1)
-    host, device = _worker_peak(manifest, geometry, itemsize, statistics, activations // max(1, workers))
+    solving = max((_solve_bytes(task, geometry, itemsize) for task in tasks), default=0)
+    host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
     return Plan(
         layers=geometry.num_layers,
         claimed_layers=len(claimed),
@@ -108,10 +110,18 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
 
 def moment_bytes(moment: Moment, geometry: Geometry) -> int:
     """Size of a moment in memory."""
-    width = point_features(moment.point, geometry) // moment.heads
+    width = moment_width(moment, geometry)
     if moment.kind == "sample":
         return moment.tokens * width * geometry.bits // 8
-    return moment.groups * width * width * MOMENT_BYTES
+    return moment.groups * width * (1 if moment.diagonal else width) * MOMENT_BYTES
+
+
+def _solve_bytes(task: Task, geometry: Geometry, itemsize: int) -> int:
+    """One task on a worker: its moments and what is made of them, a sample once, its weights beside float64 ones."""
+    samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
+    moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
+    copies = CURVE_COPIES if samples else SOLVE_COPIES
+    return copies * moments + samples + geometry.layer_numbers(task.roles) * (8 + itemsize)
 
 
 def _passes(manifest: Manifest, tasks: Sequence[Task], compressed: bool) -> int:
@@ -130,9 +140,11 @@ def _expected_numbers(manifest: Manifest, geometry: Geometry) -> int:
 
 
 def _worker_peak(
-    manifest: Manifest, geometry: Geometry, itemsize: int, statistics: int, activations: int
+    manifest: Manifest, geometry: Geometry, itemsize: int, moments: tuple[int, int], activations: int
 ) -> tuple[int, int]:
     """Of host memory and of the device's. A worker without a GPU holds everything in the first.
+
+    `moments`: bytes of a layer's, and of what solving one of its tasks takes.
 
     Beside a GPU, the host holds the process, a layer read ahead, hidden states, and a layer's moments on their way out.
     """
@@ -141,11 +153,13 @@ def _worker_peak(
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
     features = 6 * geometry.hidden + 3 * geometry.intermediate + 4 * geometry.heads * geometry.head_dim
     held = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
-    solving = SOLVE_COPIES * statistics + geometry.layer_numbers() * (8 + itemsize)
+    statistics, solving = moments
     # Values of a shard's micro-batches wait for a product: of the widest points, as far as one batch does not fill it.
     shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
     waiting = max(0, min(ROWS_PER_PRODUCT, shard) - batch) * (geometry.hidden + geometry.intermediate) * itemsize
-    computing = max(2 * layer + 2 * statistics + batch * features * 4 + waiting, solving)
+    taking = 2 * layer + 2 * statistics + batch * features * 4 + waiting
+    scoring = geometry.layer_numbers() * max(4, itemsize) + batch * features * 4 if calibration else 0
+    computing = max(taking, solving, scoring)
     if manifest.workers.gpus == 0:
         return PROCESS_BYTES + held + computing, 0
     return PROCESS_BYTES + DEVICE_PROCESS_BYTES + held + layer + statistics, computing

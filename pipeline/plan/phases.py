@@ -95,6 +95,12 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["solve"] = max(_spread(every, way.workers), layers * ((0.0 if way.cached else storing) + writing))
     if work.gradient_flops:
         found["gradient"] = layers * max(work.gradient_flops / rates.products * way.rounds, reading)
+    if work.curves:
+        found["curves"] = _spread([solve_seconds(curve, rates) for curve in work.curves] * layers, way.workers)
+    if work.correction_flops:
+        found["correct"] = layers * work.correction_flops / rates.products * way.rounds
+    if work.held_out_flops:  # float32 goes at about float64's rate where tensor cores must not round to TF32
+        found["held-out"] = layers * work.held_out_flops / rates.double * way.rounds
     found["assemble"] = work.written_bytes / rates.disk
     return found
 

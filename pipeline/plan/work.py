@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
+from pipeline.methods.registry import build_methods, layer_gradients, layer_moments, layers_of, predict_tasks
 
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 24  # of device memory for each number: the product written and read, the float64 sum read and written
 COSINE_BYTES = 48  # for each hidden number: read, widened to float64, scaled, multiplied
 REMOVED_SHARE = 0.25  # of an MLP's channels, where ranks are not known yet
 EIGEN_FLOPS = 10.0  # times n³
+BACK, BACK_AGAIN = 3, 3 + 7  # forward passes that a backward pass costs; with a second: once forth, and two blocks
+HELD_OUT = 10  # one window held out for so many samples
+PROBED = 12  # runs of an MLP whose gate and up are cut, by which a curve is scaled: three widths, four ranks
+PROBE_SHARE = 4  # of the sample's tokens, one in so many
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,10 @@ class LayerWork:
         statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one.
         added_bytes: of device memory that summing the moments moves.
         moment_bytes: what the sums of a layer take, one triangle each.
-        gradient_flops: of the backward pass; 0 without one.
+        gradient_flops: of the backward pass, or of both where there are two rounds; 0 without one.
+        curves: of each task whose sizes are compared by predicted loss, in every round.
+        correction_flops: of the walk of `correct: output`: five passes of two layers, and their pairs.
+        held_out_flops: of both models on what is held out, in float32.
     """
 
     weight_bytes: int
@@ -51,6 +58,9 @@ class LayerWork:
     moment_bytes: int
     gradient_flops: float
     solves: tuple[SolveWork, ...]
+    curves: tuple[SolveWork, ...] = ()
+    correction_flops: float = 0.0
+    held_out_flops: float = 0.0
 
 
 def layer_work(
@@ -70,6 +80,10 @@ def layer_work(
     moments = [moment for moment in layer_moments(tasks, busiest) if moment.kind != "sample"]
     gradients = layer_gradients(tasks, busiest)
     forward = forward_flops(geometry, sequence)
+    two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
+    busy = [task for task in tasks if task.layer == busiest]
+    pairs = {moment for task in busy for moment in task.corrections}
+    predicted = {task.name for task in predict_tasks(build_methods(manifest), geometry) if task.layer == busiest}
     skipped = 2.0 * geometry.hidden * geometry.intermediate if any(m.point == "down.in" for m in moments) else 0.0
     sizes = [triangle_numbers(moment, geometry) for moment in moments]
     weight_bytes = geometry.layer_numbers() * itemsize
@@ -86,9 +100,20 @@ def layer_work(
         cosine_bytes=float(COSINE_BYTES * tokens * geometry.hidden),
         moment_bytes=8 * sum(sizes),
         gradient_flops=float(
-            gradient_tokens * (3 * forward + 2 * sum(triangle_numbers(moment, geometry) for moment in gradients))
+            gradient_tokens
+            * (
+                (BACK_AGAIN if two_rounds else BACK) * forward
+                + (1 + two_rounds) * 2 * sum(triangle_numbers(moment, geometry) for moment in gradients)
+            )
         ),
-        solves=tuple(solve_work(task, geometry) for task in tasks if task.layer == busiest),
+        solves=tuple(solve_work(task, geometry) for task in busy for _ in range(1 + two_rounds)),
+        curves=tuple(
+            curve_work(task, geometry) for task in busy if task.name in predicted for _ in range(1 + two_rounds)
+        ),
+        correction_flops=float(tokens * (10 * forward + sum(_pair_flops(moment, geometry) for moment in pairs)))
+        if pairs
+        else 0.0,
+        held_out_flops=2.0 * -(-calibration.samples // HELD_OUT) * sequence * forward if calibration else 0.0,
     )
 
 
@@ -117,6 +142,28 @@ def moment_width(moment: Moment, geometry: Geometry) -> int:
 def forward_flops(geometry: Geometry, sequence: int) -> float:
     """Per token and layer: two for every weight, and attention over half the sequence on average."""
     return 2.0 * geometry.layer_numbers() + 2.0 * sequence * geometry.heads * geometry.head_dim
+
+
+def curve_work(task: Task, geometry: Geometry) -> SolveWork:
+    """What solving a task takes; of an MLP that is looked at on a sample, besides the runs with parts of it cut.
+
+    A run of T tokens at 0.56 of the channels on average: 6 T D k of products, and 2 T k² of the moment that down is
+    fitted again to.
+    """
+    found = solve_work(task, geometry)
+    samples = [moment for moment in task.moments if moment.kind == "sample"]
+    probes = 0.0
+    for moment in samples:
+        probed = moment.tokens / PROBE_SHARE
+        width = geometry.intermediate
+        probes += PROBED * probed * (6 * 0.56 * geometry.hidden * width + 2 * 0.44 * width**2)
+    return SolveWork(task.name, found.flops + probes, found.steps)
+
+
+def _pair_flops(moment: Moment, geometry: Geometry) -> float:
+    """Of Σ x xᵀ and Σ e xᵀ, for a token."""
+    features = point_features(moment.point, geometry)
+    return 2.0 * features * (features + geometry.hidden)
 
 
 def solve_work(task: Task, geometry: Geometry) -> SolveWork:

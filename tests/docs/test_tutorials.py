@@ -40,6 +40,7 @@ def _lint(tree: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [page.stem for page in sorted(TUTORIALS.glob("*.md"))])
 def test_what_it_adds_passes_its_tests(name: str, tmp_path: Path) -> None:
     tree, commands = _follow(name, tmp_path)

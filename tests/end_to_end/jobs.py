@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import pipeline.evaluate
+import pipeline.export
 import pipeline.plan.__main__
 import pipeline.report
 import pipeline.run
@@ -33,6 +34,7 @@ COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "report": pipeline.report.main,
     "scale": pipeline.scale.main,
     "evaluate": pipeline.evaluate.main,
+    "export": pipeline.export.main,
     "verify": pipeline.verify.main,
     "sweep": pipeline.sweep.main,
 }

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import pipeline.export
-from tests.end_to_end.jobs import COMMANDS, Ended, Job, command, load, logits_of, relative_error, some_tokens
+from tests.end_to_end.jobs import Ended, Job, command, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
 
 MakeJob = Callable[..., Job]
@@ -25,7 +24,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "loss_aware": {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"},
 }
 DENSE = {"calibration.propagate": "dense"}
-COMMANDS["export"] = pipeline.export.main
 
 
 def export(made: Job, target: str, name: str = "exported") -> tuple[Ended, Path]:

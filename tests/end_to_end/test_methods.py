@@ -28,6 +28,10 @@ ENTRIES: dict[str, list[dict[str, Any]]] = {
     "separate-input": [
         {"method": "joint_rank_k", "keep": 0.7, "query_key": "separate", "mlp": False, "weighting": "input"}
     ],
+    "svd": [{"method": "svd", "keep": 0.6}],
+    "asvd": [{"method": "asvd", "keep": 0.6}],
+    "svd-llm": [{"method": "svd_llm", "keep": 0.6}],
+    "magnitude": [{"method": "magnitude", "keep": 0.6}],
     "flat-joint": [{"method": "flat_llm"}, {"method": "joint_rank_k", "mlp": False, "weighting": "input"}],
     "flat-lorc": [{"method": "flat_llm"}, {"method": "lorc", "value": False, "cache_keep": 0.5, "weighting": "input"}],
 }
@@ -35,6 +39,9 @@ FULL: dict[str, dict[str, Any]] = {
     "lorc": {"method": "lorc", "cache_keep": 1.0},
     "lestd": {"method": "lestd", "target": "both", "keep": 1.0},
     "joint": {"method": "joint_rank_k", "mlp": False, "keep": 1.0},
+    "svd": {"method": "svd", "keep": 1.0},
+    "svd-llm": {"method": "svd_llm", "keep": 1.0},
+    "magnitude": {"method": "magnitude", "keep": 1.0},
     "flat": {"method": "flat_llm", "query_key": "head_pca", "keep": 1.0},
 }
 

@@ -66,10 +66,15 @@ def test_evaluation_brings_its_tokens(
 
 @pytest.mark.ray
 def test_run_and_evaluate(shared: Path, text: Path, tmp_path: Path, job: Callable[..., Job], inline: None) -> None:
-    """Evaluation's tokens lay in the driver's temporary folder: all workers \"died\" when the layers were done."""
+    """Evaluation's tokens lay in the driver's temporary folder: all workers \"died\" when the layers were done.
+
+    The job goes forth and back through the model, and is scored on held-out text, too.
+    """
     scored = factories.write_text(tmp_path / "scored.txt", 6_000, seed=9)
     settings = {
         "calibration.shards": 4,
+        "calibration.propagate": "dense",
+        "methods": [{"method": "loss_aware"}],
         "workers": {"min": 2, "max": 2, "activation_memory_gb": 1e-6},  # hidden states are spilled
         "evaluation": {"perplexity": {"text": {"files": [str(scored)]}, "window": WINDOW}},
     }
@@ -89,7 +94,7 @@ def test_run_and_evaluate(shared: Path, text: Path, tmp_path: Path, job: Callabl
             prepare=loopback,
         )
         assert run.end(240) == 0, run.said
-        arguments = [str(made.output), "--text", str(scored), "--window", str(WINDOW), "--workers", "2"]
+        arguments = [str(made.output), "--text", str(scored), "--window", str(WINDOW)]
         arguments += ["--address", address, "--json"]
         evaluate = Child("evaluate", arguments, made.root / "evaluate.log", inline=False, prepare=loopback)
         assert evaluate.end(240) == 0, evaluate.said

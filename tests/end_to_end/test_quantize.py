@@ -12,11 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import pipeline.export
 from lamina import LaminaConfig, LaminaForCausalLM
 from pipeline.kernels.packing import scaled, unpack
 from tests.end_to_end.jobs import (
-    COMMANDS,
     Job,
     command,
     file_digests,
@@ -31,7 +29,6 @@ from tests.end_to_end.sources import make_source
 pytestmark = pytest.mark.usefixtures("inline")
 
 MakeJob = Callable[..., Job]
-COMMANDS["export"] = pipeline.export.main
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 FACTORS = [
     {"method": "flat_llm", "ranks": {"value": 8, "mlp": 64}, "allocation": "uniform"},

@@ -165,6 +165,7 @@ def test_what_is_written(sweep: Callable[..., Sweep], inline_everywhere: None) -
     ("points", "changes", "said"),
     [
         ([{"methods": [{"method": "loss_aware", "correct": "output"}]}], {}, ["0.correct solves", "a job of its own"]),
+        ([{"methods": [{"method": "loss_aware", "rounds": 2}]}], {}, ["0.rounds takes", "a job of its own"]),
         (
             [{"methods": [{"method": "flat_llm"}]}],
             {"calibration": {"text": {"files": ["t"]}, "propagate": "compressed"}},
@@ -204,3 +205,20 @@ def test_another_calibration_is_refused_by_name(sweep: Callable[..., Sweep], inl
     ended = made.write().run()
     assert (ended.code, "manifest.calibration.samples: 12 -> 9" in ended.err) == (2, True), ended.err
     assert made.run("--fresh").code == 0
+
+
+@pytest.mark.ray
+def test_killed_with_ray_it_goes_on(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+    """Two workers, the driver and all of Ray killed behind the first point: the same figures as without either."""
+    points = [{"methods": [{"method": "flat_llm"}]}, {"methods": [{"method": "svd_llm"}]}]
+    expected = sweep(*points).run().json
+    made = sweep(*points, workers={"min": 2, "max": 2})
+    hook = Hook("commit", match="/result", after=True)
+    child = Child("sweep", [str(made.path)], made.job.root / "log", hook, inline=False)
+    assert child.end() == -signal.SIGKILL, child.said
+    state = command("status", str(made.job.run_dir), "--json").json
+    assert (state["state"], state["points"]) == ("killed", {"done": 1, "of": 4})
+    child = Child("sweep", [str(made.path)], made.job.root / "log-2", inline=False)
+    assert child.end() == 0, child.said
+    assert "phase statistics" not in child.said
+    assert _measured(json.loads((made.job.run_dir / "sweep.json").read_text())) == _measured(expected)

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from pipeline.kernels import cholesky
 from pipeline.kernels.elimination import eliminate, select_eliminate
-from pipeline.kernels.nystrom import nested_losses, nystrom_refit, output_error, ridge_leverage, select_leverage
+from pipeline.kernels.nystrom import (
+    nested_losses,
+    nystrom_refit,
+    output_error,
+    refit_with_error,
+    ridge_leverage,
+    select_leverage,
+)
 
 
 def problem(channels: int, hidden: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,6 +168,10 @@ def test_refit_is_the_least_squares_optimum(channels: int, hidden: int, tokens: 
         naive = best_error(moment, weight, kept.tolist()) / float(torch.trace(weight @ moment @ weight.T))
         error = output_error(weight, refit, kept, moment * scale**2)
         assert error == pytest.approx(naive, rel=1e-7, abs=1e-13)
+        again, same_report, cheap = refit_with_error(weight, moment * scale**2, kept)
+        assert torch.equal(again, refit)
+        assert same_report == report
+        assert cheap == pytest.approx(error, rel=1e-7, abs=1e-13)
 
 
 def test_refit_with_every_channel_is_the_weight_itself() -> None:
@@ -170,6 +181,7 @@ def test_refit_with_every_channel_is_the_weight_itself() -> None:
     assert torch.equal(refit, weight.bfloat16().double())
     assert report == {"jitter": 0.0, "condition": 1.0, "fallback": False, "dropped": 0}
     assert output_error(weight.bfloat16(), refit, kept, moment) == 0.0
+    assert refit_with_error(weight.bfloat16(), moment, kept)[2] == 0.0
 
 
 def test_refit_reports_its_condition() -> None:
@@ -216,6 +228,11 @@ def test_refit_rescues_a_round_off_negative_eigenvalue_with_jitter() -> None:
     assert 0 < report["jitter"] <= 1e-10
     assert not report["fallback"]
     torch.testing.assert_close(refit, weight)
+    weight = torch.cat((weight, weight[:, :1]), 1)
+    moment[30, :30] = moment[:30, 30] = 1e-7 * vector  # along the direction that the jitter holds up
+    refit, report, error = refit_with_error(weight, moment, torch.arange(30))
+    assert report["jitter"] > 0
+    assert error == pytest.approx(output_error(weight, refit, torch.arange(30), moment), rel=1e-4)
 
 
 def test_refit_and_error_with_dead_channels_and_zero_moments() -> None:
@@ -228,6 +245,7 @@ def test_refit_and_error_with_dead_channels_and_zero_moments() -> None:
     refit, _ = nystrom_refit(weight, torch.zeros(6, 6), kept)
     assert torch.equal(refit, weight[:, kept])
     assert output_error(weight, refit, kept, torch.zeros(6, 6)) == 0.0
+    assert refit_with_error(weight, torch.zeros(6, 6), kept)[2] == 0.0
     assert output_error(torch.zeros(3, 6), refit, kept, torch.eye(6)) == math.inf
     assert output_error(weight, torch.zeros(3, 3), kept, torch.eye(6)) == pytest.approx(1.0)
 

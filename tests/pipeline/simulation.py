@@ -13,10 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manifests.errors import CorruptError, Interrupted
+from manifests.records import (
+    KINDS,
+    ArrayRecord,
+    Curve,
+    FormSpec,
+    GradientRecord,
+    Record,
+    StagedLayer,
+    StagedRecord,
+)
 from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores, Task
-from pipeline.score_units import Score, Scored, WindowForward
+from pipeline.score_units import Score, Scored, WindowForward, Windows
 from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Total, TotalDone
 from pipeline.units import (
     Backward,
@@ -44,6 +54,15 @@ class Handle:
 
     life: int
     value: str
+
+
+def sha256(value: str) -> str:
+    return hashlib.sha256(value.encode()).hexdigest()
+
+
+def number_in(path: str) -> int:
+    """Which record it is, by order of writing."""
+    return int(path.removesuffix(".safetensors")[-32:], 16)
 
 
 def digest(*parts: object) -> str:
@@ -77,19 +96,38 @@ class World:
             if self.fuel < 0:
                 raise Killed
 
-    def store(self, kind: str, value: str) -> dict[str, Any]:
-        path = f"{kind}/{len(self.values)}"
+    def store(self, kind: str, value: str) -> ArrayRecord:
+        """An array of some kind, that is its value."""
+        path = self._keep(kind, f"{kind}/{len(self.values):032x}", value)
+        return ArrayRecord(
+            version=1,
+            path=path,
+            shape=(1,),
+            dtype="uint8",
+            chunks=(1,),
+            symmetric=False,
+            metadata_sha256=sha256(value),
+            checksums=(value,),
+        )
+
+    def store_staged(self, layer: int, value: str) -> StagedRecord:
+        """A compressed layer that is its value."""
+        path = self._keep("staged", f"staged/layer-{layer:05d}.{len(self.values):032x}.safetensors", value)
+        return StagedRecord(path=path, size=len(value), sha256=sha256(value), tensors={})
+
+    def _keep(self, kind: str, path: str, value: str) -> str:
         self.values[path] = value
         self.stores[kind][path] = value
-        return {"path": path, "sha256": value}
+        return path
 
-    def load(self, kind: str, record: Mapping[str, Any]) -> str:
-        path = str(record["path"])
+    def load(self, kind: str, record: ArrayRecord | StagedRecord) -> str:
+        path = record.path
         if path not in self.stores[kind]:
             raise CorruptError(f"{path}: missing", path)
-        if int(path.partition("/")[2]) in self.damaged:
+        if number_in(path) in self.damaged:
             raise CorruptError(f"{path}: damaged", path)
-        assert self.stores[kind][path] == record["sha256"]
+        said = record.sha256 if isinstance(record, StagedRecord) else record.metadata_sha256
+        assert sha256(self.stores[kind][path]) == said
         return self.stores[kind][path]
 
     def journal(self) -> dict[str, Any]:
@@ -112,15 +150,16 @@ class MemoryJournal:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def commit(self, key: str, record: dict[str, Any]) -> None:
+    def commit(self, key: str, record: Record) -> None:
         self.world.happen()
-        self.world.entries[key] = json.dumps(record)
+        self.world.entries[key] = json.dumps(record.as_json())
         self.world.events.append(("commit", key))
         self.world.happen()
 
-    def get(self, key: str) -> dict[str, Any] | None:
+    def get(self, key: str) -> Any:
         text = self.world.entries.get(key)
-        return json.loads(text) if text is not None else None
+        kind = next(KINDS[part] for part in key.split("/") if part in KINDS)
+        return kind.validate_python(json.loads(text)) if text is not None else None
 
     def retract(self, key: str) -> None:
         self.world.happen()
@@ -133,18 +172,18 @@ class WorldCleaner:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def retain_activations(self, records: tuple[dict[str, Any], ...]) -> None:
+    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
         self._retain("activation", records)
 
-    def retain_statistics(self, records: tuple[dict[str, Any], ...]) -> None:
+    def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         self._retain("statistic", records)
 
-    def retain_staged(self, records: tuple[dict[str, Any], ...]) -> None:
+    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
         self._retain("staged", records)
 
-    def _retain(self, kind: str, records: Sequence[dict[str, Any]]) -> None:
+    def _retain(self, kind: str, records: Sequence[ArrayRecord | StagedRecord]) -> None:
         self.world.happen()
-        kept = {record["path"] for record in records}
+        kept = {record.path for record in records}
         self.world.stores[kind] = {path: value for path, value in self.world.stores[kind].items() if path in kept}
         self.world.events.append(("retain", f"{kind} {len(kept)}"))
         self.world.happen()
@@ -247,20 +286,28 @@ class SimulatedPool:
         if isinstance(unit, Total):
             return self._total(unit)
         if isinstance(unit, Reduce):
+            assert unit.lineage == ("paired" if unit.moment.kind == "pair" else "dense") or unit.moment.kind == "sample"
             parts = [self._open(handle) for handle in unit.partials]
-            return self.world.store("statistic", digest("sum", unit.lineage, unit.layer, unit.moment.key, parts))
+            before = [self.world.load("statistic", unit.before)] if unit.before is not None else []
+            value = digest("sum", unit.lineage, unit.layer, unit.moment.key, parts, *before)
+            record = self.world.store("statistic", value)
+            if unit.moment.kind != "gradient":
+                return record
+            return GradientRecord(**dict(record), square_norms=(1.0,), sequences=1, tokens=1)
         if isinstance(unit, Measure):
             return {"number": int(digest("measured", unit.key)[:2], 16)}
         if isinstance(unit, Predict):
             read = [self.world.load("statistic", record) for record in unit.statistics.values()]
-            return {"number": int(digest("predicted", unit.key, read)[:2], 16)}
+            number = 1 + int(digest("predicted", unit.key, read)[:2], 16)
+            return Curve(ranks={"rank": (number,)}, numbers=(number,), cache=(0,), loss=(0.0,))
         if isinstance(unit, Solve):
             return self._solve(unit)
         if isinstance(unit, WindowForward | Score):
             return self._score(unit)
         assert isinstance(unit, Write)
+        assert {form.rank for form in unit.forms.values()} == {1 + unit.layer}
         parts = [self._open(handle) for handle in unit.factors]
-        return self.world.store("staged", digest("written", unit.layer, parts, sorted(unit.forms)))
+        return self.world.store_staged(unit.layer, digest("written", unit.layer, parts, sorted(unit.forms)))
 
     def _forward(self, unit: Forward) -> ForwardDone:
         assert 0 <= unit.base <= unit.layer
@@ -326,6 +373,7 @@ class SimulatedPool:
     def _pair(self, unit: Pair) -> ForwardDone:
         assert len(unit.replay) == unit.layer - unit.base
         assert (unit.base_record is None) == (unit.base == 0)
+        assert unit.staged is None or unit.staged.rounded == {}
         embedded = digest("embedded", unit.shard)
         dense, packed = embedded, embedded
         if unit.base_record is not None:
@@ -344,7 +392,7 @@ class SimulatedPool:
     def _score(self, unit: WindowForward | Score) -> ForwardDone | Scored:
         """A loss is a number that all that the windows went through is in."""
         assert len(unit.replay) == unit.layer - unit.base
-        assert (unit.base_record is None) == (unit.base == 0)
+        assert unit.base_record is not None or unit.base == 0
         tokens = self.world.load("activation", unit.windows.tokens) if unit.windows.tokens else "given"
         hidden = digest("embedded", tokens, unit.shard)
         if unit.base_record is not None:
@@ -353,8 +401,9 @@ class SimulatedPool:
             hidden = self._through(before, staged, hidden)
         if isinstance(unit, WindowForward):
             output = self._through(unit.layer, unit.staged, hidden)
+            kept = self.world.store("activation", hidden) if unit.keep_inputs else None
             stored = self.world.store("activation", output) if unit.store else None
-            return ForwardDone(partials={}, cosine=None, activation=stored, tokens=1)
+            return ForwardDone(partials={}, cosine=None, activation=stored, tokens=1, inputs=kept)
         dense = self.world.load("activation", unit.dense) if unit.dense is not None else ""
         return Scored(float(int(digest("loss", hidden, dense)[:6], 16)), 1)
 
@@ -367,27 +416,36 @@ class SimulatedPool:
             gradient = digest("probe", unit.layer, unit.shard)
         elif unit.base_record is not None:
             gradient = self.world.load("activation", unit.base_record)
+        elif unit.packed:
+            assert unit.labels is not None, "a draft is judged by the dense model's labels"
+            gradient = digest("head", self.world.load("statistic", unit.labels))
         else:
             gradient = digest("head", unit.shard)
+        weights = [self._weights(layer, staged) for layer, staged in enumerate(unit.packed, unit.layer)]
+        assert len(weights) in (0, len(read))
+        weights = weights or ["dense"] * len(read)
         for layer, hidden in reversed(list(enumerate(read[1:], unit.layer + 1))):
-            gradient = digest("back", layer, hidden, gradient)
+            gradient = digest("back", layer, hidden, gradient, weights[layer - unit.layer])
         moments = {moment: digest("gradient", moment.key, unit.layer, read[0], gradient) for moment in unit.moments}
         return BackwardDone(
             partials={moment: self._handle(value) for moment, value in moments.items()},
-            activation=self.world.store("activation", digest("back", unit.layer, read[0], gradient))
+            activation=self.world.store("activation", digest("back", unit.layer, read[0], gradient, weights[0]))
             if unit.store
             else None,
             tokens=1,
+            labels=self.world.store("statistic", digest("labels", unit.shard)) if unit.keep_labels else None,
         )
 
-    def _through(self, layer: int, staged: dict[str, Any] | None, hidden: str) -> str:
+    def _through(self, layer: int, staged: StagedLayer | None, hidden: str) -> str:
         self.world.passes += 1
-        weights = "dense"
-        if staged is not None:
-            weights = self.world.load("staged", staged)
-            assert staged["forms"]
-            assert all(form["layer"] == layer for form in staged["forms"].values())
-        return digest("through", layer, weights, hidden)
+        return digest("through", layer, self._weights(layer, staged), hidden)
+
+    def _weights(self, layer: int, staged: StagedLayer | None) -> str:
+        if staged is None:
+            return "dense"
+        assert staged.forms
+        assert all(form.rank == 1 + layer for form in staged.forms.values())
+        return self.world.load("staged", staged)
 
     def _solve(self, unit: Solve) -> SolveDone:
         group = unit.task
@@ -398,7 +456,9 @@ class SimulatedPool:
         read = [self.world.load("statistic", record) for record in unit.statistics.values()]
         before = self._open(unit.before) if unit.before is not None else ""
         value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()), before)
-        return SolveDone(self._handle(value), {group.name: {"form": "test", "layer": group.layer}}, {"error": 0.5})
+        form = FormSpec(form="test", rank=1 + group.layer)
+        said = {f"{group.name}.{pair.point}": form for pair in pairs}
+        return SolveDone(self._handle(value), {group.name: form, **said}, {"error": 0.5, **dict.fromkeys(said, 1.0)})
 
     def _handle(self, value: str) -> Handle:
         handle = Handle(self.world.life, value)
@@ -456,7 +516,8 @@ def measures(layers: Sequence[int]) -> tuple[Task, ...]:
 def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **settings: Any) -> Job:
     def allocate(scores: Scores) -> dict[str, dict[str, int]]:
         wide = {layer: round(1000 * score) for layer, score in scores.importance.items()}
-        known = sum(found["number"] for found in [*(scores.measured or {}).values(), *scores.curves.values()])
+        known = sum(found["number"] for found in (scores.measured or {}).values())
+        known += sum(curve.numbers[0] for curve in (scores.curves or {}).values())
         return {task.key: {"rank": 1 + known + wide.get(task.layer, 0)} for task in tasks}
 
     given = {"scores": IMPORTANCE, "propagate": "compressed", **settings}
@@ -477,6 +538,9 @@ def make_gradient_job(
         "predicts": tuple(task for task in tasks if task.moments),
         **settings,
     }
+    if given.get("rounds") == 2:
+        ranges = tuple((shard, shard + 1) for shard in given["gradient_shards"])
+        given["gradient_windows"] = Windows(ranges, "float32", 1)
     if given["propagate"] == "compressed":
         given["predicts"] = ()  # of dense statistics only
     return make_job(tasks, **given)
@@ -520,6 +584,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "gradient-some": lambda: make_gradient_job([1, 3], groups=["free", "loss-mlp"], num_layers=5),
     "gradient-local": lambda: make_gradient_job(ALL, gradient="local", every=2),
     "gradient-behind-compressed": lambda: make_gradient_job(ALL, propagate="compressed"),
+    "rounds": lambda: make_gradient_job(ALL, shards=3, gradient_shards=(0, 2), rounds=2),
+    "rounds-dropped": lambda: make_gradient_job(range(3), keep_statistics=False, rounds=2),
+    "rounds-every-2": lambda: make_gradient_job(range(5), every=2, rounds=2),
+    "rounds-some": lambda: make_gradient_job([1, 3], groups=["free", "loss-mlp"], num_layers=5, rounds=2),
     "corrected": lambda: make_corrected_job(range(3), ["first"], shards=1),
     "corrected-two": lambda: make_corrected_job(range(2), shards=1, keep_statistics=False),
     "corrected-every-2": lambda: make_corrected_job(range(4), ["second"], every=2, shards=1),

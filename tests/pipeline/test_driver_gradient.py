@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from manifests.errors import LostInputError
+from pipeline.computation import Job
+from pipeline.driver import Driver
+from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_gradients, layer_moments
 from pipeline.units import Forward, Predict, Reduce, Solve, Unit
 from tests.pipeline.simulation import (
@@ -15,8 +19,11 @@ from tests.pipeline.simulation import (
     MLP,
     OUT,
     SHARED,
+    MemoryJournal,
+    Recorder,
     SimulatedPool,
     World,
+    WorldCleaner,
     backwards,
     commits,
     forwards,
@@ -90,15 +97,24 @@ def test_stored_inputs_are_dropped_as_the_gradient_passes_them() -> None:
     assert not world.stores["activation"]
 
 
+def with_samples(job: Job) -> Job:
+    """A sample of values of each layer beside its sums."""
+    sample = Moment("down.in", kind="sample", tokens=9)
+    return replace(job, tasks=tuple(replace(task, moments=(*task.moments, sample)) for task in job.tasks))
+
+
+@pytest.mark.parametrize("samples", [False, True])
 @pytest.mark.parametrize("name", ["dense", "dense-every-2", "compressed", "gradient", "gradient-every-2"])
-def test_partial_sums_of_one_layer_at_a_time(name: str) -> None:
+def test_partial_sums_of_one_layer_at_a_time(name: str, samples: bool) -> None:
     """What is summed of a layer is gone before the next one's is made: at size it is most of the memory."""
-    job = JOBS[name]()
+    job = with_samples(JOBS[name]()) if samples else JOBS[name]()
     shards = len(job.gradient_shards)
-    most = max(  # of one worker: a grid and a sum of each moment, however many shards; and a gradient's of each shard
-        max(2 * len(layer_moments(job.tasks, layer)), shards * len(layer_gradients(job.tasks, layer)))
-        for layer in range(job.num_layers)
-    )
+    most = 0  # of one worker: a grid and a sum of each moment, however many shards; and what is of each shard
+    for layer in range(job.num_layers):
+        moments = layer_moments(job.tasks, layer)
+        apart = sum(moment.kind == "sample" for moment in moments)
+        forth = 2 * (len(moments) - apart) + job.shards * apart
+        most = max(most, forth, shards * len(layer_gradients(job.tasks, layer)))
     world, alive = World(), []
 
     class Forgetful(SimulatedPool):
@@ -151,6 +167,29 @@ def solve_again(world: World) -> World:
     """Another budget: ranks and layers are taken back."""
     entries = {key: text for key, text in world.entries.items() if key != "ranks" and not key.startswith("layer/")}
     return replace(world, entries=entries, done=[], events=[])
+
+
+def test_curves_alone_are_taken_without_ranks() -> None:
+    """What `budget.max_loss` chooses a size by, also when a result was lost; the job goes on from there."""
+    job, world = make_gradient_job(ALL), World()
+    pool = SimulatedPool(world)
+    pool.fail_on["predict/2/0/loss-mlp"] = LostInputError("gone with its worker")
+    Driver(job, pool, MemoryJournal(world), WorldCleaner(world), Recorder(world)).prepare()
+    assert {key.partition("/")[0] for key in commits(world)} == {"dense", "gradient", "curves"}
+    assert [reason for reason, _ in world.repairs] == ["gone with its worker"]
+    world.done.clear()
+    run(job, world)
+    assert {type(unit).__name__ for unit in world.done} == {"Solve", "Write"}
+    assert results(world) == results(run(job)[0])
+
+
+def test_sums_that_are_taken_again_store_no_inputs_again() -> None:
+    world = World()
+    pool = SimulatedPool(world)
+    pool.narrow = frozenset({"q.in-1-1"})
+    run(make_gradient_job(ALL), world, pool)
+    kept = [unit.keep_inputs for unit in forwards(world) if not unit.cosine]
+    assert kept == [False] * (2 * len(ALL))
 
 
 def test_another_budget_takes_no_pass_over_the_model() -> None:

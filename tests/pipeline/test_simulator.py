@@ -83,7 +83,8 @@ def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int)
     way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed)
     work = work_of("70B", propagate)
     simulated = simulate(list(job_units(work, rates, way)), workers).seconds
-    assert sum(phase_seconds(work, rates, way).values()) == pytest.approx(simulated, rel=0.25)
+    phases = phase_seconds(work, rates, way)
+    assert sum(phases.values()) - phases["held-out"] == pytest.approx(simulated, rel=0.25)  # which it leaves out
 
 
 def test_the_work_of_a_70b_layer() -> None:

@@ -25,6 +25,7 @@ print((peak_bytes() - before) / sum(weight.nbytes for weight in weights.values()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process's own peak is in /proc")
+@pytest.mark.slow
 def test_joint_rank_k_copies_no_weight() -> None:
     """A bfloat16 stack of 64 MiB: its factors in float32 are 1.4 times that, one float64 copy of a weight 2 times."""
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)

@@ -117,6 +117,7 @@ def test_split_between_layers_with_one_on_disk(checkpoints: Path, tmp_path: Path
             assert torch.equal(model(expected["ids"], attention_mask=expected["mask"]).logits, expected["logits"])
 
 
+@pytest.mark.slow
 def test_code_in_the_checkpoint_is_enough(checkpoints: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}

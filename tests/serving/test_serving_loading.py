@@ -208,6 +208,7 @@ print("loaded", len(list(root.iterdir())))
 """
 
 
+@pytest.mark.slow
 def test_code_in_the_checkpoint_is_enough(checkpoints: Path, tmp_path: Path) -> None:
     """A process that cannot import lamina; nothing may be printed about the weights or the configuration."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -127,7 +127,8 @@ class FakeRay:
         self.options_given = options
         return _Remote(self._start)
 
-    def _start(self, _: Any) -> FakeActor:
+    def _start(self, setup: Any) -> FakeActor:
+        assert setup is not None
         ready_at, ticks, dies_at = self.plans[min(len(self.actors), len(self.plans) - 1)]
         dies = None if dies_at is None else self.now + dies_at
         self.actors.append(FakeActor(self, len(self.actors), self.now + ready_at, ticks, dies))

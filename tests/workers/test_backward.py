@@ -17,9 +17,24 @@ from manifests.errors import CorruptError, NumericsError
 from pipeline.kernels.gradients import draw_labels
 from pipeline.methods.method import Moment
 from pipeline.samples import gradient_count, gradient_samples
+from pipeline.score_units import WindowForward, Windows
 from pipeline.units import Backward, BackwardDone, Forward, Reduce
-from tests.workers.bench import FAMILIES, SEQUENCE, Reference, flip, make_setup, make_worker, save_source
+from stores.activations import ActivationStore
+from tests.workers.bench import (
+    EVERYTHING,
+    FAMILIES,
+    LOW,
+    SEQUENCE,
+    Reference,
+    flip,
+    make_setup,
+    make_worker,
+    save_source,
+    solve_layer,
+)
 from workers.config import WorkerConfig
+from workers.embedding_and_head import embedding, head
+from workers.layers import LayerReader
 from workers.worker import Worker
 
 SAMPLES, SHARDS = 4, 2  # of five: the first of shard 0 (0, 1) and all of shard 1 (2, 3, 4)
@@ -237,8 +252,8 @@ def test_reduced_sums_hold_what_shrinkage_needs(llama: Path, tmp_path: Path) -> 
     record = worker.execute(Reduce("dense", last, OUT, tuple(part.partials[OUT] for part in done)))
     parts = [worker.transfer.get(part.partials[OUT]) for part in done]
     assert torch.equal(worker.statistics.read(record), parts[0]["moment"] + parts[1]["moment"])
-    assert record["square_norms"] == (parts[0]["square_norms"] + parts[1]["square_norms"]).tolist()
-    assert (record["sequences"], record["tokens"]) == (SAMPLES, SAMPLES * SEQUENCE)
+    assert record.square_norms == tuple((parts[0]["square_norms"] + parts[1]["square_norms"]).tolist())
+    assert (record.sequences, record.tokens) == (SAMPLES, SAMPLES * SEQUENCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -291,10 +306,10 @@ def test_an_overflow_is_blamed_on_its_layer(llama: Path, tmp_path: Path) -> None
 def test_damaged_inputs_are_named(llama: Path, tmp_path: Path) -> None:
     worker = make_worker(make_setup(llama, tmp_path / "run", gradient_samples=SAMPLES))
     record = worker.execute(Forward("dense", 0, 1, keep_inputs=True)).inputs
-    flip(next((tmp_path / "run" / "activations.zarr" / record["path"]).glob("c.1*")))
+    flip(next((tmp_path / "run" / "activations.zarr" / record.path).glob("c.1*")))
     with pytest.raises(CorruptError) as raised:
         worker.execute(Backward(0, 1, (record,), (OUT,), probe=True))
-    assert raised.value.path == record["path"]
+    assert raised.value.path == record.path
 
 
 def test_samples_of_the_pass_are_spread_over_the_shards() -> None:
@@ -327,3 +342,70 @@ def test_an_impossible_label_is_never_drawn() -> None:
     logits_TV = torch.full((3, 700), -torch.finfo(torch.float32).max)
     logits_TV[:, 3] = 0.0
     assert draw_labels(logits_TV, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [3, 3, 3]
+
+
+def test_behind_a_draft_gradients_come_through_it_and_moments_are_of_dense_weights(llama: Path, tmp_path: Path) -> None:
+    """Against autograd over the draft with one layer at a time left dense; labels are the dense model's."""
+    setup = make_setup(llama, tmp_path / "run", EVERYTHING, **SETTINGS)
+    worker = make_worker(setup)
+    layers, staged = setup.geometry.num_layers, [solve_layer(worker, layer, LOW)[0] for layer in range(2)]
+    packed = [*staged, None]
+    last = [kept_inputs(worker)[-1][shard] for shard in range(SHARDS)]
+    labels = [worker.execute(Backward(layers - 1, s, (last[s],), keep_labels=True)).labels for s in range(SHARDS)]
+    windows = Windows(((0, 1), (2, 5)), "float64", 1)
+    inputs = []
+    for layer in range(layers):
+        units = [
+            WindowForward(windows, "draft", layer, s, packed[layer], keep_inputs=True, replay=tuple(packed[:layer]))
+            for s in range(SHARDS)
+        ]
+        inputs.append([worker.execute(unit).inputs for unit in units])
+    moments = (
+        OUT,
+        Moment("mid", kind="gradient"),
+        Moment("pull:q+k", kind="gradient"),
+        Moment("gate.out", 1, 1, "gradient"),
+    )
+    for layer in reversed(range(layers)):
+        for shard in range(SHARDS):
+            records = tuple(by_shard[shard] for by_shard in inputs[layer:])
+            unit = Backward(layer, shard, records, moments, packed=tuple(packed[layer:]), labels=labels[shard])
+            done = worker.execute(unit)
+            expected = one_dense_layer(worker, packed, layer, windows.ranges[shard], labels[shard])
+            for moment in moments:
+                found = worker.transfer.get(done.partials[moment])["moment"][0]
+                values = expected[moment.point]
+                wanted = torch.einsum("msi,msj->ij", values, values)
+                torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+
+
+def one_dense_layer(
+    worker: Worker, packed: list[Any], layer: int, samples: tuple[int, int], labels: Any
+) -> dict[str, Tensor]:
+    """Gradients (M, S, F) at a dense layer's points; what enters it and what comes back to it are the draft's."""
+    reader = LayerReader(worker.setup, worker.device)
+    tokens = ActivationStore(worker.setup.run_dir / "activations.zarr").open(worker.setup.tokens).read(*samples).long()
+    wanted_MS = worker.statistics.read(labels).long()
+    found: dict[str, list[Tensor]] = {}
+    with torch.no_grad():
+        for sample, label_S in zip(tokens, wanted_MS, strict=True):
+            hidden_SD = embedding(reader)(sample[None])[0]
+            for before in range(layer):
+                hidden_SD = reader.differentiable_block(before, packed[before]).run(hidden_SD)
+            entering = hidden_SD
+            ahead = [hidden_SD]
+            for above in range(layer, len(packed)):
+                ahead.append(reader.differentiable_block(above, packed[above]).run(ahead[-1]))
+            outcome = ahead[-1].clone().requires_grad_()
+            with torch.enable_grad():
+                log_p = head(reader)(outcome).double().log_softmax(-1).gather(1, label_S[:, None]).sum()
+            (gradient,) = torch.autograd.grad(log_p, outcome)
+            for above in range(len(packed) - 1, layer, -1):
+                block = reader.differentiable_block(above, packed[above])
+                gradient, _ = block.pull_back(ahead[above - layer], lambda _, given=gradient: given, ())
+            points = ["mid", "out", "pull:q+k", "gate.out"]
+            block = reader.differentiable_block(layer)
+            _, at = block.pull_back(entering, lambda _, given=gradient: given, points)
+            for point in points:
+                found.setdefault(point, []).append(at[point])
+    return {point: torch.stack(values) for point, values in found.items()}

@@ -22,7 +22,7 @@ from manifests.errors import InputError, Interrupted, NumericsError, StorageErro
 from manifests.schema import Workers
 from pipeline.methods.method import Moment
 from pipeline.score_units import Score, Windows
-from pipeline.sum_units import Collect, Sums
+from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Sums, Total, TotalDone
 from pipeline.units import Forward, ForwardDone, Reduce, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
@@ -93,7 +93,7 @@ def test_scores_go_where_the_hidden_states_are(make: Any) -> None:
     fake = FakeRay()
     pool = make(fake)
     do(pool, forward(0))
-    do(pool, [Score(Windows(8, "float32", 1), "m", 1, shard) for shard in range(8)])
+    do(pool, [Score(Windows.even(8, 8, "float32", 1), "m", 1, shard) for shard in range(8)])
     for actor in fake.actors:
         assert sorted(unit.shard for unit in actor.done if isinstance(unit, Score)) == shards_of(actor, 0)
 
@@ -239,8 +239,15 @@ def test_deaths_long_apart_are_forgiven(make: Any) -> None:
 
 
 def test_workers_that_never_start_end_the_job(make: Any) -> None:
-    with pytest.raises(WorkerError, match="3 workers died before they were ready"):
+    with pytest.raises(WorkerError, match=r"^3 workers died before they were ready"):
         make(FakeRay((50, 1, 3)), max=1)
+
+
+def test_an_error_while_starting_says_so(make: Any) -> None:
+    fake = FakeRay()
+    fake.start_error = RayTaskError("ready", "Traceback ...", ZeroDivisionError()).as_instanceof_cause()
+    with pytest.raises(WorkerError, match=r"^starting a worker: "):
+        make(fake)
 
 
 def test_failed_starts_are_forgiven_after_a_good_one(make: Any) -> None:
@@ -291,6 +298,33 @@ def test_what_a_unit_leaves_behind_is_known_by_its_handle(make: Any) -> None:
     pool.submit(unit)
     partials = pool.wait()[1].partials
     assert partials == {moments[2]: Handle(unit.key, "tensors 0"), moments[0]: Handle(unit.key, "tensors 1")}
+
+
+def test_what_is_summed_is_known_by_its_handle(make: Any) -> None:
+    fake, moments = FakeRay(), (Moment("q.in"), Moment("v.out"))
+    pool = make(fake)
+    chosen = ChooseGrids(Forward("dense", 2, 3, moments=moments))
+    found = answer(pool, chosen, ChooseGridsDone({moments[1]: 0, moments[0]: 1}))
+    assert found.grids == {
+        moments[1]: Handle(chosen.key, "tensors 0"),
+        moments[0]: Handle(chosen.key, "tensors 1"),
+    }
+    collect = Collect("dense", 2, "worker-0", "pass-0", moments)
+    found = answer(pool, collect, CollectDone((3, 5), {moments[0]: 0, moments[1]: 1}))
+    assert found.shards == (3, 5)
+    assert found.partials == {moment: Handle(collect.key, f"tensors {n}") for n, moment in enumerate(moments)}
+    total = Total("dense", 2, moments[0], "grid", ())
+    record: Any = {"path": "statistic/1"}
+    assert answer(pool, total, TotalDone(record)) == TotalDone(record)
+    assert answer(pool, total, TotalDone(None, 0)) == TotalDone(None, Handle(total.key, "tensors 0"))
+
+
+def answer(pool: RayPool, unit: Unit, result: Any) -> Any:
+    """What the pool makes of a worker's result."""
+    fake: Any = pool_module.ray
+    fake.failures[unit.key] = Outcome(result, None, 1.0, 0.5, 10)
+    pool.submit(unit)
+    return pool.wait()[1]
 
 
 # Sums that workers keep -----------------------------------------------------------------------------------------------
@@ -466,6 +500,7 @@ def test_memory_that_others_hold_is_no_death_of_the_unit(make: Any, monkeypatch:
     assert len(said) == 5
     assert "22.66GB used / 23.54GB" in said[0]
     assert "goes on with 1 workers" in said[0]
+    assert "Selected to kill" not in said[0]  # of Ray's report, the first line
 
 
 def test_memory_of_its_own_is_a_death_of_the_unit(make: Any) -> None:
@@ -497,8 +532,9 @@ def test_a_full_disk_is_named(make: Any, error: Exception) -> None:
     do(pool, [Write(7, (), (), {})])
     fake.on_wait = lambda: fake.failures.update({"write/8": error})
     pool.submit(Write(8, (), (), {}))
-    with pytest.raises(StorageError, match=r"write/8: the disk .* is full on node fake, at /tmp/ray/fake"):
+    with pytest.raises(StorageError, match=r"write/8: the disk .* is full on node fake, at /tmp/ray/fake") as raised:
         pool.wait()
+    assert type(error).__name__ in str(raised.value)
 
 
 def test_a_worker_of_another_kind_is_refused(make: Any) -> None:
@@ -509,6 +545,14 @@ def test_a_worker_of_another_kind_is_refused(make: Any) -> None:
     assert (pool.size, pool.wanted, fake.actors[1].killed, fake.actors[1].done) == (1, 1, True, [])
     assert pool.hardware == {"device": "CPU"}
     assert any("worker fake:1 has device NVIDIA L4 instead of CPU" in note for note in pool.notes)
+
+
+def test_one_that_is_refused_is_one_less(make: Any) -> None:
+    fake = FakeRay((0, 1, None), (3, 1, None), (0, 1, None), (0, 1, None))
+    fake.hardware[1] = {"device": "NVIDIA L4"}
+    pool = make(fake, max=4, min=1)
+    do(pool, forward(0))
+    assert (pool.size, pool.wanted, len(fake.actors)) == (3, 3, 4)
 
 
 def test_a_job_does_not_wait_for_one_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,7 +622,7 @@ def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPa
     """Said within a minute, ended after `workers.start_timeout_s`; with an autoscaler it is waited for."""
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((10**9, 1, None)))
-    monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: "a worker asks for 64 CPUs")
+    monkeypatch.setattr(pool_module, "why_unplaceable", lambda workers, _: f"a worker asks for {workers.cpus} CPUs")
     monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.1)
     setup: Any = SimpleNamespace(shards=2, hardware=None, manifest=None, memory_bytes=0)
     with pytest.raises(WorkerError, match=r"asks for 64 CPUs; waited \d+ s \(workers.start_timeout_s\)"):

@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def windows_of(setup: WorkerConfig, dtype: str = "float32") -> Windows:
     """The calibration samples themselves."""
-    return Windows(2, dtype, 2, setup.tokens)
+    return Windows.even(SAMPLES, 2, dtype, 2, setup.tokens)
 
 
 def logits_and_targets(reference: Reference, shard: int) -> tuple[Tensor, Tensor]:

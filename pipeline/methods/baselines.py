@@ -1,0 +1,20 @@
+"""The methods that others are compared with. docs/methods.md#baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from manifests.methods import ASVD, SVD, SVDLLM, Magnitude, MethodEntry
+from pipeline.methods.asvd import ASVDMethod
+from pipeline.methods.magnitude import MagnitudeMethod
+from pipeline.methods.method import Method
+from pipeline.methods.svd import SVDMethod
+from pipeline.methods.svd_llm import SVDLLMMethod
+
+BASELINES: dict[type[MethodEntry], Callable[[Any], Method]] = {
+    SVD: SVDMethod,
+    ASVD: ASVDMethod,
+    SVDLLM: SVDLLMMethod,
+    Magnitude: MagnitudeMethod,
+}

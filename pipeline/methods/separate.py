@@ -1,0 +1,97 @@
+"""Every linear weight of a layer by itself as two factors, at one share: what the SVD baselines have in common.
+
+docs/methods.md#baselines. Legend: m outputs, D inputs of a weight, F features of a moment, r rank.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from manifests.records import FormSpec
+from pipeline.families.family import Geometry
+from pipeline.kernels.lowrank import InputRoots, low_rank, rank_limit
+from pipeline.kernels.spectra import dropped_share
+from pipeline.methods.base import E, MethodBase
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.ranks.budget import RankVariable
+
+GROUPS = {  # what shares an input
+    "query_key_value": (("q", "k", "v"), Moment("attention.in")),
+    "output": (("o",), Moment("o.in")),
+    "gate_up": (("gate", "up"), Moment("mlp.in")),
+    "down": (("down",), Moment("down.in")),
+}
+
+
+@dataclass(frozen=True)
+class SeparateMethod(MethodBase[E]):
+    """Says all but how the inputs of a weight count: `roots`."""
+
+    needs_inputs: ClassVar[bool] = True
+
+    @abstractmethod
+    def roots(self, moment_FF: Tensor) -> InputRoots:
+        """S and S⁻¹ of the inputs with this second moment: ‖(W − W')S‖ is least."""
+
+    def claims(self, geometry: Geometry) -> tuple[Group, ...]:
+        """The groups of GROUPS in every chosen layer."""
+        found = []
+        for layer in self.entry.chosen_layers(geometry.num_layers):
+            for name, (roles, moment) in GROUPS.items():
+                there = tuple(role for role in roles if role in geometry.roles)
+                found.append(Group(layer, name, there, (moment,) if self.needs_inputs else ()))
+        return tuple(found)
+
+    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
+        """One for each role; from its cap on the weight stays as it is, as two factors would store no less."""
+        multiple = self.entry.multiple(geometry.hidden)
+        return tuple(
+            RankVariable(
+                group.layer, group.name, role, _cap(geometry, role), multiple, partial(_stored, geometry, role)
+            )
+            for group in self.claims(geometry)
+            for role in group.roles
+        )
+
+    def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
+        """The rank at which the two factors of a weight store `ratio` of its numbers."""
+        found = {}
+        for variable in self.rank_variables(geometry):
+            m, D = geometry.weight_shape(variable.name)
+            found[variable.key] = min(ratio * m * D / (m + D), float(variable.cap))
+        return found
+
+    def compress(
+        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
+    ) -> Solution:
+        """first (r, D) and second (m, r) of each weight; biases, and weights beyond `rank_limit`, as they are."""
+        roots = self.roots(statistics.moments[group.moments[0]][0]) if self.needs_inputs else None
+        tensors: dict[str, Tensor] = {}
+        forms: dict[str, FormSpec] = {}
+        report: dict[str, float] = {}
+        for key, weight in weights.items():
+            role, _, kind = key.partition(".")
+            if kind != "weight" or ranks[role] > rank_limit(*weight.shape):
+                tensors[key] = weight
+                continue
+            first_rD, second_mr, values = low_rank(weight, ranks[role], roots, balanced=True)
+            tensors |= {f"{role}.first.weight": first_rD, f"{role}.second.weight": second_mr}
+            forms[role] = FormSpec(form="low_rank", rank=ranks[role])
+            report[f"{role}_error"] = dropped_share(values.square(), ranks[role])
+        clipped = {"clipped": roots.clipped} if roots else {}
+        return Solution(tensors, forms, report | clipped)
+
+
+def _cap(geometry: Geometry, role: str) -> int:
+    return rank_limit(*geometry.weight_shape(role)) + 1
+
+
+def _stored(geometry: Geometry, role: str, rank: float) -> float:
+    m, D = geometry.weight_shape(role)
+    bias = geometry.layer_numbers((role,)) - m * D
+    return bias + (m * D if rank >= _cap(geometry, role) else min(rank * (m + D), m * D))

@@ -1,0 +1,115 @@
+"""Results of a sweep: which points no other beats, a table that fits, plots that say what they show."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from pipeline.sweeping.figures import sweep_plots
+from pipeline.sweeping.page import render_sweep, standalone
+from pipeline.sweeping.results import as_csv, front, print_results
+
+
+def row(point: str, kept: float, perplexity: float, **other: Any) -> dict[str, Any]:
+    series, _, _ = point.rpartition("-")
+    found = {
+        "point": point,
+        "series": series,
+        "methods": [series],
+        "rounding": "",
+        "numbers_kept": kept,
+        "bytes_kept": kept,
+        "cache_kept": 1.0,
+        "bytes": round(1000 * kept),
+        "cache_bytes_per_token": 64,
+        "perplexity": perplexity,
+        "loss": perplexity,
+        "loss_over_dense": perplexity - 2.0,
+        "divergence": 0.1,
+        "held_out_perplexity": 3.0,
+        "predicted_loss": None,
+        "best_by_bytes": perplexity < 4,
+        "best_by_cache": False,
+        "seconds": 1.5,
+        "output": None,
+    }
+    return found | other
+
+
+def results(count: int = 3) -> dict[str, Any]:
+    rows = [
+        row(f"method-{name}-{keep:g}", keep, 2.0 + 3 * (1 - keep) * (1 + place))
+        for place, name in enumerate("abcdefgh"[:count])
+        for keep in (0.9, 0.7, 0.5)
+    ]
+    dense = {"perplexity": 2.0, "loss": 0.7, "tokens": 10, "window": 5}
+    return {"model": "/models/tiny", "dense": dense, "points": rows, "missing": ["method-z-0.9"]}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_front_is_what_no_point_beats(seed: int) -> None:
+    """By its definition, pair by pair; ties in both stay together."""
+    generator = random.Random(seed)
+    points = [(generator.randint(0, 6), generator.randint(0, 6)) for _ in range(generator.randint(1, 15))]
+    beaten = {
+        i
+        for i, (size, loss) in enumerate(points)
+        for other, lost in points
+        if other <= size and lost <= loss and (other < size or lost < loss)
+    }
+    assert front(points) == set(range(len(points))) - beaten
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_table_fits(width: int) -> None:
+    """Whole rows in one line each; what was not measured has no column; the narrow one drops what the CSV has."""
+    text = io.StringIO()
+    found = results()
+    print_results(found, Console(file=text, width=width))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) == 2 + 1 + len(found["points"])
+    assert "predicted" not in lines[0]
+    assert ("seconds" in lines[0]) == (width > 80)
+    for line, point in zip(lines[3:], found["points"], strict=True):
+        assert line.startswith(point["point"])
+        assert f"{point['perplexity']:.4f}" in line
+
+
+def test_plots_of_what_was_measured() -> None:
+    """The cache is the same for all points: it is no axis. Every series is named; the front is ringed."""
+    plots = sweep_plots(results(8))
+    assert list(plots) == ["perplexity-bytes", "loss_over_dense-bytes", "divergence-bytes"]
+    page = render_sweep(results(8))
+    for name in "abcdefgh":
+        assert f"method-{name}" in plots["perplexity-bytes"].svg
+        assert f"<td>method-{name}-0.9</td>" in page
+    assert "missing: method-z-0.9" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_plot_is_a_file_of_its_own() -> None:
+    (plot, *_) = sweep_plots(results()).values()
+    root = ElementTree.fromstring(standalone(plot))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert root.get("viewBox")
+    text = "".join(root.itertext())
+    assert "prefers-color-scheme" in text
+    assert "perplexity" in text
+    assert "method-a" in text
+
+
+def test_without_an_evaluation_text() -> None:
+    found = results() | {"dense": None}
+    for point in found["points"]:
+        point |= {"perplexity": None, "loss": None, "loss_over_dense": None}
+    assert list(sweep_plots(found)) == ["divergence-bytes"]
+    text = io.StringIO()
+    print_results(found, Console(file=text, width=120))
+    assert "perplexity" not in text.getvalue()
+    assert as_csv(found).splitlines()[1].startswith("method-a-0.9,method-a,")
