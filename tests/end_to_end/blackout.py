@@ -84,7 +84,8 @@ class Disk:
                 continue
             path = folder / name
             if now.get(name) == "directory":
-                shutil.rmtree(path)
+                while path.exists():  # another thread may still be writing there
+                    shutil.rmtree(path, ignore_errors=True)
             elif name in now:
                 path.unlink()
             kept = self.shadow / before.get(name, "none")
