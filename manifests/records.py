@@ -1,22 +1,15 @@
-"""What the ledger holds, typed: records of committed data, and the entries that name them. docs/formats.md.
+"""What the ledger holds, typed and frozen: records of committed data, and the entries that name them. docs/formats.md.
 
-They are JSON objects on disk and on their way between processes, and typed dictionaries here: a `Key[DenseEntry]` gives
-a `DenseEntry`, which mypy holds every reader and writer to, and `pipeline.job.ledger_entries` every ledger.
+They are JSON objects on disk, which `stores.ledger` reads and writes: a `Key[DenseEntry]` gives a `DenseEntry`. What is
+read from there is checked against its class once; from hand to hand, records go as they are.
 """
 
 from __future__ import annotations
 
-from typing import (
-    Annotated,
-    Any,
-    Generic,
-    Literal,
-    NotRequired,  # pydantic takes no other before Python 3.12
-    TypeVar,
-)
+from collections.abc import Mapping
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, with_config
-from typing_extensions import TypedDict
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
 
 ARRAY_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
 TENSOR_DTYPES = (
@@ -28,8 +21,10 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
-STRICT = ConfigDict(strict=True)
 E = TypeVar("E")
+T = TypeVar("T")
+Row = Annotated[tuple[T, ...], Field(strict=False)]  # a JSON array; what is in it stays strict
+Pair = Annotated[T, Field(strict=False)]  # the same of a tuple of so many
 
 
 class Key(str, Generic[E]):
@@ -38,229 +33,229 @@ class Key(str, Generic[E]):
     __slots__ = ()
 
 
+class Record(BaseModel):
+    """A JSON object of the ledger. What only a later version says of it is kept as it is."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", ser_json_inf_nan="constants")
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is stored: fields that nothing was said of are left out. Raises ValueError for what JSON cannot say."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
 # -- committed data ----------------------------------------------------------------------------------------------------
 
 
-@with_config(STRICT)
-class ArrayRecord(TypedDict):
+class ArrayRecord(Record):
     """A Zarr array that was written once: where it is, its grid of chunks, and the checksum of each, in C order."""
 
     version: int
     path: Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*/)+[0-9a-f]{32}$")]
-    shape: list[PositiveInt]
+    shape: Row[PositiveInt]
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(ARRAY_DTYPES)})$")]
-    chunks: list[PositiveInt]
+    chunks: Row[PositiveInt]
     symmetric: bool
     metadata_sha256: Sha256
-    checksums: list[str]
+    checksums: Row[str]
+
+    @model_validator(mode="after")
+    def _one_chunk_size_for_each_axis(self) -> Self:
+        if len(self.chunks) != len(self.shape):
+            raise ValueError(f"{len(self.chunks)} chunk sizes for {len(self.shape)} axes")
+        return self
 
 
-@with_config(STRICT)
 class GradientRecord(ArrayRecord):
     """A summed moment of gradients, with what shrinking it takes: square norms of each sequence's own, by group."""
 
-    square_norms: list[NonNegative]
+    square_norms: Row[NonNegative]
     sequences: PositiveInt
     tokens: PositiveInt
 
 
-@with_config(ConfigDict(strict=True, extra="forbid"))  # it goes into compression.json as it is
-class TensorDescription(TypedDict):
+class TensorDescription(Record):
     """A tensor of a safetensors file: its dtype as the format names it, its shape, the digest of its bytes."""
 
+    model_config = ConfigDict(extra="forbid")  # it goes into compression.json as it is
+
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(TENSOR_DTYPES)})$")]
-    shape: list[NonNegativeInt]
+    shape: Row[NonNegativeInt]
     sha256: Sha256
 
 
-@with_config(STRICT)
-class ShardRecord(TypedDict):
+class ShardRecord(Record):
     """A safetensors file, by the tensors in it."""
 
-    file: NotRequired[str]
+    file: str | None = None
     size: NonNegativeInt
     sha256: Sha256
-    tensors: dict[str, TensorDescription]
+    tensors: Mapping[str, TensorDescription]
 
 
-@with_config(STRICT)
 class StagedRecord(ShardRecord):
     """The file of a compressed layer; `path` is relative to RUN_DIR."""
 
     path: Annotated[str, Field(pattern=r"^staged/layer-\d{5,}\.[0-9a-f]{32}\.safetensors$")]
 
 
-@with_config(STRICT)
-class Scheme(TypedDict):
+class Scheme(Record):
     """How a matrix is rounded: bits of a code, and columns that share a scale (None: the whole row)."""
 
     bits: Annotated[int, Field(ge=2, le=8)]
     group: PositiveInt | None
 
 
+class FormSpec(Record):
+    """How a role's tensors are stored, as the checkpoint's config says it; `lamina.forms_lamina` knows the forms, and
+    what else a form says of itself."""
+
+    form: str
+    rank: PositiveInt | None = None
+    group: str | None = None
+    value_rank: PositiveInt | None = None
+    width: PositiveInt | None = None
+    absorbed: bool | None = None
+
+
 class StagedLayer(StagedRecord):
     """What a worker needs to load a compressed layer: its file, the form of each role's tensors, and the scheme of each
     rounded matrix by the path of its module."""
 
-    forms: dict[str, dict[str, Any]]
-    rounded: NotRequired[dict[str, Scheme]]
+    forms: Mapping[str, FormSpec]
+    rounded: Mapping[str, Scheme] = {}
 
 
 Figure = Annotated[float, Field(allow_inf_nan=False, strict=False)]
 
 
-@with_config(STRICT)
-class ComparedFigures(TypedDict):
+Origin = Literal["calibration", "random"]
+
+
+class ComparedFigures(Record):
     """What the job measured on a few tokens, for `verify` to measure again: see `workers.comparing.Comparison`."""
 
-    origin: Literal["calibration", "random"]
-    tokens: Annotated[list[Annotated[list[NonNegativeInt], Field(min_length=1)]], Field(min_length=1)]
-    layer_errors: list[Figure]
+    origin: Origin
+    tokens: Annotated[Row[Annotated[Row[NonNegativeInt], Field(min_length=1)]], Field(min_length=1)]
+    layer_errors: Row[Figure]
     error: Figure
-    sketch: list[list[Figure]]
-    logits_sketch: list[Figure]
+    sketch: Row[Row[Figure]]
+    logits_sketch: Row[Figure]
 
-
-def _alike(found: ComparedFigures) -> ComparedFigures:
-    if len({len(sample) for sample in found["tokens"]}) != 1 or len(found["sketch"]) != len(found["layer_errors"]):
-        raise ValueError("samples of different lengths, or figures of different numbers of layers")
-    return found
-
-
-Compared = Annotated[ComparedFigures, AfterValidator(_alike)]
+    @model_validator(mode="after")
+    def _alike(self) -> Self:
+        if len({len(sample) for sample in self.tokens}) != 1 or len(self.sketch) != len(self.layer_errors):
+            raise ValueError("samples of different lengths, or figures of different numbers of layers")
+        return self
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-def _one_chunk_size_for_each_axis(array: ArrayRecord) -> ArrayRecord:
-    if len(array["chunks"]) != len(array["shape"]):
-        raise ValueError(f"{len(array['chunks'])} chunk sizes for {len(array['shape'])} axes")
-    return array
-
-
-Array = Annotated[ArrayRecord, AfterValidator(_one_chunk_size_for_each_axis)]
-GradientArray = Annotated[GradientRecord, AfterValidator(_one_chunk_size_for_each_axis)]
-
-
-@with_config(STRICT)
-class DenseEntry(TypedDict):
+class DenseEntry(Record):
     """The dense pass through a layer: (sum, count) of cosines by shard, moments by key, and what was stored of the
     hidden states: its outputs by shard, and of some shards its inputs for the backward pass."""
 
-    cosine: list[Annotated[list[Finite], Field(min_length=2, max_length=2)]]
-    statistics: dict[str, Array]
-    activations: NotRequired[list[Array]]
-    inputs: NotRequired[list[Array | None]]
+    cosine: Row[Pair[tuple[Finite, NonNegativeInt]]]
+    statistics: Mapping[str, ArrayRecord]
+    activations: Row[ArrayRecord] | None = None
+    inputs: Row[ArrayRecord | None] | None = None
 
 
-@with_config(STRICT)
-class GradientEntry(TypedDict):
+class GradientEntry(Record):
     """The backward pass through a layer: moments of gradients by key; by shard of the pass, gradients at the layer's
     inputs, if stored, and of the last layer the labels, where a second round takes them again."""
 
-    statistics: dict[str, GradientArray]
-    activations: NotRequired[list[Array]]
-    labels: NotRequired[list[Array]]
+    statistics: Mapping[str, GradientRecord]
+    activations: Row[ArrayRecord] | None = None
+    labels: Row[ArrayRecord] | None = None
 
 
-@with_config(STRICT)
-class StatisticsEntry(TypedDict):
+class StatisticsEntry(Record):
     """The moments of the walk behind compressed layers, by key."""
 
-    statistics: dict[str, Array]
+    statistics: Mapping[str, ArrayRecord]
 
 
-@with_config(STRICT)
-class ActivationsEntry(TypedDict):
+class ActivationsEntry(Record):
     """The hidden states of the walk that enter a layer, by shard."""
 
-    activations: list[Array]
+    activations: Row[ArrayRecord]
 
 
-@with_config(STRICT)
-class RanksEntry(TypedDict):
+class RanksEntry(Record):
     """The ranks of every task, and the importance of each layer that they follow."""
 
-    ranks: dict[str, dict[str, PositiveInt]]
-    importance: dict[str, Finite]
+    ranks: Mapping[str, Mapping[str, PositiveInt]]
+    importance: Mapping[str, Finite]
 
 
-@with_config(STRICT)
-class MeasuredEntry(TypedDict):
+class MeasuredEntry(Record):
     """What the dense weights of a layer tell, by task."""
 
-    measured: dict[str, Any]
+    measured: Mapping[str, Any]
 
 
-@with_config(STRICT)
-class CurveColumns(TypedDict):
+class Curve(Record):
     """Point i of a curve: ranks, stored numbers, cache numbers per token, predicted loss (nats per token)."""
 
-    ranks: dict[str, list[PositiveInt]]
-    numbers: list[float]
-    cache: list[float]
-    loss: list[Finite]
+    ranks: Mapping[str, Row[PositiveInt]]
+    numbers: Row[int | float]
+    cache: Row[int | float]
+    loss: Row[Finite]
+
+    @model_validator(mode="after")
+    def _columns_of_one_length(self) -> Self:
+        lengths = {len(self.numbers), len(self.cache), len(self.loss), *map(len, self.ranks.values())}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"columns of {sorted(lengths)} points")
+        return self
 
 
-def _columns_of_one_length(curve: CurveColumns) -> CurveColumns:
-    lengths = {len(curve["numbers"]), len(curve["cache"]), len(curve["loss"]), *map(len, curve["ranks"].values())}
-    if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(f"columns of {sorted(lengths)} points")
-    return curve
-
-
-@with_config(STRICT)
-class CurvesEntry(TypedDict):
+class CurvesEntry(Record):
     """What each size of a layer's groups costs, by task."""
 
-    curves: dict[str, Annotated[CurveColumns, AfterValidator(_columns_of_one_length)]]
+    curves: Mapping[str, Curve]
 
 
-@with_config(STRICT)
-class GroupReport(TypedDict):
+class GroupReport(Record):
     """How a group was compressed; what else a method says of it is kept as it is."""
 
-    ranks: dict[str, int]
-    error: NotRequired[Finite | None]
+    ranks: Mapping[str, int]
+    error: Finite | None = None
 
 
-@with_config(STRICT)
-class LayerEntry(TypedDict):
+class LayerEntry(Record):
     """A compressed layer: its file, the form of each role, the report of each group, the scheme of each rounded matrix
     by the path of its module."""
 
     staged: StagedRecord
-    forms: dict[str, dict[str, Any]]
-    groups: dict[str, GroupReport]
-    rounded: NotRequired[dict[str, Scheme]]
+    forms: Mapping[str, FormSpec]
+    groups: Mapping[str, GroupReport]
+    rounded: Mapping[str, Scheme] = {}
 
 
-@with_config(STRICT)
-class TokensEntry(TypedDict):
+class TokensEntry(Record):
     """The calibration tokens."""
 
-    tokens: Array
+    tokens: ArrayRecord
 
 
-@with_config(STRICT)
 class HeldOutEntry(TokensEntry):
     """Tokens beyond the calibration samples, and, once it went through, what leaves the dense model's last layer on
     them, by shard."""
 
-    outputs: NotRequired[list[Array]]
+    outputs: Row[ArrayRecord] | None = None
 
 
-@with_config(STRICT)
-class ScoredEntry(ActivationsEntry):
+class ScoredEntry(Record):
     """What enters a layer of a model that is being scored, by shard; `of`: digest of the windows' tokens and of the
     staged layers before it."""
 
     of: Sha256
+    activations: Row[ArrayRecord]
 
 
-@with_config(STRICT)
-class HeldOutScoreEntry(TypedDict):
+class HeldOutScoreEntry(Record):
     """How far the compressed layers are from the dense ones on the held-out tokens (divergence: nats per token)."""
 
     divergence: Finite
@@ -269,78 +264,69 @@ class HeldOutScoreEntry(TypedDict):
     tokens: PositiveInt
 
 
-@with_config(STRICT)
-class TargetEntry(TypedDict):
+class TargetEntry(Record):
     """The size, in thousandths of `keep`, that is being made for a budget by loss."""
 
     size: Annotated[int, Field(ge=1, le=1000)]
 
 
-@with_config(STRICT)
 class TryEntry(HeldOutScoreEntry):
     """What was measured at a size, and the loss that its curves predict (nats per token)."""
 
     predicted: Finite
 
 
-@with_config(STRICT)
-class ComparedEntry(TypedDict):
+class ComparedEntry(Record):
     """What the staged layers did on a few tokens beside the dense ones; `layers`: the digests of their files."""
 
-    layers: list[Sha256 | None]
-    compared: Compared
+    layers: Row[Sha256 | None]
+    compared: ComparedFigures
 
 
-@with_config(STRICT)
-class AssemblingEntry(TypedDict):
+class AssemblingEntry(Record):
     """OUTPUT, the names that are this job's there, and sizes that its shards had."""
 
     output: str
-    files: NotRequired[list[str]]
-    shard_bytes: NotRequired[list[NonNegativeInt]]
+    files: Row[str] | None = None
+    shard_bytes: Row[NonNegativeInt] | None = None
 
 
-@with_config(STRICT)
-class CompleteEntry(TypedDict):
+class CompleteEntry(Record):
     """A finished job: OUTPUT, the digest of its compression record, the summary."""
 
     output: str
     contract_sha256: Sha256
-    summary: dict[str, Any]
+    summary: Mapping[str, Any]
 
 
-@with_config(STRICT)
-class ReusedEntry(TypedDict):
+class ReusedEntry(Record):
     """Seconds of forward passes that this job was spared."""
 
     seconds: Finite
 
 
-@with_config(STRICT)
-class ScoreEntry(TypedDict):
+class ScoreEntry(Record):
     """The perplexity of the dense or the compressed model (`seal`: of the compression record) on a text."""
 
-    kind: NotRequired[str]
+    kind: str | None = None
     model: str
     seal: Sha256
-    text: NotRequired[dict[str, Any]]
-    seen: NotRequired[float]
+    text: Mapping[str, Any] | None = None
+    seen: float | None = None
     perplexity: Finite
-    loss: NotRequired[float]
+    loss: float | None = None
     tokens: PositiveInt
-    windows: NotRequired[int]
+    windows: int | None = None
     window: PositiveInt
 
 
-@with_config(STRICT)
-class PointsEntry(TypedDict):
+class PointsEntry(Record):
     """The points of a sweep as it was last asked for: digest of each, under which its own entries are."""
 
-    digests: list[str]
+    digests: Row[str]
 
 
-@with_config(STRICT)
-class PointEntry(TypedDict):
+class PointEntry(Record):
     """What came of one point of a sweep, beside its ranks.
 
     `text`: digest of the tokens that it was scored on. `counts` as the compression record has them. `loss`: of the
@@ -349,7 +335,7 @@ class PointEntry(TypedDict):
     """
 
     text: Sha256
-    counts: dict[str, dict[str, NonNegativeInt]]
+    counts: Mapping[str, Mapping[str, NonNegativeInt]]
     loss: Finite | None
     held_out: HeldOutScoreEntry | None
     predicted: Finite | None
@@ -358,26 +344,57 @@ class PointEntry(TypedDict):
     seal: Sha256 | None
 
 
-@with_config(STRICT)
-class TaskFigure(TypedDict):
+class TaskFigure(Record):
     """One metric of one task; `stderr` null where lm-eval knows none."""
 
     value: Finite
     stderr: Finite | None
 
 
-@with_config(STRICT)
-class TaskScores(TypedDict):
+class TaskScores(Record):
     """A task's figures by metric (and filter, where it has one), over so many documents."""
 
-    documents: NotRequired[PositiveInt]
-    metrics: dict[str, TaskFigure]
+    documents: PositiveInt | None = None
+    metrics: Mapping[str, TaskFigure]
 
 
-@with_config(STRICT)
-class TaskScoreEntry(TypedDict):
+class TaskScoreEntry(Record):
     """The scores of the dense or the compressed model on lm-eval's tasks."""
 
     model: str
     seal: Sha256
-    tasks: dict[str, TaskScores]
+    tasks: Mapping[str, TaskScores]
+
+
+# The class of an entry, by the first part of its key that is here. What is of another kind is JSON without more.
+KINDS: Mapping[str, TypeAdapter[Any]] = {
+    kind: TypeAdapter(entry)
+    for kind, entry in {
+        "layer": LayerEntry,
+        "dense": DenseEntry,
+        "statistics": StatisticsEntry,
+        "activations": ActivationsEntry,
+        "ranks": RanksEntry,
+        "measured": MeasuredEntry,
+        "gradient": GradientEntry,
+        "regradient": GradientEntry,
+        "inputs": ActivationsEntry,
+        "curves": CurvesEntry,
+        "tokens": TokensEntry,
+        "target": TargetEntry,
+        "tries": TryEntry,
+        "held_out": HeldOutEntry,
+        "held_out_score": HeldOutScoreEntry,
+        "scored": ScoredEntry,
+        "rest": ShardRecord,
+        "assembling": AssemblingEntry,
+        "complete": CompleteEntry,
+        "reused": ReusedEntry,
+        "score": ScoreEntry,
+        "task_score": TaskScoreEntry,
+        "compared": ComparedEntry,
+        "evaluation": TokensEntry,
+        "points": PointsEntry,
+        "result": PointEntry,
+    }.items()
+}

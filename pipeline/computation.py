@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from manifests.records import Key, StagedLayer
+from manifests.records import Curve, Key, StagedLayer
 from pipeline.keys import curves_key, dense_key, layer_key, measured_key
-from pipeline.methods.method import Curve, Scores, Task
+from pipeline.methods.method import Scores, Task
 from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
 from pipeline.ports import Journal
 from pipeline.score_units import Windows
@@ -64,13 +64,15 @@ class Job:
 
 
 def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
-    """What ranks may follow, from the ledger's entries. `entry` gives the entry of a key or raises."""
+    """What ranks may follow, from the ledger's entries. `entry` gives the entry of a key, None, or raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
     for layer in layers_of(job.measures):
-        measured |= entry(measured_key(layer))["measured"]
+        if found := entry(measured_key(layer)):
+            measured |= found.measured
     for layer in layers_of(job.predicts):
-        curves |= entry(curves_key(layer))["curves"]
+        if found := entry(curves_key(layer)):
+            curves |= found.curves
     return Scores(importance, measured, curves)
 
 
@@ -80,7 +82,7 @@ def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, 
         return {}
     means = []
     for layer in range(job.num_layers):
-        cosines = entry(dense_key(layer))["cosine"]
+        cosines = entry(dense_key(layer)).cosine
         means.append(sum(total for total, _ in cosines) / sum(count for _, count in cosines))
     return layer_importance(means)
 
@@ -90,4 +92,4 @@ def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
     entry = journal.get(layer_key(layer))
     if entry is None:
         return None
-    return StagedLayer(**entry["staged"], forms=entry["forms"], rounded=entry.get("rounded", {}))
+    return StagedLayer(**dict(entry.staged), forms=entry.forms, rounded=entry.rounded)

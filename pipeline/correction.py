@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ActivationsEntry, ArrayRecord, StagedLayer, StagedRecord
@@ -72,10 +71,7 @@ class CorrectedWalk:
                 pairs = {task: {moment: sums[moment.key]} for task, moment in asking.items()}
                 draft = self._drafted(layer, list(asking), pairs, ranks, solved) or draft
         assert draft is not None, "a claimed layer has groups"
-        record = cast(
-            "StagedRecord", {name: value for name, value in draft.items() if name not in ("forms", "rounded")}
-        )
-        self.steps.enter_layer(layer, [solved[task] for task in tasks], record)
+        self.steps.enter_layer(layer, [solved[task] for task in tasks], draft)
 
     def _drafted(
         self,
@@ -108,7 +104,7 @@ class CorrectedWalk:
             solutions, (record,) = self.steps.do_both(units, lambda solutions: [write(solutions)])
         solved.update(by_task(solutions))
         # No matrix of a corrected layer is rounded: `quantize` is refused beside corrections.
-        return cast("StagedLayer", {**record, "forms": dict(write(solutions).forms), "rounded": {}})
+        return StagedLayer(**dict(record), forms=write(solutions).forms)
 
     def _drop_drafts(self) -> None:
         """What the layer in hand was made of, once it is entered."""
@@ -119,9 +115,9 @@ class CorrectedWalk:
     def _propagate(self, layer: int, base: int) -> int:
         """Both models' outputs become the committed inputs of the next layer (returned)."""
         units = self._units(layer, base, len(POINTS), staged_layer(self.steps.journal, layer), emit=True)
-        activations = [result.activation for result in self.steps.do(units)]
+        activations = tuple(result.activation for result in self.steps.do(units))
         self.steps.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
-        self.cleaner.retain_activations(tuple(activations))
+        self.cleaner.retain_activations(activations)
         return layer + 1
 
     def _units(
@@ -154,17 +150,17 @@ class CorrectedWalk:
             for shard in range(self.job.shards)
         ]
 
-    def _activations(self, layer: int) -> list[ArrayRecord] | None:
+    def _activations(self, layer: int) -> Sequence[ArrayRecord] | None:
         entry = self.steps.journal.get(activations_key(layer)) if layer else None
-        return entry["activations"] if entry else None
+        return entry.activations if entry else None
 
     @contextmanager
-    def _redone(self, *records: Mapping[str, Any] | None) -> Iterator[None]:
+    def _redone(self, *records: ArrayRecord | StagedRecord | None) -> Iterator[None]:
         """What no entry names yet, and is damaged, is lost: the layer in hand is made again."""
         try:
             yield
         except CorruptError as error:
-            if error.path in [record["path"] for record in records if record]:
+            if error.path in [record.path for record in records if record]:
                 raise LostInputError(str(error)) from error
             raise
 

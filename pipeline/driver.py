@@ -17,7 +17,9 @@ from manifests.records import (
     CurvesEntry,
     DenseEntry,
     MeasuredEntry,
+    RanksEntry,
     StagedLayer,
+    StatisticsEntry,
 )
 from pipeline.computation import Job, RanksOf, entered_importance, entered_scores, staged_layer
 from pipeline.correction import CorrectedWalk
@@ -120,9 +122,9 @@ class Driver:
                     self.journal.get(regradient_key(layer)),
                     self.journal.get(statistics_key(layer)),
                 ):
-                    live += entry["statistics"].values() if entry else ()
+                    live += entry.statistics.values() if entry else ()
         last = self.journal.get(gradient_key(self.job.num_layers - 1))
-        live += last.get("labels", ()) if last else ()
+        live += (last.labels or ()) if last else ()
         self.cleaner.retain_statistics(tuple(live))
 
     # -- the dense pass: importance, and with propagate: dense every statistic --------------------------------------
@@ -138,7 +140,7 @@ class Driver:
         self.observer.phase(phase, len(missing), self.job.shards)
         for layer in missing:
             entered = self.journal.get(dense_key(layer))
-            found = entered["statistics"] if entered else {}
+            found = entered.statistics if entered else {}
             wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
             moments = tuple(moment for moment in wanted if moment.key not in found)
             store = self.job.is_boundary(layer + 1) and layer < last
@@ -146,24 +148,26 @@ class Driver:
                 "dense", layer, None, moments, base, cosine=True, emit=layer < last, store=store, keep=layer in span
             )
             done, statistics = self.summing.run(moments, units)
-            entry: DenseEntry = {"cosine": [result.cosine for result in done], "statistics": {**found, **statistics}}
-            if layer in span:
-                entry["inputs"] = [result.inputs for result in done]
-            if store:
-                entry["activations"] = [result.activation for result in done]
+            activations = tuple(result.activation for result in done) if store else None
+            entry = DenseEntry(
+                cosine=tuple(result.cosine for result in done),
+                statistics={**found, **statistics},
+                activations=activations,
+                inputs=tuple(result.inputs for result in done) if layer in span else None,
+            )
             self.steps.enter(dense_key(layer), entry)
-            if store:
+            if activations is not None:
                 base = layer + 1
-                self.cleaner.retain_activations((*entry["activations"], *self.gradients.stored_inputs(span)))
+                self.cleaner.retain_activations((*activations, *self.gradients.stored_inputs(span)))
             self.observer.layer_done(phase, layer, {})
         self.cleaner.retain_activations(tuple(self.gradients.stored_inputs(span)))
 
     def _is_measured(self, layer: int, with_moments: bool, with_inputs: bool) -> bool:
         entry = self.journal.get(dense_key(layer))
         wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
-        if entry is None or not all(moment.key in entry["statistics"] for moment in wanted):
+        if entry is None or not all(moment.key in entry.statistics for moment in wanted):
             return False
-        return "inputs" in entry or not with_inputs
+        return entry.inputs is not None or not with_inputs
 
     # -- ranks, and what they follow ---------------------------------------------------------------------------------
 
@@ -172,9 +176,9 @@ class Driver:
         if entered is None:
             scores = entered_scores(self.job, self.steps.entry, entered_importance(self.job, self.steps.entry))
             importance = {str(layer): value for layer, value in scores.importance.items()}  # as JSON keeps it
-            entered = {"ranks": self.job.allocate(scores), "importance": importance}
+            entered = RanksEntry(ranks=self.job.allocate(scores), importance=importance)
             self.steps.enter(RANKS, entered)
-        return entered["ranks"]
+        return entered.ranks
 
     def _measure(self) -> None:
         """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
@@ -219,14 +223,14 @@ class Driver:
 
     def _dense_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
         """The moments of a layer that the dense pass and the backward pass have entered, by key."""
-        values = self.steps.entry(dense_key(layer))["statistics"] if layer_moments(self.job.tasks, layer) else {}
+        values = self.steps.entry(dense_key(layer)).statistics if layer_moments(self.job.tasks, layer) else {}
         return {**values, **self._gradient_statistics(layer)}
 
     def _gradient_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
         if not layer_gradients(self.job.tasks, layer):
             return {}
         key = gradient_key if self.job.rounds == 1 else regradient_key
-        return self.steps.entry(key(layer))["statistics"]
+        return self.steps.entry(key(layer)).statistics
 
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
         entered = self._dense_statistics(task.layer)
@@ -255,18 +259,18 @@ class Driver:
         if entered is None:
             moments = layer_moments(self.job.tasks, layer)
             units = self._forward("compressed", layer, None, moments, base, emit=False)
-            entered = {"statistics": self.summing.run(moments, units)[1] if moments else {}}
+            entered = StatisticsEntry(statistics=self.summing.run(moments, units)[1] if moments else {})
             self.steps.enter(statistics_key(layer), entered)
-        return entered["statistics"]
+        return entered.statistics
 
     def _propagate(self, layer: int, base: int) -> int:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
         done = self.steps.do(
             self._forward("compressed", layer, staged_layer(self.journal, layer), (), base, store=True)
         )
-        activations = [result.activation for result in done]
+        activations = tuple(result.activation for result in done)
         self.steps.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
-        self.cleaner.retain_activations(tuple(record for record in activations if record))
+        self.cleaner.retain_activations(activations)
         return layer + 1
 
     # -- units -------------------------------------------------------------------------------------------------------
@@ -330,12 +334,12 @@ class Driver:
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
-    def _activations(self, lineage: Lineage, layer: int) -> list[ArrayRecord] | None:
+    def _activations(self, lineage: Lineage, layer: int) -> Sequence[ArrayRecord] | None:
         """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""
         if layer == 0:
             return None
         if lineage == "dense":
             dense = self.journal.get(dense_key(layer - 1))
-            return dense.get("activations") if dense else None
+            return dense.activations if dense else None
         walked = self.journal.get(activations_key(layer))
-        return walked["activations"] if walked else None
+        return walked.activations if walked else None

@@ -16,6 +16,7 @@ from typing import Any
 
 from manifests.errors import InputError
 from manifests.loading import parse_block
+from manifests.records import Record
 from manifests.schema import Text, Workers
 from pipeline.console.arguments import add_address, parser, run_command
 from pipeline.evaluation.tasks import check_tasks, score_tasks, task_lines
@@ -73,7 +74,8 @@ def _body(arguments: Any) -> int:
                 limit=arguments.limit,
             )
     if arguments.json:
-        print(json.dumps({"model": arguments.model, **found, **({"tasks": scores} if scores else {})}))
+        tasks = {"tasks": scores} if scores else {}
+        print(json.dumps({"model": arguments.model, **found, **tasks}, default=Record.as_json))
         return 0
     if found:
         print(

@@ -41,19 +41,20 @@ class GradientPass:
         for layer in reversed(pending):
             emit = layer > pending[0] and self.job.gradient == "model"
             store = emit and self.job.is_boundary(layer)
-            moments = layer_gradients(self.job.tasks, layer)
+            wanted = layer_gradients(self.job.tasks, layer)
             units = self._units(layer, base if self.job.gradient == "model" else layer + 1, emit=emit, store=store)
-            done, statistics = self.steps.sum_moments("dense", layer, moments, units, self._before(layer))
-            entry: GradientEntry = {"statistics": cast("dict[str, GradientRecord]", statistics)}
-            if store:
-                entry["activations"] = [result.activation for result in done]
-                base = layer
-            if self._keeps_labels(layer):
-                entry["labels"] = [result.labels for result in done]
+            done, statistics = self.steps.sum_moments("dense", layer, wanted, units, self._before(layer))
+            activations = tuple(result.activation for result in done) if store else None
+            entry = GradientEntry(
+                statistics=cast("dict[str, GradientRecord]", statistics),
+                activations=activations,
+                labels=tuple(result.labels for result in done) if self._keeps_labels(layer) else None,
+            )
+            base = layer if store else base
             self.steps.enter(self.key(layer), entry)
             if store or self.job.gradient == "local":
                 inputs = self.stored_inputs(range(pending[0], layer))
-                self.cleaner.retain_activations((*entry.get("activations", ()), *inputs))
+                self.cleaner.retain_activations((*(activations or ()), *inputs))
             self.steps.observer.layer_done("gradient", layer, {})
         self.cleaner.retain_activations(())
 
@@ -65,7 +66,7 @@ class GradientPass:
     def stored_inputs(self, layers: range) -> list[ArrayRecord]:
         """The records of the stored inputs of some layers, where the dense pass has been there."""
         entries = [self.steps.journal.get(dense_key(layer)) for layer in layers]
-        return [record for entry in entries if entry for record in entry.get("inputs", ()) if record]
+        return [record for entry in entries if entry for record in entry.inputs or () if record]
 
     def _pending(self) -> list[int]:
         """The layers that the pass has yet to enter, ascending."""
@@ -74,9 +75,9 @@ class GradientPass:
     def _is_done(self, layer: int) -> bool:
         entry = self.steps.journal.get(self.key(layer))
         wanted = layer_gradients(self.job.tasks, layer)
-        if entry is None or not all(moment.key in entry["statistics"] for moment in wanted):
+        if entry is None or not all(moment.key in entry.statistics for moment in wanted):
             return False
-        return "labels" in entry or not self._keeps_labels(layer)
+        return entry.labels is not None or not self._keeps_labels(layer)
 
     def _keeps_labels(self, layer: int) -> bool:
         return self.job.rounds == 2 and layer == self.job.num_layers - 1
@@ -87,7 +88,7 @@ class GradientPass:
 
     def _inputs(self, layer: int) -> Sequence[ArrayRecord | None]:
         """Records of the stored inputs of a layer, by calibration shard."""
-        return self.steps.entry(dense_key(layer))["inputs"]
+        return self.steps.entry(dense_key(layer)).inputs or ()
 
     def _adapted(self, unit: Backward, place: int) -> Backward:
         """The unit of the shard at this place among those of the pass."""
@@ -100,9 +101,9 @@ class GradientPass:
         above = range(layer + 1, self.job.num_layers)
         return next((base for base in above if self._gradients(base) is not None), self.job.num_layers)
 
-    def _gradients(self, layer: int) -> list[ArrayRecord] | None:
+    def _gradients(self, layer: int) -> Sequence[ArrayRecord] | None:
         entry = self.steps.journal.get(self.key(layer))
-        return entry.get("activations") if entry else None
+        return entry.activations if entry else None
 
     def _units(self, layer: int, base: int, *, emit: bool, store: bool) -> list[Unit]:
         """All shards that hold samples of the pass back through a layer, in shard order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from manifests.records import ArrayRecord, E, Key, StagedRecord
+from manifests.records import ArrayRecord, E, GroupReport, Key, StagedRecord
 from pipeline.units import Unit
 
 
@@ -66,8 +66,8 @@ class Observer(Protocol):
         """A unit is finished."""
         ...
 
-    def layer_done(self, phase: str, layer: int, summary: Mapping[str, Any]) -> None:
-        """A layer is committed."""
+    def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
+        """A layer is committed; of a compressed one, how its groups were."""
         ...
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import Key
+from manifests.records import GradientEntry, Key, Record
 from pipeline.keys import (
     DRAFT,
     activations_key,
@@ -69,14 +69,14 @@ class Repairs:
             raise error
         self.observer.repaired(str(error), named)
         for key in named:
-            entry = self.journal.get(key) or {}
+            entry = self.journal.get(key)
             if key.startswith(SECOND_ROUND):
                 self._forget_second_round()
             elif key.startswith("gradient/"):
                 self._invalidate_gradients(key, entry, path)
-            elif _names(entry.get("activations"), path):
+            elif _names(getattr(entry, "activations", None), path):
                 self._forget_activations("dense" if key.startswith("dense/") else "activations")
-            elif _names(entry.get("inputs"), path):
+            elif _names(getattr(entry, "inputs", None), path):
                 self._strip(key, "inputs")
             else:
                 self.journal.retract(key)
@@ -87,9 +87,9 @@ class Repairs:
             if key.startswith(SECOND_ROUND):
                 self.journal.retract(key)
 
-    def _invalidate_gradients(self, key: str, entry: Mapping[str, Any], path: str) -> None:
+    def _invalidate_gradients(self, key: str, entry: GradientEntry | None, path: str) -> None:
         """The moments of a layer, if they are damaged; and what any layer's come from, of which parts were dropped."""
-        if not _names(entry.get("activations"), path):
+        if entry is None or not _names(entry.activations, path):
             self.journal.retract(key)
         for other in self.keys:
             if other.startswith("gradient/"):
@@ -109,12 +109,13 @@ class Repairs:
     def _strip(self, key: Key[Any], field: str) -> None:
         """Enters an entry again without a field, if it has it."""
         entry = self.journal.get(key)
-        if entry is not None and field in entry:
-            self.journal.commit(key, {name: value for name, value in entry.items() if name != field})
+        if entry is not None and getattr(entry, field, None) is not None:
+            self.journal.commit(key, entry.model_copy(update={field: None}))
 
 
 def _names(entry: Any, path: str) -> bool:
     """Whether a record somewhere in an entry has this path."""
-    if isinstance(entry, Mapping):
-        return entry.get("path") == path or any(_names(value, path) for value in entry.values())
-    return isinstance(entry, list) and any(_names(value, path) for value in entry)
+    if isinstance(entry, Record):
+        return getattr(entry, "path", None) == path or any(_names(value, path) for _, value in entry)
+    parts = entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, tuple) else ()
+    return any(_names(part, path) for part in parts)

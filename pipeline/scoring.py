@@ -36,7 +36,7 @@ class Scorer:
     num_layers: int
     every: int = 1
 
-    def outputs(self, windows: Windows, name: str, layers: Layers) -> list[ArrayRecord]:
+    def outputs(self, windows: Windows, name: str, layers: Layers) -> tuple[ArrayRecord, ...]:
         """The stored outputs of a model's last layer, by shard.
 
         Raises:
@@ -117,7 +117,7 @@ class _Model:
                 if isinstance(error, CorruptError):  # what earlier entries name was dropped
                     self.scorer.forget(self.name)
 
-    def through(self, *, keep_outputs: bool) -> tuple[int, list[ArrayRecord] | None]:
+    def through(self, *, keep_outputs: bool) -> tuple[int, tuple[ArrayRecord, ...] | None]:
         """All shards through all layers. The last layer whose inputs are committed, and their records."""
         scorer, last = self.scorer, len(self.layers)
         base, records = self._entered()
@@ -130,7 +130,7 @@ class _Model:
             units = window_units(self.windows, self.name, self.layers, layer, store=store, base=base, records=records)
             done: list[ForwardDone] = do_units(scorer.pool, units, scorer.observer)
             if store:
-                records = [result.activation for result in done if result.activation is not None]
+                records = tuple(result.activation for result in done if result.activation is not None)
                 self._enter(above, records)
                 base = above
             scorer.observer.layer_done(f"score {self.name}", layer, {})
@@ -154,23 +154,23 @@ class _Model:
         ]
         return sum(do_units(self.scorer.pool, units, self.scorer.observer), Scored(0.0, 0))
 
-    def _entered(self) -> tuple[int, list[ArrayRecord] | None]:
+    def _entered(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
         """Where an interruption left this model; of another one of this name, nothing stays."""
         for layer in range(len(self.layers), 0, -1):
             entry = self.scorer.journal.get(scored_key(self.name, layer))
-            if entry is not None and entry["of"] == self._digest(layer):
-                return layer, entry["activations"]
+            if entry is not None and entry.of == self._digest(layer):
+                return layer, entry.activations
             if entry is not None:
                 self.scorer.forget(self.name)
         return 0, None
 
-    def _enter(self, layer: int, records: list[ArrayRecord]) -> None:
+    def _enter(self, layer: int, records: tuple[ArrayRecord, ...]) -> None:
         entry = ScoredEntry(activations=records, of=self._digest(layer))
         self.scorer.journal.commit(scored_key(self.name, layer), entry)
-        self.scorer.cleaner.retain_activations(tuple(records))
+        self.scorer.cleaner.retain_activations(records)
         self.repairs.progress()
 
     def _digest(self, layer: int) -> str:
-        tokens: Any = self.windows.tokens["path"] if self.windows.tokens else None
-        staged = [record["sha256"] if record else None for record in self.layers[:layer]]
+        tokens: Any = self.windows.tokens.path if self.windows.tokens else None
+        staged = [record.sha256 if record else None for record in self.layers[:layer]]
         return hashlib.sha256(json.dumps([tokens, self.windows.dtype, staged]).encode()).hexdigest()

@@ -115,16 +115,16 @@ class SecondRound:
             units = window_units(windows, "draft", layers, layer, keep_inputs=keep, base=base, records=records)
             done = self.steps.do(units)
             if keep:
-                base, records = layer, [result.inputs for result in done]
+                base, records = layer, tuple(result.inputs for result in done)
                 self.steps.enter(draft_inputs_key(layer), ActivationsEntry(activations=records))
                 self.cleaner.retain_activations(tuple(self._entered()))
             self.steps.observer.layer_done("draft", layer, {})
 
-    def _nearest(self, layer: int) -> tuple[int, list[ArrayRecord] | None]:
+    def _nearest(self, layer: int) -> tuple[int, Sequence[ArrayRecord] | None]:
         """The last layer up to this one whose inputs are entered, and their records; or 0: the embeddings."""
         for base in range(layer, -1, -1):
             if entry := self.steps.journal.get(draft_inputs_key(base)):
-                return base, entry["activations"]
+                return base, entry.activations
         return 0, None
 
     def _entered(self) -> list[ArrayRecord]:
@@ -133,7 +133,7 @@ class SecondRound:
             key(n) for key in (draft_inputs_key, regradient_key) for n in range(self.job.num_layers)
         ]
         entries = [self.steps.journal.get(key) for key in keys]
-        return [record for entry in entries if entry for record in entry.get("activations", ())]
+        return [record for entry in entries if entry for record in entry.activations or ()]
 
 
 class _DraftGradients(GradientPass):
@@ -148,23 +148,21 @@ class _DraftGradients(GradientPass):
     def stored_inputs(self, layers: range) -> list[ArrayRecord]:
         """The records of the stored inputs of some layers, where the draft has been there."""
         entries = [self.steps.journal.get(draft_inputs_key(layer)) for layer in layers]
-        return [record for entry in entries if entry for record in entry["activations"]]
+        return [record for entry in entries if entry for record in entry.activations]
 
     def _keeps_labels(self, layer: int) -> bool:
         return False
 
     def _before(self, layer: int) -> Mapping[str, GradientRecord]:
-        return self.steps.entry(gradient_key(layer))["statistics"]
+        return self.steps.entry(gradient_key(layer)).statistics
 
     def _inputs(self, layer: int) -> Sequence[ArrayRecord | None]:
-        found = dict(
-            zip(self.job.gradient_shards, self.steps.entry(draft_inputs_key(layer))["activations"], strict=True)
-        )
+        found = dict(zip(self.job.gradient_shards, self.steps.entry(draft_inputs_key(layer)).activations, strict=True))
         return [found.get(shard) for shard in range(self.job.shards)]
 
     def _adapted(self, unit: Backward, place: int) -> Backward:
         last = self.job.num_layers
-        labels = self.steps.entry(gradient_key(last - 1))["labels"] if unit.base == last else None
+        labels = self.steps.entry(gradient_key(last - 1)).labels if unit.base == last else None
         packed = tuple(self.layers[unit.layer : unit.base])
         return replace(unit, packed=packed, labels=labels[place] if labels else None)
 

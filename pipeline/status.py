@@ -59,7 +59,7 @@ def read_status(place: Place) -> dict[str, Any]:
         "layers": {"importance_or_statistics": committed["dense"], "compressed": committed["layer"]},
         "points": points,
         "last_commit": max(ledger.storage.written().values(), default=None),
-        "summary": complete["summary"] if complete else None,
+        "summary": complete.summary if complete else None,
         "log": _last_lines(run_dir.logs),
     }
 
@@ -77,7 +77,7 @@ def _points(ledger: Ledger) -> dict[str, int] | None:
     """Of a sweep: how many points it has, and how many of them a result."""
     if (entry := ledger.get(POINTS)) is None:
         return None
-    keys: list[Key[PointEntry]] = [Key(f"{point_part(digest)}/{RESULT}") for digest in entry["digests"]]
+    keys: list[Key[PointEntry]] = [Key(f"{point_part(digest)}/{RESULT}") for digest in entry.digests]
     return {"done": sum(ledger.get(key) is not None for key in keys), "of": len(keys)}
 
 

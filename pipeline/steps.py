@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, GradientRecord, GroupReport, Key, LayerEntry, StagedRecord
+from manifests.records import (
+    ArrayRecord,
+    E,
+    FormSpec,
+    GradientRecord,
+    GroupReport,
+    Key,
+    LayerEntry,
+    StagedRecord,
+)
 from pipeline.keys import layer_key
-from pipeline.methods.method import FormSpec, Moment
+from pipeline.methods.method import Moment
 from pipeline.ports import Journal, Observer, Pool
 from pipeline.repair import Repairs
 from pipeline.units import BackwardDone, ForwardDone, Lineage, Reduce, Solve, SolveDone, Unit, Write
@@ -114,10 +123,9 @@ class Steps:
     def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
         """Commits a compressed layer."""
         groups = {solve.task.name: _report(solve, done) for solve, done in solved}
-        forms = dict(write_unit(layer, solved).forms)
-        entry = LayerEntry(staged=record, forms=forms, groups=cast("dict[str, GroupReport]", groups))
-        if rounded := {path: scheme for _, done in solved for path, scheme in done.rounded.items()}:
-            entry["rounded"] = rounded
+        forms = write_unit(layer, solved).forms
+        rounded = {path: scheme for _, done in solved for path, scheme in done.rounded.items()}
+        entry = LayerEntry(staged=record, forms=forms, groups=groups, rounded=rounded)
         self.enter(layer_key(layer), entry)
         self.observer.layer_done("compress", layer, groups)
 
@@ -146,5 +154,5 @@ def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
     return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
 
 
-def _report(solve: Solve, solution: SolveDone) -> dict[str, Any]:
-    return {"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report}
+def _report(solve: Solve, solution: SolveDone) -> GroupReport:
+    return GroupReport(**{"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report})

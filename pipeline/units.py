@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from manifests.records import ArrayRecord, GradientRecord, Scheme, StagedLayer
-from pipeline.methods.method import FormSpec, Moment, Task
+from manifests.records import ArrayRecord, FormSpec, GradientRecord, Scheme, StagedLayer
+from pipeline.methods.method import Moment, Task
 from pipeline.score_units import Score, WindowForward
 from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
 
@@ -272,7 +272,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Predict:
-    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is JSON."""
+    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is a `Curve`."""
 
     task: Task
     statistics: Mapping[Moment, ArrayRecord]

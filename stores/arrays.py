@@ -63,35 +63,25 @@ class ArrayStore:
             raise ValueError(f"prefix {prefix!r}: expected parts of letters, digits, _ . and - with / between them")
         path = f"{prefix}/{uuid.uuid4().hex}"
         self._make_groups(prefix)
-        record: ArrayRecord = {
-            "version": ARRAY_VERSION,
-            "path": path,
-            "shape": [int(size) for size in shape],
-            "dtype": dtype_name,
-            "chunks": [min(int(edge), int(size)) for edge, size in zip(chunks, shape, strict=True)],
-            "symmetric": upper_tiles,
-            "metadata_sha256": "",  # these two with `commit`
-            "checksums": [],
-        }
-        return ArrayWriter(self.storage.below(path), record)
+        grid = tuple(min(int(edge), int(size)) for edge, size in zip(chunks, shape, strict=True))
+        return ArrayWriter(self.storage.below(path), path, tuple(map(int, shape)), grid, dtype_name, upper_tiles)
 
     def open(self, record: ArrayRecord) -> ArrayReader:
         """A committed array. Raises CorruptError (not there, or not what was committed) and InputError (version)."""
-        version = record.get("version")
-        if version != ARRAY_VERSION:
-            raise InputError(f"array {record.get('path')}: version {version}, this Lamina knows {ARRAY_VERSION}")
-        return ArrayReader(self.storage.below(self._locate(record)), record)
+        if record.version != ARRAY_VERSION:
+            raise InputError(f"array {record.path}: version {record.version}, this Lamina knows {ARRAY_VERSION}")
+        return ArrayReader(self.storage.below(record.path), record)
 
     def drop(self, record: ArrayRecord) -> None:
         """Removes an array, if it is there; retract or replace its ledger entry first. Raises StorageError."""
-        self.storage.delete_folder(self._locate(record))
+        self.storage.delete_folder(record.path)
 
     def sweep(self, live: Iterable[ArrayRecord]) -> int:
         """Removes every generation that no record in `live` names, and temporary files; returns how many generations.
 
         Only for the one process that holds the run's lock, while no worker writes. Raises StorageError.
         """
-        kept = {self._locate(record) for record in live}
+        kept = {record.path for record in live}
         doomed = [path for path in self._generations("") if path not in kept]
         for path in doomed:
             self.storage.delete_folder(path)
@@ -105,13 +95,6 @@ class ArrayStore:
                 yield path
             else:
                 yield from self._generations(path)
-
-    def _locate(self, record: ArrayRecord) -> str:
-        path = str(record.get("path"))
-        *prefix, generation = path.split("/")
-        if not (prefix and all(PART.fullmatch(part) for part in prefix) and GENERATION.fullmatch(generation)):
-            raise CorruptError(f"array {path!r}: no path inside {self.storage.at()}; its record is damaged", path)
-        return path
 
     def _make_groups(self, prefix: str) -> None:
         """Group metadata on the way down, so that any Zarr reader can walk the store."""
@@ -127,33 +110,34 @@ class ArrayStore:
 class ArrayWriter:
     """An array being written, invisible until its record is in the ledger. Leaving the block uncommitted removes it."""
 
-    def __init__(self, storage: Storage, record: ArrayRecord) -> None:
+    def __init__(
+        self, storage: Storage, path: str, shape: Coordinates, chunks: Coordinates, dtype: str, upper_tiles: bool
+    ) -> None:
         self.storage = storage
-        self._record = record
+        self.path = path
+        self.shape = shape
+        self.chunks = chunks
+        self.dtype = dtype
+        self.upper_tiles = upper_tiles
         self._committed = False
         self._array = zarr.create_array(
             store=ZarrStore(storage),
-            shape=tuple(record["shape"]),
-            dtype=ZARR_NAMES[record["dtype"]],
-            chunks=tuple(record["chunks"]),
+            shape=shape,
+            dtype=ZARR_NAMES[dtype],
+            chunks=chunks,
             filters=None,
             compressors=Crc32cCodec(),
             fill_value=0,
-            attributes={"lamina_dtype": record["dtype"], "upper_tiles": record["symmetric"]},
+            attributes={"lamina_dtype": dtype, "upper_tiles": upper_tiles},
             chunk_key_encoding={"name": "default", "separator": "."},  # all chunks in one directory: one fsync
             config={"write_empty_chunks": True},  # chunks are counted: one of zeros must be there, too
         )
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
-        return tuple(self._record["shape"])
-
     def write_(self, selection: Selection, values: torch.Tensor) -> None:
         """Sets whole chunks; `values` has the shape of the selection and any device. Raises StorageError."""
-        expected = DTYPES[self._record["dtype"]]
+        expected = DTYPES[self.dtype]
         if values.dtype != expected:
-            raise ValueError(f"array {self._record['path']}: {values.dtype} values for {expected}")
+            raise ValueError(f"array {self.path}: {values.dtype} values for {expected}")
         self._array[selection] = _bits(values)
 
     def commit(self) -> ArrayRecord:
@@ -163,14 +147,23 @@ class ArrayWriter:
             ValueError: a chunk was never written.
             StorageError: no room, or a failing device.
         """
-        keys = [_chunk_name(at) for at in _coordinates(self._record)]
+        keys = [_chunk_name(at) for at in _coordinates(self.shape, self.chunks, self.upper_tiles)]
         checksums = [checksum for key in keys if (checksum := _checksum(self.storage, key)) is not None]
         if missing := len(keys) - len(checksums):
-            raise ValueError(f"array {self._record['path']}: {missing} of {len(keys)} chunks were never written")
+            raise ValueError(f"array {self.path}: {missing} of {len(keys)} chunks were never written")
         self.storage.sync([METADATA_FILE, *keys])
         metadata = self.storage.read(METADATA_FILE)
         self._committed = True
-        return {**self._record, "metadata_sha256": hashlib.sha256(metadata).hexdigest(), "checksums": checksums}
+        return ArrayRecord(
+            version=ARRAY_VERSION,
+            path=self.path,
+            shape=self.shape,
+            dtype=self.dtype,
+            chunks=self.chunks,
+            symmetric=self.upper_tiles,
+            metadata_sha256=hashlib.sha256(metadata).hexdigest(),
+            checksums=tuple(checksums),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -188,23 +181,23 @@ class ArrayReader:
 
     def __init__(self, storage: Storage, record: ArrayRecord) -> None:
         self.storage = storage
-        self._name = str(record["path"])  # what a ledger entry calls it
-        self.shape: tuple[int, ...] = tuple(record["shape"])
-        self.chunks: tuple[int, ...] = tuple(record["chunks"])
-        self.dtype = DTYPES[record["dtype"]]
-        self.symmetric = bool(record["symmetric"])
-        grid = math.prod(_chunk_counts(record))
-        if grid > 2 * len(record["checksums"]):  # before a grid of any size is listed; the upper tiles are over half
-            raise self._corrupt("", f"{len(record['checksums'])} checksums for a grid of {grid} chunks")
-        coordinates = _coordinates(record)
-        if len(coordinates) != len(record["checksums"]):
-            raise self._corrupt("", f"{len(record['checksums'])} checksums for {len(coordinates)} chunks")
-        self._checksums = dict(zip(coordinates, record["checksums"], strict=True))
+        self._name = record.path  # what a ledger entry calls it
+        self.shape = record.shape
+        self.chunks = record.chunks
+        self.dtype = DTYPES[record.dtype]
+        self.symmetric = record.symmetric
+        grid = math.prod(_chunk_counts(self.shape, self.chunks))
+        if grid > 2 * len(record.checksums):  # before a grid of any size is listed; the upper tiles are over half
+            raise self._corrupt("", f"{len(record.checksums)} checksums for a grid of {grid} chunks")
+        coordinates = _coordinates(self.shape, self.chunks, self.symmetric)
+        if len(coordinates) != len(record.checksums):
+            raise self._corrupt("", f"{len(record.checksums)} checksums for {len(coordinates)} chunks")
+        self._checksums = dict(zip(coordinates, record.checksums, strict=True))
         self._check_metadata(record)
         self._array = zarr.open_array(store=ZarrStore(storage, read_only=True), mode="r")
         stored = (self._array.shape, self._array.chunks, self._array.dtype.name)
-        if stored != (self.shape, self.chunks, ZARR_NAMES[record["dtype"]]):
-            raise self._corrupt("", f"{stored}, its record says {self.shape}, {self.chunks}, {record['dtype']}")
+        if stored != (self.shape, self.chunks, ZARR_NAMES[record.dtype]):
+            raise self._corrupt("", f"{stored}, its record says {self.shape}, {self.chunks}, {record.dtype}")
 
     def read(self, selection: Selection) -> torch.Tensor:
         """The numbers of a selection (slices with step 1, one per axis), on the CPU.
@@ -237,7 +230,7 @@ class ArrayReader:
             metadata = self.storage.read(METADATA_FILE)
         except (FileNotFoundError, ValueError):
             raise self._corrupt(METADATA_FILE, "missing") from None
-        if hashlib.sha256(metadata).hexdigest() != record["metadata_sha256"]:
+        if hashlib.sha256(metadata).hexdigest() != record.metadata_sha256:
             raise self._corrupt(METADATA_FILE, "damaged" if metadata else "missing")
 
     def _corrupt(self, name: str, fault: str) -> CorruptError:
@@ -254,15 +247,15 @@ def chunk_shape(shape: Sequence[int], edge: int = 1024) -> tuple[int, ...]:
     return tuple(reversed(chunks))
 
 
-def _coordinates(record: ArrayRecord) -> list[Coordinates]:
+def _coordinates(shape: Coordinates, chunks: Coordinates, upper_tiles: bool) -> list[Coordinates]:
     """Positions in the chunk grid of all chunks that are stored, in C order."""
-    everything = itertools.product(*map(range, _chunk_counts(record)))
-    return [at for at in everything if not record["symmetric"] or at[-2] <= at[-1]]
+    everything = itertools.product(*map(range, _chunk_counts(shape, chunks)))
+    return [at for at in everything if not upper_tiles or at[-2] <= at[-1]]
 
 
-def _chunk_counts(record: ArrayRecord) -> list[int]:
+def _chunk_counts(shape: Coordinates, chunks: Coordinates) -> list[int]:
     """Chunks along each axis."""
-    return [-(-size // edge) for size, edge in zip(record["shape"], record["chunks"], strict=True)]
+    return [-(-size // edge) for size, edge in zip(shape, chunks, strict=True)]
 
 
 def _chunk_name(at: Coordinates) -> str:

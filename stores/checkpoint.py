@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from manifests.errors import CorruptError, InputError, NumericsError, StorageError
-from manifests.records import ShardRecord, TensorDescription
+from manifests.records import ShardRecord, StagedRecord, TensorDescription
 from stores.backend import PIECE_BYTES, Readable
 from stores.background import Background
 from stores.headers import DTYPE_NAMES, DTYPES, TensorRecord, build_header, read_header
@@ -33,7 +33,7 @@ def write_shard(
 ) -> ShardRecord:
     """Writes a safetensors file durably; equal tensors and metadata give equal bytes, whatever the order given.
 
-    Returns {file, size, sha256, tensors: {name: {dtype, shape, sha256}}}, the record of a ledger entry.
+    Returns the record for a ledger entry.
 
     Raises:
         NumericsError: a tensor holds NaN or infinity; nothing is written.
@@ -62,24 +62,21 @@ def copy_shard(
 
 def verify_shard(place: Place, name: str, record: ShardRecord) -> None:
     """Holds a shard against its record, streaming it. Raises CorruptError, naming the tensors that differ."""
-    storage, named = open_storage(place), str(record.get("path", ""))
+    storage, named = open_storage(place), record.path if isinstance(record, StagedRecord) else ""
     path = storage.at(name)
     try:
         size = storage.size(name)
     except (FileNotFoundError, ValueError):
         raise CorruptError(f"{path}: missing", named) from None
-    if size != record["size"]:
-        raise CorruptError(f"{path}: {size} bytes, committed were {record['size']}", named)
+    if size != record.size:
+        raise CorruptError(f"{path}: {size} bytes, committed were {record.size}", named)
     with storage.reader(name) as file:
-        if file.sha256() != record["sha256"]:
+        if file.sha256() != record.sha256:
             differing = _differing(storage, name, file, record)
             raise CorruptError(f"{path}: sha256 differs from what was committed; {differing}", named)
-    if {key: (at["dtype"], at["shape"]) for key, at in record["tensors"].items()} != _described(storage, name):
+    there = {key: (at.dtype, at.shape) for key, at in read_header(storage, name).items()}
+    if there != {key: (tensor.dtype, tensor.shape) for key, tensor in record.tensors.items()}:
         raise CorruptError(f"{path}: holds other tensors than its record says", named)
-
-
-def _described(storage: Storage, name: str) -> dict[str, tuple[str, list[int]]]:
-    return {key: (at.dtype, list(at.shape)) for key, at in read_header(storage, name).items()}
 
 
 def describe_shard(place: Place, name: str) -> ShardRecord:
@@ -88,10 +85,10 @@ def describe_shard(place: Place, name: str) -> ShardRecord:
     found = read_header(storage, name)
     with storage.reader(name) as file:
         tensors = {
-            key: TensorDescription(dtype=at.dtype, shape=list(at.shape), sha256=file.sha256(at.begin, at.end))
+            key: TensorDescription(dtype=at.dtype, shape=at.shape, sha256=file.sha256(at.begin, at.end))
             for key, at in found.items()
         }
-        return {"file": name.rpartition("/")[2], "size": file.size, "sha256": file.sha256(), "tensors": tensors}
+        return ShardRecord(file=name.rpartition("/")[2], size=file.size, sha256=file.sha256(), tensors=tensors)
 
 
 def write_index(place: Place, weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> None:
@@ -123,15 +120,11 @@ def _write(
         shard.write(header)
         digests = {record.name: _write_tensor(shard, record, pieces(record.name)) for record in records}
     tensors = {
-        record.name: TensorDescription(dtype=record.dtype, shape=list(record.shape), sha256=digests[record.name])
+        record.name: TensorDescription(dtype=record.dtype, shape=record.shape, sha256=digests[record.name])
         for record in records
     }
-    return {
-        "file": name.rpartition("/")[2],
-        "size": shard.num_bytes,
-        "sha256": shard.digest.hexdigest(),
-        "tensors": tensors,
-    }
+    file_name, sha256 = name.rpartition("/")[2], shard.digest.hexdigest()
+    return ShardRecord(file=file_name, size=shard.num_bytes, sha256=sha256, tensors=tensors)
 
 
 class _Hashed:
@@ -187,10 +180,9 @@ def _differing(storage: Storage, name: str, file: Readable, record: ShardRecord)
     except InputError as error:
         return f"its header is damaged ({error})"
     differing = []
-    for key, tensor in record["tensors"].items():
+    for key, tensor in record.tensors.items():
         at = found.get(key)
-        shape_and_dtype = (at.dtype, list(at.shape)) if at else None
-        same = shape_and_dtype == (tensor["dtype"], tensor["shape"])
-        if at is None or not same or file.sha256(at.begin, at.end) != tensor["sha256"]:
+        same = at is not None and (at.dtype, at.shape) == (tensor.dtype, tensor.shape)
+        if at is None or not same or file.sha256(at.begin, at.end) != tensor.sha256:
             differing.append(key)
     return f"tensors that differ: {', '.join(differing)}" if differing else "its tensors do not differ"

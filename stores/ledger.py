@@ -1,7 +1,8 @@
 """What is done: one small immutable file per commit. docs/formats.md#commits.
 
 `layer/00003` committed for the second time is `layer.00003.000002.json`, created whole and never changed. The highest
-generation that validates counts; a retraction is a generation without a record.
+generation that validates counts, by its digest and by its class (`manifests.records`); a retraction is a generation
+without a record. Here records become JSON and JSON records, and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
+
+from pydantic import ValidationError
 
 from manifests.errors import InputError, StorageError
-from manifests.records import E, Key
+from manifests.records import KINDS, E, Key, Record
 from stores.storage import Place, open_storage
 
 LEDGER_VERSION = 1
@@ -38,10 +41,10 @@ class Ledger:
         self._told: set[str] = set()  # damaged entries are read again and again
 
     def commit(self, key: Key[E], record: E) -> None:
-        """Makes `record` (JSON values only) the one of `key`, durably; then drops what it supersedes.
+        """Makes `record` the one of `key`, durably; then drops what it supersedes.
 
         Raises:
-            ValueError: no key, or no JSON.
+            ValueError: no key, or something in it that JSON cannot say.
             StorageError: the entry could not be written; the record before it still counts.
         """
         self._append(key, record)
@@ -52,7 +55,8 @@ class Ledger:
             self._append(key, None)
 
     def get(self, key: Key[E]) -> E | None:
-        """The record of `key`; None when it was never committed, was retracted or is damaged (a warning says so).
+        """The record of `key`; None when it was never committed, was retracted, is damaged or makes no sense (a warning
+        says so).
 
         Raises:
             InputError: the entry was written by a newer Lamina.
@@ -60,7 +64,8 @@ class Ledger:
         """
         for _ in range(RACES):
             with suppress(_DroppedMeanwhileError):
-                return cast("E | None", self._latest(key))
+                entry = self._latest(key)
+                return None if entry is None else entry["record"]
         raise StorageError(f"ledger {self.storage.at()}: entries of {key!r} vanish while read; what cleans up there?")
 
     def keys(self, prefix: str = "") -> list[Key[Any]]:
@@ -98,12 +103,8 @@ class Ledger:
         self.storage.delete([name for number, name in self._generations(key) if number < generation])
 
     def _latest(self, key: str) -> dict[str, Any] | None:
-        for generation, name in reversed(self._generations(key)):
-            entry = self._read(name, key, generation)
-            if entry is not None:
-                record: dict[str, Any] | None = entry["record"]
-                return record
-        return None
+        entries = (self._read(name, key, generation) for generation, name in reversed(self._generations(key)))
+        return next((entry for entry in entries if entry is not None), None)
 
     def _read(self, name: str, key: str, generation: int) -> dict[str, Any] | None:
         try:
@@ -192,8 +193,15 @@ def _key_of(match: re.Match[str]) -> str:
 
 def _encode(key: str, generation: int, record: object) -> bytes:
     entry = {"version": LEDGER_VERSION, "key": key, "generation": generation, "record": record}
-    entry = json.loads(json.dumps(entry, allow_nan=False))  # tuples and int keys as they will be read back
+    content = json.dumps(entry, allow_nan=False, default=_as_json)
+    entry = json.loads(content)  # tuples and int keys as they will be read back
     return _canonical({**entry, "sha256": hashlib.sha256(_canonical(entry)).hexdigest()})
+
+
+def _as_json(value: object) -> Any:
+    if isinstance(value, Record):
+        return value.as_json()
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def _decode(data: bytes, key: str, generation: int) -> dict[str, Any]:
@@ -216,7 +224,20 @@ def _decode(data: bytes, key: str, generation: int) -> dict[str, Any]:
     assert isinstance(entry, dict)
     if not isinstance(entry.get("record", False), dict | None):
         raise _DamagedError("it holds no record")
+    if entry["record"] is not None:
+        entry["record"] = _checked(key, entry["record"])
     return entry
+
+
+def _checked(key: str, record: dict[str, Any]) -> Any:
+    """A record as its class has it; of a kind without one, as it is."""
+    try:
+        kind = next((KINDS[part] for part in key.split("/") if part in KINDS), None)
+        return record if kind is None else kind.validate_python(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _DamagedError(f"it makes no sense: {where}: {first['msg']}") from error
 
 
 def _canonical(entry: dict[str, Any]) -> bytes:

@@ -26,7 +26,7 @@ def write_staged(run_dir: Place, layer: int, tensors: Mapping[str, torch.Tensor]
     Raises NumericsError (a tensor is not finite) and StorageError.
     """
     path = f"{STAGED}/layer-{layer:05d}.{uuid.uuid4().hex}.safetensors"
-    return {**write_shard(run_dir, path, tensors), "path": path}
+    return StagedRecord(**dict(write_shard(run_dir, path, tensors)), path=path)
 
 
 def sweep_staged(run_dir: Place, live: Iterable[StagedRecord]) -> int:
@@ -34,7 +34,7 @@ def sweep_staged(run_dir: Place, live: Iterable[StagedRecord]) -> int:
 
     Touches no file that `write_staged` did not name. Raises StorageError.
     """
-    storage, kept = open_storage(run_dir), {record["path"] for record in live}
+    storage, kept = open_storage(run_dir), {record.path for record in live}
     names = (name for name in storage.names(STAGED) if STAGED_NAME.fullmatch(name.removeprefix(f"{STAGED}/")))
     strays = [name for name in names if name not in kept]
     storage.delete(strays)
@@ -43,7 +43,7 @@ def sweep_staged(run_dir: Place, live: Iterable[StagedRecord]) -> int:
 
 def read_staged(run_dir: Place, record: StagedRecord) -> dict[str, torch.Tensor]:
     """The tensors of a staged layer, each held against its digest. Raises CorruptError."""
-    storage, name = open_storage(run_dir), record["path"]
+    storage, name = open_storage(run_dir), record.path
     path = storage.at(name)
     if not storage.has(name):
         raise CorruptError(f"staged layer missing: {path}", name)
@@ -53,11 +53,11 @@ def read_staged(run_dir: Place, record: StagedRecord) -> dict[str, torch.Tensor]
         raise CorruptError(f"staged layer damaged: {error}", name) from None
     tensors = {}
     with storage.reader(name) as file:
-        for key, committed in record["tensors"].items():
+        for key, committed in record.tensors.items():
             at = found.get(key)
-            described = (at.dtype, list(at.shape)) if at else None
-            tensor = read_tensor(file, at) if at and described == (committed["dtype"], committed["shape"]) else None
-            if tensor is None or _digest(tensor) != committed["sha256"]:
+            expected = (committed.dtype, committed.shape)
+            tensor = read_tensor(file, at) if at and (at.dtype, at.shape) == expected else None
+            if tensor is None or _digest(tensor) != committed.sha256:
                 raise CorruptError(f"staged layer damaged: {path}: tensor {key} is not what was committed", name)
             tensors[key] = tensor
     return tensors

@@ -9,18 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from manifests.records import (
     ARRAY_DTYPES,
     TENSOR_DTYPES,
     ArrayRecord,
+    AssemblingEntry,
+    CompleteEntry,
+    Curve,
     CurvesEntry,
     DenseEntry,
+    FormSpec,
+    GroupReport,
     Key,
     LayerEntry,
+    Record,
+    Scheme,
     ShardRecord,
+    StagedLayer,
     StagedRecord,
+    TaskScores,
     TokensEntry,
 )
 from pipeline.keys import COMPLETE, RANKS, dense_key, layer_key, rest_key, score_key
@@ -33,10 +42,15 @@ from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 
 
-def check(kind: Any, value: Any) -> None:
-    """As JSON keeps it, the value is one of the type, and loses nothing."""
-    stored = json.loads(json.dumps(value))
-    assert TypeAdapter(kind).validate_python(stored) == stored
+def check(kind: type[Record], stored: Any) -> Record:
+    """What is stored is one of the kind, and is stored again as the same JSON; nobody can change it."""
+    stored = json.loads(json.dumps(stored, default=Record.as_json))
+    record = kind.model_validate(stored)
+    assert json.loads(json.dumps(record.as_json())) == stored
+    assert pickle.loads(pickle.dumps(record)) == record
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(record, next(iter(kind.model_fields)), None)
+    return record
 
 
 def test_dtypes_are_those_of_the_stores() -> None:
@@ -48,12 +62,35 @@ def test_what_the_stores_write(tmp_path: Path) -> None:
     store = ActivationStore(Memory())
     check(ArrayRecord, StatisticsStore(Memory()).write(3, "in", torch.ones(1, 4, 4, dtype=torch.float64)))
     check(ArrayRecord, store.write("dense", 1, 0, torch.ones(2, 3, 4)))
-    check(TokensEntry, {"tokens": store.write_tokens(torch.ones(2, 3, dtype=torch.int32))})
+    check(TokensEntry, TokensEntry(tokens=store.write_tokens(torch.ones(2, 3, dtype=torch.int32))))
     (tmp_path / "staged").mkdir()
     staged = write_staged(tmp_path, 0, {"a.weight": torch.ones(2, 2)})
     check(StagedRecord, staged)
-    check(ShardRecord, describe_shard(tmp_path, staged["path"]))
+    check(ShardRecord, describe_shard(tmp_path, staged.path))
     check(LayerEntry, {"staged": staged, "forms": {"q": {"form": "low_rank", "rank": 1}}, "groups": {}})
+
+
+def test_nothing_is_added_and_nothing_is_lost() -> None:
+    """What was not said is not stored, null is stored, numbers stay as they are, and so does what nobody knows here."""
+    form = {"form": "tucker", "ranks": [2, 3, 4], "nnz_qo": 5}
+    assert check(FormSpec, form).rank is None
+    check(FormSpec, {"form": "latent", "rank": 3, "absorbed": False})
+    check(Scheme, {"bits": 4, "group": None})
+    check(GroupReport, {"ranks": {"value": 3}, "method": 0, "clipped": 2, "energies": [0.5, 1]})
+    check(Curve, {"ranks": {"q": [1]}, "numbers": [3], "cache": [0], "loss": [0.0], "from": "later"})
+    check(AssemblingEntry, {"output": "/out", "files": []})
+    check(TaskScores, {"metrics": {"acc": {"value": 0.5, "stderr": None}}, "documents": 3})
+    assert CompleteEntry(output="/out", contract_sha256="0" * 64, summary={"a": (1, None)}).as_json()["summary"] == {
+        "a": [1, None]
+    }
+
+
+def test_a_staged_layer_is_stored_as_its_file() -> None:
+    """The driver hands on what a worker needs of a layer; the entry says forms once."""
+    file = {"path": f"staged/layer-00001.{'0' * 32}.safetensors", "size": 1, "sha256": "0" * 64, "tensors": {}}
+    layer = StagedLayer(**file, forms={"q": FormSpec(form="pruned", rank=2)})
+    entry = LayerEntry(staged=layer, forms=layer.forms, groups={})
+    assert entry.as_json()["staged"] == file
 
 
 @pytest.fixture
@@ -74,10 +111,10 @@ def array() -> Any:
     ],
 )
 def test_what_makes_no_sense_is_no_entry(change: dict[str, Any], array: Any) -> None:
-    entry = {"cosine": [[1.0, 2]], "statistics": {"in": array}}
+    entry = {"cosine": [[1.0, 2]], "statistics": {"in": array.as_json()}}
     check(DenseEntry, entry)
     with pytest.raises(ValidationError, match=next(iter(change)) if "chunks" not in change else "chunk sizes"):
-        check(DenseEntry, {**entry, "statistics": {"in": {**array, **change}}})
+        check(DenseEntry, {**entry, "statistics": {"in": {**array.as_json(), **change}}})
 
 
 def test_columns_of_a_curve() -> None:

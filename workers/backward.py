@@ -236,8 +236,7 @@ class BackwardPass:
         return torch.Generator().manual_seed(int.from_bytes(name[:8], "big") >> 1)
 
     def _first(self, shard: int) -> int:
-        assert self.setup.tokens is not None
-        return self.setup.shard_range(shard, self.setup.tokens["shape"][0])[0]
+        return self.setup.shard_range(shard, self.setup.tokens_shape[0])[0]
 
 
 def _read_from(held: HiddenReader) -> GradientOf:

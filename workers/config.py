@@ -59,7 +59,7 @@ class WorkerConfig:
     @property
     def tokens_shape(self) -> tuple[int, int]:
         """(samples, sequence); (0, 0) for data-free jobs."""
-        samples, sequence = self.tokens["shape"] if self.tokens else (0, 0)
+        samples, sequence = self.tokens.shape if self.tokens else (0, 0)
         return samples, sequence
 
     def shard_range(self, shard: int, samples: int) -> tuple[int, int]:

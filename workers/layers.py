@@ -41,13 +41,13 @@ class LayerReader:
         if staged is None:
             block = self._placed((layer, "dense"), lambda: self._source_block(layer))
         else:
-            block = self._placed((layer, staged["path"]), lambda: self._staged_block(layer, staged))
+            block = self._placed((layer, staged.path), lambda: self._staged_block(layer, staged))
         assert isinstance(block, Block)
         return block
 
     def differentiable_block(self, layer: int, staged: StagedLayer | None = None) -> DifferentiableBlock:
         """The layer with its dense weights, or as staged, for the backward pass."""
-        name = "differentiable" if staged is None else f"differentiable {staged['path']}"
+        name = "differentiable" if staged is None else f"differentiable {staged.path}"
         build = partial(self._source_block, layer) if staged is None else partial(self._staged_block, layer, staged)
         block = self._placed((layer, name), lambda: DifferentiableBlock(build()))
         assert isinstance(block, DifferentiableBlock)
@@ -88,9 +88,10 @@ class LayerReader:
 
     def _staged_block(self, layer: int, staged: StagedLayer) -> Block:
         config = copy.copy(self.config)
-        config.forms = [dict(staged["forms"]) if index == layer else {} for index in range(config.num_hidden_layers)]
+        forms = staged.as_json()["forms"]
+        config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
         tensors = read_staged(self.setup.run_dir, staged)
-        return Block(config, layer, self._relative(layer, tensors, staged.get("rounded", {})), self.device)
+        return Block(config, layer, self._relative(layer, tensors, staged.rounded), self.device)
 
     def _read_layer(self, layer: int) -> dict[str, Tensor]:
         prefix = f"{self.setup.geometry.layers_path}.{layer}."

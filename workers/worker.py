@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, GradientRecord
+from manifests.records import ArrayRecord, Curve, GradientRecord
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
-from pipeline.methods.method import Curve, Group, Measuring, Moment, Predicting, Statistics
+from pipeline.methods.method import Group, Measuring, Moment, Predicting, Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.rounding.choices import with_bits
 from pipeline.score_units import Score, WindowForward
@@ -280,18 +280,14 @@ class Worker:
         record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", totals["moment"])
         if unit.moment.kind != "gradient":
             return record
-        sequences = self.setup.gradient_samples + (unit.before["sequences"] if unit.before else 0)
-        return GradientRecord(
-            **record,
-            square_norms=totals["square_norms"].tolist(),
-            sequences=sequences,
-            tokens=sequences * self._sequence,
-        )
+        sequences = self.setup.gradient_samples + (unit.before.sequences if unit.before else 0)
+        squares, tokens = tuple(totals["square_norms"].tolist()), sequences * self._sequence
+        return GradientRecord(**dict(record), square_norms=squares, sequences=sequences, tokens=tokens)
 
     def _summed_before(self, unit: Reduce) -> list[dict[str, Tensor]]:
         if unit.before is None:
             return []
-        squares_G = torch.tensor(unit.before["square_norms"], dtype=torch.float64)
+        squares_G = torch.tensor(unit.before.square_norms, dtype=torch.float64)
         return [{"moment": self.statistics.read(unit.before), "square_norms": squares_G}]
 
     def _measure(self, unit: Measure) -> Any:
@@ -317,9 +313,9 @@ class Worker:
         for moment, record in records.items():
             found = self.statistics.read(record).to(self.device)
             if moment.kind == "gradient":
-                gradient = cast(GradientRecord, record)
-                squares_G = torch.tensor(gradient["square_norms"], dtype=torch.float64, device=self.device)
-                found = shrink(found, squares_G, gradient["sequences"], gradient["tokens"])
+                assert isinstance(record, GradientRecord)
+                squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
+                found = shrink(found, squares_G, record.sequences, record.tokens)
             moments[moment] = found
         return Statistics(moments, self._calibration_tokens)
 

@@ -141,7 +141,7 @@ class Assembler:
             entry = self.journal.get(key := layer_key(layer))
             try:
                 if entry is not None:
-                    verify_shard(self.run_dir, entry["staged"]["path"], entry["staged"])
+                    verify_shard(self.run_dir, entry.staged.path, entry.staged)
             except CorruptError as error:
                 self.journal.retract(key)
                 damaged[key] = str(error)
@@ -157,8 +157,8 @@ class Assembler:
         if plan.layer is not None:
             entry = self._entry(plan.layer)
             assert entry is not None
-            self.output.take(plan.name, self.run_dir, entry["staged"]["path"])
-            return entry["staged"]
+            self.output.take(plan.name, self.run_dir, entry.staged.path)
+            return entry.staged
         key = rest_key(plan.name.removesuffix(SHARD_SUFFIX))
         entered = self.journal.get(key)
         if entered is not None and self._is_whole(plan.name, entered):
@@ -173,8 +173,8 @@ class Assembler:
         return record
 
     def _forms(self) -> list[dict[str, Any]]:
-        entries = [self._entry(layer) for layer in range(self.inputs.geometry.num_layers)]
-        return [entry["forms"] if entry else {} for entry in entries]
+        """Role -> form, of every layer, as config.json has them."""
+        return [self._layer_report(layer)["forms"] for layer in range(self.inputs.geometry.num_layers)]
 
     def _entry(self, layer: int) -> LayerEntry | None:
         """What was committed of a layer; None when nobody claims it. Raises CorruptError: an entry has vanished."""
@@ -192,7 +192,7 @@ class Assembler:
         rounded: dict[str, Scheme] = {}
         for layer in range(self.inputs.geometry.num_layers):
             entry = self._entry(layer)
-            rounded |= entry.get("rounded", {}) if entry else {}
+            rounded |= entry.rounded if entry else {}
         fields = {FIELD: quantization_config(rounded, linear_modules(config))} if rounded else {}
         return config | config_fields(self.inputs.methods) | fields
 
@@ -202,12 +202,17 @@ class Assembler:
         tensors: dict[str, Any] = {}
         for plan in plans:
             places = {} if plan.layer is None else self._places(plan.layer, forms[plan.layer])
-            for name, described in records[plan.name]["tensors"].items():
+            for name, described in records[plan.name].tensors.items():
                 role = next((role for path, role in places.items() if name.startswith(path)), None)
                 task = None if plan.layer is None or role is None else owners.get((plan.layer, role))
                 form = None if plan.layer is None or role is None else forms[plan.layer].get(role)
                 origin = self.inputs.methods[task.method].name if task else "copied"
-                tensors[name] = {**described, **(form or {"form": "dense"}), "origin": origin, "shard": plan.name}
+                tensors[name] = {
+                    **described.as_json(),
+                    **(form or {"form": "dense"}),
+                    "origin": origin,
+                    "shard": plan.name,
+                }
         return {
             "version": RECORD_VERSION,
             "code_version": VERSION,
@@ -222,8 +227,8 @@ class Assembler:
             "manifest": self.inputs.manifest.semantic(),
             "counts": count(self.inputs, tensors, forms),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
-            "compared": compared["compared"] if (compared := self.journal.get(COMPARED)) else None,
-            "shards": {name: {key: record[key] for key in ("size", "sha256")} for name, record in records.items()},
+            "compared": compared.compared.as_json() if (compared := self.journal.get(COMPARED)) else None,
+            "shards": {name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()},
             "claimed": self._claimed(),
             "tensors": tensors,
         }
@@ -255,7 +260,8 @@ class Assembler:
 
     def _layer_report(self, layer: int) -> dict[str, Any]:
         entry = self._entry(layer)
-        return {"groups": entry["groups"] if entry else {}, "forms": entry["forms"] if entry else {}}
+        said = entry.as_json() if entry else {}
+        return {field: said.get(field, {}) for field in ("groups", "forms")}
 
     def _companions(self) -> list[str]:
         """The files of the source that travel with the weights, ascending."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from manifests.errors import CorruptError, InputError
-from manifests.records import Compared
+from manifests.records import ComparedFigures, FormSpec, GroupReport, ShardRecord, TensorDescription
 from stores.source import MAX_JSON_BYTES, parse_json
 from stores.storage import Place, Storage, open_storage
 
@@ -41,10 +41,9 @@ class _File(_Part):
     sha256: Digest
 
 
-class _Tensor(_Part):
-    dtype: str
-    shape: list[Size]
-    sha256: Digest
+class _Tensor(TensorDescription):
+    model_config = ConfigDict(extra="allow")
+
     form: str
     origin: str
     shard: FileName
@@ -63,8 +62,8 @@ class _Counts(_Part):
 
 
 class _Layer(_Part):
-    groups: dict[str, dict[str, Any]]
-    forms: dict[str, dict[str, Any]]
+    groups: dict[str, GroupReport]
+    forms: dict[str, FormSpec]
 
 
 class _Source(_Part):
@@ -86,7 +85,7 @@ class _CompressionRecord(_Part):
     manifest: _Manifest
     counts: _Counts
     layers: list[_Layer]
-    compared: Compared | None = None
+    compared: ComparedFigures | None = None
     shards: dict[FileName, _File]
     files: dict[FileName, _File]
     claimed: dict[str, str]
@@ -107,6 +106,15 @@ def index_arguments(compression: Mapping[str, Any]) -> tuple[dict[str, str], int
     """Tensor -> shard, bytes and numbers: all that the index says, as `index_content` takes it."""
     weight_map = {name: entry["shard"] for name, entry in compression["tensors"].items()}
     return weight_map, compression["counts"]["bytes"]["compressed"], compression["counts"]["parameters"]["compressed"]
+
+
+def shard_record(file: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> ShardRecord:
+    """What the compression says of a shard and the tensors in it, as a ledger has it."""
+    described = {
+        name: TensorDescription(dtype=found["dtype"], shape=tuple(found["shape"]), sha256=found["sha256"])
+        for name, found in tensors.items()
+    }
+    return ShardRecord(size=file["size"], sha256=file["sha256"], tensors=described)
 
 
 def describe_bytes(content: bytes) -> dict[str, Any]:

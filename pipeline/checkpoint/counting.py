@@ -49,8 +49,9 @@ def stored_tensors(inputs: Inputs, journal: Journal) -> tuple[dict[str, Any], li
         for name, record in inputs.source.tensors.items()
         if not name.startswith(staged)
     }
-    written = {name: tensor for entry in entries if entry for name, tensor in entry["staged"]["tensors"].items()}
-    return copied | written, [dict(entry["forms"]) if entry else {} for entry in entries]
+    found = [entry.as_json() if entry else {"staged": {"tensors": {}}, "forms": {}} for entry in entries]
+    written = {name: tensor for layer in found for name, tensor in layer["staged"]["tensors"].items()}
+    return copied | written, [layer["forms"] for layer in found]
 
 
 def stored_numbers(dtype: str, shape: Sequence[int], itemsize: int) -> int:

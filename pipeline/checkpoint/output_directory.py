@@ -68,10 +68,10 @@ def survey_output(output: Place, ledger: Ledger, fresh: bool = False) -> OutputF
     recorded, seal = _recorded(storage) if RECORD_FILE in files else (frozenset(), None)
     entered = ledger.get(ASSEMBLING)
     ours: set[str] = set()
-    if entered and entered["output"] == storage.address and _still_there(storage, files, entered):
-        ours = files.intersection(entered.get("files", files))
+    if entered and entered.output == storage.address and _still_there(storage, files, entered):
+        ours = files.intersection(files if entered.files is None else entered.files)
     finished = ledger.get(COMPLETE)
-    if finished and seal == finished["contract_sha256"]:
+    if finished and seal == finished.contract_sha256:
         ours |= recorded & files
     of_lamina = (recorded & files) - ours
     foreign = sorted(found - ours - of_lamina)
@@ -84,15 +84,15 @@ def claim_files(ledger: Ledger, output: Place, names: Iterable[str], shards: Ite
     `shards`: records of some of them; by their sizes a folder that took OUTPUT's place later is told from it.
     """
     storage, names = open_storage(output), sorted(names)
-    sizes = {record["size"] for record in shards}
+    sizes = {record.size for record in shards}
     sizes |= {storage.size(name) for name in storage.files() if name in names and _is_shard(name)}
-    entry = AssemblingEntry(output=storage.address, files=names, shard_bytes=sorted(sizes))
+    entry = AssemblingEntry(output=storage.address, files=tuple(names), shard_bytes=tuple(sorted(sizes)))
     ledger.commit(ASSEMBLING, entry)
 
 
 def _still_there(storage: Storage, files: set[str], entered: AssemblingEntry) -> bool:
     """Whether the folder is the one that was written to: holds the record, or a shard of a size that it had."""
-    sizes = entered.get("shard_bytes")
+    sizes = entered.shard_bytes
     if not sizes or RECORD_FILE in files:
         return True
     return any(_is_shard(name) and storage.has(name) and storage.size(name) in sizes for name in files)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.errors import StorageError
+from manifests.records import GroupReport
 from pipeline.score_units import WindowForward
 from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Pair, Unit
 from stores.durable import storage_errors
@@ -83,7 +84,7 @@ class JobObserver:
             self.state |= {"layer": unit.layer, "shard": unit.shard}
             self._update()
 
-    def layer_done(self, phase: str, layer: int, summary: Mapping[str, Any]) -> None:
+    def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
         """A layer is committed."""
         figures = "; ".join(f"{group}: {_figures(report)}" for group, report in summary.items())
         self.say(f"{phase} layer {layer} committed{f' ({figures})' if figures else ''}{self._rate()}")
@@ -173,7 +174,7 @@ def close_log() -> None:
     LOG.handlers = STORES.handlers = []
 
 
-def _figures(report: Mapping[str, Any]) -> str:
-    ranks = ", ".join(f"{name} {rank}" for name, rank in report.get("ranks", {}).items())
-    error = report.get("error")
+def _figures(report: GroupReport) -> str:
+    ranks = ", ".join(f"{name} {rank}" for name, rank in report.ranks.items())
+    error = report.error
     return ranks + (f", error {error:.2e}" if isinstance(error, float) else "")

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.evaluation.tasks import task_lines
+from pipeline.evaluation.tasks import read_scores, task_lines
 
 SEEN_LIMIT = 0.1  # of the passages of an evaluation text: what different texts share by themselves is less
 FIGURES = re.compile(r".*error.*|tucker_ranks.*|numbers|predicted.*")  # of a group's report, beside its ranks
@@ -68,7 +68,7 @@ def score_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
         if now.get("seen", 0.0) > SEEN_LIMIT:
             yield f"  {seen_warning(now['seen'])}"
     if evaluation.get("tasks"):
-        yield from task_lines(evaluation["tasks"])
+        yield from task_lines({model: read_scores(found) for model, found in evaluation["tasks"].items()})
     for entry in evaluation.get("earlier", ()):
         yield f"earlier: perplexity {entry['perplexity']:.4f} ({_extent(entry)})"
 
@@ -110,7 +110,7 @@ def _figures(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[st
     for group, report in groups.items():
         for name, rank in report["ranks"].items():
             yield (group, "rank" if name == group else name), f"{rank:,}"
-        for name, value in report.items():
+        for name, value in sorted(report.items()):
             if value is not None and FIGURES.fullmatch(name):
                 yield (group, name.replace("_", " ")), _short(value)
 
@@ -118,7 +118,7 @@ def _figures(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[st
 def _notes(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """What is out of the ordinary in a layer."""
     for group, report in groups.items():
-        for name, value in report.items():
+        for name, value in sorted(report.items()):
             if NOTES.fullmatch(name) and value:
                 yield f"{group} {name.replace('_', ' ')}{'' if value is True else f' {_short(value)}'}"
 

@@ -108,11 +108,13 @@ def _scores(figures: Mapping[str, Any], count: Mapping[str, int] | None) -> Task
         error = figures.get(f"{metric}_stderr,{kind}")
         known = isinstance(error, int | float) and math.isfinite(error)
         name = metric if kind == "none" else f"{metric} ({kind})"
-        metrics[name] = {"value": float(value), "stderr": float(error) if known and error is not None else None}
-    scores: TaskScores = {"metrics": metrics}
-    if count:
-        scores["documents"] = int(count["effective"])
-    return scores
+        metrics[name] = TaskFigure(value=float(value), stderr=float(error) if known and error is not None else None)
+    return TaskScores(documents=int(count["effective"]) if count else None, metrics=metrics)
+
+
+def read_scores(stored: Mapping[str, Any]) -> Scores:
+    """Scores as a summary has them."""
+    return {task: TaskScores.model_validate(found) for task, found in stored.items()}
 
 
 def task_lines(columns: Mapping[str, Scores]) -> list[str]:
@@ -120,13 +122,13 @@ def task_lines(columns: Mapping[str, Scores]) -> list[str]:
     rows = [["task", "metric", *columns]]
     first = next(iter(columns.values()))
     for task, found in first.items():
-        rows += [[task, name, *(_cell(scores, task, name) for scores in columns.values())] for name in found["metrics"]]
+        rows += [[task, name, *(_cell(scores, task, name) for scores in columns.values())] for name in found.metrics]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _cell(scores: Scores, task: str, name: str) -> str:
-    figure = scores.get(task, {"metrics": {}})["metrics"].get(name)
+    figure = scores[task].metrics.get(name) if task in scores else None
     if figure is None:
         return "-"
-    return f"{figure['value']:.4f}" + ("" if figure["stderr"] is None else f" ± {figure['stderr']:.4f}")
+    return f"{figure.value:.4f}" + ("" if figure.stderr is None else f" ± {figure.stderr:.4f}")

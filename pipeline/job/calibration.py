@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError
+from manifests.records import Origin
 from pipeline.job.inputs import Inputs
 from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
 from stores.storage import Place
@@ -68,7 +69,7 @@ def tokens_digest(tokens: torch.Tensor | None) -> str | None:
     return hashlib.sha256(str(tuple(tokens.shape)).encode() + tokens.to(torch.int64).numpy().tobytes()).hexdigest()
 
 
-def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
+def sample_tokens(calibration: torch.Tensor | None, config: Mapping[str, Any]) -> tuple[Origin, torch.Tensor]:
     """Token ids (batch, length) that `verify` compares models on, and where they are from: the beginnings of the first
     calibration samples; of a data-free job, random ones."""
     batch, length = SAMPLE_SHAPE

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, ComparedEntry, ComparedFigures, StagedRecord
+from manifests.records import ArrayRecord, ComparedEntry, ComparedFigures, StagedRecord, TokensEntry
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import Job, staged_layer
@@ -131,7 +131,7 @@ class JobWorkers:
 
     def _driver(self, job: JobContext, work: Job | None = None) -> Driver:
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
-        scored = [record for entry in entries if entry for record in entry["activations"]]  # it will go on from there
+        scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
         cleaner = StoreCleaner(job.run_dir, [*self.always, *scored])
         return Driver(work or driver_job(job.inputs), self.pool, job.ledger, cleaner, job.observer)
 
@@ -143,7 +143,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     _sweep(job)
     held_out = job.ledger.get(HELD_OUT)
     always = [tokens] if tokens else []
-    always += [held_out["tokens"], *held_out.get("outputs", ())] if held_out else []
+    always += [held_out.tokens, *(held_out.outputs or ())] if held_out else []
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
     with (
@@ -159,19 +159,19 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
 def _compare(job: JobContext, pool: Pool) -> None:
     """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again on OUTPUT."""
     staged = tuple(staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers))
-    layers = [found["sha256"] if found else None for found in staged]
+    layers = tuple(found.sha256 if found else None for found in staged)
     origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
-    tokens: list[list[int]] = ids_BS.tolist()
+    tokens = tuple(map(tuple, ids_BS.tolist()))
     entered = job.ledger.get(COMPARED)
-    if entered is not None and entered["layers"] == layers and entered["compared"]["tokens"] == tokens:
+    if entered is not None and entered.layers == layers and entered.compared.tokens == tokens:
         return
     try:
-        pool.submit(Compare(tuple(map(tuple, tokens)), staged))
+        pool.submit(Compare(tokens, staged))
         _, found = pool.wait()
     except CorruptError as error:  # `damaged_layers` names the layer, and it is made again
         job.observer.repaired(str(error), ["compared"])
         return
-    figures = cast("ComparedFigures", {"origin": origin, "tokens": tokens, **found})
+    figures = ComparedFigures(origin=origin, tokens=tokens, **found)
     job.ledger.commit(COMPARED, ComparedEntry(layers=layers, compared=figures))
 
 
@@ -182,7 +182,7 @@ def assemble_output(job: JobContext) -> dict[str, Any]:
     assembler = _assembler(job)
     # Once more: it may be hours since the job began.
     replaceable = survey_output(assembler.output, job.ledger).replaceable()
-    layers = [entry["staged"] for key in job.ledger.keys("layer/") if (entry := job.ledger.get(key))]
+    layers = [entry.staged for key in job.ledger.keys("layer/") if (entry := job.ledger.get(key))]
     claim_files(job.ledger, assembler.output, assembler.names() | replaceable, layers)
     return assembler.run(replaceable)
 
@@ -222,14 +222,14 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
     store, entered = job.run_dir.activations, job.ledger.get(TOKENS)
     try:
         if entered is not None:
-            store.open(entered["tokens"]).read(0, len(job.tokens))
+            store.open(entered.tokens).read(0, len(job.tokens))
     except CorruptError as error:
         entered = None  # the fingerprint says that these are the same: written again
         job.observer.repaired(str(error), ["tokens"])
     if entered is None:
-        entered = {"tokens": store.write_tokens(job.tokens.to(torch.int32))}
+        entered = TokensEntry(tokens=store.write_tokens(job.tokens.to(torch.int32)))
         job.ledger.commit(TOKENS, entered)
-    return entered["tokens"]
+    return entered.tokens
 
 
 def _sweep(job: JobContext) -> None:
@@ -237,5 +237,5 @@ def _sweep(job: JobContext) -> None:
     job.ledger.sweep()
     layers = [key for key in job.ledger.keys() if LAYER.search(key)]  # noqa: SIM118 - no mapping
     entered = [job.ledger.get(key) for key in layers]
-    sweep_staged(job.run_dir.storage, [entry["staged"] for entry in entered if entry])
+    sweep_staged(job.run_dir.storage, [entry.staged for entry in entered if entry])
     sweep_scratch(job.run_dir.storage)

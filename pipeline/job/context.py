@@ -119,7 +119,7 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
         run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
         run_dir.ledger.commit(SOURCE, source_files)
         target = run_dir.ledger.get(TARGET) if inputs.max_loss is not None else None
-        sized = inputs.at_size(target["size"]) if target else inputs
+        sized = inputs.at_size(target.size) if target else inputs
         check_entries(run_dir.ledger, driver_job(sized), inputs.config)
         yield JobContext(
             inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started
@@ -185,7 +185,7 @@ def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
     if not finished:
         _say_where_it_goes_on(job)
     if reused := job.ledger.get(REUSED):
-        job.observer.say(f"statistics of an earlier run serve again: {reused['seconds']:.1f} s of forward passes saved")
+        job.observer.say(f"statistics of an earlier run serve again: {reused.seconds:.1f} s of forward passes saved")
 
 
 def _say_where_it_goes_on(job: JobContext) -> None:
@@ -208,7 +208,7 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
         return False
     check()
     done = ledger.get(COMPLETE)
-    summary = done["summary"] if done else {}
+    summary = done.summary if done else {}
     phases = summary.get("seconds", {}).get("phases", {})
     seconds = summary.get("seconds_saved", 0.0) + phases.get("statistics", 0.0) + phases.get("gradient", 0.0)
     if summary:

@@ -6,6 +6,7 @@ What leaves the dense model on them is stored once and serves every try at a siz
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def score_held_out(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry | 
         workers.scorer(job).forget(COMPRESSED)
         if not driver_job(job.inputs).keep_statistics:
             _drop(job)  # no other size will be tried
-        job.observer.say(held_out_line(entered))
+        job.observer.say(held_out_line(entered.as_json()))
     return entered
 
 
@@ -52,7 +53,7 @@ def forget_other_text(job: JobContext) -> None:
     if entered is None or job.held_out is None:
         return
     try:
-        stored = job.run_dir.activations.open(entered["tokens"]).read(0, entered["tokens"]["shape"][0])
+        stored = job.run_dir.activations.open(entered.tokens).read(0, entered.tokens.shape[0])
     except CorruptError:
         return  # made again when it is next needed
     if not torch.equal(stored, job.held_out.to(torch.int32)):
@@ -74,30 +75,31 @@ def _measured(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry:
             workers.pool.cancel_pending()
             repairs.invalidate(error)
         else:
-            return {
-                "divergence": found.divergence / found.tokens,
-                "dense_perplexity": math.exp(found.dense_loss / found.tokens),
-                "perplexity": math.exp(found.loss / found.tokens),
-                "tokens": found.tokens,
-            }
+            return HeldOutScoreEntry(
+                divergence=found.divergence / found.tokens,
+                dense_perplexity=math.exp(found.dense_loss / found.tokens),
+                perplexity=math.exp(found.loss / found.tokens),
+                tokens=found.tokens,
+            )
 
 
-def _dense(job: JobContext, workers: JobWorkers) -> tuple[Windows, list[ArrayRecord]]:
+def _dense(job: JobContext, workers: JobWorkers) -> tuple[Windows, Sequence[ArrayRecord]]:
     """The held-out tokens, and what leaves the dense model's last layer on them: entered, or made now."""
     entered = job.ledger.get(HELD_OUT)
     if entered is None:
         assert job.held_out is not None
         entered = HeldOutEntry(tokens=job.run_dir.activations.write_tokens(job.held_out.to(torch.int32)))
         job.ledger.commit(HELD_OUT, entered)
-        workers.always.append(entered["tokens"])
-    windows = _windows(job, entered["tokens"])
-    if "outputs" not in entered:
-        scorer = workers.scorer(job)
-        entered["outputs"] = scorer.outputs(windows, DENSE, [None] * job.inputs.geometry.num_layers)
-        job.ledger.commit(HELD_OUT, entered)
-        workers.always.extend(entered["outputs"])
-        scorer.forget(DENSE)
-    return windows, entered["outputs"]
+        workers.always.append(entered.tokens)
+    windows = _windows(job, entered.tokens)
+    if entered.outputs is not None:
+        return windows, entered.outputs
+    scorer = workers.scorer(job)
+    outputs = scorer.outputs(windows, DENSE, [None] * job.inputs.geometry.num_layers)
+    job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=entered.tokens, outputs=outputs))
+    workers.always.extend(outputs)
+    scorer.forget(DENSE)
+    return windows, outputs
 
 
 def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:
@@ -106,12 +108,12 @@ def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:
     assert calibration is not None, "there is no text to hold out from"
     dtype = torch.promote_types(job.inputs.dtype, torch.float32)
     name = str(dtype).removeprefix("torch.")
-    return Windows.even(tokens["shape"][0], calibration.shards, name, calibration.micro_batch, tokens)
+    return Windows.even(tokens.shape[0], calibration.shards, name, calibration.micro_batch, tokens)
 
 
 def _drop(job: JobContext) -> None:
     entered = job.ledger.get(HELD_OUT)
     if entered is not None:
         job.ledger.retract(HELD_OUT)
-        for record in (entered["tokens"], *entered.get("outputs", ())):
+        for record in (entered.tokens, *(entered.outputs or ())):
             job.run_dir.activations.drop(record)

@@ -28,7 +28,7 @@ def missing_scores(job: JobContext) -> list[str]:
     """The ledger keys that evaluating the finished OUTPUT would enter."""
     if (done := job.ledger.get(COMPLETE)) is None:
         return []
-    seal = done["contract_sha256"]
+    seal = done.contract_sha256
     texts = [str(key) for key in _wanted(job, seal) if job.ledger.get(key) is None]
     return texts + [str(key) for key in _wanted_tasks(job, seal) if job.ledger.get(key) is None]
 
@@ -56,36 +56,35 @@ def score_output(job: JobContext, seal: str) -> None:
         )
         entry = score_entry(job, "dense" if key.startswith("score/dense/") else "compressed", seal, found)
         job.ledger.commit(key, entry)
-        which = "of the dense model " if entry["model"] == "dense" else ""
+        which = "of the dense model " if entry.model == "dense" else ""
         job.observer.say(f"perplexity {which}{found['perplexity']:.4f} over {found['tokens']:,} tokens")
-        if entry["seen"] > SEEN_LIMIT:
-            job.observer.say(f"perplexity: {seen_warning(entry['seen'])}", logging.WARNING)
+        if (seen := _seen(job)) > SEEN_LIMIT:
+            job.observer.say(f"perplexity: {seen_warning(seen)}", logging.WARNING)
     for task_key, model in _wanted_tasks(job, seal).items():
         if job.ledger.get(task_key) is None:
             catch_signals(job.stop)
             which = "dense" if task_key.startswith("task_score/dense/") else "compressed"
             job.observer.say(f"tasks: the {which} model, whole, in this process")
             scores = score_tasks(model, job.manifest.evaluation.tasks, "evaluation.tasks")
-            scored: TaskScoreEntry = {"model": which, "seal": seal, "tasks": scores}
-            job.ledger.commit(task_key, scored)
+            job.ledger.commit(task_key, TaskScoreEntry(model=which, seal=seal, tasks=scores))
 
 
 def score_entry(job: JobContext, model: str, seal: str, found: Mapping[str, Any]) -> ScoreEntry:
     """What is entered of the `dense` or the `compressed` model. `found`: as `score_tokens` gives it."""
     wanted = job.manifest.evaluation.perplexity
     assert wanted is not None
-    return {
-        "kind": "perplexity",
-        "model": model,
-        "seal": seal,
-        "text": wanted.text.model_dump(mode="json", exclude_none=True),
-        "seen": _seen(job),
-        "perplexity": found["perplexity"],
-        "loss": found["loss"],
-        "tokens": found["tokens"],
-        "windows": found["windows"],
-        "window": found["window"],
-    }
+    return ScoreEntry(
+        kind="perplexity",
+        model=model,
+        seal=seal,
+        text=wanted.text.model_dump(mode="json", exclude_none=True),
+        seen=_seen(job),
+        perplexity=found["perplexity"],
+        loss=found["loss"],
+        tokens=found["tokens"],
+        windows=found["windows"],
+        window=found["window"],
+    )
 
 
 def scores(job: JobContext, seal: str) -> dict[str, Any]:
@@ -95,11 +94,12 @@ def scores(job: JobContext, seal: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, entry in now.items():
         if entry is not None:
-            found["dense" if key.startswith("score/dense/") else "perplexity"] = entry
+            found["dense" if key.startswith("score/dense/") else "perplexity"] = entry.as_json()
     others = [job.ledger.get(key) for key in job.ledger.keys("score/") if key not in now]
-    earlier = [entry for entry in others if entry and entry["seal"] == seal and entry["model"] == "compressed"]
+    ours = [entry for entry in others if entry and entry.seal == seal and entry.model == "compressed"]
+    earlier = [entry.as_json() for entry in ours]
     of_tasks = [job.ledger.get(key) for key in _wanted_tasks(job, seal)]
-    tasks = {entry["model"]: entry["tasks"] for entry in of_tasks if entry}
+    tasks = {entry.model: entry.as_json()["tasks"] for entry in of_tasks if entry}
     return found | ({"earlier": earlier} if earlier else {}) | ({"tasks": tasks} if tasks else {})
 
 

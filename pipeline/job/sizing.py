@@ -39,7 +39,7 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
 def tries_of(job: JobContext) -> list[dict[str, Any]]:
     """What was measured on the way to a size within a limit, by ascending size: `keep`, `divergence`, `predicted`."""
     sizes = sorted(int(key.removeprefix(TRIES)) for key in job.ledger.keys(TRIES))
-    return [{"keep": size / WHOLE, **entry} for size in sizes if (entry := job.ledger.get(try_key(size)))]
+    return [{"keep": size / WHOLE, **entry.as_json()} for size in sizes if (entry := job.ledger.get(try_key(size)))]
 
 
 def compress_and_score(job: JobContext, workers: JobWorkers, *, compared: bool = True) -> HeldOutScoreEntry | None:
@@ -73,18 +73,18 @@ def _within(job: JobContext, limit: float, workers: JobWorkers) -> JobContext:
             return sized
         found = compress_and_score(sized, workers, compared=False)
         assert found is not None
-        entry = TryEntry(**found, predicted=predicted(size) or 0.0)
+        entry = TryEntry(**dict(found), predicted=predicted(size) or 0.0)
         job.ledger.commit(try_key(size), entry)
         job.observer.say(
-            f"keep {size / WHOLE:g}: divergence {found['divergence']:.3g} nats per token, predicted "
-            f"{entry['predicted']:.3g}, limit {limit:g}"
+            f"keep {size / WHOLE:g}: divergence {found.divergence:.3g} nats per token, predicted "
+            f"{entry.predicted:.3g}, limit {limit:g}"
         )
 
 
 def _predictions(job: JobContext) -> Callable[[int], float | None]:
     """Size -> predicted loss, nats per token; None where so little cannot be kept."""
     entered = driver_job(job.inputs)
-    scores: Scores = entered_scores(entered, lambda key: job.ledger.get(key) or {}, {})
+    scores: Scores = entered_scores(entered, job.ledger.get, {})
 
     @cache
     def predicted(size: int) -> float | None:
@@ -100,9 +100,9 @@ def _predictions(job: JobContext) -> Callable[[int], float | None]:
 def _aim(job: JobContext, size: int) -> None:
     """Undoes what was made at another size before this one is entered, so that none of it is taken for this one's."""
     target = job.ledger.get(TARGET)
-    if target is not None and target["size"] != size:
+    if target is not None and target.size != size:
         undone: list[Key[Any]] = [HELD_OUT_SCORE, *job.ledger.keys("layer/"), *job.ledger.keys("activations/"), RANKS]
         for key in undone:
             job.ledger.retract(key)
-    if target is None or target["size"] != size:
+    if target is None or target.size != size:
         job.ledger.commit(TARGET, TargetEntry(size=size))

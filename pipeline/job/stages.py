@@ -50,10 +50,10 @@ def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None
 def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
     """The summary of a job that is done in this OUTPUT, and what is wrong with the files there."""
     done = job.ledger.get(COMPLETE)
-    if done is None or done["output"] != job.output:
+    if done is None or done.output != job.output:
         return None, []
-    seal = done["contract_sha256"]
-    summary = {**done["summary"], "evaluation": scores(job, seal), "already_finished": True}
+    seal = done.contract_sha256
+    summary = {**done.summary, "evaluation": scores(job, seal), "already_finished": True}
     return summary, quick_faults(job.manifest.output, seal)
 
 
@@ -62,11 +62,10 @@ def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
     done = job.ledger.get(COMPLETE)
     assert done is not None
     job.observer.say(f"{job.manifest.output}: finished before; only scores are missing")
-    score_output(job, done["contract_sha256"])
+    score_output(job, done.contract_sha256)
     job.observer.stage(None)
-    evaluation = scores(job, done["contract_sha256"])
-    done["summary"] = {**done["summary"], "evaluation": evaluation}
-    job.ledger.commit(COMPLETE, done)
+    evaluation = scores(job, done.contract_sha256)
+    job.ledger.commit(COMPLETE, done.model_copy(update={"summary": {**done.summary, "evaluation": evaluation}}))
     return {**summary, "evaluation": evaluation, "scored_now": True}
 
 
@@ -86,10 +85,10 @@ def finish(
         "counts": compression["counts"],
         "layers": compression["layers"],
         "evaluation": dict(evaluation),
-        "held_out": job.ledger.get(HELD_OUT_SCORE),
+        "held_out": held_out.as_json() if (held_out := job.ledger.get(HELD_OUT_SCORE)) else None,
         "tries": tries_of(job),
         "seconds": {"phases": job.observer.seconds, "units": effort.units, "total": job.seconds()},
-        "seconds_saved": reused["seconds"] if (reused := job.ledger.get(REUSED)) else 0.0,
+        "seconds_saved": reused.seconds if (reused := job.ledger.get(REUSED)) else 0.0,
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},
         "plan": job.plan.report(),
     }

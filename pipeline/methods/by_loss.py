@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from manifests.records import Curve
 from pipeline.kernels.sensitivity import Directions, input_directions
-from pipeline.methods.method import Curve, Moment
+from pipeline.methods.method import Moment
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
 

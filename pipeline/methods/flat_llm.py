@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from manifests.methods import FlatLLM
+from manifests.records import Curve, FormSpec
 from pipeline.families.family import Geometry
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
@@ -21,7 +22,7 @@ from pipeline.kernels.sensitivity import projection_losses, pulled
 from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, symmetric_root, weighted_head_pca
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
@@ -164,7 +165,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             tensors["v.bias"] = encode_heads(encoder_Grd, weights["v.bias"][:, None])[:, 0]
         if "o.bias" in weights:
             tensors["o.bias"] = weights["o.bias"].double()
-        form = {"form": "head_pca", "rank": rank}
+        form = FormSpec(form="head_pca", rank=rank)
         report = {"error": dropped_share(eigenvalues_Gd, rank)} | ({"clipped": clipped} if clipped else {})
         inputs = {}
         if CONTEXT in statistics.moments:
@@ -207,7 +208,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
                 tensors[f"{role}.bias"] = weights[f"{role}.bias"][kept_k].double()
         if "down.bias" in weights:
             tensors["down.bias"] = weights["down.bias"].double()
-        form = {"form": "pruned", "rank": rank}
+        form = FormSpec(form="pruned", rank=rank)
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
         inputs = {"down": moment_NN[kept_k][:, kept_k]}
         return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), report, inputs)
@@ -231,7 +232,7 @@ def _compress_query_key(
         if f"{role}.bias" in weights:
             tensors[f"{role}.bias"] = _project(basis_ndr, weights[f"{role}.bias"])
         report[f"{role}_error"] = dropped_share(eigenvalues_nd, rank)
-    form = {"form": "head_low_rank", "rank": rank}
+    form = FormSpec(form="head_low_rank", rank=rank)
     return Solution(tensors, {"q": form, "k": form}, report)
 
 

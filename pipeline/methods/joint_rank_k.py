@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from manifests.methods import JointRankK
+from manifests.records import Curve, FormSpec
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.kernels.scales import of_one_size, scale_report
@@ -20,7 +21,7 @@ from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of, directions, factors, pull
-from pipeline.methods.method import Curve, FormSpec, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
@@ -142,8 +143,8 @@ class JointRankKMethod(MethodBase[JointRankK]):
             first_rD, seconds = factors(found, rank, weights)
             tensors[f"{roles[0]}.first.weight"] = first_rD
             tensors |= {f"{role}.second.weight": second for role, second in zip(roles, seconds, strict=True)}
-            joint: FormSpec = {"form": "joint_low_rank", "rank": rank, "group": NAMES[name]}
-            forms |= dict.fromkeys(roles, {"form": "low_rank", "rank": rank} if len(roles) == 1 else joint)
+            joint = FormSpec(form="joint_low_rank", rank=rank, group=NAMES[name])
+            forms |= dict.fromkeys(roles, FormSpec(form="low_rank", rank=rank) if len(roles) == 1 else joint)
             lost = float(losses_by_rank(found, input_DD, pull_DD)[rank])
             report["_".join((*roles, "predicted"))] = lost
         return Solution(tensors, forms, report)
@@ -208,7 +209,7 @@ def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None
             continue
         first_kD, second_mk, values = low_rank(weight, rank, roots, balanced=True)
         tensors |= {f"{role}.first.weight": first_kD, f"{role}.second.weight": second_mk}
-        forms[role] = {"form": "low_rank", "rank": rank}
+        forms[role] = FormSpec(form="low_rank", rank=rank)
         report[f"{role}_error"] = dropped_share(values.square(), rank)
     return Solution(tensors, forms, report)
 
@@ -221,7 +222,7 @@ def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None, p
     owner = next(iter(weights))
     tensors = {f"{owner}.first.weight": first_kD}
     tensors |= {f"{role}.second.weight": second for role, second in zip(weights, seconds, strict=True)}
-    form = {"form": "joint_low_rank", "rank": rank, "group": pair}
+    form = FormSpec(form="joint_low_rank", rank=rank, group=pair)
     report = {"error": dropped_share(values.square(), rank), **scale_report(scales)}
     return Solution(tensors, dict.fromkeys(weights, form), report)
 
@@ -246,6 +247,6 @@ def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: Input
     tensors = {f"{owner}.first.weight": torch.cat(firsts)}
     for position, role in enumerate(weights):
         tensors[f"{role}.second"] = _times(torch.stack([second[position] for second in seconds]), scales[position])
-    form = {"form": "joint_head_low_rank", "rank": rank, "group": pair}
+    form = FormSpec(form="joint_head_low_rank", rank=rank, group=pair)
     report = {"error": dropped / total if total else 0.0, **scale_report(scales)}
     return Solution(tensors, dict.fromkeys(weights, form), report)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from manifests.methods import LeSTD
+from manifests.records import Curve, FormSpec
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots
 from pipeline.kernels.scales import of_one_size, scale_report
@@ -35,7 +36,7 @@ from pipeline.methods.lestd_sizes import (
     size_curve,
     sizes_at_common_threshold,
 )
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
 from pipeline.ranks.budget import RankVariable
 
 INPUT = Moment("attention.in")
@@ -157,7 +158,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
             tensors |= {f"{group.name}.tucker.{name}": tensor for name, tensor in factors.items()}
             form |= {"sparse": solved.choice.count is not None} | _form(problem.layout, solved.choice) | entries
             report |= _report(problem, solved, sum(entries.values()))
-        return Solution(tensors, dict.fromkeys(group.roles, form), report)
+        return Solution(tensors, dict.fromkeys(group.roles, FormSpec(**form)), report)
 
     @property
     def _own_output(self) -> bool:

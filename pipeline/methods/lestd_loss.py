@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from manifests.records import Curve
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import change_loss
-from pipeline.methods.method import Curve, Moment, Statistics
+from pipeline.methods.method import Moment, Statistics
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, steps, to_columns
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from manifests.methods import LoRC
+from manifests.records import Curve, FormSpec
 from pipeline.families.family import Geometry
 from pipeline.kernels.heads import by_heads, of_heads
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
@@ -21,7 +22,7 @@ from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of, directions, factors, pull
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
 from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
@@ -163,11 +164,12 @@ class LoRCMethod(MethodBase[LoRC]):
         tensors = {f"{role}.first.weight": first_rD}
         if role == "v" and _absorbs(geometry, rank):
             tensors |= _absorbed_output(geometry, weights, second_Cr)
-            forms = {"v": {"form": "latent", "rank": rank, "absorbed": True}, "o": {"form": "absorbed", "rank": rank}}
+            latent = FormSpec(form="latent", rank=rank, absorbed=True)
+            forms = {"v": latent, "o": FormSpec(form="absorbed", rank=rank)}
             return Solution(tensors, forms, report | {"absorbed": True})
         tensors[f"{role}.second.weight"] = second_Cr
         tensors |= {name: weight for name, weight in weights.items() if name != f"{role}.weight"}
-        form = {"form": "latent", "rank": rank} | ({"absorbed": False} if role == "v" else {})
+        form = FormSpec(form="latent", rank=rank, absorbed=False if role == "v" else None)
         return Solution(tensors, {role: form}, report)
 
     def _latent(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from manifests.methods import Magnitude
+from manifests.records import FormSpec
 from pipeline.families.family import Geometry
 from pipeline.methods.base import MethodBase
 from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
@@ -60,7 +61,7 @@ class MagnitudeMethod(MethodBase[Magnitude]):
                 tensors[key] = tensor[kept_k]
             elif key == "down.bias":
                 tensors[key] = tensor
-        form = {"form": "pruned", "rank": ranks[MLP]}
+        form = FormSpec(form="pruned", rank=ranks[MLP])
         return Solution(
             tensors,
             dict.fromkeys(group.roles, form),

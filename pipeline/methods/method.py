@@ -13,13 +13,12 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from manifests.records import Curve, FormSpec
 from pipeline.families.family import Geometry
 from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
 Weights = Mapping[str, Tensor]
-Curve = dict[str, Any]
-FormSpec = dict[str, Any]
 Key = tuple[int, str, str]
 
 
@@ -272,8 +271,7 @@ class Predicting(Protocol):
         ...
 
     def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Points to choose from, as columns that JSON has: `ranks` (name -> list), `numbers` stored, `cache` numbers
-        per token, `loss` predicted in nats per token. The first is the smallest, the last the dense group, loss 0."""
+        """Points to choose from. The first is the smallest, the last the dense group, loss 0."""
         ...
 
 

@@ -12,11 +12,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from manifests.records import FormSpec
 from pipeline.families.family import Geometry
 from pipeline.kernels.lowrank import InputRoots, low_rank, rank_limit
 from pipeline.kernels.spectra import dropped_share
 from pipeline.methods.base import E, MethodBase
-from pipeline.methods.method import FormSpec, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 
 GROUPS = {  # what shares an input
@@ -80,7 +81,7 @@ class SeparateMethod(MethodBase[E]):
                 continue
             first_rD, second_mr, values = low_rank(weight, ranks[role], roots, balanced=True)
             tensors |= {f"{role}.first.weight": first_rD, f"{role}.second.weight": second_mr}
-            forms[role] = {"form": "low_rank", "rank": ranks[role]}
+            forms[role] = FormSpec(form="low_rank", rank=ranks[role])
             report[f"{role}_error"] = dropped_share(values.square(), ranks[role])
         clipped = {"clipped": roots.clipped} if roots else {}
         return Solution(tensors, forms, report | clipped)

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from manifests.records import Curve
 from pipeline.families.family import Geometry
-from pipeline.methods.method import Curve, Group, Key, Method, Ranks, Scores, Solution, Statistics
+from pipeline.methods.method import Group, Key, Method, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, to_columns
 

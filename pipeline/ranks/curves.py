@@ -1,6 +1,6 @@
 """Ranks by predicted loss: curves of (numbers, loss), their lower hulls, and the choice that a budget allows.
 
-docs/methods.md#allocation. A curve is kept as columns that JSON has; here it is a sequence of points.
+docs/methods.md#allocation. A `Curve` is kept as columns; here it is a sequence of points.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from manifests.records import Curve
 
 Cost = Callable[["Point"], float]
 
@@ -19,9 +20,9 @@ class Point:
     """One choice: ranks by name, the numbers stored, the cache's numbers per token, the loss in nats per token."""
 
     ranks: Mapping[str, int]
-    numbers: int
+    numbers: float
     loss: float
-    cache: int = 0
+    cache: float = 0
 
 
 def stored_numbers(point: Point) -> float:
@@ -34,28 +35,27 @@ def cache_numbers(point: Point) -> float:
     return point.cache
 
 
-def to_columns(points: Sequence[Point]) -> dict[str, Any]:
-    """A curve as JSON keeps it. Raises ValueError on a loss that is negative, NaN or infinite, or on no point."""
+def to_columns(points: Sequence[Point]) -> Curve:
+    """A curve as the ledger keeps it. Raises ValueError on a loss that is negative, NaN or infinite, or on no point."""
     if not points:
         raise ValueError("a curve needs a point")
     for point in points:
         if not 0.0 <= point.loss < math.inf:
             raise ValueError(f"the predicted loss at {dict(point.ranks)} is {point.loss}")
-    return {
-        "ranks": {name: [point.ranks[name] for point in points] for name in points[0].ranks},
-        "numbers": [point.numbers for point in points],
-        "cache": [point.cache for point in points],
-        "loss": [point.loss for point in points],
-    }
+    return Curve(
+        ranks={name: tuple(point.ranks[name] for point in points) for name in points[0].ranks},
+        numbers=tuple(point.numbers for point in points),
+        cache=tuple(point.cache for point in points),
+        loss=tuple(point.loss for point in points),
+    )
 
 
-def from_columns(curve: Mapping[str, Any]) -> list[Point]:
+def from_columns(curve: Curve) -> list[Point]:
     """The points of a curve."""
-    names = list(curve["ranks"])
-    rows = zip(*(curve["ranks"][name] for name in names), strict=True)
+    rows = zip(*curve.ranks.values(), strict=True)
     return [
-        Point(dict(zip(names, row, strict=True)), numbers, loss, cache)
-        for row, numbers, cache, loss in zip(rows, curve["numbers"], curve["cache"], curve["loss"], strict=True)
+        Point(dict(zip(curve.ranks, row, strict=True)), numbers, loss, cache)
+        for row, numbers, cache, loss in zip(rows, curve.numbers, curve.cache, curve.loss, strict=True)
     ]
 
 
@@ -127,7 +127,7 @@ def choose(curves: Mapping[str, Sequence[Point]], target: float, cost: Cost = st
     return chosen
 
 
-def predicted_loss(curves: Mapping[str, Mapping[str, Any]], ranks: Mapping[str, Mapping[str, int]]) -> float:
+def predicted_loss(curves: Mapping[str, Curve], ranks: Mapping[str, Mapping[str, int]]) -> float:
     """Nats per token that a choice is predicted to cost: the sum over curves, each at the point of its ranks.
 
     Raises ValueError where a curve has no point of these ranks.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from manifests.records import Curve
 from pipeline.methods.method import read_task_key, task_key
 from pipeline.methods.registry import build_methods
 from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, MUTED, SERIES, Plot, by_layer, depth_colour, draw
@@ -105,9 +105,9 @@ def _curve_plot(run: Run, group: str, tasks: list[str]) -> Plot:
             points = [(share, loss) for share, loss in _frontier(curve) if loss]
             axes.plot([share for share, _ in points], [loss for _, loss in points], color=colour, linewidth=0.9)
             chosen = chosen_point(run, task)
-            if chosen is not None and curve["loss"][chosen]:
-                share = curve["numbers"][chosen] / curve["numbers"][-1]
-                axes.plot(share, curve["loss"][chosen], MARKERS[0], color=colour)
+            if chosen is not None and curve.loss[chosen]:
+                share = curve.numbers[chosen] / curve.numbers[-1]
+                axes.plot(share, curve.loss[chosen], MARKERS[0], color=colour)
         axes.set_yscale("log")
         axes.set_xlabel("share of the dense numbers stored")
         axes.set_ylabel("nats per token")
@@ -119,22 +119,22 @@ def _curve_plot(run: Run, group: str, tasks: list[str]) -> Plot:
     return Plot("curves", draw(f"curves-{group}", plot), told)
 
 
-def _frontier(curve: Mapping[str, Any]) -> list[tuple[float, float]]:
+def _frontier(curve: Curve) -> list[tuple[float, float]]:
     """(share of the dense numbers, loss) of the points that no smaller one undercuts; the dense one is the last."""
     found: list[tuple[float, float]] = []
-    for numbers, loss in sorted(zip(curve["numbers"], curve["loss"], strict=True)):
+    for numbers, loss in sorted(zip(curve.numbers, curve.loss, strict=True)):
         if not found or loss < found[-1][1]:
-            found.append((numbers / curve["numbers"][-1], loss))
+            found.append((numbers / curve.numbers[-1], loss))
     return found
 
 
 def chosen_point(run: Run, task: str) -> int | None:
     """The place in a task's curve of the ranks that were chosen; None before they are, or if it has no such point."""
     ranks, curve = run.ranks.get(task), run.curves[task]
-    places = range(len(curve["numbers"]))
+    places = range(len(curve.numbers))
     if ranks is None:
         return None
-    return next((at for at in places if all(curve["ranks"][name][at] == rank for name, rank in ranks.items())), None)
+    return next((at for at in places if all(curve.ranks[name][at] == rank for name, rank in ranks.items())), None)
 
 
 def _predicted_loss(run: Run) -> Plot | None:
@@ -150,7 +150,7 @@ def _predicted_loss(run: Run) -> Plot | None:
             loss = dict.fromkeys(layers, 0.0)
             for task, point in chosen.items():
                 if read_task_key(task).group == group:
-                    loss[read_task_key(task).layer] += run.curves[task]["loss"][point]
+                    loss[read_task_key(task).layer] += run.curves[task].loss[point]
             axes.bar(layers, list(loss.values()), bottom=below, color=SERIES[place % len(SERIES)], label=group)
             below = [under + loss[layer] for under, layer in zip(below, layers, strict=True)]
         by_layer(axes, run.geometry.num_layers, "nats per token")
@@ -181,8 +181,8 @@ def _figures(run: Run, ending: str) -> dict[str, dict[int, float]]:
     """`group` or `group: figure` -> layer -> value, of every figure of the reports whose name ends so."""
     found: dict[str, dict[int, float]] = {}
     for layer, entry in sorted(run.layers.items()):
-        for group, report in entry["groups"].items():
-            for name, value in report.items():
+        for group, report in entry.groups.items():
+            for name, value in sorted(report.as_json().items()):
                 if name.endswith(ending) and isinstance(value, float):
                     line = group if name == ending else f"{group}: {name.removesuffix(ending).strip('_')}"
                     found.setdefault(line, {})[layer] = value

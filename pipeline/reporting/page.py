@@ -80,7 +80,7 @@ def _head(run: Run) -> str:
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     """The few figures that matter most, of a job that is done."""
-    chosen = [run.curves[task]["loss"][place] for task in run.curves if (place := chosen_point(run, task)) is not None]
+    chosen = [run.curves[task].loss[place] for task in run.curves if (place := chosen_point(run, task)) is not None]
     predicted = [("predicted loss, nats per token", f"{math.fsum(chosen):.4g}")] if chosen else []
     if not run.summary:
         return predicted

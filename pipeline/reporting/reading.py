@@ -13,10 +13,20 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError, StorageError
+from manifests.records import (
+    Curve,
+    CurvesEntry,
+    DenseEntry,
+    GradientEntry,
+    LayerEntry,
+    StatisticsEntry,
+    TensorDescription,
+)
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.unit_log import SUFFIX
+from pipeline.keys import COMPLETE, RANKS
 from pipeline.methods.method import Task, task_key
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.estimate import MOMENT_BYTES, Plan, make_plan
@@ -28,7 +38,7 @@ from stores.storage import Place, Storage, matching
 
 LOG_LINES = 60
 OF_A_UNIT = {"unit", "kind", "worker", "ended", "seconds", "peak_bytes", "tokens"}
-KINDS = ("layer", "curves", "ranks", "complete", "dense", "gradient", "statistics")
+KINDS = ("layer", "curves", "dense", "gradient", "statistics")
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Run:
         ended: how its last run ended: outcome, exit code, error, where; None when that left no record.
         fingerprint: what decides its results: source digests, config, semantic manifest, code, dtype, device.
         commits: (time in seconds, key) of every entry of the ledger that still is the latest, in order of time.
-        layers: layer -> its entry: `staged`, `forms`, and `groups` with ranks, errors and conditions.
+        layers: layer -> its entry.
         ranks, importance, curves: what the ranks follow, as far as it is chosen. `curves` are by task.
         summary: the job's own, once it was done.
         statistics_bytes: layer -> bytes of its moments in memory.
@@ -56,10 +66,10 @@ class Run:
     manifest_text: str
     fingerprint: Mapping[str, Any]
     commits: tuple[tuple[float, str], ...]
-    layers: Mapping[int, Mapping[str, Any]]
+    layers: Mapping[int, LayerEntry]
     ranks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     importance: Mapping[int, float] = field(default_factory=dict)
-    curves: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    curves: Mapping[str, Curve] = field(default_factory=dict)
     summary: Mapping[str, Any] | None = None
     record_sha256: str | None = None
     statistics_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -93,7 +103,7 @@ class Run:
             for variable in method.rank_variables(self.geometry)
         }
         of_curves = {
-            (task, name): max(values) for task, curve in self.curves.items() for name, values in curve["ranks"].items()
+            (task, name): max(values) for task, curve in self.curves.items() for name, values in curve.ranks.items()
         }
         return found | of_curves
 
@@ -109,7 +119,7 @@ class Run:
             )
         ]
         found: dict[str, int] = {}
-        for name, tensor in self.layers[layer]["staged"]["tensors"].items():
+        for name, tensor in self.layers[layer].staged.tensors.items():
             fitting = [(len(prefix), group) for prefix, group in prefixes if name.startswith(prefix)]
             group = max(fitting)[1] if fitting else "rest"
             found[group] = found.get(group, 0) + tensor_bytes(tensor)
@@ -124,12 +134,12 @@ def read_run(place: Place) -> Run:
         raise InputError(f"{run_dir.place}: no run directory (it has no {MANIFEST})")
     ledger = run_dir.ledger
     keys = ledger.keys()
-    entries: dict[str, Any] = {key: ledger.get(key) or {} for key in keys if key.split("/")[0] in KINDS}
-    complete, ranks = entries.get("complete", {}), entries.get("ranks", {})
+    entries: dict[str, Any] = {key: ledger.get(key) for key in keys if key.split("/")[0] in KINDS}
+    complete, ranks = ledger.get(COMPLETE), ledger.get(RANKS)
     owner, ended = read_lock(storage), _json(storage, ENDED)
     if ended and owner and ended.get("run") != owner["token"]:
         ended = None  # of an earlier run
-    curves = [entry["curves"] for key, entry in entries.items() if key.startswith("curves/")]
+    curves = [entry.curves for entry in entries.values() if isinstance(entry, CurvesEntry)]
     return Run(
         path=storage.address,
         state=_state(owner, ended, complete),
@@ -139,24 +149,24 @@ def read_run(place: Place) -> Run:
         manifest_text=storage.read(MANIFEST).decode(),
         fingerprint=(_json(storage, FINGERPRINT) or {})["fields"],
         commits=_commits(ledger.storage, keys),
-        layers={int(key.partition("/")[2]): entry for key, entry in entries.items() if key.startswith("layer/")},
-        ranks=ranks.get("ranks", {}),
-        importance={int(layer): value for layer, value in ranks.get("importance", {}).items()},
+        layers={_layer(key): entry for key, entry in entries.items() if isinstance(entry, LayerEntry)},
+        ranks=ranks.ranks if ranks else {},
+        importance={int(layer): value for layer, value in ranks.importance.items()} if ranks else {},
         curves={task: curve for found in curves for task, curve in found.items()},
-        summary=complete.get("summary"),
-        record_sha256=complete.get("contract_sha256"),
+        summary=complete.summary if complete else None,
+        record_sha256=complete.contract_sha256 if complete else None,
         statistics_bytes=_statistics_bytes(entries),
         units=_units(run_dir.logs),
         log=_log(run_dir.logs),
     )
 
 
-def tensor_bytes(tensor: Mapping[str, Any]) -> int:
+def tensor_bytes(tensor: TensorDescription) -> int:
     """Of a tensor as a ledger entry describes it."""
-    return int(math.prod(tensor["shape"])) * DTYPES[tensor["dtype"]].itemsize
+    return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
 
 
-def _state(owner: Mapping[str, Any] | None, ended: Mapping[str, Any] | None, complete: Mapping[str, Any]) -> str:
+def _state(owner: Mapping[str, Any] | None, ended: Mapping[str, Any] | None, complete: object) -> str:
     if owner is not None and owner.get("alive"):
         return "running"
     if ended is not None:
@@ -173,13 +183,17 @@ def _json(storage: Storage, name: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _statistics_bytes(entries: Mapping[str, Mapping[str, Any]]) -> dict[int, int]:
+def _layer(key: str) -> int:
+    return int(key.partition("/")[2])
+
+
+def _statistics_bytes(entries: Mapping[str, Any]) -> dict[int, int]:
     """From the shapes in the entries: moments are float64, stored or not."""
     found: dict[int, int] = {}
     for key, entry in entries.items():
-        for record in entry.get("statistics", {}).values():
-            layer, shape = int(key.partition("/")[2]), record.get("shape", ())
-            found[layer] = found.get(layer, 0) + math.prod(shape) * MOMENT_BYTES
+        if isinstance(entry, DenseEntry | GradientEntry | StatisticsEntry):
+            size = sum(math.prod(record.shape) for record in entry.statistics.values()) * MOMENT_BYTES
+            found[_layer(key)] = found.get(_layer(key), 0) + size
     return {layer: size for layer, size in found.items() if size}
 
 

@@ -68,7 +68,8 @@ def layers(run: Run) -> str:
     rows, methods = [], build_methods(run.manifest)
     for layer, entry in sorted(run.layers.items()):
         stored = run.stored_bytes(layer)
-        for group, report in entry["groups"].items():
+        for group, entered in entry.groups.items():
+            report = entered.as_json()
             error, condition = report.get("error"), report.get("condition")
             rows.append(
                 (
@@ -95,8 +96,8 @@ def predictions(run: Run) -> str:
         place = chosen_point(run, task)
         if place is not None:
             layer, _, group = read_task_key(task)
-            numbers, loss = curve["numbers"][place], curve["loss"][place]
-            rows.append((layer, group, f"{numbers:,}", f"{numbers / curve['numbers'][-1]:.4f}", f"{loss:.3e}"))
+            numbers, loss = curve.numbers[place], curve.loss[place]
+            rows.append((layer, group, f"{numbers:,}", f"{numbers / curve.numbers[-1]:.4f}", f"{loss:.3e}"))
     return table("predictions", ("layer", "group", "numbers", "kept", "nats per token"), sorted(rows), words=2)
 
 
@@ -177,7 +178,7 @@ def digests(run: Run) -> str:
         for name, file in sorted(run.fingerprint["source"].items())
     ]
     rows += [
-        ("compressed", f"layer {layer}", f"{entry['staged']['size']:,}", entry["staged"]["sha256"])
+        ("compressed", f"layer {layer}", f"{entry.staged.size:,}", entry.staged.sha256)
         for layer, entry in sorted(run.layers.items())
     ]
     rows += [("output", "compression.json", "", run.record_sha256)] if run.record_sha256 else []

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from manifests.quantize import QUANTIZED_ROLES, Quantize
+from manifests.records import Curve
 from pipeline.kernels.interpolation import interpolated
 from pipeline.kernels.rounding import round_with_feedback
-from pipeline.methods.method import Curve, Group, Moment, Ranks, Solution, Statistics, Weights
+from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
 from pipeline.methods.rounded_size import beside, rounded_share
 from pipeline.ranks.curves import Point, from_columns, frontier, to_columns
 from pipeline.rounding.solutions import INPUTS, RoundedSolution, fitting_group, multiplied, round_solution

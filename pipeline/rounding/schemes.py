@@ -24,7 +24,7 @@ EVERY = "Linear"  # a target that means each module of the class that is not ign
 def packed_tensors(path: str, codes_OI: Tensor, scales_OS: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     """What stands for `PATH.weight`."""
     return {
-        path + PACKED: pack(codes_OI, scheme["bits"]),
+        path + PACKED: pack(codes_OI, scheme.bits),
         path + SCALE: scales_OS,
         path + SHAPE: torch.tensor(codes_OI.shape, dtype=torch.int64),
     }
@@ -40,7 +40,7 @@ def unpacked(tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> di
     for name, words_OW in tensors.items():
         if name.endswith(PACKED):
             path = name.removesuffix(PACKED)
-            codes_OI = unpack(words_OW, rounded[path]["bits"], int(tensors[path + SHAPE][1]))
+            codes_OI = unpack(words_OW, rounded[path].bits, int(tensors[path + SHAPE][1]))
             found[path + WEIGHT] = scaled(codes_OI, tensors[path + SCALE])
     return found
 
@@ -54,7 +54,7 @@ def packed_shapes(shapes: Mapping[str, tuple[int, ...]], rounded: Mapping[str, S
             found[name] = shape
             continue
         rows, columns = shape
-        bits, group = rounded[path]["bits"], rounded[path]["group"]
+        bits, group = rounded[path].bits, rounded[path].group
         found[path + PACKED] = (rows, words_of(columns, bits))
         found[path + SCALE] = (rows, 1 if group is None else columns // group)
         found[path + SHAPE] = (2,)
@@ -66,10 +66,10 @@ def quantization_config(rounded: Mapping[str, Scheme], linears: Iterable[str]) -
 
     One scheme for all that are rounded is that of each Linear but those ignored; several name their modules.
     """
-    schemes = sorted({(scheme["bits"], scheme["group"]) for scheme in rounded.values()}, key=str)
+    schemes = sorted({(scheme.bits, scheme.group) for scheme in rounded.values()}, key=str)
     groups = {}
     for number, (bits, group) in enumerate(schemes):
-        paths = sorted(path for path, scheme in rounded.items() if scheme == {"bits": bits, "group": group})
+        paths = sorted(path for path, scheme in rounded.items() if (scheme.bits, scheme.group) == (bits, group))
         groups[f"group_{number}"] = {
             "targets": [EVERY] if len(schemes) == 1 else paths,
             "weights": {

@@ -133,8 +133,8 @@ def fitting_group(columns: int, group: int | None) -> int | None:
 
 def _round(weight_OI: Tensor, moment_II: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> Rounded:
     if moment_II is None:
-        return round_to_nearest(weight_OI, scheme["bits"], scheme["group"], dtype)
-    return round_with_feedback(weight_OI, moment_II, scheme["bits"], scheme["group"], dtype)
+        return round_to_nearest(weight_OI, scheme.bits, scheme.group, dtype)
+    return round_with_feedback(weight_OI, moment_II, scheme.bits, scheme.group, dtype)
 
 
 def _matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
@@ -142,7 +142,7 @@ def _matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
     found = []
     for key in sorted(solution.tensors):
         owner, _, part = key.partition(".")
-        shared = tuple(role for role, form in solution.forms.items() if form.get("group") == owner)
+        shared = tuple(role for role, form in solution.forms.items() if form.group == owner)
         roles = shared if part in (ROWS, COEFFICIENTS) else (owner,)
         if not all(role in QUANTIZED_ROLES and role not in skip for role in roles):
             continue
@@ -157,8 +157,8 @@ def _matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
 
 def _owner_of_first(role: str, solution: Solution) -> str:
     """The role under whose name the first factor lies that this role's second one reads."""
-    group = solution.forms[role].get("group")
-    sharing = [other for other, form in solution.forms.items() if group and form.get("group") == group]
+    group = solution.forms[role].group
+    sharing = [other for other, form in solution.forms.items() if group and form.group == group]
     return next(other for other in (role, *sharing) if f"{other}.{FIRST}" in solution.tensors)
 
 

@@ -66,12 +66,12 @@ class SweepContext:
     def is_done(self, point: SweptPoint) -> bool:
         """Whether all that is asked of a point is there."""
         entry = point.ledger(self.job.ledger).get(RESULT)
-        if entry is None or entry["text"] != self.text:
+        if entry is None or entry.text != self.text:
             return False
         if not point.point.save:
             return True
         output = point.point.manifest.output
-        known = entry["seal"] if entry["output"] == open_storage(output).address else None
+        known = entry.seal if entry.output == open_storage(output).address else None
         return known is not None and not quick_faults(output, known)
 
 
@@ -106,7 +106,7 @@ def open_sweep(
             check_copied(inputs)
         run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
         run_dir.ledger.commit(SOURCE, source_files)
-        run_dir.ledger.commit(POINTS, PointsEntry(digests=[point.digest for point in swept]))
+        run_dir.ledger.commit(POINTS, PointsEntry(digests=tuple(point.digest for point in swept)))
         check_entries(run_dir.ledger, driver_job(inputs), inputs.config)
         nothing = OutputFiles(sweep.output, frozenset(), frozenset(), (), fresh)
         job = JobContext(

@@ -42,7 +42,8 @@ COLUMNS = (
 def results(sweep: SweepContext) -> dict[str, Any]:
     """All that is entered, as JSON: `dense`, the text, and `points` in the order of the sweep."""
     job = sweep.job
-    (dense,) = [job.ledger.get(key) for key in dense_score_key(job)] or [None]
+    scored = next((job.ledger.get(key) for key in dense_score_key(job)), None)
+    dense = scored.as_json() if scored else None
     rows = [row for point in sweep.points if (row := _row(sweep, point, dense)) is not None]
     for kept in ("bytes", "cache"):
         best = front([(row[f"{kept}_kept"], _lost(row)) for row in rows])
@@ -126,9 +127,9 @@ def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None
     """None where the point is still to be done."""
     ledger, manifest = point.ledger(sweep.job.ledger), point.point.manifest
     entry, ranks = ledger.get(RESULT), ledger.get(RANKS)
-    if entry is None or entry["text"] != sweep.text:
+    if entry is None or entry.text != sweep.text:
         return None
-    counts, held_out, loss = entry["counts"], entry["held_out"], entry["loss"]
+    counts, held_out, loss = entry.counts, entry.held_out, entry.loss
     kept = {f"{name}_kept": counts[of]["compressed"] / counts[of]["dense"] for name, of in SHARES.items()}
     return {
         "point": point.point.label,
@@ -139,16 +140,16 @@ def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None
         **kept,
         "bytes": counts["bytes"]["compressed"],
         "cache_bytes_per_token": counts["cache_bytes_per_token"]["compressed"],
-        "counts": counts,
+        "counts": entry.as_json()["counts"],
         "perplexity": math.exp(loss) if loss is not None else None,
         "loss": loss,
         "loss_over_dense": loss - dense["loss"] if loss is not None and dense else None,
-        "divergence": held_out["divergence"] if held_out else None,
-        "held_out_perplexity": held_out["perplexity"] if held_out else None,
-        "predicted_loss": entry["predicted"],
-        "ranks": ranks["ranks"] if ranks else {},
-        "seconds": entry["seconds"],
-        "output": entry["output"],
+        "divergence": held_out.divergence if held_out else None,
+        "held_out_perplexity": held_out.perplexity if held_out else None,
+        "predicted_loss": entry.predicted,
+        "ranks": ranks.as_json()["ranks"] if ranks else {},
+        "seconds": entry.seconds,
+        "output": entry.output,
     }
 
 

@@ -82,7 +82,7 @@ def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
 def _figures(found: Scored, windows: Windows) -> dict[str, Any]:
     """As `evaluation.perplexity.score_tokens` gives them."""
     assert windows.tokens is not None
-    count, length = windows.tokens["shape"]
+    count, length = windows.tokens.shape
     loss = found.loss / found.tokens
     return {"perplexity": math.exp(loss), "loss": loss, "tokens": found.tokens, "windows": count, "window": length}
 
@@ -92,7 +92,7 @@ def _stored_windows(job: JobContext, workers: JobWorkers) -> ArrayRecord:
     ids, store, entered = job.evaluation.to(torch.int32), job.run_dir.activations, job.ledger.get(EVALUATION)
     if entered is not None:
         try:
-            if not torch.equal(store.open(entered["tokens"]).read(0, entered["tokens"]["shape"][0]), ids):
+            if not torch.equal(store.open(entered.tokens).read(0, entered.tokens.shape[0]), ids):
                 entered = None
         except CorruptError as error:
             job.observer.repaired(str(error), [EVALUATION])
@@ -100,8 +100,8 @@ def _stored_windows(job: JobContext, workers: JobWorkers) -> ArrayRecord:
     if entered is None:
         entered = TokensEntry(tokens=store.write_tokens(ids))
         job.ledger.commit(EVALUATION, entered)
-    workers.always.append(entered["tokens"])
-    return entered["tokens"]
+    workers.always.append(entered.tokens)
+    return entered.tokens
 
 
 def _solve(sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows: Windows | None) -> None:
@@ -154,16 +154,16 @@ def _predicted(job: JobContext) -> float | None:
         return None
     if not made.tasks or {task.key for task in made.predicts} != {task.key for task in made.tasks}:
         return None
-    scores = entered_scores(made, lambda key: job.ledger.get(key) or {}, {})
-    return predicted_loss(scores.curves or {}, ranks["ranks"])
+    scores = entered_scores(made, job.ledger.get, {})
+    return predicted_loss(scores.curves or {}, ranks.ranks)
 
 
 def result_line(label: str, entry: PointEntry) -> str:
     """What came of a point, for the log."""
-    counts, parts = entry["counts"], []
+    counts, parts = entry.counts, []
     kept = counts["bytes"]["compressed"] / counts["bytes"]["dense"]
-    if entry["loss"] is not None:
-        parts.append(f"loss {entry['loss']:.4f}")
-    if entry["held_out"]:
-        parts.append(f"divergence {entry['held_out']['divergence']:.3g}")
-    return f"{label}: {kept:.2%} of the bytes, {', '.join(parts)} ({entry['seconds']:.1f} s)"
+    if entry.loss is not None:
+        parts.append(f"loss {entry.loss:.4f}")
+    if entry.held_out:
+        parts.append(f"divergence {entry.held_out.divergence:.3g}")
+    return f"{label}: {kept:.2%} of the bytes, {', '.join(parts)} ({entry.seconds:.1f} s)"

@@ -15,7 +15,7 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from manifests.errors import CorruptError, InputError, LaminaError
-from pipeline.checkpoint.compression_record import MODELLING_FILE, RECORD_FILE, file_fault, read_record
+from pipeline.checkpoint.compression_record import MODELLING_FILE, RECORD_FILE, file_fault, read_record, shard_record
 from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.job.sources import open_dense
 from pipeline.verification import output_checks, source_checks
@@ -105,7 +105,7 @@ def _digests(output: Storage, compression: Mapping[str, Any]) -> Finding:
     for shard, record in sorted(compression["shards"].items()):
         tensors = {name: entry for name, entry in compression["tensors"].items() if entry["shard"] == shard}
         try:
-            verify_shard(output, shard, {"size": record["size"], "sha256": record["sha256"], "tensors": tensors})
+            verify_shard(output, shard, shard_record(record, tensors))
         except (CorruptError, InputError) as error:
             faults.append(f"{error}{_lost(tensors) if not output.has(shard) else ''}")
     return replace(finding, faults=tuple(faults))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.job.ledger_entries import KINDS
+from manifests.records import KINDS
 from tests.test_imports import LAYERS
 from tools.manifest_reference import main
 

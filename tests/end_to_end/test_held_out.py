@@ -101,8 +101,9 @@ def test_tokens_of_another_text_are_not_scored_again(job: MakeJob) -> None:
     ledger, store = Ledger(made.run_dir / "ledger"), ActivationStore(made.run_dir / "activations.zarr")
     entered = ledger.get(HELD_OUT)
     assert entered is not None
-    tokens = store.open(entered["tokens"]).read(0, 2)
-    ledger.commit(HELD_OUT, {**entered, "tokens": store.write_tokens(tokens.flip(1).contiguous())})
+    tokens = store.open(entered.tokens).read(0, 2)
+    others = store.write_tokens(tokens.flip(1).contiguous())
+    ledger.commit(HELD_OUT, entered.model_copy(update={"tokens": others}))
     again = made.run("--set", "budget.keep=0.9", "--set", f"output={made.root / 'second'}").json["held_out"]
     expected = clean.run("--set", "budget.keep=0.9").json["held_out"]
     assert again == expected != found

@@ -66,7 +66,7 @@ def rebuild(solution: Solution, where: Geometry, weights: Mapping[str, Tensor]) 
 
     The channels that stay come first, and so do the directions of a value basis, in both weights alike.
     """
-    forms, tensors = solution.forms, solution.tensors
+    forms, tensors = {role: form.as_json() for role, form in solution.forms.items()}, solution.tensors
     width = next((f["rank"] if f["form"] == "pruned" else f["width"] for f in forms.values() if _pruned(f)), 0)
     value = next((f["rank"] if f["form"] == "head_pca" else f["value_rank"] for f in forms.values() if _basis(f)), 0)
     small: dict[str, Tensor] = {}

@@ -13,6 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manifests.errors import CorruptError, Interrupted
+from manifests.records import (
+    KINDS,
+    ArrayRecord,
+    Curve,
+    FormSpec,
+    GradientRecord,
+    Record,
+    StagedLayer,
+    StagedRecord,
+)
 from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores, Task
@@ -46,6 +56,15 @@ class Handle:
     value: str
 
 
+def sha256(value: str) -> str:
+    return hashlib.sha256(value.encode()).hexdigest()
+
+
+def number_in(path: str) -> int:
+    """Which record it is, by order of writing."""
+    return int(path.removesuffix(".safetensors")[-32:], 16)
+
+
 def digest(*parts: object) -> str:
     return hashlib.blake2s(repr(parts).encode()).hexdigest()[:16]
 
@@ -77,19 +96,38 @@ class World:
             if self.fuel < 0:
                 raise Killed
 
-    def store(self, kind: str, value: str) -> dict[str, Any]:
-        path = f"{kind}/{len(self.values)}"
+    def store(self, kind: str, value: str) -> ArrayRecord:
+        """An array of some kind, that is its value."""
+        path = self._keep(kind, f"{kind}/{len(self.values):032x}", value)
+        return ArrayRecord(
+            version=1,
+            path=path,
+            shape=(1,),
+            dtype="uint8",
+            chunks=(1,),
+            symmetric=False,
+            metadata_sha256=sha256(value),
+            checksums=(value,),
+        )
+
+    def store_staged(self, layer: int, value: str) -> StagedRecord:
+        """A compressed layer that is its value."""
+        path = self._keep("staged", f"staged/layer-{layer:05d}.{len(self.values):032x}.safetensors", value)
+        return StagedRecord(path=path, size=len(value), sha256=sha256(value), tensors={})
+
+    def _keep(self, kind: str, path: str, value: str) -> str:
         self.values[path] = value
         self.stores[kind][path] = value
-        return {"path": path, "sha256": value}
+        return path
 
-    def load(self, kind: str, record: Mapping[str, Any]) -> str:
-        path = str(record["path"])
+    def load(self, kind: str, record: ArrayRecord | StagedRecord) -> str:
+        path = record.path
         if path not in self.stores[kind]:
             raise CorruptError(f"{path}: missing", path)
-        if int(path.partition("/")[2]) in self.damaged:
+        if number_in(path) in self.damaged:
             raise CorruptError(f"{path}: damaged", path)
-        assert self.stores[kind][path] == record["sha256"]
+        said = record.sha256 if isinstance(record, StagedRecord) else record.metadata_sha256
+        assert sha256(self.stores[kind][path]) == said
         return self.stores[kind][path]
 
     def journal(self) -> dict[str, Any]:
@@ -112,15 +150,16 @@ class MemoryJournal:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def commit(self, key: str, record: dict[str, Any]) -> None:
+    def commit(self, key: str, record: Record) -> None:
         self.world.happen()
-        self.world.entries[key] = json.dumps(record)
+        self.world.entries[key] = json.dumps(record.as_json())
         self.world.events.append(("commit", key))
         self.world.happen()
 
-    def get(self, key: str) -> dict[str, Any] | None:
+    def get(self, key: str) -> Any:
         text = self.world.entries.get(key)
-        return json.loads(text) if text is not None else None
+        kind = next(KINDS[part] for part in key.split("/") if part in KINDS)
+        return kind.validate_python(json.loads(text)) if text is not None else None
 
     def retract(self, key: str) -> None:
         self.world.happen()
@@ -133,18 +172,18 @@ class WorldCleaner:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def retain_activations(self, records: tuple[dict[str, Any], ...]) -> None:
+    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
         self._retain("activation", records)
 
-    def retain_statistics(self, records: tuple[dict[str, Any], ...]) -> None:
+    def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         self._retain("statistic", records)
 
-    def retain_staged(self, records: tuple[dict[str, Any], ...]) -> None:
+    def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
         self._retain("staged", records)
 
-    def _retain(self, kind: str, records: Sequence[dict[str, Any]]) -> None:
+    def _retain(self, kind: str, records: Sequence[ArrayRecord | StagedRecord]) -> None:
         self.world.happen()
-        kept = {record["path"] for record in records}
+        kept = {record.path for record in records}
         self.world.stores[kind] = {path: value for path, value in self.world.stores[kind].items() if path in kept}
         self.world.events.append(("retain", f"{kind} {len(kept)}"))
         self.world.happen()
@@ -250,22 +289,25 @@ class SimulatedPool:
             assert unit.lineage == ("paired" if unit.moment.kind == "pair" else "dense") or unit.moment.kind == "sample"
             parts = [self._open(handle) for handle in unit.partials]
             before = [self.world.load("statistic", unit.before)] if unit.before is not None else []
-            return self.world.store(
-                "statistic", digest("sum", unit.lineage, unit.layer, unit.moment.key, parts, *before)
-            )
+            value = digest("sum", unit.lineage, unit.layer, unit.moment.key, parts, *before)
+            record = self.world.store("statistic", value)
+            if unit.moment.kind != "gradient":
+                return record
+            return GradientRecord(**dict(record), square_norms=(1.0,), sequences=1, tokens=1)
         if isinstance(unit, Measure):
             return {"number": int(digest("measured", unit.key)[:2], 16)}
         if isinstance(unit, Predict):
             read = [self.world.load("statistic", record) for record in unit.statistics.values()]
-            return {"number": int(digest("predicted", unit.key, read)[:2], 16)}
+            number = 1 + int(digest("predicted", unit.key, read)[:2], 16)
+            return Curve(ranks={"rank": (number,)}, numbers=(number,), cache=(0,), loss=(0.0,))
         if isinstance(unit, Solve):
             return self._solve(unit)
         if isinstance(unit, WindowForward | Score):
             return self._score(unit)
         assert isinstance(unit, Write)
-        assert {form["layer"] for form in unit.forms.values()} == {unit.layer}
+        assert {form.rank for form in unit.forms.values()} == {1 + unit.layer}
         parts = [self._open(handle) for handle in unit.factors]
-        return self.world.store("staged", digest("written", unit.layer, parts, sorted(unit.forms)))
+        return self.world.store_staged(unit.layer, digest("written", unit.layer, parts, sorted(unit.forms)))
 
     def _forward(self, unit: Forward) -> ForwardDone:
         assert 0 <= unit.base <= unit.layer
@@ -331,7 +373,7 @@ class SimulatedPool:
     def _pair(self, unit: Pair) -> ForwardDone:
         assert len(unit.replay) == unit.layer - unit.base
         assert (unit.base_record is None) == (unit.base == 0)
-        assert unit.staged is None or unit.staged["rounded"] == {}
+        assert unit.staged is None or unit.staged.rounded == {}
         embedded = digest("embedded", unit.shard)
         dense, packed = embedded, embedded
         if unit.base_record is not None:
@@ -394,15 +436,15 @@ class SimulatedPool:
             labels=self.world.store("statistic", digest("labels", unit.shard)) if unit.keep_labels else None,
         )
 
-    def _through(self, layer: int, staged: dict[str, Any] | None, hidden: str) -> str:
+    def _through(self, layer: int, staged: StagedLayer | None, hidden: str) -> str:
         self.world.passes += 1
         return digest("through", layer, self._weights(layer, staged), hidden)
 
-    def _weights(self, layer: int, staged: dict[str, Any] | None) -> str:
+    def _weights(self, layer: int, staged: StagedLayer | None) -> str:
         if staged is None:
             return "dense"
-        assert staged["forms"]
-        assert all(form["layer"] == layer for form in staged["forms"].values())
+        assert staged.forms
+        assert all(form.rank == 1 + layer for form in staged.forms.values())
         return self.world.load("staged", staged)
 
     def _solve(self, unit: Solve) -> SolveDone:
@@ -414,9 +456,9 @@ class SimulatedPool:
         read = [self.world.load("statistic", record) for record in unit.statistics.values()]
         before = self._open(unit.before) if unit.before is not None else ""
         value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()), before)
-        said = {f"{group.name}.{pair.point}": {"form": "test", "layer": group.layer} for pair in pairs}
-        forms = {group.name: {"form": "test", "layer": group.layer}, **said}
-        return SolveDone(self._handle(value), forms, {"error": 0.5, **dict.fromkeys(said, 1.0)})
+        form = FormSpec(form="test", rank=1 + group.layer)
+        said = {f"{group.name}.{pair.point}": form for pair in pairs}
+        return SolveDone(self._handle(value), {group.name: form, **said}, {"error": 0.5, **dict.fromkeys(said, 1.0)})
 
     def _handle(self, value: str) -> Handle:
         handle = Handle(self.world.life, value)
@@ -474,7 +516,8 @@ def measures(layers: Sequence[int]) -> tuple[Task, ...]:
 def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **settings: Any) -> Job:
     def allocate(scores: Scores) -> dict[str, dict[str, int]]:
         wide = {layer: round(1000 * score) for layer, score in scores.importance.items()}
-        known = sum(found["number"] for found in [*(scores.measured or {}).values(), *scores.curves.values()])
+        known = sum(found["number"] for found in (scores.measured or {}).values())
+        known += sum(curve.numbers[0] for curve in (scores.curves or {}).values())
         return {task.key: {"rank": 1 + known + wide.get(task.layer, 0)} for task in tasks}
 
     given = {"scores": IMPORTANCE, "propagate": "compressed", **settings}

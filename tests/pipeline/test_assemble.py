@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 
 from lamina import MODELLING_FILES
 from manifests.errors import CorruptError, InUseError
+from manifests.records import GroupReport, LayerEntry
 from manifests.schema import Manifest
 from pipeline.checkpoint import assembling
 from pipeline.checkpoint.assembling import Assembler, plan_shards
 from pipeline.job.inputs import Inputs, read_inputs
+from pipeline.keys import layer_key
 from stores.disk import Disk
 from stores.durable import partial_path
 from stores.ledger import Ledger
@@ -45,10 +47,9 @@ class Finished:
         worker = make_worker(setup)
         self.ledger = Ledger(root / "run" / "ledger")
         for layer in CLAIMED:
-            record, reports = solve_layer(worker, layer, LOW)
-            forms = record.pop("forms")
-            groups = {name: {"method": 0, "ranks": LOW, **report} for name, report in reports.items()}
-            self.ledger.commit(f"layer/{layer:05d}", {"staged": record, "forms": forms, "groups": groups})
+            staged, reports = solve_layer(worker, layer, LOW)
+            groups = {name: GroupReport(**{"method": 0, "ranks": LOW, **report}) for name, report in reports.items()}
+            self.ledger.commit(layer_key(layer), LayerEntry(staged=staged, forms=staged.forms, groups=groups))
         document = manifest(entry).model_dump()
         document |= {"model": {"source": str(model)}, "output": str(root / "out"), "run_dir": str(root / "run")}
         document["calibration"] = {"text": {"files": ("text.txt",)}, "sequence_length": 16}
@@ -64,7 +65,7 @@ class Finished:
     def staged(self, layer: int) -> Path:
         entry = self.ledger.get(f"layer/{layer:05d}")
         assert entry is not None
-        return self.run_dir / str(entry["staged"]["path"])
+        return self.run_dir / entry.staged.path
 
     def tensors(self) -> dict[str, torch.Tensor]:
         index = json.loads((self.output / INDEX_FILE).read_text(encoding="utf-8"))

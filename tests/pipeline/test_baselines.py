@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from manifests.records import FormSpec
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Group, Moment, Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods
@@ -79,7 +80,7 @@ def test_each_weight_is_the_best_of_its_rank(entry: dict[str, Any], name: str, f
         found = solution.tensors[f"{role}.second.weight"] @ solution.tensors[f"{role}.first.weight"]
         expected = best(weight, scale_of(entry, inputs_TD), 7)
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
-        assert solution.forms[role] == {"form": "low_rank", "rank": 7}
+        assert solution.forms[role] == FormSpec(form="low_rank", rank=7)
 
 
 def test_whitened_factors_lose_least_on_the_text() -> None:

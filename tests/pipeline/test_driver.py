@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from manifests.records import FormSpec, GroupReport
 from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Moment
@@ -209,11 +210,11 @@ def test_what_a_layer_entry_holds() -> None:
     world, recorder = run(make_job(make_tasks([1]), num_layers=2))
     entry = MemoryJournal(world).get("layer/00001")
     assert entry is not None
-    assert entry["forms"] == {name: {"form": "test", "layer": 1} for name in ("attention", "mlp")}
-    assert set(entry["staged"]) == {"path", "sha256"}
+    assert entry.forms == {name: FormSpec(form="test", rank=2) for name in ("attention", "mlp")}
+    assert world.load("staged", entry.staged)
     rank = world.journal()["ranks"]["ranks"]["1/0/mlp"]["rank"]
-    assert entry["groups"]["mlp"] == {"method": 0, "ranks": {"rank": rank}, "error": 0.5}
-    assert recorder.summaries == {1: entry["groups"]}
+    assert entry.groups["mlp"] == GroupReport(method=0, ranks={"rank": rank}, error=0.5)
+    assert recorder.summaries == {1: entry.groups}
 
 
 # Replay ---------------------------------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ def test_replay_begins_at_the_last_committed_layer(every: int, propagate: str) -
         assert unit.base == unit.layer - unit.layer % every
         assert len(unit.replay) == unit.layer % every
         assert (unit.base_record is None) == (unit.base == 0)
-        staged = [record["forms"]["mlp"]["layer"] if record else None for record in unit.replay]
+        staged = [record.forms["mlp"].rank - 1 if record else None for record in unit.replay]
         assert staged == (list(range(unit.base, unit.layer)) if propagate == "compressed" else [None] * len(staged))
         assert unit.store == (unit.emit and (unit.layer + 1) % every == 0)
     stored = [key for key in commits(world) if key.startswith("activations")]
@@ -254,9 +255,9 @@ def test_how_often_hidden_states_are_kept_changes_no_result() -> None:
 
 def test_every_shard_gets_its_own_record() -> None:
     world, _ = run(make_job(make_tasks(ALL), shards=3))
-    records = [unit.base_record["path"] for unit in forwards(world) if unit.base_record]
+    records = [unit.base_record.path for unit in forwards(world) if unit.base_record]
     by_shard = {
-        shard: {unit.base_record["path"] for unit in forwards(world) if unit.base_record and unit.shard == shard}
+        shard: {unit.base_record.path for unit in forwards(world) if unit.base_record and unit.shard == shard}
         for shard in range(3)
     }
     assert len(set(records)) == sum(len(paths) for paths in by_shard.values())
@@ -294,17 +295,17 @@ class OrderChecks(WorldCleaner):
 
     def retain_statistics(self, records: tuple[Any, ...]) -> None:
         self._check_entered(records)
-        doomed = set(self.world.stores["statistic"]) - {record["path"] for record in records}
+        doomed = set(self.world.stores["statistic"]) - {record.path for record in records}
         for layer in range(8):
             for kind in ("statistics", "dense"):
-                entry = MemoryJournal(self.world).get(f"{kind}/{layer:05d}") or {}
-                paths = {record["path"] for record in entry.get("statistics", {}).values()}
+                entry = MemoryJournal(self.world).get(f"{kind}/{layer:05d}")
+                paths = {record.path for record in entry.statistics.values()} if entry else set()
                 assert not paths & doomed or f"layer/{layer:05d}" in self.world.entries, "needed, and dropped"
         super().retain_statistics(records)
 
     def _check_entered(self, records: tuple[Any, ...]) -> None:
         for record in records:
-            assert any(f'"{record["path"]}"' in text for text in self.world.entries.values())
+            assert any(f'"{record.path}"' in text for text in self.world.entries.values())
 
 
 def test_nothing_is_dropped_before_its_successor_is_entered(job: Job) -> None:

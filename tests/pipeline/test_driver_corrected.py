@@ -34,9 +34,9 @@ def test_each_part_is_solved_behind_those_before() -> None:
     world = World()
     pool = Remembering(world)
     run(JOBS["corrected-two"](), world, pool)
-    paths = [record["path"] for write, record in pool.written if write.layer == 0]
+    paths = [record.path for write, record in pool.written if write.layer == 0]
     assert [
-        (pair.step, pair.staged and pair.staged["path"], [moment.point for moment in pair.moments])
+        (pair.step, pair.staged and pair.staged.path, [moment.point for moment in pair.moments])
         for pair in pairs(world)
         if pair.layer == 0
     ] == [

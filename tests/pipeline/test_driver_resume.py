@@ -24,6 +24,7 @@ from tests.pipeline.simulation import (
     forwards,
     make_job,
     make_tasks,
+    number_in,
     run,
 )
 
@@ -153,7 +154,7 @@ def test_deep_models_are_repaired_in_a_few_rounds(kind: str, propagate: str) -> 
     """The way back is the number of layers long, as older hidden states are gone; the number of rounds is not."""
     job = make_job(make_tasks(range(30), ["mlp"]), num_layers=30, shards=1, propagate=propagate, scores=frozenset())
     expected, _ = run(job)
-    numbers = [int(path.partition("/")[2]) for path in expected.values if path.startswith(kind)]
+    numbers = [number_in(path) for path in expected.values if path.startswith(kind)]
     last_read = -2 if kind == "staged" else -1
     world, _ = run(job, World(damaged=frozenset({numbers[last_read]})))
     entries, wanted = world.journal(), expected.journal()
@@ -188,7 +189,7 @@ def test_corrupt_statistics_are_taken_back_and_taken_anew(propagate: str) -> Non
     world = World(damaged=frozenset({number}))
     pool = SimulatedPool(world)
     _, recorder = run(job, world, pool)
-    assert world.repairs[0] == (f"statistic/{number}: damaged", (key,))
+    assert world.repairs[0] == (f"statistic/{number:032x}: damaged", (key,))
     assert ("retract", key) in world.events
     assert commits(world).count(key) == 2
     assert pool.drained == len(world.repairs)
@@ -202,7 +203,7 @@ def test_corrupt_hidden_states_take_the_way_back_to_the_embeddings() -> None:
     expected, _ = run(job)
     number = expected.number_of(expected.journal()["activations/00002"]["activations"][0])
     world, _ = run(job, World(damaged=frozenset({number})))
-    assert world.repairs == [(f"activation/{number}: damaged", ("activations/00002",))]
+    assert world.repairs == [(f"activation/{number:032x}: damaged", ("activations/00002",))]
     retracted = [key for event, key in world.events if event == "retract"]
     assert sorted(retracted) == ["activations/00001", "activations/00002"]
     walked = [unit.layer for unit in forwards(world) if unit.shard == 0 and unit.staged]

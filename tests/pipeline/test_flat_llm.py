@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from manifests.records import FormSpec
 from pipeline.families.family import Geometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.method import Group, Moment, Solution, Statistics
@@ -113,7 +114,7 @@ def test_value_and_output(geometry: Geometry, basis: str, weighting: str) -> Non
         if "o.bias" in weights:
             equal(solution.tensors["o.bias"], weights["o.bias"])
         assert solution.report == {"error": pytest.approx(error, abs=1e-9)}
-        assert solution.forms == {role: {"form": "head_pca", "rank": rank} for role in ("v", "o")}
+        assert solution.forms == dict.fromkeys(("v", "o"), FormSpec(form="head_pca", rank=rank))
         assert solution.tensors["v.weight"].shape == (geometry.kv_heads * rank, geometry.hidden)
         assert solution.tensors["o.weight"].shape == (geometry.hidden, geometry.heads * rank)
         assert solution.tensors["o.weight"].is_contiguous()
@@ -174,7 +175,7 @@ def test_mlp(geometry: Geometry, selection: str, width: int) -> None:
     assert solution.report["error"] == pytest.approx(error, rel=1e-6)
     assert solution.report.keys() == {"error", "jitter", "condition", "fallback", "dropped"}
     assert (solution.report["fallback"], solution.report["jitter"], solution.report["dropped"]) == (False, 0.0, 0)
-    assert solution.forms == {role: {"form": "pruned", "rank": width} for role in group.roles}
+    assert solution.forms == dict.fromkeys(group.roles, FormSpec(form="pruned", rank=width))
 
 
 @pytest.mark.parametrize("selection", ["leverage", "eliminate"])
@@ -217,7 +218,7 @@ def test_query_and_key(geometry: Geometry) -> None:
             for name, weight in weights.items():
                 equal(solution.tensors[name], weight)
             continue
-        assert solution.forms == {role: {"form": "head_low_rank", "rank": rank} for role in ("q", "k")}
+        assert solution.forms == dict.fromkeys(("q", "k"), FormSpec(form="head_low_rank", rank=rank))
         for role, heads in (("q", geometry.heads), ("k", geometry.kv_heads)):
             moment = moments[Moment(f"{role}.out", heads, heads)]
             first, second = solution.tensors[f"{role}.first.weight"], solution.tensors[f"{role}.second"]

@@ -47,7 +47,7 @@ def test_stored_tensors_make_the_reported_error(geometry: str, name: str, prune:
     numbers = stored_numbers(solution, where.bits)
     assert numbers == solution.report["numbers"] <= max(size, variable.cost(1) - biases)
     assert numbers <= variable.cost(size) - biases
-    if solution.forms[group.roles[0]]["sparse"]:
+    if solution.forms[group.roles[0]].sparse:
         # Nothing is left lying about: only cores that are whole, or one entry kept back for an empty core.
         assert numbers >= size - 1
         assert solution.report["numbers_without_index"] < numbers
@@ -133,7 +133,7 @@ def test_ranks_given_with_a_dense_core_are_the_size() -> None:
     assert set(method.target_ranks(where, 0.3, Scores()).values()) == {float(variable.cap)}
     group = group_of(method, where, "attention")
     solution = method.compress(group, where, make_weights(where, group.roles), Statistics(), {"size": variable.cap})
-    assert solution.forms["q"] == {"form": "tucker", "ranks": [20, 10, 3], "sparse": False}
+    assert solution.forms["q"].as_json() == {"form": "tucker", "ranks": [20, 10, 3], "sparse": False}
     assert solution.tensors["attention.tucker.core"].shape == (20, 10, 3, H)
     assert stored_numbers(solution, 16) == variable.cap
 

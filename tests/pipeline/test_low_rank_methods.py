@@ -13,6 +13,7 @@ from torch import Tensor
 
 from manifests.loading import parse_manifest
 from manifests.methods import LoRC
+from manifests.records import FormSpec
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
@@ -77,14 +78,14 @@ def test_latent_key_is_the_best_of_its_rank(rank: int) -> None:
     torch.testing.assert_close(error, values[rank:].square().sum())
     assert solution.report["error"] == pytest.approx(float(values[rank:].square().sum() / values.square().sum()))
     assert torch.linalg.matrix_norm(weights["k.weight"] - rebuilt, 2) <= values[rank] * (1 + 1e-9)
-    assert solution.forms == {"k": {"form": "latent", "rank": rank}}
+    assert solution.forms == {"k": FormSpec(form="latent", rank=rank)}
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_absorbed_values_give_what_rebuilt_ones_give(bias: bool) -> None:
     where = geometry(attention_bias=bias)
     weights, solution = solve({"method": "lorc", "cache_keep": 0.3}, where, "value", 2)
-    assert solution.forms["o"] == {"form": "absorbed", "rank": 2}
+    assert solution.forms["o"] == FormSpec(form="absorbed", rank=2)
     first_rD, output = solution.tensors["v.first.weight"], solution.tensors["o.weight"]
     left, values, right = torch.linalg.svd(weights["v.weight"], full_matrices=False)
     value_CD = left[:, :2] @ torch.diag(values[:2]) @ right[:2]

@@ -8,10 +8,11 @@ import re
 import pytest
 from rich.console import Console
 
+from manifests.records import GroupReport
 from pipeline.console.progress import JobObserver
 from pipeline.units import Forward, ForwardDone
 
-LONG = {"LAYER": {"ranks": {"value": 48, "mlp": 4864, "query_key": 40}, "error": 0.0123}}
+LONG = {"LAYER": GroupReport(ranks={"value": 48, "mlp": 4864, "query_key": 40}, error=0.0123)}
 
 
 def lines(width: int) -> list[str]:

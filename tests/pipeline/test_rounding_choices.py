@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from manifests.quantize import Quantize
+from manifests.records import FormSpec
 from pipeline.kernels.packing import scaled, unpack
 from pipeline.methods.method import Group, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, from_columns, to_columns
@@ -47,7 +48,7 @@ def solve(role: str, ranks: Ranks) -> Solution:
         return Solution({f"{role}.weight": WEIGHT}, {})
     left, values, right = torch.linalg.svd(WEIGHT.double(), full_matrices=False)
     tensors = {f"{role}.first.weight": right[:rank], f"{role}.second.weight": left[:, :rank] * values[:rank]}
-    return Solution(tensors, {role: {"form": "low_rank", "rank": rank}})
+    return Solution(tensors, {role: FormSpec(form="low_rank", rank=rank)})
 
 
 def change_by_rounding(role: str, ranks: Ranks, bits: int) -> Tensor:

@@ -7,10 +7,19 @@ from typing import Any
 import pytest
 
 from manifests.errors import CorruptError, LostInputError
+from manifests.records import ArrayRecord, FormSpec, StagedLayer
 from pipeline.keys import scored_key
 from pipeline.score_units import Score, Scored, WindowForward, Windows
 from pipeline.scoring import Scorer
-from tests.pipeline.simulation import Killed, MemoryJournal, Recorder, SimulatedPool, World, WorldCleaner
+from tests.pipeline.simulation import (
+    Killed,
+    MemoryJournal,
+    Recorder,
+    SimulatedPool,
+    World,
+    WorldCleaner,
+    number_in,
+)
 
 LAYERS, SHARDS = 4, 2
 
@@ -22,17 +31,22 @@ class Keeping(WorldCleaner):
         super().__init__(world)
         self.always = always
 
-    def retain_activations(self, records: tuple[dict[str, Any], ...]) -> None:
+    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
         super().retain_activations((*records, *self.always))
+
+
+def staged(world: World, layer: int, value: str) -> StagedLayer:
+    form = FormSpec(form="test", rank=1 + layer)
+    return StagedLayer(**dict(world.store_staged(layer, value)), forms={"q": form})
 
 
 def make_world() -> tuple[World, Windows, list[Any]]:
     """Tokens, and two of four layers staged."""
     world = World()
-    windows = Windows.even(SHARDS, SHARDS, "float32", 1, world.store("activation", "tokens"))  # type: ignore[arg-type]
+    windows = Windows.even(SHARDS, SHARDS, "float32", 1, world.store("activation", "tokens"))
     layers: list[Any] = [None] * LAYERS
     for layer in (1, 3):
-        layers[layer] = {**world.store("staged", f"staged {layer}"), "forms": {"q": {"layer": layer}}}
+        layers[layer] = staged(world, layer, f"staged {layer}")
     return world, windows, layers
 
 
@@ -73,8 +87,7 @@ def test_every_layer_is_in_the_loss() -> None:
     expected = scored(*make_world())
     for layer in range(LAYERS):
         world, windows, layers = make_world()
-        other = {**world.store("staged", "another"), "forms": {"q": {"layer": layer}}}
-        layers[layer] = None if layers[layer] else other
+        layers[layer] = None if layers[layer] else staged(world, layer, "another")
         assert scored(world, windows, layers) != expected
 
 
@@ -110,7 +123,7 @@ def test_damaged_hidden_states_are_made_again(every: int) -> None:
         world, windows, layers = make_world()
         world.damaged = frozenset({number})
         if number in outputs[1 : 1 + SHARDS]:
-            with pytest.raises(CorruptError, match=f"activation/{number}"):
+            with pytest.raises(CorruptError, match=f"activation/{number:032x}"):
                 scored(world, windows, layers, every)
         else:
             assert scored(world, windows, layers, every) == expected
@@ -131,7 +144,7 @@ def test_what_a_worker_has_lost_is_made_again() -> None:
 
 def test_damage_that_nobody_here_made_is_raised() -> None:
     world, windows, layers = make_world()
-    world.damaged = frozenset({int(layers[1]["path"].partition("/")[2])})
+    world.damaged = frozenset({number_in(layers[1].path)})
     with pytest.raises(CorruptError, match="damaged"):
         make_scorer(world, windows).score(windows, "made", layers)
     world, windows, layers = make_world()
@@ -146,7 +159,7 @@ def test_what_is_left_of_another_model_is_not_gone_on_with(change: str) -> None:
     world, windows, layers = make_world()
     make_scorer(world, windows).score(windows, "made", layers)
     if change == "staged":
-        layers[1] = {**world.store("staged", "another"), "forms": {"q": {"layer": 1}}}
+        layers[1] = staged(world, 1, "another")
     elif change == "dtype":
         windows = Windows.even(SHARDS, SHARDS, "float64", 1, windows.tokens)
     else:

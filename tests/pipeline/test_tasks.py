@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import pipeline.evaluate
 from manifests.errors import InputError
 from pipeline.evaluation import tasks
-from pipeline.evaluation.tasks import check_tasks, score_tasks, task_lines, tasks_digest
+from pipeline.evaluation.tasks import check_tasks, read_scores, score_tasks, task_lines, tasks_digest
 from tests.end_to_end.sources import make_source
 
 needs_lm_eval = pytest.mark.skipif(
@@ -86,7 +86,7 @@ def test_figures_of_lm_eval_s_results() -> None:
         "name": "gsm", "alias": "gsm", "sample_len": 4, "acc,none": 0.25, "acc_stderr,none": 0.05,
         "exact_match,strict": 0.5, "exact_match_stderr,strict": "N/A", "bleu,none": 3, "bleu_stderr,none": math.nan,
     }  # fmt: skip
-    assert tasks._scores(results, {"original": 9, "effective": 4}) == {
+    assert tasks._scores(results, {"original": 9, "effective": 4}).as_json() == {
         "documents": 4,
         "metrics": {
             "acc": {"value": 0.25, "stderr": 0.05},
@@ -97,8 +97,8 @@ def test_figures_of_lm_eval_s_results() -> None:
 
 
 def test_one_table_of_both_models() -> None:
-    compressed: tasks.Scores = {"arc": {"documents": 4, "metrics": {"acc": {"value": 0.25, "stderr": 0.05}}}}
-    dense: tasks.Scores = {"arc": {"documents": 4, "metrics": {"acc": {"value": 0.5, "stderr": None}}}}
+    compressed = read_scores({"arc": {"documents": 4, "metrics": {"acc": {"value": 0.25, "stderr": 0.05}}}})
+    dense = read_scores({"arc": {"documents": 4, "metrics": {"acc": {"value": 0.5, "stderr": None}}}})
     assert task_lines({"compressed": compressed, "dense": dense, "other": {}}) == [
         "task  metric  compressed       dense   other",
         "arc   acc     0.2500 ± 0.0500  0.5000  -",

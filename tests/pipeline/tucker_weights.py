@@ -81,7 +81,7 @@ def read_core(tensors: Mapping[str, Tensor], form: Json, end: str, shape: tuple[
 
 def rebuild(solution: Solution, where: Geometry, group: Group) -> dict[str, Tensor]:
     """`role.weight` by the tensors and forms alone; every tensor is used."""
-    (form,) = {str(form): form for form in solution.forms.values()}.values()
+    (form,) = {str(form): form.as_json() for form in solution.forms.values()}.values()
     assert tuple(solution.forms) == group.roles
     prefix = f"{group.name}.tucker."
     stored = {name.removeprefix(prefix): t for name, t in solution.tensors.items() if name.startswith(prefix)}

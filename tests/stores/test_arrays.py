@@ -15,15 +15,21 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from pydantic import ValidationError
 
 from manifests.errors import CorruptError, InputError, StorageError
+from manifests.records import ArrayRecord
 from stores.activations import ActivationStore
 from stores.arrays import chunk_shape
 from stores.ledger import Ledger
 from stores.statistics import StatisticsStore
 
 KilledAnywhere = Callable[..., int]
-Record = Mapping[str, Any]
+
+
+def array_of(entry: Mapping[str, Any]) -> ArrayRecord:
+    """The array that an entry without a class names."""
+    return ArrayRecord.model_validate(entry["array"])
 
 
 def seeded(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -44,14 +50,14 @@ class Conformance:
     def value(self, seed: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def write(self, store: Any, value: torch.Tensor) -> dict[str, Any]:
+    def write(self, store: Any, value: torch.Tensor) -> ArrayRecord:
         raise NotImplementedError
 
-    def read(self, store: Any, record: Record) -> torch.Tensor:
+    def read(self, store: Any, record: ArrayRecord) -> torch.Tensor:
         raise NotImplementedError
 
-    def files(self, directory: Path, record: Record) -> list[Path]:
-        return sorted((directory / record["path"]).iterdir())
+    def files(self, directory: Path, record: ArrayRecord) -> list[Path]:
+        return sorted((directory / record.path).iterdir())
 
     def test_reads_back_bit_for_bit_in_another_process(self, tmp_path: Path) -> None:
         value = self.value(0)
@@ -67,7 +73,7 @@ class Conformance:
             assert torch.equal(self.read(store, record), self.value(seed))
         assert store.sweep([records[1]]) == 2
         assert torch.equal(self.read(store, records[1]), self.value(1))
-        with pytest.raises(CorruptError, match=records[0]["path"]):
+        with pytest.raises(CorruptError, match=records[0].path):
             self.read(store, records[0])
         store.drop(records[1])
         store.drop(records[1])
@@ -82,8 +88,8 @@ class Conformance:
             damage(path)
             with pytest.raises(CorruptError) as caught:
                 self.read(store, record)
-            assert record["path"] in str(caught.value)
-            assert pickle.loads(pickle.dumps(caught.value)).path == record["path"]  # by it the driver finds the entry
+            assert record.path in str(caught.value)
+            assert pickle.loads(pickle.dumps(caught.value)).path == record.path  # by it the driver finds the entry
             path.write_bytes(whole)
         assert torch.equal(self.read(store, record), self.value(0))
 
@@ -93,7 +99,7 @@ class Conformance:
         first, second, *_ = self.files(tmp_path, record)
         assert first.name.startswith("c.")
         whole = first.read_bytes()
-        for impostor in (second, tmp_path / other["path"] / first.name):
+        for impostor in (second, tmp_path / other.path / first.name):
             first.write_bytes(impostor.read_bytes())
             with pytest.raises(CorruptError, match="not the chunk that was committed"):
                 self.read(store, record)
@@ -106,14 +112,14 @@ class Conformance:
         synced: list[str] = []
         monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
         record = self.write(self.make(tmp_path), self.value(0))
-        generation = tmp_path / record["path"]
+        generation = tmp_path / record.path
         below = [path for path in (generation, *generation.parents) if path.is_relative_to(tmp_path)]
         assert {str(path) for path in (*self.files(tmp_path, record), *below)} <= set(synced)
 
     def test_sweep_takes_partial_files(self, tmp_path: Path) -> None:
         store = self.make(tmp_path)
         record = self.write(store, self.value(0))
-        torn = tmp_path / record["path"] / f"c.0.{'0' * 32}.partial"
+        torn = tmp_path / record.path / f"c.0.{'0' * 32}.partial"
         torn.write_bytes(b"torn")
         assert store.sweep([record]) == 0
         assert not torn.exists()
@@ -123,14 +129,13 @@ class Conformance:
         store = self.make(tmp_path)
         record = self.write(store, self.value(0))
         with pytest.raises(InputError, match="version 2"):
-            self.read(store, {**record, "version": 2})
+            self.read(store, record.model_copy(update={"version": 2}))
 
     @pytest.mark.parametrize("path", ["../x", "/etc", "a", "tokens/../../x", "a/" + "0" * 31])
     def test_a_record_cannot_leave_the_store(self, tmp_path: Path, path: str) -> None:
-        store = self.make(tmp_path / "store")
-        record = self.write(store, self.value(0))
-        with pytest.raises(CorruptError, match="no path inside"):
-            store.drop({**record, "path": path})
+        record = self.write(self.make(tmp_path / "store"), self.value(0))
+        with pytest.raises(ValidationError, match="path"):
+            ArrayRecord(**{**dict(record), "path": path})
 
     def test_a_full_disk_leaves_nothing_that_counts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = self.make(tmp_path)
@@ -158,10 +163,10 @@ class Conformance:
             store, ledger = self.make(directory / "arrays"), Ledger(directory / "ledger")
             record = ledger.get("unit")
             seen.append(record["name"] if record else "")
-            live = [record["array"]] if record else []
+            live = [array_of(record)] if record else []
             store.sweep(live)
             if record:
-                assert torch.equal(self.read(store, record["array"]), values[record["name"]])
+                assert torch.equal(self.read(store, live[0]), values[record["name"]])
             generations = [path for path in directory.rglob("*") if len(path.name) == 32]
             assert len(generations) == len(live)
 
@@ -180,15 +185,15 @@ class Conformance:
                     seed = step % len(values)
                     ledger.commit("unit", {"seed": seed, "array": self.write(store, values[seed])})
                     if old:
-                        store.drop(old["array"])
+                        store.drop(array_of(old))
                 os._exit(1)
             time.sleep(0.08 + 0.05 * trial)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             store, record = self.make(tmp_path / "arrays"), Ledger(tmp_path / "ledger").get("unit")
-            store.sweep([record["array"]] if record else [])
+            store.sweep([array_of(record)] if record else [])
             if record:
-                assert torch.equal(self.read(store, record["array"]), values[record["seed"]])
+                assert torch.equal(self.read(store, array_of(record)), values[record["seed"]])
 
 
 class TestStatistics(Conformance):
@@ -198,15 +203,15 @@ class TestStatistics(Conformance):
     def value(self, seed: int) -> torch.Tensor:
         return symmetric(seed, 2, 40)
 
-    def write(self, store: StatisticsStore, value: torch.Tensor) -> dict[str, Any]:
+    def write(self, store: StatisticsStore, value: torch.Tensor) -> ArrayRecord:
         return store.write(3, "mlp", value)
 
-    def read(self, store: StatisticsStore, record: Record) -> torch.Tensor:
+    def read(self, store: StatisticsStore, record: ArrayRecord) -> torch.Tensor:
         return store.read(record)
 
     def test_only_upper_tiles_are_stored(self, tmp_path: Path) -> None:
         record = self.write(self.make(tmp_path), self.value(0))
-        assert record["symmetric"]
+        assert record.symmetric
         assert [path.name for path in self.files(tmp_path, record)] == sorted(
             ["zarr.json"] + [f"c.{g}.{i}.{j}" for g in range(2) for i in range(2) for j in range(i, 2)]
         )
@@ -214,8 +219,8 @@ class TestStatistics(Conformance):
     def test_a_tile_of_zeros_is_stored_too(self, tmp_path: Path) -> None:
         store = self.make(tmp_path)
         record = self.write(store, torch.zeros(1, 40, 40, dtype=torch.float64))
-        assert len(record["checksums"]) == 3
-        (tmp_path / record["path"] / "c.0.0.1").unlink()
+        assert len(record.checksums) == 3
+        (tmp_path / record.path / "c.0.0.1").unlink()
         with pytest.raises(CorruptError, match=r"c\.0\.0\.1: .*missing"):
             store.read(record)
 
@@ -250,7 +255,7 @@ class TestStatistics(Conformance):
 
     def test_any_zarr_reader_can_walk_the_store(self, tmp_path: Path) -> None:
         record = self.write(self.make(tmp_path), self.value(0))
-        array = zarr.open_group(tmp_path, mode="r")[record["path"]]
+        array = zarr.open_group(tmp_path, mode="r")[record.path]
         assert isinstance(array, zarr.Array)
         assert np.array_equal(np.asarray(array[0, :32]), self.value(0)[0, :32].numpy())
 
@@ -278,10 +283,10 @@ class TestActivations(Conformance):
     def value(self, seed: int) -> torch.Tensor:
         return seeded(seed, 5, 6, 4, dtype=torch.bfloat16)
 
-    def write(self, store: ActivationStore, value: torch.Tensor) -> dict[str, Any]:
+    def write(self, store: ActivationStore, value: torch.Tensor) -> ArrayRecord:
         return store.write("dense", 2, 1, value, micro_batch=2)
 
-    def read(self, store: ActivationStore, record: Record) -> torch.Tensor:
+    def read(self, store: ActivationStore, record: ArrayRecord) -> torch.Tensor:
         reader = store.open(record)
         return reader.read(0, reader.shape[0])
 
@@ -302,7 +307,7 @@ class TestActivations(Conformance):
     def test_a_slice_does_not_touch_other_chunks(self, tmp_path: Path) -> None:
         store = self.make(tmp_path)
         record = self.write(store, self.value(0))
-        (tmp_path / record["path"] / "c.2.0.0").unlink()
+        (tmp_path / record.path / "c.2.0.0").unlink()
         assert torch.equal(store.open(record).read(0, 4), self.value(0)[:4])
         with pytest.raises(CorruptError):
             store.open(record).read(3, 5)
@@ -313,7 +318,7 @@ class TestActivations(Conformance):
             for start in (0, 2, 4):
                 writer.append(hidden[start : start + 2])
             record = writer.commit()
-        assert record["checksums"] == self.write(store, hidden)["checksums"]
+        assert record.checksums == self.write(store, hidden).checksums
 
     def test_pieces_that_do_not_fit(self, tmp_path: Path) -> None:
         store = self.make(tmp_path)

@@ -158,20 +158,20 @@ def test_an_owner_that_is_gone_from_this_machine_is_succeeded_at_once(
 
 def test_lock_and_ledger(bucket: Bucket) -> None:
     with RunLock(bucket) as lock:
-        lock.beat({"layer": 3})
+        lock.beat({"unit": 3})
         with pytest.raises(InUseError, match=r"folder/lock: held by host"):
             RunLock(bucket).acquire()
         owner = read_lock(bucket)
         assert owner is not None
-        assert (owner["alive"], owner["progress"]) == (True, {"layer": 3})
+        assert (owner["alive"], owner["progress"]) == (True, {"unit": 3})
         bucket.delete(["lock"])
         with pytest.raises(InUseError, match="the lock was lost"):
             lock.check()
     ledger = Ledger(bucket.below("ledger"))
-    ledger.commit("layer/00000", {"a": 1})
-    ledger.commit("layer/00000", {"a": 2})
-    assert Ledger(bucket.below("ledger")).get("layer/00000") == {"a": 2}
-    assert bucket.names("ledger") == ["ledger/layer.00000.000002.json"]
+    ledger.commit("unit/00000", {"a": 1})
+    ledger.commit("unit/00000", {"a": 2})
+    assert Ledger(bucket.below("ledger")).get("unit/00000") == {"a": 2}
+    assert bucket.names("ledger") == ["ledger/unit.00000.000002.json"]
 
 
 def test_activations(bucket: Bucket) -> None:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from manifests.errors import CorruptError, InputError, NumericsError, StorageError
+from manifests.records import ShardRecord
 from stores import checkpoint
 from stores.checkpoint import copy_shard, verify_shard, write_index, write_shard
 from stores.disk import link_or_copy
@@ -53,15 +54,15 @@ def source(tmp_path: Path) -> SourceCheckpoint:
 def test_the_library_reads_it(tmp_path: Path) -> None:
     record = write_shard(tmp_path, "a.safetensors", tensors(), {"layer": "3"})
     found = load_file(tmp_path / "a.safetensors")
-    assert set(found) == set(tensors()) == set(record["tensors"])
+    assert set(found) == set(tensors()) == set(record.tensors)
     for name, tensor in tensors().items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found[name].double(), tensor.double())
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "layer": "3"}
-    assert record["size"] == (tmp_path / "a.safetensors").stat().st_size
-    assert record["file"] == "a.safetensors"
-    assert json.loads(json.dumps(record)) == record
+    assert record.size == (tmp_path / "a.safetensors").stat().st_size
+    assert record.file == "a.safetensors"
+    assert ShardRecord.model_validate(json.loads(json.dumps(record.as_json()))) == record
     verify_shard(tmp_path, "a.safetensors", record)
 
 
@@ -69,8 +70,8 @@ def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
     first = write_shard(tmp_path, "a", tensors(), {"x": "1", "y": "2"})
     second = write_shard(tmp_path, "b", dict(reversed(tensors().items())), {"y": "2", "x": "1"})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert first["sha256"] == second["sha256"]
-    assert first["sha256"] != write_shard(tmp_path, "c", tensors(1))["sha256"]
+    assert first.sha256 == second.sha256
+    assert first.sha256 != write_shard(tmp_path, "c", tensors(1)).sha256
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -102,7 +103,7 @@ def test_copy_is_bit_for_bit(tmp_path: Path, source: SourceCheckpoint, monkeypat
         before, after = source.read([name])[name], found[name]
         assert before.contiguous().flatten().view(torch.uint8).equal(after.flatten().view(torch.uint8))
     del found["nan"]
-    assert write_shard(tmp_path, "again", found)["tensors"].items() <= record["tensors"].items()
+    assert write_shard(tmp_path, "again", found).tensors.items() <= record.tensors.items()
     with pytest.raises(InputError, match="no such tensor"):
         copy_shard(tmp_path, "x", source, ["ghost"])
 
@@ -182,9 +183,9 @@ def test_index(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     record = write_shard(tmp_path, "a.safetensors", tensors())
     weight_map = dict.fromkeys(tensors(), "a.safetensors")
-    write_index(tmp_path, weight_map, record["size"], 123)
+    write_index(tmp_path, weight_map, record.size, 123)
     assert json.loads((tmp_path / INDEX_FILE).read_text()) == {
-        "metadata": {"total_parameters": 123, "total_size": record["size"]},
+        "metadata": {"total_parameters": 123, "total_size": record.size},
         "weight_map": weight_map,
     }
     assert set(open_source(str(tmp_path)).tensors) == set(tensors())

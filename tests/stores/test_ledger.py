@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError, StorageError
+from manifests.records import MeasuredEntry, RanksEntry
+from pipeline.keys import RANKS, measured_key
 from stores.disk import Disk
 from stores.durable import partial_path
 from stores.ledger import Ledger, LedgerPart
@@ -21,67 +23,67 @@ KilledAnywhere = Callable[..., int]
 
 def test_commit_get_keys(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger")
-    assert ledger.get("layer/00003") is None
+    assert ledger.get("unit/00003") is None
     assert ledger.keys() == []
     record = {"shape": [1, 2], "digest": "ab", "nested": {"x": None, "y": 0.1}}
-    ledger.commit("layer/00003", record)
-    ledger.commit("layer/00002", {})
-    ledger.commit("activations/dense/00002", {"a": 1})
-    assert ledger.get("layer/00003") == record
-    assert ledger.get("layer/00002") == {}
-    assert ledger.keys("layer/") == ["layer/00002", "layer/00003"]
-    assert Ledger(tmp_path / "ledger").keys() == ["activations/dense/00002", "layer/00002", "layer/00003"]
+    ledger.commit("unit/00003", record)
+    ledger.commit("unit/00002", {})
+    ledger.commit("arrays/first/00002", {"a": 1})
+    assert ledger.get("unit/00003") == record
+    assert ledger.get("unit/00002") == {}
+    assert ledger.keys("unit/") == ["unit/00002", "unit/00003"]
+    assert Ledger(tmp_path / "ledger").keys() == ["arrays/first/00002", "unit/00002", "unit/00003"]
 
 
 def test_parts_of_a_ledger(tmp_path: Path) -> None:
     """Each has its own entries, sees what all share, and shares some with those of the same place."""
     whole = Ledger(tmp_path)
-    one, two = (LedgerPart(whole, f"point/{name}", {"dense": "", "curves": "methods/m"}) for name in ("a", "b"))
-    one.commit("layer/00001", {"of": "one"})
-    two.commit("layer/00001", {"of": "two"})
-    one.commit("dense/00000", {"of": "all"})
-    one.commit("curves/00000", {"of": "both"})
-    assert one.get("layer/00001") == {"of": "one"}
-    assert two.get("layer/00001") == {"of": "two"}
-    assert two.get("dense/00000") == whole.get("dense/00000") == {"of": "all"}
-    assert two.get("curves/00000") == {"of": "both"}
-    assert one.keys() == one.keys("layer/") == ["layer/00001"]
-    assert one.keys("dense/") == []
-    assert "point/a/layer/00001" in whole.keys()  # noqa: SIM118 - no mapping
-    one.retract("layer/00001")
-    assert (one.get("layer/00001"), two.get("layer/00001")) == (None, {"of": "two"})
+    one, two = (LedgerPart(whole, f"point/{name}", {"passes": "", "lines": "methods/m"}) for name in ("a", "b"))
+    one.commit("unit/00001", {"of": "one"})
+    two.commit("unit/00001", {"of": "two"})
+    one.commit("passes/00000", {"of": "all"})
+    one.commit("lines/00000", {"of": "both"})
+    assert one.get("unit/00001") == {"of": "one"}
+    assert two.get("unit/00001") == {"of": "two"}
+    assert two.get("passes/00000") == whole.get("passes/00000") == {"of": "all"}
+    assert two.get("lines/00000") == {"of": "both"}
+    assert one.keys() == one.keys("unit/") == ["unit/00001"]
+    assert one.keys("passes/") == []
+    assert "point/a/unit/00001" in whole.keys()  # noqa: SIM118 - no mapping
+    one.retract("unit/00001")
+    assert (one.get("unit/00001"), two.get("unit/00001")) == (None, {"of": "two"})
     one.sweep()
     two.clear()
-    assert whole.keys() == ["dense/00000", "methods/m/curves/00000"]
+    assert whole.keys() == ["methods/m/lines/00000", "passes/00000"]
 
 
 def test_a_key_does_not_see_another_that_it_begins(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
-    ledger.commit("layer", {"a": 1})
-    ledger.commit("layer/000001", {"b": 1})
-    assert ledger.get("layer") == {"a": 1}
-    ledger.commit("layer", {"a": 2})
-    assert ledger.get("layer/000001") == {"b": 1}
+    ledger.commit("unit", {"a": 1})
+    ledger.commit("unit/000001", {"b": 1})
+    assert ledger.get("unit") == {"a": 1}
+    ledger.commit("unit", {"a": 2})
+    assert ledger.get("unit/000001") == {"b": 1}
 
 
 def test_the_newest_commit_counts_and_the_old_goes(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     for number in range(3):
-        ledger.commit("layer/0", {"number": number})
-    assert ledger.get("layer/0") == {"number": 2}
-    assert os.listdir(tmp_path) == ["layer.0.000003.json"]
+        ledger.commit("unit/0", {"number": number})
+    assert ledger.get("unit/0") == {"number": 2}
+    assert os.listdir(tmp_path) == ["unit.0.000003.json"]
 
 
 def test_retract_and_commit_again(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
-    ledger.retract("layer/0")
+    ledger.retract("unit/0")
     assert os.listdir(tmp_path) == []
-    ledger.commit("layer/0", {"a": 1})
-    ledger.retract("layer/0")
-    assert ledger.get("layer/0") is None
+    ledger.commit("unit/0", {"a": 1})
+    ledger.retract("unit/0")
+    assert ledger.get("unit/0") is None
     assert ledger.keys() == []
-    ledger.commit("layer/0", {"a": 2})
-    assert ledger.get("layer/0") == {"a": 2}
+    ledger.commit("unit/0", {"a": 2})
+    assert ledger.get("unit/0") == {"a": 2}
 
 
 def test_sweep_keeps_the_state(tmp_path: Path) -> None:
@@ -102,24 +104,24 @@ def test_damaged_entries_are_ignored_and_said(
     tmp_path: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     ledger = Ledger(tmp_path)
-    ledger.commit("layer/0", {"digest": "0123456789"})
-    path = tmp_path / "layer.0.000001.json"
+    ledger.commit("unit/0", {"digest": "0123456789"})
+    path = tmp_path / "unit.0.000001.json"
     damage(path)
-    assert ledger.get("layer/0") is None
+    assert ledger.get("unit/0") is None
     assert ledger.keys() == []
     assert not path.exists() or str(path) in caplog.text
     ledger.sweep()
-    ledger.commit("layer/0", {"digest": "new"})
-    assert ledger.get("layer/0") == {"digest": "new"}
+    ledger.commit("unit/0", {"digest": "new"})
+    assert ledger.get("unit/0") == {"digest": "new"}
 
 
 def test_an_entry_under_the_name_of_another_is_damaged(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
-    ledger.commit("layer/0", {"a": 1})
-    (tmp_path / "layer.1.000001.json").write_bytes((tmp_path / "layer.0.000001.json").read_bytes())
-    (tmp_path / "layer.0.000009.json").write_bytes((tmp_path / "layer.0.000001.json").read_bytes())
-    assert ledger.get("layer/1") is None
-    assert ledger.get("layer/0") == {"a": 1}
+    ledger.commit("unit/0", {"a": 1})
+    (tmp_path / "unit.1.000001.json").write_bytes((tmp_path / "unit.0.000001.json").read_bytes())
+    (tmp_path / "unit.0.000009.json").write_bytes((tmp_path / "unit.0.000001.json").read_bytes())
+    assert ledger.get("unit/1") is None
+    assert ledger.get("unit/0") == {"a": 1}
 
 
 def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
@@ -130,6 +132,34 @@ def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="version 2") as caught:
         Ledger(tmp_path).get("a")
     assert "a.000001.json" in str(caught.value)
+
+
+def test_an_entry_of_its_kind_is_read_as_its_class(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    entry = RanksEntry(ranks={"0/0/mlp": {"width": 8}}, importance={})
+    ledger.commit(RANKS, entry)
+    assert ledger.get(RANKS) == entry
+    kept = json.loads((tmp_path / "ranks.000001.json").read_text())["record"]
+    assert kept == {"ranks": {"0/0/mlp": {"width": 8}}, "importance": {}}
+
+
+def test_an_entry_that_makes_no_sense_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Though it is as it was written: it is ignored, told, and may be written again."""
+    ledger = Ledger(tmp_path)
+    ledger.commit("ranks", {"ranks": {"0/0/mlp": {"width": -8}}, "importance": {}})
+    assert ledger.get(RANKS) is None
+    assert ledger.keys() == []
+    assert "it makes no sense: ranks.0/0/mlp.width: Input should be greater than 0" in caplog.text
+    ledger.commit(RANKS, RanksEntry(ranks={}, importance={}))
+    assert ledger.keys() == ["ranks"]
+
+
+def test_what_json_cannot_say_is_not_entered(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Out of range"):
+        Ledger(tmp_path).commit(measured_key(0), MeasuredEntry(measured={"a": float("nan")}))
+    with pytest.raises(ValueError, match="Unable to serialize unknown type"):
+        Ledger(tmp_path).commit(measured_key(0), MeasuredEntry(measured={"a": object()}))
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "a.b", "../a", "a b", "a\n"])

@@ -18,16 +18,16 @@ from stores.statistics import StatisticsStore
 def test_ledger() -> None:
     storage = Memory()
     ledger = Ledger(storage)
-    ledger.commit("layer/00000", {"a": 1})
-    ledger.commit("layer/00000", {"a": 2})
-    ledger.commit("layer/00001", {})
-    ledger.retract("layer/00001")
-    assert Ledger(storage).get("layer/00000") == {"a": 2}
-    assert ledger.keys() == ["layer/00000"]
+    ledger.commit("unit/00000", {"a": 1})
+    ledger.commit("unit/00000", {"a": 2})
+    ledger.commit("unit/00001", {})
+    ledger.retract("unit/00001")
+    assert Ledger(storage).get("unit/00000") == {"a": 2}
+    assert ledger.keys() == ["unit/00000"]
     ledger.sweep()
-    assert storage.names() == ["layer.00000.000002.json"]
-    storage.replace("layer.00000.000003.json", storage.read("layer.00000.000002.json"))
-    assert Ledger(storage).get("layer/00000") == {"a": 2}, "an entry under another's name does not count"
+    assert storage.names() == ["unit.00000.000002.json"]
+    storage.replace("unit.00000.000003.json", storage.read("unit.00000.000002.json"))
+    assert Ledger(storage).get("unit/00000") == {"a": 2}, "an entry under another's name does not count"
     ledger.clear()
     assert storage.names() == []
 
@@ -35,12 +35,12 @@ def test_ledger() -> None:
 def test_lock() -> None:
     storage = Memory()
     with RunLock(storage) as lock:
-        lock.beat({"layer": 3})
+        lock.beat({"unit": 3})
         with pytest.raises(InUseError, match="memory:lock: held by host"):
             RunLock(storage).acquire()
         owner = read_lock(storage)
         assert owner is not None
-        assert (owner["alive"], owner["progress"]) == (True, {"layer": 3})
+        assert (owner["alive"], owner["progress"]) == (True, {"unit": 3})
         storage.delete(["lock"])
         with pytest.raises(InUseError, match="the lock was lost"):
             lock.check()
@@ -92,7 +92,7 @@ def test_damage_is_found(damage: Callable[[bytes], bytes]) -> None:
     assert store.open(record).read(0, 1).shape == (1, 4, 5)
     with pytest.raises(CorruptError, match="stored data is damaged") as caught:
         store.open(record).read(0, 3)
-    assert caught.value.path == record["path"]
+    assert caught.value.path == record.path
 
 
 def test_a_writer_that_is_left_leaves_nothing() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
+from manifests.records import DenseEntry
 from manifests.schema import completed
 from stores.run_directory import FINGERPRINT, MANIFEST, STAGED, RunDirectory
 
@@ -38,7 +39,7 @@ def refused(run: RunDirectory, fields: dict[str, Any]) -> str:
 def fill(run: RunDirectory, name: str) -> None:
     statistic = run.statistics.write(0, name, torch.ones(2, 3))
     hidden = run.activations.write("dense", 1, 0, torch.ones(1, 2, 3))
-    run.ledger.commit("layer/00000", {"statistics": statistic, "activations": hidden})
+    run.ledger.commit("dense/00000", DenseEntry(cosine=(), statistics={"m": statistic}, activations=(hidden,)))
     (_at(run, STAGED) / f"layer-00000.{'0' * 32}.safetensors").write_bytes(b"data")
 
 
@@ -102,7 +103,7 @@ def test_the_same_job_goes_on(tmp_path: Path) -> None:
     assert run.check_fingerprint({**FIELDS, "shape": (1, 2)})
     fill(run, "m")
     assert not RunDirectory(tmp_path).check_fingerprint({"shape": [1, 2], **FIELDS})
-    assert run.ledger.keys() == ["layer/00000"]
+    assert run.ledger.keys() == ["dense/00000"]
 
 
 def test_another_job_is_refused_by_its_fields(tmp_path: Path) -> None:
@@ -187,10 +188,10 @@ def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
     def check(directory: Path) -> None:
         run = RunDirectory(directory)
         run.prepare()
-        record = run.ledger.get("layer/00000")
+        record = run.ledger.get("dense/00000")
         if record:  # what the ledger names is there
-            assert torch.equal(run.statistics.read(record["statistics"]), torch.ones(2, 3))
-            assert run.activations.open(record["activations"]).read(0, 1).sum() == 6
+            assert torch.equal(run.statistics.read(record.statistics["m"]), torch.ones(2, 3))
+            assert run.activations.open(record.activations[0]).read(0, 1).sum() == 6
             assert not run.check_fingerprint(FIELDS)
         owner = json.loads(_at(run, FINGERPRINT).read_text())["fields"]["seed"]
         if owner == 1:

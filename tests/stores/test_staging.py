@@ -21,13 +21,13 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
     (tmp_path / STAGED).mkdir()
     record = write_staged(tmp_path, 0, {"a": torch.randn(3, 4)})
-    path = tmp_path / record["path"]
+    path = tmp_path / record.path
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptError, match="tensor a") as raised:
         read_staged(tmp_path, record)
-    assert raised.value.path == record["path"]
+    assert raised.value.path == record.path
 
 
 def test_strays_are_swept(tmp_path: Path) -> None:
@@ -38,5 +38,5 @@ def test_strays_are_swept(tmp_path: Path) -> None:
     theirs.write_text("x")
     assert sweep_staged(tmp_path, [kept]) == 2
     assert theirs.exists()
-    assert (tmp_path / kept["path"]).exists()
-    assert not (tmp_path / stray["path"]).exists()
+    assert (tmp_path / kept.path).exists()
+    assert not (tmp_path / stray.path).exists()

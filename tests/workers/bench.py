@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from manifests.records import StagedLayer
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, claim_tasks
@@ -165,7 +166,7 @@ def held(worker: Worker, lineage: str, layer: int, shard: int) -> Tensor:
     return slices.read(0, stop - start)
 
 
-def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Any, dict[str, Any]]:
+def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[StagedLayer, dict[str, Any]]:
     """All units that compress a layer; the staged record, as the driver hands it on, and the reports by group."""
     solved, reports = [], {}
     for task in tasks_of(worker.setup, layer):
@@ -174,7 +175,7 @@ def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Any,
         solved.append(found)
         reports[task.name] = found.report
     unit = write_unit(worker.setup, layer, solved)
-    return {**worker.execute(unit), "forms": dict(unit.forms)}, reports
+    return StagedLayer(**dict(worker.execute(unit)), forms=unit.forms), reports
 
 
 def sum_layer(layer: int, moments: Sequence[Moment], holders: Sequence[Worker]) -> dict[Moment, Any]:

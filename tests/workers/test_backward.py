@@ -252,8 +252,8 @@ def test_reduced_sums_hold_what_shrinkage_needs(llama: Path, tmp_path: Path) -> 
     record = worker.execute(Reduce("dense", last, OUT, tuple(part.partials[OUT] for part in done)))
     parts = [worker.transfer.get(part.partials[OUT]) for part in done]
     assert torch.equal(worker.statistics.read(record), parts[0]["moment"] + parts[1]["moment"])
-    assert record["square_norms"] == (parts[0]["square_norms"] + parts[1]["square_norms"]).tolist()
-    assert (record["sequences"], record["tokens"]) == (SAMPLES, SAMPLES * SEQUENCE)
+    assert record.square_norms == tuple((parts[0]["square_norms"] + parts[1]["square_norms"]).tolist())
+    assert (record.sequences, record.tokens) == (SAMPLES, SAMPLES * SEQUENCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -306,10 +306,10 @@ def test_an_overflow_is_blamed_on_its_layer(llama: Path, tmp_path: Path) -> None
 def test_damaged_inputs_are_named(llama: Path, tmp_path: Path) -> None:
     worker = make_worker(make_setup(llama, tmp_path / "run", gradient_samples=SAMPLES))
     record = worker.execute(Forward("dense", 0, 1, keep_inputs=True)).inputs
-    flip(next((tmp_path / "run" / "activations.zarr" / record["path"]).glob("c.1*")))
+    flip(next((tmp_path / "run" / "activations.zarr" / record.path).glob("c.1*")))
     with pytest.raises(CorruptError) as raised:
         worker.execute(Backward(0, 1, (record,), (OUT,), probe=True))
-    assert raised.value.path == record["path"]
+    assert raised.value.path == record.path
 
 
 def test_samples_of_the_pass_are_spread_over_the_shards() -> None:

@@ -159,7 +159,7 @@ def test_spilled_hidden_states_give_the_same(model: Path, tmp_path: Path) -> Non
 
 def test_a_damaged_draft_is_told_by_its_path(model: Path, tmp_path: Path) -> None:
     worker, _, staged = behind_a_compressed_layer(model, tmp_path / "run")
-    flip(worker.setup.run_dir / staged["path"])
+    flip(worker.setup.run_dir / staged.path)
     with pytest.raises(CorruptError) as raised:
         worker.execute(Pair(0, 0, 1, staged, moments=MOMENTS[1:2]))
-    assert raised.value.path == staged["path"]
+    assert raised.value.path == staged.path

@@ -215,7 +215,7 @@ def test_a_total_is_symmetric_to_the_bit_and_stored_by_its_upper_tiles(setup: Wo
     for moment, total in totals(worker, [part], made).items():
         assert torch.equal(total, total.transpose(1, 2))
         again = worker.statistics.write(0, "again", total)
-        assert again["symmetric"] == (total.shape[1] > 16)
+        assert again.symmetric == (total.shape[1] > 16)
         found = worker.execute(Total("dense", 0, moment, made[0].sums.grids[moment], (part.partials[moment],))).record  # type: ignore[union-attr]
-        assert (found["symmetric"], found["checksums"]) == (again["symmetric"], again["checksums"])
+        assert (found.symmetric, found.checksums) == (again.symmetric, again.checksums)
         assert all(torch.equal(*pair) for pair in zip(part.partials[moment].values(), before[moment], strict=True))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifests.errors import NumericsError
+from manifests.records import FormSpec
 from pipeline.methods.method import Moment
 from pipeline.sum_units import ChooseGrids, Sums, Total
 from pipeline.units import Forward, ForwardDone, Reduce, Solve
@@ -133,7 +134,7 @@ def test_a_worker_that_holds_nothing_starts_at_the_base(llama: Path, tmp_path: P
     setup = make_setup(llama, tmp_path / "run")
     first, reference = make_worker(setup), Reference(llama, setup)
     records = [first.execute(Forward("dense", 0, shard, store=True)).activation for shard in range(2)]
-    assert all(record["shape"][1:] == [SEQUENCE, 48] for record in records)
+    assert all(record.shape[1:] == (SEQUENCE, 48) for record in records)
     for base, base_record in ((0, None), (1, records[1])):
         newcomer = make_worker(setup)
         replay = (None,) * (2 - base)
@@ -222,7 +223,7 @@ def test_samples_are_put_together_in_the_order_given(llama: Path, tmp_path: Path
     worker, sample = make_worker(make_setup(llama, tmp_path / "run")), Moment("down.in", kind="sample", tokens=6)
     handles = [worker.transfer.put({"moment": torch.full((1, 2, 3), float(value))}) for value in range(3)]
     record = worker.execute(Reduce("dense", 0, sample, (handles[2], handles[0])))
-    assert record["path"].startswith("layer-00000/dense-sample-down.in-6/")
+    assert record.path.startswith("layer-00000/dense-sample-down.in-6/")
     assert worker.statistics.read(record)[0, :, 0].tolist() == [2.0, 2.0, 0.0, 0.0]
 
 
@@ -287,8 +288,8 @@ def test_what_nobody_claims_is_copied_bit_for_bit(model: Path, tmp_path: Path) -
         if not claimed:
             assert torch.equal(written[name], tensor), name
         assert written[name].dtype == tensor.dtype
-    assert staged["forms"] == {role: {"form": "head_pca", "rank": 5} for role in ("v", "o")}
-    assert staged["path"].startswith("staged/layer-00001.")
+    assert staged.forms == dict.fromkeys(("v", "o"), FormSpec(form="head_pca", rank=5))
+    assert staged.path.startswith("staged/layer-00001.")
 
 
 def test_units_done_twice_give_the_same(llama: Path, tmp_path: Path) -> None:
@@ -296,8 +297,8 @@ def test_units_done_twice_give_the_same(llama: Path, tmp_path: Path) -> None:
     worker = make_worker(setup)
     first, reports = solve_layer(worker, 0, LOW)
     again, reports_again = solve_layer(worker, 0, LOW)
-    assert first["sha256"] == again["sha256"]
-    assert first["path"] != again["path"], "what an entry names is never overwritten"
+    assert first.sha256 == again.sha256
+    assert first.path != again.path, "what an entry names is never overwritten"
     assert reports == reports_again
     unit = Forward("compressed", 0, 1, staged=first, store=True, cosine=True)
     one = worker.execute(unit)
@@ -305,8 +306,8 @@ def test_units_done_twice_give_the_same(llama: Path, tmp_path: Path) -> None:
     two = worker.execute(unit)
     assert torch.equal(held(worker, "compressed", 1, 1), states)
     assert one.cosine == two.cosine
-    assert one.activation["checksums"] == two.activation["checksums"]
-    assert one.activation["path"] != two.activation["path"]
+    assert one.activation.checksums == two.activation.checksums
+    assert one.activation.path != two.activation.path
 
 
 def test_two_workers_give_what_one_gives(llama: Path, tmp_path: Path) -> None:
@@ -319,7 +320,7 @@ def test_two_workers_give_what_one_gives(llama: Path, tmp_path: Path) -> None:
         records = sum_layer(1, task.moments, workers)
         solved.append(workers[0].execute(Solve(task, LOW, records)))
     staged = workers[1].execute(write_unit(setup, 1, solved))
-    assert staged["sha256"] == alone["sha256"]
+    assert staged.sha256 == alone.sha256
 
 
 def test_replay_through_staged_layers(llama: Path, tmp_path: Path) -> None:

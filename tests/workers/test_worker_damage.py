@@ -73,7 +73,7 @@ def test_activations_that_overflow_name_layer_and_module(llama: Path, tmp_path: 
 
 
 def damage_arrays(run_dir: Path, store: str, record: dict[str, Any]) -> None:
-    chunks = list((run_dir / store / record["path"]).glob("c.*"))
+    chunks = list((run_dir / store / record.path).glob("c.*"))
     assert chunks
     for chunk in chunks:
         flip(chunk)
@@ -87,7 +87,7 @@ def test_corrupt_statistics_name_their_record(llama: Path, tmp_path: Path) -> No
     (task,) = tasks_of(setup, 0)
     with pytest.raises(CorruptError) as raised:
         worker.execute(Solve(task, LOW, {moment: record}))
-    assert raised.value.path == record["path"]
+    assert raised.value.path == record.path
 
 
 @pytest.mark.parametrize("vanished", [False, True])
@@ -103,7 +103,7 @@ def test_corrupt_hidden_states_name_their_record_and_are_let_go(llama: Path, tmp
         damage_arrays(setup.run_dir, "activations.zarr", record)
     with pytest.raises(CorruptError) as raised:
         worker.execute(unit)
-    assert raised.value.path == record["path"]
+    assert raised.value.path == record.path
     # The driver takes the entry back and starts further down; the worker must not hold on to the bad ones.
     worker.execute(Forward("dense", 1, 0, base=0, replay=(None,)))
     close(held(worker, "dense", 2, 0), reference.shard(reference.hidden_LMSD[2], 0))
@@ -128,7 +128,7 @@ def test_corrupt_staged_layers_name_their_record(llama: Path, tmp_path: Path, ho
     setup = make_setup(llama, tmp_path / "run", {})
     worker = make_worker(setup)
     staged, _ = solve_layer(worker, 0, LOW)
-    path = setup.run_dir / staged["path"]
+    path = setup.run_dir / staged.path
     if how == "flipped":
         flip(path)
     elif how == "cut":
@@ -139,4 +139,4 @@ def test_corrupt_staged_layers_name_their_record(llama: Path, tmp_path: Path, ho
         path.write_bytes(path.read_bytes().replace(b'"F32","shape":[15,48]', b'"I32","shape":[48,15]'))
     with pytest.raises(CorruptError) as raised:
         worker.execute(Forward("compressed", 0, 0, staged=staged))
-    assert raised.value.path == staged["path"]
+    assert raised.value.path == staged.path

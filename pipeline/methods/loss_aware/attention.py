@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
+from manifests.records import FormSpec
 from pipeline.families.family import Geometry
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
 from pipeline.kernels.sensitivity import (
@@ -28,7 +29,7 @@ from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.kernels.value_output import fit_value_output
 from pipeline.methods.loss_aware.pairs import carry, complete, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
-from pipeline.methods.method import FormSpec, Moment, Ranks, Solution, Statistics
+from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, steps
 
 ROLES = ("v", "o")
@@ -126,7 +127,7 @@ def _based(
     if "v.bias" in weights:
         tensors["v.bias"] = encode_heads(reduced.encode, weights["v.bias"][:, None])[:, 0]
     tensors["o.weight"] = reduced.output
-    form: FormSpec = {"form": "head_pca", "rank": rank}
+    form = FormSpec(form="head_pca", rank=rank)
     return reduced, Solution(tensors, dict.fromkeys(ROLES, form))
 
 
@@ -136,7 +137,7 @@ def _cut(
     """o behind the basis at its own rank."""
     stack, rank = _stack(entry, geometry, ranks[VALUE]), ranks[OUTPUT]
     if rank >= stack.full:
-        basis: FormSpec = {"form": "head_pca", "rank": ranks[VALUE]}
+        basis = FormSpec(form="head_pca", rank=ranks[VALUE])
         return Solution({"o.weight": output_DR}, {"o": basis} if ranks[VALUE] < geometry.head_dim else {})
     directions = output_directions(output_DR, moment_RR, _solving_metric(entry, found.mean(METRIC)[0]))
     first_rR, second_Dr = directions.encode[:rank] @ output_DR, directions.decode[:, :rank]

@@ -12,10 +12,11 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from manifests.methods import LossAware
+from manifests.records import Curve
 from pipeline.families.family import Geometry
 from pipeline.methods.base import MethodBase
 from pipeline.methods.loss_aware import attention, mlp, query_key
-from pipeline.methods.method import Curve, Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
+from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, to_columns
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
+from manifests.records import FormSpec
 from pipeline.families.family import Geometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
@@ -35,7 +36,7 @@ from pipeline.kernels.sensitivity import (
 from pipeline.kernels.spectra import symmetric_root
 from pipeline.methods.loss_aware.pairs import carry, complete, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
-from pipeline.methods.method import FormSpec, Moment, Ranks, Solution, Statistics
+from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, merged
 
 WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
@@ -185,7 +186,7 @@ class _Solver:
         return Solution(tensors | biases, forms)
 
     def _pruned(self, names: tuple[str, ...], width: int) -> dict[str, FormSpec]:
-        form: FormSpec = {"form": "pruned", "rank": width}
+        form = FormSpec(form="pruned", rank=width)
         return dict.fromkeys(names, form) if width < self.geometry.intermediate else {}
 
     def kept(self, width: int) -> Tensor:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from manifests.records import FormSpec
 from pipeline.kernels.pivoted import pivoted, pivoted_numbers
-from pipeline.methods.method import FormSpec
 from pipeline.ranks.curves import Point, steps
 
 
@@ -73,19 +72,23 @@ class Stack:
                 f"{path}.coefficients.weight": found.coefficients,
                 f"{path}.indices": found.indices.to(torch.int32),
             }
-            form: FormSpec = {"form": "pivoted", "rank": rank, "group": self.name, **self.widths}
+            form = self._form("pivoted", rank, self.name)
             return tensors, dict.fromkeys(self.roles, form)
         seconds = second_mr.split([parts[role].shape[0] for role in self.roles])
         tensors = {f"{self.roles[0]}.first.weight": first_rF.contiguous()}
         tensors |= {f"{role}.second.weight": part.contiguous() for role, part in zip(self.roles, seconds, strict=True)}
         if len(self.roles) == 1:
-            return tensors, {self.roles[0]: {"form": "low_rank", "rank": rank, **self.widths}}
-        joint: FormSpec = {"form": "joint_low_rank", "rank": rank, "group": self.name, **self.widths}
+            return tensors, {self.roles[0]: self._form("low_rank", rank)}
+        joint = self._form("joint_low_rank", rank, self.name)
         return tensors, dict.fromkeys(self.roles, joint)
+
+    def _form(self, form: str, rank: int, group: str | None = None) -> FormSpec:
+        value_rank, width = self.widths.get("value_rank"), self.widths.get("width")
+        return FormSpec(form=form, rank=rank, group=group, value_rank=value_rank, width=width)
 
 
 Stored = dict[str, Tensor]
-Forms = dict[str, dict[str, Any]]
+Forms = dict[str, FormSpec]
 
 
 def biases_of(weights: Mapping[str, Tensor], roles: tuple[str, ...]) -> Stored:
