@@ -129,7 +129,7 @@ def test_scores_are_those_of_the_log_likelihoods(
     assert found["documents"] == 12
     assert found["metrics"]["acc"]["value"] == pytest.approx(right / 12)
     assert found["metrics"]["acc"]["stderr"] == pytest.approx(math.sqrt(right / 12 * (1 - right / 12) / 11), rel=1e-4)
-    assert len(score_tasks(str(model), [str(task)], "--tasks", limit=5)["which_word"]["metrics"]) == 1
+    assert len(score_tasks(str(model), [str(task)], "--tasks", limit=5)["which_word"].metrics) == 1
 
 
 @pytest.mark.slow
