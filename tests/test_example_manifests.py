@@ -1,18 +1,37 @@
 """Every manifest of manifests/ passes `plan` against the published geometry of its model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from manifests.loading import load_manifest
+from manifests.sweep import load_sweep
 from pipeline.families.registry import geometry_of, standard_config
+from pipeline.methods.method import Scores
+from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 from pipeline.plan.__main__ import main as plan
 from tests.published import CONFIGS, PARAMETERS, write_hollow_checkpoint
 
 MANIFESTS = sorted(
     path for path in (Path(__file__).parents[1] / "manifests").glob("*.yaml") if path.stem != "quickstart"
 )
+
+
+SWEEPS = sorted((Path(__file__).parents[1] / "manifests" / "sweeps").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_sweeps_fit_a_model(path: Path) -> None:
+    """Every point, against the geometry of a published model, whose headers say all that is asked."""
+    _, points = load_sweep(path)
+    geometry = replace(geometry_of(standard_config(CONFIGS["meta-llama/Llama-2-7b-hf"])), bits=16)
+    scores = Scores(dict.fromkeys(range(geometry.num_layers), 1.0))
+    for point in points:
+        methods = build_methods(point.manifest)
+        claim_tasks(methods, geometry)
+        assert allocate_ranks(point.manifest, methods, geometry, scores) or point.series == "loss_aware"
 
 
 def test_every_paper_has_its_manifests() -> None:
