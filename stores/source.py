@@ -331,6 +331,7 @@ def _shard_tensors(
 
 
 def read_tensor(file: Readable, record: TensorRecord) -> torch.Tensor:
+    """A tensor of the shape and dtype that the header says. Raises StorageError when the file has become shorter."""
     # torch's allocator aligns to 64 bytes; a file's offsets need not be aligned, so that mapping it would not do.
     buffer = torch.empty(record.num_bytes, dtype=torch.uint8)
     done_bytes = file.read_into(record.begin, buffer.numpy().data)

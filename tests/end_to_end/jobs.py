@@ -26,6 +26,7 @@ import pipeline.scale
 import pipeline.status
 import pipeline.sweep
 import pipeline.verify
+from manifests.records import Record
 
 COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "run": pipeline.run.main,
@@ -179,7 +180,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything a unit or a result holds, down to what is no dataclass, mapping or sequence."""
+    """Everything a unit or a result holds, down to what is no record, dataclass, mapping or sequence."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from leaves(key)
@@ -187,7 +188,7 @@ def leaves(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         for child in value:
             yield from leaves(child)
-    elif hasattr(value, "__dataclass_fields__"):
+    elif isinstance(value, Record) or hasattr(value, "__dataclass_fields__"):
         yield from leaves(vars(value))
     else:
         yield value
