@@ -32,7 +32,7 @@ class Edited:
         path = self.output / name
         path.unlink()
         write_shard(path.parent, path.name, tensors)
-        described = describe_shard(path.parent, path.name)
+        described = describe_shard(path.parent, path.name).as_json()
         self.compression["shards"][name] = {key: described[key] for key in ("size", "sha256")}
         for tensor in [t for t, entry in self.compression["tensors"].items() if entry["shard"] == name]:
             if tensor not in described["tensors"]:
@@ -115,7 +115,7 @@ def _factor_nan(made: Edited) -> None:
     content[at.begin : at.begin + 4] = b"\xff\xff\xff\x7f"
     path.unlink()
     path.write_bytes(content)
-    described = describe_shard(path.parent, path.name)
+    described = describe_shard(path.parent, path.name).as_json()
     made.compression["shards"][path.name] = {key: described[key] for key in ("size", "sha256")}
     made.compression["tensors"][name].update(described["tensors"][name])
 
