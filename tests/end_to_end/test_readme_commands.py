@@ -41,7 +41,7 @@ def test_the_commands_of_the_table(job: type[Job], tmp_path: Path, text: Path, l
     assert "bytes" in _run(tmp_path, "plan", MANIFEST=str(one.manifest))
     running = _start(tmp_path, "run", MANIFEST=str(one.manifest))
     try:
-        wait_for(one.run_dir / "lock.json", running)
+        wait_for(one.run_dir / "fingerprint.json", running)
         _run(tmp_path, "scale", RUN_DIR=run_dir, N="1")
         assert running.end(WAIT_S) == 0, running.said
     finally:
