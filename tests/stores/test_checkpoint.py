@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from manifests.errors import CorruptError, InputError, NumericsError, StorageError
-from manifests.records import ShardRecord
+from manifests.records import ShardRecord, StagedRecord
 from stores import checkpoint
 from stores.checkpoint import copy_shard, verify_shard, write_index, write_shard
 from stores.disk import link_or_copy
@@ -121,6 +121,10 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object]) -> No
     with pytest.raises(CorruptError) as caught:
         verify_shard(tmp_path, "a", record)
     assert str(tmp_path / "a") in str(caught.value)
+    staged = StagedRecord(**dict(record), path=f"staged/layer-00000.{0:032x}.safetensors")
+    with pytest.raises(CorruptError) as caught:
+        verify_shard(tmp_path, "a", staged)
+    assert caught.value.path == staged.path  # by which its entry is found
 
 
 def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
