@@ -5,12 +5,13 @@ Legend: M samples of a shard, S sequence, D hidden, B micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from manifests.records import ArrayRecord
+from manifests.records import ArrayRecord, StagedLayer
 from stores.activations import ActivationStore
 from stores.background import Background
 
@@ -22,6 +23,40 @@ class HiddenReader(Protocol):
 
     def read(self, start: int, stop: int) -> Tensor:
         """Samples start to stop, (B, S, D)."""
+        ...
+
+
+class Onward(Protocol):
+    """A unit that takes a shard onward from the inputs of its layer. See `pipeline.units.Forward`."""
+
+    @property
+    def key(self) -> str:
+        """Names it."""
+        ...
+
+    @property
+    def layer(self) -> int:
+        """Whose inputs it needs."""
+        ...
+
+    @property
+    def shard(self) -> int:
+        """Of the samples or windows."""
+        ...
+
+    @property
+    def base(self) -> int:
+        """The layer whose inputs are committed; 0: the embeddings."""
+        ...
+
+    @property
+    def base_record(self) -> ArrayRecord | None:
+        """Of these inputs."""
+        ...
+
+    @property
+    def replay(self) -> tuple[StagedLayer | None, ...]:
+        """The layers from `base` on, up to the unit's own."""
         ...
 
 
@@ -83,6 +118,31 @@ class HiddenStates:
     def get(self, shard_key: ShardKey) -> HiddenReader | None:
         """What is held, if anything."""
         return self.held.get(shard_key)
+
+    def inputs(
+        self,
+        lineage: str,
+        unit: Onward,
+        embed: Callable[[], HiddenReader],
+        replay: Callable[[int, StagedLayer | None, HiddenReader], HiddenReader],
+    ) -> HiddenReader:
+        """What goes into a unit's layer: held, committed, or made from the last that are.
+
+        The way back ends at `unit.base`, whose inputs are in the store, or are the embeddings (`embed`) if it is 0.
+        `replay`: a layer's number, its weights and inputs -> its outputs, which are held then.
+        """
+        self.release_before(lineage, unit.base)
+        nearest = unit.layer
+        while (held := self.get((lineage, nearest, unit.shard))) is None and nearest > unit.base:
+            nearest -= 1
+        if held is None and unit.base_record is not None:
+            held = self.load((lineage, unit.base, unit.shard), unit.base_record)
+        if held is None and unit.base != 0:
+            raise AssertionError(f"{unit.key}: no committed hidden states for layer {unit.base}")
+        reader = embed() if held is None else held
+        for layer in range(nearest, unit.layer):
+            reader = replay(layer, unit.replay[layer - unit.base], reader)
+        return reader
 
     def load(self, shard_key: ShardKey, record: ArrayRecord) -> HiddenReader:
         """Committed hidden states, read from the store when asked for."""

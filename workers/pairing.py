@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class PairPass:
             NumericsError: NaN or infinity, naming layer and point.
             CorruptError: stored hidden states or a staged layer are damaged.
         """
-        held = self._inputs(unit)
+        held = self.hidden.inputs(LINEAGE, unit, partial(self._embedded, unit.shard), partial(self._replay, unit))
         totals: dict[Moment, Tensor] = {}
         record = self._through(unit, unit.layer, unit.staged, held, totals, emit=unit.emit)
         return totals, record
@@ -60,19 +61,9 @@ class PairPass:
         """Lets go of the compressed layer."""
         self.packed.current = None
 
-    def _inputs(self, unit: Pair) -> HiddenReader:
-        """Both models' hidden states: held, committed, or made from the last that are."""
-        self.hidden.release_before(LINEAGE, unit.base)
-        nearest = unit.layer
-        while (held := self.hidden.get((LINEAGE, nearest, unit.shard))) is None and nearest > unit.base:
-            nearest -= 1
-        if held is None and unit.base_record is not None:
-            held = self.hidden.load((LINEAGE, unit.base, unit.shard), unit.base_record)
-        held = self._embedded(unit.shard) if held is None else held
-        for layer in range(nearest, unit.layer):
-            self._through(unit, layer, unit.replay[layer - unit.base], held, {}, emit=True)
-            held = self._held(layer + 1, unit.shard)
-        return held
+    def _replay(self, unit: Pair, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
+        self._through(unit, layer, staged, inputs, {}, emit=True)
+        return self._held(layer + 1, unit.shard)
 
     def _embedded(self, shard: int) -> HiddenReader:
         embed, (first, _) = embedding(self.layers), self._range(shard)

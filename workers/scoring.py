@@ -120,17 +120,7 @@ class _Shard:
 
     def inputs(self) -> HiddenReader:
         """What goes into the unit's layer: held, committed, or made from the last that are."""
-        unit, hidden = self.unit, self.owner.hidden
-        hidden.release_before(self.lineage, unit.base)
-        nearest = unit.layer
-        while (held := hidden.get((self.lineage, nearest, unit.shard))) is None and nearest > unit.base:
-            nearest -= 1
-        if held is None:
-            held = self._base_inputs()
-        for before in range(nearest, unit.layer):
-            self.through(before, unit.replay[before - unit.base], held)
-            held = self._held(before + 1)
-        return held
+        return self.owner.hidden.inputs(self.lineage, self.unit, self._embedded, self._replay)
 
     def through(
         self,
@@ -176,15 +166,14 @@ class _Shard:
                     raise NumericsError("evaluation: the logits hold NaN or infinity")
                 yield found, target_T[part]
 
-    def _base_inputs(self) -> HiddenReader:
-        unit = self.unit
-        if unit.base_record is not None:
-            return self.owner.hidden.load((self.lineage, unit.base, unit.shard), unit.base_record)
-        if unit.base != 0:
-            raise AssertionError(f"{unit.key}: no committed hidden states for layer {unit.base}")
+    def _embedded(self) -> HiddenReader:
         embed = embedding(self.layers)
         self._keep(0, (embed(self._tokens(start, stop)) for start, stop in self._micro_batches()))
         return self._held(0)
+
+    def _replay(self, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
+        self.through(layer, staged, inputs)
+        return self._held(layer + 1)
 
     def _keep(self, layer: int, parts: Iterable[Tensor], *, store: bool = False) -> ArrayRecord | None:
         hidden, shard_key = self.owner.hidden, (self.lineage, layer, self.unit.shard)

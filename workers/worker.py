@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, Curve, GradientRecord
+from manifests.records import ArrayRecord, Curve, GradientRecord, StagedLayer
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
@@ -141,7 +141,7 @@ class Worker:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _forward(self, unit: Forward) -> ForwardDone:
-        inputs = self._inputs(unit, unit.layer)
+        inputs = self._inputs(unit)
         block = self.layers.block(unit.layer, unit.staged)
         self.layers.read_ahead(unit.ahead)
         samples: dict[Moment, Tensor] = {}
@@ -197,27 +197,11 @@ class Worker:
             tokens=self._samples(unit.shard) * self._sequence,
         )
 
-    def _inputs(self, unit: Forward, layer: int) -> HiddenReader:
-        """The hidden states that go into a layer: held, committed, or made from the last that are.
+    def _inputs(self, unit: Forward) -> HiddenReader:
+        return self.hidden.inputs(unit.lineage, unit, partial(self._embedded, unit), partial(self._replay, unit))
 
-        The way back ends at `unit.base`, whose inputs are in the store, or are the embeddings if it is 0.
-        """
-        self.hidden.release_before(unit.lineage, unit.base)
-        nearest = layer
-        while (held := self.hidden.get((unit.lineage, nearest, unit.shard))) is None and nearest > unit.base:
-            nearest -= 1
-        if held is None:
-            held = self._base_inputs(unit)
-        for before in range(nearest, layer):
-            held = self._replay(unit, before, held)
-        return held
-
-    def _base_inputs(self, unit: Forward) -> HiddenReader:
-        shard_key = (unit.lineage, unit.base, unit.shard)
-        if unit.base_record is not None:
-            return self.hidden.load(shard_key, unit.base_record)
-        if unit.base != 0:
-            raise AssertionError(f"{unit.key}: no committed hidden states for layer {unit.base}")
+    def _embedded(self, unit: Forward) -> HiddenReader:
+        shard_key = (unit.lineage, 0, unit.shard)
         hidden_writer = self._hidden_writer(shard_key, store=False)
         embed = embedding(self.layers)
         first, _ = self._range(unit.shard)
@@ -225,10 +209,10 @@ class Worker:
             hidden_writer.append(embed(self._tokens(first + start, first + stop)))
         return self.hidden.keep_reader(shard_key, hidden_writer)
 
-    def _replay(self, unit: Forward, layer: int, inputs: HiddenReader) -> HiddenReader:
+    def _replay(self, unit: Forward, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
         """A layer once more, for its outputs alone."""
         shard_key = (unit.lineage, layer + 1, unit.shard)
-        block = self.layers.block(layer, unit.replay[layer - unit.base])
+        block = self.layers.block(layer, staged)
         hidden_writer = self._hidden_writer(shard_key, store=False)
         for start, stop in self._micro_batches(unit.shard):
             with self._computing():
@@ -248,7 +232,7 @@ class Worker:
 
     def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
         forward: Forward = unit.forward
-        inputs = self._inputs(forward, forward.layer)
+        inputs = self._inputs(forward)
         block = self.layers.block(forward.layer, forward.staged)
         start, stop = self._micro_batches(forward.shard)[0]
         squares = Squares(self._calibration_tokens)
