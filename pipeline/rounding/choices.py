@@ -6,7 +6,7 @@ Legend: O outputs, I inputs; C the moment of the inputs and G the diagonal of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,20 +54,24 @@ def with_bits(
     shapes = [tuple(weights[f"{role}.weight"].shape) for role in roles]
     ranked = from_columns(curve)
     sizes = torch.tensor([point.numbers for point in ranked])
-    solved = {point.numbers: solve(point.ranks) for point in _sampled(ranked)}
+    sampled = _sampled(ranked)
+    readers = {choice: _Readers.rounded(roles, weights, statistics, quantize, choice) for choice in CHOICES}
+    known: dict[int, list[float]] = {choice: [] for choice in CHOICES}
+    for point in sampled:  # one at a time: dense matrices
+        solution = solve(point.ranks)
+        before = multiplied(solution, {})
+        for choice in CHOICES:
+            rounded = round_solution(solution, quantize, choice, statistics.moments, weights)
+            known[choice].append(readers[choice].loss_of(solution, before, rounded, statistics))
     points = []
     for choice in CHOICES:
         share = rounded_share(choice, quantize.group, bits)
         extra = math.ceil(beside(shapes, choice, quantize.group, bits))
-        readers = _Readers.rounded(roles, weights, statistics, quantize, choice)
-        known = [
-            readers.loss_of(found, round_solution(found, quantize, choice, statistics.moments, weights), statistics)
-            for found in solved.values()
-        ]
-        losses = interpolated(list(solved), torch.tensor(known, dtype=torch.float64), sizes)
+        losses_n = torch.tensor(known[choice], dtype=torch.float64)
+        losses = interpolated([point.numbers for point in sampled], losses_n, sizes)
         for point, loss in zip(ranked, losses.tolist(), strict=True):
-            rounded = max(0, point.numbers - plain)
-            numbers = math.ceil(rounded * share) + min(plain, point.numbers) + extra
+            codes = max(0, point.numbers - plain)
+            numbers = math.ceil(codes * share) + min(plain, point.numbers) + extra
             ranks = {**point.ranks, BITS: choice}
             points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
     return to_columns(frontier(points))
@@ -106,13 +110,19 @@ class _Readers(NamedTuple):
             found.given[role] = float(_squares(weight_OI, moment_II).sum())
         return found
 
-    def loss_of(self, solution: Solution, rounded: RoundedSolution, statistics: Statistics) -> float:
-        """What a rounded solution is predicted to lose.
+    def loss_of(
+        self,
+        solution: Solution,
+        before: Mapping[tuple[str, ...], Tensor],
+        rounded: RoundedSolution,
+        statistics: Statistics,
+    ) -> float:
+        """What a rounded solution is predicted to lose; `before`: the exact one, multiplied out.
 
         What reads the stream may give other numbers than those that G is known of: it counts in proportion to the
         errors of the dense matrices, value heads in another basis to the relative ones.
         """
-        total, before = 0.0, multiplied(solution, {})
+        total = 0.0
         for roles, after_OI in multiplied(solution, rounded.values).items():
             role, change_OI = roles[0], after_OI - before[roles]
             moment_II = statistics.mean(INPUTS[role])[0]
