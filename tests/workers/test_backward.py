@@ -209,11 +209,6 @@ def test_a_worker_that_held_nothing_gets_the_same_bits(family: tuple[Worker, Aut
         assert torch.equal(found["moment"], expected[last - 1][moment][1]["moment"]), moment.key
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_source(tmp_path_factory.mktemp("llama") / "model")
-
-
 OUT = Moment("out", kind="gradient")
 
 

@@ -16,28 +16,16 @@ from pipeline.units import Forward
 from stores.activations import ActivationStore
 from tests.workers.bench import (
     EVERYTHING,
-    FAMILIES,
     LOW,
     SAMPLES,
     Reference,
     held,
     make_setup,
     make_worker,
-    save_source,
     solve_layer,
 )
 from workers.config import WorkerConfig
 from workers.embedding_and_head import head
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_source(tmp_path_factory.mktemp("llama") / "model")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_source(tmp_path_factory.mktemp("family") / "model", request.param)
 
 
 def windows_of(setup: WorkerConfig, dtype: str = "float32") -> Windows:

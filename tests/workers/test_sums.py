@@ -18,18 +18,13 @@ from pipeline.methods.method import Moment
 from pipeline.sum_units import ChooseGrids, Sums, Total
 from pipeline.units import Forward
 from stores.statistics import StatisticsStore
-from tests.workers.bench import collect, make_setup, make_worker, rewrite, save_source
+from tests.workers.bench import collect, make_setup, make_worker, rewrite
 from workers import sums
 from workers.config import WorkerConfig
 from workers.worker import Worker
 
 SHARDS = 5
 POINTS = (Moment("attention.in"), Moment("o.in", 6, 3), Moment("mlp.in"), Moment("down.in"))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_source(tmp_path_factory.mktemp("llama") / "model")
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from pipeline.units import Forward, ForwardDone, Reduce, Solve
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,
-    FAMILIES,
     LOW,
     SAMPLES,
     SEQUENCE,
@@ -38,16 +37,6 @@ from tests.workers.bench import (
 )
 from workers.config import WorkerConfig
 from workers.worker import Worker
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_source(tmp_path_factory.mktemp("llama") / "model")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_source(tmp_path_factory.mktemp("family") / "model", request.param)
 
 
 def moment_of(values: Tensor, moment: Moment) -> Tensor:

@@ -21,15 +21,9 @@ from tests.workers.bench import (
     make_setup,
     make_worker,
     rewrite,
-    save_source,
     solve_layer,
     tasks_of,
 )
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_source(tmp_path_factory.mktemp("llama") / "model")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
