@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -30,7 +30,7 @@ from manifests.schema import Workers
 from pipeline.units import Unit
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
-from tests.end_to_end.jobs import COMMANDS
+from tests.end_to_end.jobs import COMMANDS, Job
 from workers.actor import Outcome
 from workers.backward import BackwardPass
 from workers.config import WorkerConfig
@@ -220,9 +220,9 @@ def _note_forward_work(path: Path) -> None:
         note(unit.key)
         return forward(self, unit)
 
-    def noted_replay(self: Worker, unit: Any, layer: int, inputs: Any) -> Any:
+    def noted_replay(self: Worker, unit: Any, layer: int, *arguments: Any) -> Any:
         note(f"replay/{unit.lineage}/{layer}/{unit.shard}")
-        return replay(self, unit, layer, inputs)
+        return replay(self, unit, layer, *arguments)
 
     def noted_through(self: BackwardPass, unit: Any, layer: int, *arguments: Any, **options: Any) -> Any:
         note(unit.key if layer == unit.layer else f"replay/backward/{layer}/{unit.shard}")
@@ -289,3 +289,17 @@ def _install(hook: Hook) -> None:
     around("file", os, "link", 1, lambda path: ".partial" not in path)
     around("sync", os, "fsync", 0, lambda path: "lock.json" not in path)
     around("remove", shutil, "rmtree", 0, lambda path: True)
+
+
+def killed_again_and_again(made: Job, hook: Hook, most: int) -> Iterator[int]:
+    """Runs a job until it ends, killed every second time at a later hook, at most `most` times.
+
+    Yields the number of each run, from 0, when it is over.
+    """
+    for run in range(most):
+        child = Child("run", [str(made.manifest)], made.root / "log", Hook(hook.what, run // 2 + 1, "", hook.after))
+        code = child.end()
+        yield run
+        if code == 0:
+            return
+        assert code == -signal.SIGKILL, child.said

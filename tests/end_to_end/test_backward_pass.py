@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.children import Child, Hook, killed_again_and_again
 from tests.end_to_end.jobs import Job, file_digests, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES, make_source
 from tests.workers.bench import flip
@@ -45,15 +45,10 @@ def test_killed_again_and_again_it_ends_the_same(
 ) -> None:
     made = job(**LOSS, **{"resume.every": every})
     before: list[str] = []
-    for run in range(MOST_RUNS):
-        child = Child("run", [str(made.manifest)], made.root / "log", Hook(hook.what, run // 2 + 1, "", hook.after))
-        code = child.end()
+    for run in killed_again_and_again(made, hook, MOST_RUNS):
         repeated = [unit for unit in work_done(made)[len(before) :] if unit in before]
-        assert len(repeated) <= SHARDS * every, repeated
+        assert len(repeated) <= SHARDS * every, (run, repeated)
         before = work_done(made)
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL, child.said
     assert run >= 3
     assert file_digests(made.output) == reference
 

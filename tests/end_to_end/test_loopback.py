@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +24,18 @@ def listening() -> list[tuple[str, Any]]:
     return found
 
 
+def processes_of_ray() -> list[tuple[str, str]]:
+    """(name, command) of what this process's Ray runs, not of what other tests have started, nor of what has ended."""
+    package, found = str(Path(ray.__file__).parent), []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # an idle worker may end at any time
+            name, parent, command = process.name(), process.parent(), " ".join(process.cmdline())
+            by_raylet = parent is not None and parent.name() == "raylet"
+            if command and (package in command or name.startswith("ray") or by_raylet):
+                found.append((name, command))
+    return found
+
+
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
 def test_ray_listens_on_loopback_only() -> None:
@@ -36,13 +49,5 @@ def test_ray_listens_on_loopback_only() -> None:
 @pytest.mark.usefixtures("shared_ray")
 def test_ray_is_no_more_than_its_two_servers_and_the_workers() -> None:
     ray.get(ray.remote(num_cpus=0)(lambda: None).remote())  # others may hold every CPU
-    others = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # an idle worker may end at any time
-            command = str(process.cmdline())
-            if "multiprocessing" in command:
-                continue  # from which other tests fork
-            is_worker = process.name().startswith(("python", "ray::")) and "default_worker.py" in command
-            if not is_worker and not process.name().startswith("ray::"):
-                others.add(process.name())
-    assert others == {"gcs_server", "raylet", "cat"}
+    servers = {name for name, command in processes_of_ray() if "default_worker.py" not in command and "::" not in name}
+    assert servers == {"gcs_server", "raylet", "cat"}

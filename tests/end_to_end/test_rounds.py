@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from stores.ledger import Ledger
-from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.children import Child, Hook, killed_again_and_again
 from tests.end_to_end.jobs import Job, file_digests, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES, make_source
 
@@ -51,13 +50,8 @@ def test_killed_again_and_again_it_ends_the_same(
     every: int, after: bool, job: MakeJob, reference: dict[str, str]
 ) -> None:
     made = job(**ROUNDS, **{"resume.every": every})
-    for run in range(MOST_RUNS):
-        child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", run // 2 + 1, "", after))
-        code = child.end()
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL, child.said
-    assert run >= 3
+    runs = list(killed_again_and_again(made, Hook("commit", after=after), MOST_RUNS))
+    assert runs[-1] >= 3
     assert file_digests(made.output) == reference
 
 
