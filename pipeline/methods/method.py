@@ -163,8 +163,8 @@ class Solution:
             with the group's name and form, for what belongs to no single role. Integers are stored as they are.
         forms: role -> form and ranks, as the checkpoint's config holds them; a dense role is left out.
         report: figures for the summary: errors, fallbacks, condition numbers.
-        inputs: role -> second moment (F, F) of what its stored matrix reads, where that is not what the dense one reads
-            and calibration text tells: `o` behind a value basis, `down` behind channels that stay.
+        inputs: role -> second moment (F, F), per token, of what its stored matrix reads, where that is not what the dense
+            one reads and calibration text tells: `o` behind a value basis, `down` behind channels that stay.
     """
 
     tensors: dict[str, Tensor]
