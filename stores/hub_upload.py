@@ -52,7 +52,7 @@ def upload_model(
         if revision:
             api.create_branch(repository, branch=revision, exist_ok=True)
         stale = _stale_weights(api, repository, revision, record_file, set(weights))
-    additions = []
+    additions: list[CommitOperationAdd] = []
     for number, (name, sha256) in enumerate(weights.items(), 1):
         say(f"{name} ({number} of {len(weights)})")
         with on_this_machine(storage, [name]) as folder, _sending(repository):
@@ -64,9 +64,11 @@ def upload_model(
             )
         additions.append(addition)
     additions += [CommitOperationAdd(name, content) for name, content in small.items()]
-    operations = [*additions, *(CommitOperationDelete(name) for name in stale)]
+    deletions = [CommitOperationDelete(name) for name in stale]
     with _sending(repository):
-        done: Any = api.create_commit(repository, operations, commit_message="Upload by Lamina", revision=revision)
+        done: Any = api.create_commit(
+            repository, [*additions, *deletions], commit_message="Upload by Lamina", revision=revision
+        )
     return str(done.commit_url)
 
 

@@ -79,7 +79,8 @@ def card_metadata(
         eval_results=results or None,
         lamina={"methods": methods, "keep": round(parameters["compressed"] / parameters["dense"], 4)},
     )
-    return dict(data.to_dict())
+    metadata: dict[str, Any] = data.to_dict()  # type: ignore[no-untyped-call]
+    return metadata
 
 
 def with_metadata(card: str, metadata: Mapping[str, Any]) -> str:
