@@ -28,7 +28,6 @@ from tests.pipeline.simulation import (
     run,
 )
 
-
 LONG = ("rounds", "gradient-", "compressed-every", "dense-every")  # killed at each of many commits
 
 
