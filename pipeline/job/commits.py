@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -18,7 +17,7 @@ from pipeline.plan.work import layer_work
 
 
 def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
-    """Layers between two commits: `resume.every`, or for `auto` what the plan chose when this run directory's work began.
+    """Layers between two commits: `resume.every`, or for `auto` what the plan chose when the run directory was new.
 
     `hardware`: of the workers (`workers.hardware`), at whose rates it is planned.
     """
@@ -44,5 +43,7 @@ def _rates(job: JobContext, device: str) -> Rates:
     if device in GPUS:
         return GPUS[device]
     fastest = max(GPUS, key=lambda name: GPUS[name].products)
-    job.observer.say(f"resume.every: auto: no rates of {device} are known; those of {fastest} are taken", logging.WARNING)
+    job.observer.say(
+        f"resume.every: auto: no rates of {device} are known; those of {fastest} are taken", logging.WARNING
+    )
     return GPUS[fastest]

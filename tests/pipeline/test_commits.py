@@ -87,7 +87,8 @@ def test_a_run_directory_keeps_what_was_chosen(tmp_path: Path, monkeypatch: pyte
     ledger, said = Ledger(tmp_path), []  # type: tuple[Ledger, list[str]]
     gpus: dict[str, Any] = {"workers": {"max": 8, "gpus": 1}}
     assert commit_interval(job_of(ledger, 3, said), {"device": "CPU"}) == 3
-    assert ledger.get(SCHEDULE) is None and said == []
+    assert ledger.get(SCHEDULE) is None
+    assert said == []
     chosen = commit_interval(job_of(ledger, "auto", said, **gpus), {"device": "NVIDIA H200"})
     assert 1 < chosen <= LAYERS
     assert said == [f"resume.every: auto: hidden states are committed every {chosen} layers"]
