@@ -5,7 +5,7 @@ docs/methods.md#loss-aware.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -70,8 +70,9 @@ class LossAwareMethod(MethodBase[LossAware]):
         }
         chosen = {name: parts for name, parts in whole.items() if getattr(self.entry, name)}
         corrects = self.entry.correct == "output"
+        pieces = {"mlp": mlp.pieces(self.entry, geometry)}
         return tuple(
-            Group(layer, name, roles, moments, PARTS[name].CORRECTIONS if corrects else ())
+            Group(layer, name, roles, moments, PARTS[name].CORRECTIONS if corrects else (), pieces.get(name, 1))
             for layer in self.entry.chosen_layers(geometry.num_layers)
             for name, (roles, moments) in chosen.items()
         )
@@ -84,6 +85,26 @@ class LossAwareMethod(MethodBase[LossAware]):
         """Every choice of ranks that no other undercuts in both size and loss."""
         points = PARTS[group.name].points(self.entry, geometry, weights, statistics)
         return to_columns(frontier(points))
+
+    def begin_curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> mlp.Begun:
+        """The MLP's: see `mlp.begin`."""
+        return mlp.begin(self.entry, geometry, weights, statistics)
+
+    def curve_pieces(
+        self,
+        group: Group,
+        geometry: Geometry,
+        weights: Weights,
+        statistics: Statistics,
+        begun: mlp.Begun,
+        numbers: Sequence[int],
+    ) -> list[mlp.Piece]:
+        """The MLP's: see `mlp.piece`."""
+        return mlp.piece(self.entry, geometry, weights, statistics, begun, numbers)
+
+    def join_curve(self, group: Group, geometry: Geometry, begun: mlp.Begun, pieces: Sequence[mlp.Piece]) -> Curve:
+        """As `curve`, of the MLP."""
+        return to_columns(frontier(mlp.join(self.entry, geometry, begun, pieces)))
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """None: ranks are points of curves."""
