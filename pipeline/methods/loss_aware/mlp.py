@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
 from pipeline.kernels.interpolation import interpolated
@@ -51,22 +51,22 @@ PROBED = 3  # widths at which these are looked at: the smallest, the largest, an
 BATCH = 4096  # tokens that pass the MLP at a time
 
 
-def roles(geometry: Geometry) -> tuple[str, ...]:
+def roles(geometry: LayerGeometry) -> tuple[str, ...]:
     """(gate), up, down."""
     return (*readers(geometry), "down")
 
 
-def readers(geometry: Geometry) -> tuple[str, ...]:
+def readers(geometry: LayerGeometry) -> tuple[str, ...]:
     """The roles that read the MLP's input."""
     return tuple(role for role in ("gate", "up") if role in geometry.roles)
 
 
-def moments(geometry: Geometry) -> tuple[Moment, ...]:
+def moments(geometry: LayerGeometry) -> tuple[Moment, ...]:
     """The diagonal suffices for the gradient at gate and up."""
     return (INPUT, HIDDEN, METRIC, _sample(geometry), *(_gradient(role) for role in readers(geometry)))
 
 
-def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
+def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Ranks of gate/up and of down on each of a few widths."""
     solver, multiple = _Solver(entry, geometry, weights, found), entry.multiple(geometry.hidden)
     options, widths = [], _widths(entry, geometry)
@@ -79,7 +79,7 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     return options
 
 
-def least_numbers(entry: LossAware, geometry: Geometry) -> int:
+def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     """Stored at the smallest width and ranks."""
     width, multiple = min(_widths(entry, geometry)), entry.multiple(geometry.hidden)
     stacks = (_reader_stack(entry, geometry, width), _down_stack(entry, geometry, width))
@@ -87,7 +87,7 @@ def least_numbers(entry: LossAware, geometry: Geometry) -> int:
 
 
 def solve(
-    entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
+    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:
     """Prunes to `width`, refits down, then cuts gate/up and down to their ranks."""
     solver, width = _Solver(entry, geometry, weights, found), ranks[WIDTH]
@@ -108,7 +108,7 @@ def solve(
 
 def correct(
     entry: LossAware,
-    geometry: Geometry,
+    geometry: LayerGeometry,
     weights: Mapping[str, Tensor],
     found: Statistics,
     ranks: Ranks,
@@ -132,7 +132,9 @@ def correct(
 class _Solver:
     """What curve and solution of one MLP share."""
 
-    def __init__(self, entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> None:
+    def __init__(
+        self, entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics
+    ) -> None:
         self.entry, self.geometry, self.weights = entry, geometry, weights
         self.by_loss = entry.weighting == "loss"
         self.down_DN = weights["down.weight"].double()
@@ -336,7 +338,7 @@ class _Solver:
         return pull_DD
 
 
-def _sample(geometry: Geometry) -> Moment:
+def _sample(geometry: LayerGeometry) -> Moment:
     return Moment("mlp.in", kind="sample", tokens=SAMPLE_TOKENS * geometry.intermediate)
 
 
@@ -344,30 +346,30 @@ def _gradient(role: str) -> Moment:
     return Moment(f"{role}.out", kind="gradient", diagonal=True)
 
 
-def _reader_stack(entry: LossAware, geometry: Geometry, width: int) -> Stack:
+def _reader_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
     """gate and up at a width."""
     names, pivoted = readers(geometry), entry.factors == "pivoted"
     rows = len(names) * width
     return Stack(GATE_UP, names, rows, geometry.hidden, geometry.bits, pivoted, _width_of_form(geometry, width))
 
 
-def _down_stack(entry: LossAware, geometry: Geometry, width: int) -> Stack:
+def _down_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
     """down at a width."""
     pivoted, widths = entry.factors == "pivoted", _width_of_form(geometry, width)
     return Stack(DOWN, (DOWN,), geometry.hidden, width, geometry.bits, pivoted, widths)
 
 
-def _width_of_form(geometry: Geometry, width: int) -> dict[str, int]:
+def _width_of_form(geometry: LayerGeometry, width: int) -> dict[str, int]:
     return {} if width >= geometry.intermediate else {"width": width}
 
 
-def _bias_numbers(geometry: Geometry, width: int) -> int:
+def _bias_numbers(geometry: LayerGeometry, width: int) -> int:
     """Of all roles."""
     biased = geometry.biases
     return width * sum(role in biased for role in readers(geometry)) + geometry.hidden * (DOWN in biased)
 
 
-def _widths(entry: LossAware, geometry: Geometry) -> list[int]:
+def _widths(entry: LossAware, geometry: LayerGeometry) -> list[int]:
     """A few widths, evenly up to the full one."""
     whole, multiple, count = geometry.intermediate, entry.multiple(geometry.hidden), entry.widths
     even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
