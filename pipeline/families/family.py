@@ -137,7 +137,6 @@ class Geometry:
     Attributes:
         layers: in order; whatever reads a layer's sizes takes that layer's, and a total is a sum over them.
         outer: (name, shape) of every tensor outside of the layers.
-        bits: of a stored number, by which indices are counted.
     """
 
     model_type: str
@@ -147,7 +146,11 @@ class Geometry:
     layers_path: str
     layers: tuple[LayerGeometry, ...]
     outer: tuple[tuple[str, tuple[int, ...]], ...]
-    bits: int = 16
+
+    @property
+    def bits(self) -> int:
+        """Of a stored number, by which indices are counted; the same in all layers."""
+        return self.layers[0].bits
 
     @property
     def num_layers(self) -> int:

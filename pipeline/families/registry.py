@@ -156,7 +156,6 @@ def geometry_of(standard: Mapping[str, Any], bits: int = 16) -> Geometry:
         layers_path=block["layers"],
         layers=layers,
         outer=tuple(outer),
-        bits=bits,
     )
 
 
