@@ -23,6 +23,7 @@ from manifests.records import (
 )
 from pipeline.computation import Job, RanksOf, entered_importance, entered_scores, staged_layer
 from pipeline.correction import CorrectedWalk
+from pipeline.curve_taking import take_curves
 from pipeline.gradient_pass import GradientPass
 from pipeline.keys import (
     RANKS,
@@ -42,7 +43,7 @@ from pipeline.repair import Repairs, computed_keys
 from pipeline.second_round import SecondRound
 from pipeline.steps import Steps, write_unit
 from pipeline.summing import Summing
-from pipeline.units import Forward, Lineage, Measure, Predict, Solve, SolveDone, Unit
+from pipeline.units import Forward, Lineage, Measure, Solve, SolveDone, Unit
 
 
 class Driver:
@@ -197,12 +198,14 @@ class Driver:
         self.observer.phase("curves", len(pending), 1)
         while pending:
             batch, pending = self.steps.batch(pending)
-            units = [Predict(task, self._statistics_of(task)) for task in self.job.predicts if task.layer in batch]
-            for layer, found in self._found(batch, units).items():
+            tasks = {task: self._statistics_of(task) for task in self.job.predicts if task.layer in batch}
+            curves = take_curves(self.steps, tasks)
+            for layer in batch:
+                found = {task.key: curve for task, curve in curves.items() if task.layer == layer}
                 self.steps.enter(curves_key(layer), CurvesEntry(curves=found))
                 self.observer.layer_done("curves", layer, {})
 
-    def _found(self, layers: list[int], units: Sequence[Measure | Predict]) -> dict[int, dict[str, Any]]:
+    def _found(self, layers: list[int], units: Sequence[Measure]) -> dict[int, dict[str, Any]]:
         """What some units give, by layer and `Task.key`."""
         results = list(zip(units, self.steps.do(units), strict=True))
         return {

@@ -271,11 +271,44 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Predict:
-    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is a `Curve`."""
+class BeginCurve:
+    """What all pieces of a group's curve follow from; the result is JSON."""
 
     task: Task
     statistics: Mapping[Moment, ArrayRecord]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"begincurve/{self.task.key}"
+
+
+@dataclass(frozen=True)
+class CurvePieces:
+    """Some pieces of a group's curve, by their numbers; the result is a list of JSON."""
+
+    task: Task
+    statistics: Mapping[Moment, ArrayRecord]
+    begun: Any
+    numbers: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"curvepieces/{self.task.key}/{self.numbers[0]}"
+
+
+@dataclass(frozen=True)
+class Predict:
+    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is a `Curve`.
+
+    `begun`, `pieces`: what workers have made of it, where they shared it; all pieces, in order.
+    """
+
+    task: Task
+    statistics: Mapping[Moment, ArrayRecord]
+    begun: Any = None
+    pieces: tuple[Any, ...] = ()
 
     @property
     def key(self) -> str:
@@ -302,6 +335,7 @@ class Compare:
 
 
 SumUnit = ChooseGrids | Collect | Total | Reduce
-Unit = Forward | Pair | Backward | SumUnit | Measure | Predict | Solve | Write | WindowForward | Score | Compare
+CurveUnit = BeginCurve | CurvePieces | Predict
+Unit = Forward | Pair | Backward | SumUnit | Measure | CurveUnit | Solve | Write | WindowForward | Score | Compare
 ShardUnit = Forward | Pair | Backward | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard
 TensorUnit = Forward | Pair | Backward | ChooseGrids | Collect | Total | Solve  # its result holds handles of tensors

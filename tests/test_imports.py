@@ -28,7 +28,7 @@ FOLDERS = {  # folder of the repository -> what its modules' names start with
 }
 COMMANDS = {
     f"pipeline.{name}"
-    for name in ("run", "status", "verify", "evaluate", "export", "report", "scale", "sweep", "plan.__main__")
+    for name in ("run", "status", "verify", "evaluate", "export", "push", "report", "scale", "sweep", "plan.__main__")
 }
 # Put the parts together, as the commands do; only these and each other import them.
 SHARED_BY_COMMANDS = tuple(

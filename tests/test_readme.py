@@ -19,7 +19,7 @@ TARGETS = sorted(set(re.findall(r"^make (\w+)$", README, flags=re.MULTILINE)))
 def test_readme_names_the_commands() -> None:
     assert set(MODULES) == {
         f"pipeline.{name}"
-        for name in ("run", "plan", "status", "report", "scale", "sweep", "evaluate", "export", "verify")
+        for name in ("run", "plan", "status", "report", "scale", "sweep", "evaluate", "export", "push", "verify")
     }
     assert TARGETS == ["quickstart", "test"]
 

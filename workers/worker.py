@@ -18,21 +18,23 @@ import torch
 from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, Curve, GradientRecord, StagedLayer
+from manifests.records import ArrayRecord, GradientRecord, StagedLayer
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
-from pipeline.methods.method import Group, Measuring, Moment, Predicting, Statistics
+from pipeline.methods.method import Group, Measuring, Moment, Statistics
 from pipeline.methods.registry import build_methods
-from pipeline.rounding.choices import with_bits
 from pipeline.score_units import Score, WindowForward
 from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, Total
 from pipeline.units import (
     Backward,
     BackwardDone,
+    BeginCurve,
     Compare,
+    CurvePieces,
+    CurveUnit,
     Forward,
     ForwardDone,
     Measure,
@@ -53,6 +55,7 @@ from workers.backward import BackwardPass
 from workers.block import Tap
 from workers.comparing import compare_models
 from workers.config import WorkerConfig
+from workers.curves import made_of_curve
 from workers.embedding_and_head import embedding
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
 from workers.layers import LayerReader
@@ -105,7 +108,9 @@ class Worker:
             Total: self.sums.total,
             Reduce: self._reduce,
             Measure: self._measure,
-            Predict: self._predict,
+            BeginCurve: self._curve,
+            CurvePieces: self._curve,
+            Predict: self._curve,
             Solve: self._solve,
             Write: self._write,
             WindowForward: self._window_forward,
@@ -281,16 +286,10 @@ class Worker:
         with self._computing():
             return method.measure(unit.task, self._geometry(unit.task), weights)
 
-    def _predict(self, unit: Predict) -> Curve:
+    def _curve(self, unit: CurveUnit) -> Any:
         (method, quantize), weights = self.methods[unit.task.method], self._group_weights(unit.task)
-        assert isinstance(method, Predicting)
-        statistics, geometry = self._statistics(unit.statistics), self._geometry(unit.task)
         with self._computing():
-            curve = method.curve(unit.task, geometry, weights, statistics)
-            if quantize is None or quantize.bits != "auto":
-                return curve
-            solve = partial(method.compress, unit.task, geometry, weights, statistics)
-            return with_bits(curve, unit.task, quantize, weights, statistics, solve, geometry.bits)
+            return made_of_curve(unit, method, quantize, self._geometry(unit.task), weights, self._statistics)
 
     def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""

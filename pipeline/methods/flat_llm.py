@@ -167,7 +167,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         inputs = {}
         if CONTEXT in statistics.moments:
             encoder_Hrd = of_heads(encoder_Grd, geometry.heads).double()
-            encoded_RF = encode_heads(encoder_Hrd, statistics.moments[CONTEXT][0])
+            encoded_RF = encode_heads(encoder_Hrd, statistics.mean(CONTEXT)[0])
             inputs["o"] = encode_heads(encoder_Hrd, encoded_RF.T.contiguous())
         return Solution(tensors, {"v": form, "o": form}, report, inputs)
 
@@ -207,7 +207,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             tensors["down.bias"] = weights["down.bias"].double()
         form = FormSpec(form="pruned", rank=rank)
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
-        inputs = {"down": moment_NN[kept_k][:, kept_k]}
+        inputs = {"down": moment_NN[kept_k][:, kept_k] / statistics.tokens}
         return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), report, inputs)
 
 

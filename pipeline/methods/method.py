@@ -6,7 +6,7 @@ Legend: D hidden, F features of a tap, G groups, L layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -104,6 +104,7 @@ class Group:
         moments: the statistics needed; empty for a data-free group.
         corrections: pairs, each taken on the layer as the corrections of points before it have left it; with any, the
             group is not compressed at once but by a `Correcting.correct` for each.
+        pieces: into how many its curve may be cut, by a `Dividing` method.
     """
 
     layer: int
@@ -111,6 +112,7 @@ class Group:
     roles: tuple[str, ...]
     moments: tuple[Moment, ...] = ()
     corrections: tuple[Moment, ...] = ()
+    pieces: int = 1
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,8 @@ class Solution:
             with the group's name and form, for what belongs to no single role. Integers are stored as they are.
         forms: role -> form and ranks, as the checkpoint's config holds them; a dense role is left out.
         report: figures for the summary: errors, fallbacks, condition numbers.
-        inputs: role -> second moment (F, F) of what its stored matrix reads, where that is not what the dense one reads
-            and calibration text tells: `o` behind a value basis, `down` behind channels that stay.
+        inputs: role -> second moment (F, F), per token, of what its stored matrix reads, where that is not what the
+            dense one reads and calibration text tells: `o` behind a value basis, `down` behind channels that stay.
     """
 
     tensors: dict[str, Tensor]
@@ -273,6 +275,34 @@ class Predicting(Protocol):
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Points to choose from. The first is the smallest, the last the dense group, loss 0."""
+        ...
+
+
+@runtime_checkable
+class Dividing(Predicting, Protocol):
+    """A method some of whose curves workers may share (`Group.pieces`), with the same bytes for any cut.
+
+    What is begun and what pieces are is JSON.
+    """
+
+    def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Any:
+        """What all pieces follow from."""
+        ...
+
+    def curve_pieces(
+        self,
+        group: Group,
+        geometry: LayerGeometry,
+        weights: Weights,
+        statistics: Statistics,
+        begun: Any,
+        numbers: Sequence[int],
+    ) -> list[Any]:
+        """Some of the pieces, numbered from 0. They come by the work that they are, the most first."""
+        ...
+
+    def join_curve(self, group: Group, geometry: LayerGeometry, begun: Any, pieces: Sequence[Any]) -> Curve:
+        """The curve, from all pieces in order."""
         ...
 
 

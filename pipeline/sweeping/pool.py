@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.job.compressing import BusyPool
 from pipeline.sweeping.points import shifted
-from pipeline.units import Measure, Predict, Solve, Unit
+from pipeline.units import BeginCurve, CurvePieces, Measure, Predict, Solve, Unit
 
 
 @dataclass
@@ -54,4 +54,4 @@ class PointPool:
         self.whole.forget()
 
 
-OF_TASKS = (Measure, Predict, Solve)
+OF_TASKS = (Measure, BeginCurve, CurvePieces, Predict, Solve)

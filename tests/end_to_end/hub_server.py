@@ -1,7 +1,11 @@
-"""A hub on loopback: the API that huggingface_hub speaks, large files by redirect to another host, range requests."""
+"""A hub on loopback: the API that huggingface_hub speaks, large files by redirect to another host, range requests.
+
+Files come in as they do over HTTP: large ones each by a PUT of its own, then a commit that names all.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -22,6 +26,11 @@ class HubServer:
         self.repository, self.files, self.ranges = repository, dict(files), ranges
         self.asked: list[tuple[str, str, tuple[int, int] | None]] = []
         self.sent_bytes: dict[str, int] = {}
+        self.stored: dict[str, bytes] = {}  # by sha256, which may be of no commit yet
+        self.puts: list[str] = []
+        self.commits = 0
+        self.full_after: int | None = None  # so many uploads are taken
+        self.read_only = False
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.port = self.server.server_address[1]
 
@@ -46,6 +55,23 @@ class HubServer:
 
             def do_HEAD(self) -> None:
                 self._answer()
+
+            def do_PUT(self) -> None:
+                content = self.rfile.read(int(self.headers["Content-Length"]))
+                if hub.full_after is not None and len(hub.puts) >= hub.full_after:
+                    self._send(403, b"no room")
+                    return
+                hub.puts.append(hashlib.sha256(content).hexdigest())
+                hub.stored[hub.puts[-1]] = content
+                self._send(200, b"")
+
+            def do_POST(self) -> None:
+                content = self.rfile.read(int(self.headers["Content-Length"]))
+                if hub.read_only:
+                    self._send(403, b"{}")
+                    return
+                answer = hub.take(urlsplit(self.path).path, content)
+                self._send(200 if answer is not None else 404, json.dumps(answer or {}).encode())
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -87,11 +113,47 @@ class HubServer:
                 for field, value in {**headers, "Content-Length": str(len(content))}.items():
                     self.send_header(field, value)
                 self.end_headers()
-                if self.command == "GET":
+                if self.command != "HEAD":
                     hub.sent_bytes[name] = hub.sent_bytes.get(name, 0) + len(content)
                     self.wfile.write(content)
 
         return Handler
+
+    def take(self, path: str, content: bytes) -> dict[str, Any] | None:
+        """The answer to a POST; None: there is no such thing."""
+        api = f"/api/models/{self.repository}"
+        if path == "/api/repos/create":
+            return {"url": f"{self.endpoint}/{self.repository}"}
+        if path == "/api/validate-yaml":
+            return {"warnings": [], "errors": []}
+        if path.startswith(f"{api}/preupload/"):
+            asked = [file["path"] for file in json.loads(content)["files"]]
+            return {"files": [self._upload_mode(name) for name in asked]}
+        if path == f"/{self.repository}.git/info/lfs/objects/batch":
+            return {"transfer": "basic", "objects": [self._place(found) for found in json.loads(content)["objects"]]}
+        if path.startswith(f"{api}/commit/"):
+            self._commit([json.loads(line) for line in content.splitlines()])
+            return {"commitUrl": f"{self.endpoint}/{self.repository}/commit/{COMMIT}", "commitOid": COMMIT}
+        return None
+
+    def _upload_mode(self, name: str) -> dict[str, Any]:
+        known = {"oid": hashlib.sha1(self.files[name]).hexdigest()} if name in self.files else {}
+        return {"path": name, "uploadMode": "lfs" if self.is_large(name) else "regular", "shouldIgnore": False, **known}
+
+    def _place(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        entry = {"oid": wanted["oid"], "size": wanted["size"]}
+        if wanted["oid"] in self.stored:
+            return entry
+        return {**entry, "actions": {"upload": {"href": f"{self.endpoint}/upload/{wanted['oid']}"}}}
+
+    def _commit(self, lines: list[dict[str, Any]]) -> None:
+        self.commits += 1
+        for entry in (line["value"] for line in lines if line["key"] == "file"):
+            self.files[entry["path"]] = base64.b64decode(entry["content"])
+        for entry in (line["value"] for line in lines if line["key"] == "lfsFile"):
+            self.files[entry["path"]] = self.stored[entry["oid"]]
+        for entry in (line["value"] for line in lines if line["key"] == "deletedFile"):
+            del self.files[entry["path"]]
 
     def is_large(self, name: str) -> bool:
         return name.endswith((".safetensors", ".bin", ".pth"))

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import pipeline.evaluate
 import pipeline.export
 import pipeline.plan.__main__
+import pipeline.push
 import pipeline.report
 import pipeline.run
 import pipeline.scale
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "scale": pipeline.scale.main,
     "evaluate": pipeline.evaluate.main,
     "export": pipeline.export.main,
+    "push": pipeline.push.main,
     "verify": pipeline.verify.main,
     "sweep": pipeline.sweep.main,
 }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
+import ray._private.worker as ray_worker
 
 
 def listening() -> list[tuple[str, Any]]:
@@ -21,18 +21,6 @@ def listening() -> list[tuple[str, Any]]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # an idle worker may end at any time
             continue
         found += [(name, connection.laddr) for connection in connections if connection.status == psutil.CONN_LISTEN]
-    return found
-
-
-def processes_of_ray() -> list[tuple[str, str]]:
-    """(name, command) of what this process's Ray runs, not of what other tests have started, nor of what has ended."""
-    package, found = str(Path(ray.__file__).parent), []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # an idle worker may end at any time
-            name, parent, command = process.name(), process.parent(), " ".join(process.cmdline())
-            by_raylet = parent is not None and parent.name() == "raylet"
-            if command and (package in command or name.startswith("ray") or by_raylet):
-                found.append((name, command))
     return found
 
 
@@ -49,5 +37,13 @@ def test_ray_listens_on_loopback_only() -> None:
 @pytest.mark.usefixtures("shared_ray")
 def test_ray_is_no_more_than_its_two_servers_and_the_workers() -> None:
     ray.get(ray.remote(num_cpus=0)(lambda: None).remote())  # others may hold every CPU
-    servers = {name for name, command in processes_of_ray() if "default_worker.py" not in command and "::" not in name}
-    assert servers == {"gcs_server", "raylet", "cat"}
+    started = ray_worker._global_node.all_processes
+    assert {kind for kind, processes in started.items() if processes} == {"gcs_server", "raylet"}
+    (raylet,) = started["raylet"]
+    agents = []
+    for process in psutil.Process(raylet.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # an idle worker may end at any time
+            command = process.cmdline()
+            if command and not command[0].startswith("ray::") and "default_worker.py" not in str(command):
+                agents.append(command)
+    assert agents == [["cat"], ["cat"]]

@@ -9,7 +9,7 @@ import json
 import random
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.errors import CorruptError, Interrupted
@@ -31,6 +31,8 @@ from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDon
 from pipeline.units import (
     Backward,
     BackwardDone,
+    BeginCurve,
+    CurvePieces,
     Forward,
     ForwardDone,
     Measure,
@@ -296,10 +298,8 @@ class SimulatedPool:
             return GradientRecord(**dict(record), square_norms=(1.0,), sequences=1, tokens=1)
         if isinstance(unit, Measure):
             return {"number": int(digest("measured", unit.key)[:2], 16)}
-        if isinstance(unit, Predict):
-            read = [self.world.load("statistic", record) for record in unit.statistics.values()]
-            number = 1 + int(digest("predicted", unit.key, read)[:2], 16)
-            return Curve(ranks={"rank": (number,)}, numbers=(number,), cache=(0,), loss=(0.0,))
+        if isinstance(unit, BeginCurve | CurvePieces | Predict):
+            return self._curve(unit)
         if isinstance(unit, Solve):
             return self._solve(unit)
         if isinstance(unit, WindowForward | Score):
@@ -308,6 +308,21 @@ class SimulatedPool:
         assert {form.rank for form in unit.forms.values()} == {1 + unit.layer}
         parts = [self._open(handle) for handle in unit.factors]
         return self.world.store_staged(unit.layer, digest("written", unit.layer, parts, sorted(unit.forms)))
+
+    def _curve(self, unit: BeginCurve | CurvePieces | Predict) -> Any:
+        """The same whether it is made of pieces or not."""
+        read = [self.world.load("statistic", record) for record in unit.statistics.values()]
+        begun = digest("begun", unit.task.key, read)
+        if isinstance(unit, BeginCurve):
+            return begun
+        numbers = unit.numbers if isinstance(unit, CurvePieces) else range(unit.task.pieces)
+        assert getattr(unit, "begun", None) in (None, begun)
+        pieces = [digest("piece", begun, number) for number in numbers]
+        if isinstance(unit, CurvePieces):
+            return pieces
+        assert unit.pieces in ((), tuple(pieces))
+        number = 1 + int(digest("predicted", pieces)[:2], 16)
+        return Curve(ranks={"rank": (number,)}, numbers=(number,), cache=(0,), loss=(0.0,))
 
     def _forward(self, unit: Forward) -> ForwardDone:
         assert 0 <= unit.base <= unit.layer
@@ -546,6 +561,14 @@ def make_gradient_job(
     return make_job(tasks, **given)
 
 
+def make_pieces_job(layers: Sequence[int], pieces: int = 3) -> Job:
+    """Curves of one of two groups may be cut."""
+    job = make_gradient_job(layers)
+    long = {task: replace(task, pieces=pieces) for task in job.tasks if task.name == "loss-mlp"}
+    tasks = tuple(long.get(task, task) for task in job.tasks)
+    return replace(job, tasks=tasks, predicts=tasks)
+
+
 def make_corrected_job(layers: Sequence[int], groups: Sequence[str] = ("first", "second"), **settings: Any) -> Job:
     """Every layer in parts, behind what became of those before."""
     given = {"num_layers": max(layers) + 1, "propagate": "dense", "keep_statistics": True, "scores": frozenset()}
@@ -583,6 +606,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "gradient-last-2": lambda: make_gradient_job([2, 3]),
     "gradient-some": lambda: make_gradient_job([1, 3], groups=["free", "loss-mlp"], num_layers=5),
     "gradient-local": lambda: make_gradient_job(ALL, gradient="local", every=2),
+    "gradient-pieces": lambda: make_pieces_job(range(3)),
     "gradient-behind-compressed": lambda: make_gradient_job(ALL, propagate="compressed"),
     "rounds": lambda: make_gradient_job(ALL, shards=3, gradient_shards=(0, 2), rounds=2),
     "rounds-dropped": lambda: make_gradient_job(range(3), keep_statistics=False, rounds=2),

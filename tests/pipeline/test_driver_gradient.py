@@ -12,7 +12,7 @@ from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_gradients, layer_moments
-from pipeline.units import Forward, Predict, Reduce, Solve, Unit
+from pipeline.units import CurvePieces, Forward, Predict, Reduce, Solve, Unit
 from tests.pipeline.simulation import (
     ALL,
     JOBS,
@@ -29,6 +29,7 @@ from tests.pipeline.simulation import (
     forwards,
     make_gradient_job,
     make_job,
+    make_pieces_job,
     make_tasks,
     run,
 )
@@ -181,6 +182,21 @@ def test_curves_alone_are_taken_without_ranks() -> None:
     run(job, world)
     assert {type(unit).__name__ for unit in world.done} == {"Solve", "Write"}
     assert results(world) == results(run(job)[0])
+
+
+@pytest.mark.parametrize(
+    ("workers", "parts"),
+    {1: [0, 0, 0], 2: [0, 0, 2], 3: [0, 0, 0], 5: [0, 0, 0], 6: [2, 2, 2], 9: [3, 3, 3], 40: [3, 3, 3]}.items(),
+)
+def test_long_curves_are_cut_where_workers_have_none(workers: int, parts: list[int]) -> None:
+    """The same bytes for any number of workers, and each piece once; no cut while each worker has a long one."""
+    job, world = make_pieces_job(range(3), pieces=3), World()
+    run(job, world, SimulatedPool(world, size=workers))
+    assert results(world) == results(run(job)[0])
+    cut = [unit for unit in world.done if isinstance(unit, CurvePieces)]
+    assert [sum(unit.task.layer == layer for unit in cut) for layer in range(3)] == parts
+    taken = sorted((unit.task.layer, number) for unit in cut for number in unit.numbers)
+    assert taken == [(layer, number) for layer in range(3) if parts[layer] for number in range(3)]
 
 
 def test_sums_that_are_taken_again_store_no_inputs_again() -> None:

@@ -98,9 +98,9 @@ def read_at(
         factor = randn(where.hidden, where.hidden)  # only q and k take the input's moment into account
         return factor @ factor.T
     if point == "down.in":
-        from pipeline.methods.loss_aware.mlp import _Solver
+        from pipeline.methods.loss_aware.mlp_solver import Solver
 
-        solver = _Solver(method_of().entry, where.layers[0], weights, statistics)
+        solver = Solver(method_of().entry, where.layers[0], weights, statistics)
         return solver.moment(solver.kept(ranks["width"]))
     from pipeline.methods.loss_aware.attention import _based
 

@@ -5,7 +5,7 @@ docs/methods.md#loss-aware.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -73,7 +73,8 @@ class LossAwareMethod(MethodBase[LossAware]):
             "mlp": (mlp.roles(layer), mlp.moments(layer)),
         }[name]
         corrections = PARTS[name].CORRECTIONS if self.entry.correct == "output" else ()
-        return Group(layer.index, name, roles, moments, corrections)
+        pieces = mlp.pieces(self.entry, layer) if name == "mlp" else 1
+        return Group(layer.index, name, roles, moments, corrections, pieces)
 
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """All ranks at one step."""
@@ -83,6 +84,26 @@ class LossAwareMethod(MethodBase[LossAware]):
         """Every choice of ranks that no other undercuts in both size and loss."""
         points = PARTS[group.name].points(self.entry, geometry, weights, statistics)
         return to_columns(frontier(points))
+
+    def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> mlp.Begun:
+        """The MLP's: see `mlp.begin`."""
+        return mlp.begin(self.entry, geometry, weights, statistics)
+
+    def curve_pieces(
+        self,
+        group: Group,
+        geometry: LayerGeometry,
+        weights: Weights,
+        statistics: Statistics,
+        begun: mlp.Begun,
+        numbers: Sequence[int],
+    ) -> list[mlp.Piece]:
+        """The MLP's: see `mlp.piece`."""
+        return mlp.piece(self.entry, geometry, weights, statistics, begun, numbers)
+
+    def join_curve(self, group: Group, geometry: LayerGeometry, begun: mlp.Begun, pieces: Sequence[mlp.Piece]) -> Curve:
+        """As `curve`, of the MLP."""
+        return to_columns(frontier(mlp.join(self.entry, geometry, begun, pieces)))
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """None: ranks are points of curves."""

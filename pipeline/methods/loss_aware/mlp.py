@@ -1,54 +1,63 @@
 """The MLP: channels removed, gate and up at a joint rank on those that stay, down at a rank.
 
-docs/methods.md#curves.
-
-Legend: D hidden, N intermediate, k channels kept, m rows of the stack of gate and up, T tokens of the sample.
+docs/methods.md#curves. The curve may be cut by widths among workers: `begin` tells in which order channels go, `piece`
+what one width loses, `join` makes the points of it. Nothing of a width depends on which others a worker is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
-from manifests.records import FormSpec
 from pipeline.families.family import LayerGeometry
-from pipeline.families.registry import activation_of
-from pipeline.kernels.elimination import eliminate
 from pipeline.kernels.interpolation import interpolated
-from pipeline.kernels.nystrom import nested_losses, nystrom_refit
-from pipeline.kernels.refit import Refit, refit
-from pipeline.kernels.sensitivity import (
-    Directions,
-    Roots,
-    input_directions,
-    losses_by_rank,
-    output_directions,
-    pulled,
-    pushed,
-    roots_of,
+from pipeline.methods.loss_aware.mlp_solver import (
+    DOWN,
+    GATE_UP,
+    HIDDEN,
+    INPUT,
+    METRIC,
+    WIDTH,
+    Solver,
+    bias_numbers,
+    down_stack,
+    gradient_of,
+    probed_ranks,
+    probed_widths,
+    reader_stack,
+    readers,
+    sample_of,
+    widths_of,
 )
-from pipeline.kernels.spectra import symmetric_root
 from pipeline.methods.loss_aware.pairs import carry, complete, pair
-from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, merged
 
-WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
-INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
-METRIC = Moment("out", kind="gradient")
 READ, WRITTEN = pair("mlp.in"), pair("down.in")
 CORRECTIONS = (READ, WRITTEN)
-SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
-PROBE_TOKENS = 4  # for each channel; enough to see what a rank of gate and up costs
-PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up
-PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
-BATCH = 4096  # tokens that pass the MLP at a time
+
+
+class Begun(TypedDict):
+    """`order`: the channels, those that stay longest first. `losses`: of the widths, ascending, by themselves.
+    `probed`: those at which the activation is looked at."""
+
+    order: list[int]
+    losses: list[float]
+    probed: list[int]
+
+
+class Piece(TypedDict):
+    """Of one width, by rank: what gate and up are predicted to lose, were the activation linear, and down; and by
+    share of `PROBES` what gate and up are seen to lose, by that; empty at widths that are not looked at."""
+
+    gate_up: list[float]
+    down: list[float]
+    bends: list[float]
 
 
 def roles(geometry: LayerGeometry) -> tuple[str, ...]:
@@ -56,42 +65,118 @@ def roles(geometry: LayerGeometry) -> tuple[str, ...]:
     return (*readers(geometry), "down")
 
 
-def readers(geometry: LayerGeometry) -> tuple[str, ...]:
-    """The roles that read the MLP's input."""
-    return tuple(role for role in ("gate", "up") if role in geometry.roles)
-
-
 def moments(geometry: LayerGeometry) -> tuple[Moment, ...]:
     """The diagonal suffices for the gradient at gate and up."""
-    return (INPUT, HIDDEN, METRIC, _sample(geometry), *(_gradient(role) for role in readers(geometry)))
+    return (INPUT, HIDDEN, METRIC, sample_of(geometry), *(gradient_of(role) for role in readers(geometry)))
+
+
+def pieces(entry: LossAware, geometry: LayerGeometry) -> int:
+    """Into how many the curve may be cut: one for each width."""
+    return len(widths_of(entry, geometry))
 
 
 def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Ranks of gate/up and of down on each of a few widths."""
-    solver, multiple = _Solver(entry, geometry, weights, found), entry.multiple(geometry.hidden)
-    options, widths = [], _widths(entry, geometry)
-    for width in sorted(widths, key=lambda width: width not in solver.probed):
-        kept = solver.kept(width)
-        pruned = Point({WIDTH: width}, _bias_numbers(geometry, width), float(solver.width_losses[width]))
-        upper = _reader_stack(entry, geometry, width).points(solver.reader_losses(kept), multiple)
-        lower = _down_stack(entry, geometry, width).points(solver.down_losses(kept), multiple)
-        options += merged([pruned], merged(upper, lower))
-    return options
+    solver = Solver(entry, geometry, weights, found)
+    begun = _begun(solver)
+    each = [_piece(solver, begun, width) for width in _by_work(entry, geometry)]
+    return join(entry, geometry, begun, each)
+
+
+def begin(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> Begun:
+    """Eliminates channels. Holds the statistics, and as many numbers again as their largest moment has."""
+    return _begun(Solver(entry, geometry, weights, found))
+
+
+def piece(
+    entry: LossAware,
+    geometry: LayerGeometry,
+    weights: Mapping[str, Tensor],
+    found: Statistics,
+    begun: Begun,
+    numbers: Sequence[int],
+) -> list[Piece]:
+    """Some widths, one after another, by their numbers among `pieces`, which come by the work that they are.
+
+    Holds the statistics, of one width the moment of its channels with a factor, roots of the moments of the input and
+    of the gradient, and a batch of the sample. What widths share are those roots, 20 D³ operations of the 40 D³ that a
+    width takes besides; the elimination is not done again.
+    """
+    solver, widths = Solver(entry, geometry, weights, found, begun["order"]), _by_work(entry, geometry)
+    return [_piece(solver, begun, widths[number]) for number in numbers]
+
+
+def join(entry: LossAware, geometry: LayerGeometry, begun: Begun, each: Sequence[Piece]) -> list[Point]:
+    """The points of all widths, from all `pieces` in their order."""
+    by_width = dict(zip(_by_work(entry, geometry), each, strict=True))
+    return list(_options(entry, geometry, begun, by_width))
+
+
+def _begun(solver: Solver) -> Begun:
+    widths = widths_of(solver.entry, solver.geometry)
+    losses = [float(solver.width_losses[width]) for width in widths]
+    return Begun(
+        order=solver.priority.tolist(),
+        losses=losses,
+        probed=probed_widths(solver.entry, solver.geometry, len(solver.sample_TD)),
+    )
+
+
+def _piece(solver: Solver, begun: Begun, width: int) -> Piece:
+    kept_k = solver.kept(width)
+    linear = solver.reader_losses(kept_k)
+    pruned = dict(zip(widths_of(solver.entry, solver.geometry), begun["losses"], strict=True))[width]
+    bends = solver.bends(kept_k, linear, pruned) if width in begun["probed"] else []
+    return Piece(gate_up=linear.tolist(), down=solver.down_losses(kept_k).tolist(), bends=bends)
+
+
+def _options(entry: LossAware, geometry: LayerGeometry, begun: Begun, each: Mapping[int, Piece]) -> Iterator[Point]:
+    multiple = entry.multiple(geometry.hidden)
+    for width, loss in zip(widths_of(entry, geometry), begun["losses"], strict=True):
+        pruned = Point({WIDTH: width}, bias_numbers(geometry, width), loss)
+        upper = reader_stack(entry, geometry, width).points(_bent(geometry, begun, each, width), multiple)
+        lower = down_stack(entry, geometry, width).points(_column(each[width]["down"]), multiple)
+        yield from merged([pruned], merged(upper, lower))
+
+
+def _bent(geometry: LayerGeometry, begun: Begun, each: Mapping[int, Piece], width: int) -> Tensor:
+    """What gate and up lose by rank: the linear prediction, times what a few ranks are seen to lose by it; at widths
+    between those that were looked at, what is in between."""
+    linear, ranks = _column(each[width]["gate_up"]), probed_ranks(geometry, width)
+    probed = begun["probed"]
+    if not probed or not ranks or width > probed[-1]:
+        return linear
+    known = [width] if width in probed else probed
+    seen = torch.stack([_column(each[other]["bends"]) for other in known])
+    (by_share,) = interpolated(known, seen, torch.tensor([width]))
+    by_rank = linear * interpolated(list(ranks), by_share[list(ranks.values())], torch.arange(len(linear)))
+    return by_rank.flip(0).cummax(0).values.flip(0)  # seen costs waver, but a larger rank never costs more
+
+
+def _column(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _by_work(entry: LossAware, geometry: LayerGeometry) -> list[int]:
+    """The widths, those first that are looked at where the sample has tokens enough, and of the others the largest."""
+    widths = widths_of(entry, geometry)
+    probed = probed_widths(entry, geometry)
+    return sorted(widths, key=lambda width: (width not in probed, -width))
 
 
 def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     """Stored at the smallest width and ranks."""
-    width, multiple = min(_widths(entry, geometry)), entry.multiple(geometry.hidden)
-    stacks = (_reader_stack(entry, geometry, width), _down_stack(entry, geometry, width))
-    return sum(stack.least(multiple) for stack in stacks) + _bias_numbers(geometry, width)
+    width, multiple = min(widths_of(entry, geometry)), entry.multiple(geometry.hidden)
+    stacks = (reader_stack(entry, geometry, width), down_stack(entry, geometry, width))
+    return sum(stack.least(multiple) for stack in stacks) + bias_numbers(geometry, width)
 
 
 def solve(
     entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:
     """Prunes to `width`, refits down, then cuts gate/up and down to their ranks."""
-    solver, width = _Solver(entry, geometry, weights, found), ranks[WIDTH]
-    upper, lower = _reader_stack(entry, geometry, width), _down_stack(entry, geometry, width)
+    solver, width = Solver(entry, geometry, weights, found), ranks[WIDTH]
+    upper, lower = reader_stack(entry, geometry, width), down_stack(entry, geometry, width)
     if width >= geometry.intermediate and ranks[GATE_UP] >= upper.full and ranks[DOWN] >= lower.full:
         return Solution(dict(weights), {}, {"dense": True})
     kept = solver.kept(width)
@@ -117,260 +202,13 @@ def correct(
     """First gate and up for the input as it now comes, with a full-rank down; then down, by what is missing behind."""
     if READ not in found.moments:
         now = complete(found, WRITTEN, before["down.weight"])
-        return _Solver(entry, geometry, weights, found).written(now.weight, now.moment, ranks)
+        return Solver(entry, geometry, weights, found).written(now.weight, now.moment, ranks)
     moved = carry(found, READ, weights, readers(geometry))
     behind = replace(found, moments={**found.moments, INPUT: moved.moment[None] * found.tokens})
-    solver = _Solver(entry, geometry, moved.weights, behind)
+    solver = Solver(entry, geometry, moved.weights, behind)
     kept = solver.kept(ranks[WIDTH])
     read = solver.read(kept, ranks)
     refit_Dk, report = solver.refit(kept)
-    full = {**ranks, DOWN: _down_stack(entry, geometry, ranks[WIDTH]).full}
+    full = {**ranks, DOWN: down_stack(entry, geometry, ranks[WIDTH]).full}
     written = solver.written(refit_Dk, solver.moment(kept), full)
     return Solution(read.tensors | written.tensors, read.forms | written.forms, report)
-
-
-class _Solver:
-    """What curve and solution of one MLP share."""
-
-    def __init__(
-        self, entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics
-    ) -> None:
-        self.entry, self.geometry, self.weights = entry, geometry, weights
-        self.by_loss = entry.weighting == "loss"
-        self.down_DN = weights["down.weight"].double()
-        self.input_DD, self.hidden_NN = found.mean(INPUT)[0], found.mean(HIDDEN)[0]
-        self.metric_DD = found.mean(METRIC)[0]
-        self.gradients_N = {role: found.mean(_gradient(role))[0] for role in readers(geometry)}
-        self.sample_TD = found.moments[_sample(geometry)][0]
-        self._directions: dict[int, Directions] = {}  # by width
-        self._seen: dict[int, list[float]] = {}  # by width: see `_bends`
-        self._refits: dict[int, tuple[Tensor, dict[str, Any]]] = {}
-
-    def sees(self, width: int) -> bool:
-        """Whether the sample has tokens enough to fit so many channels."""
-        return len(self.sample_TD) >= 2 * width
-
-    @cached_property
-    def priority(self) -> Tensor:
-        """All channels: those that stay longest first."""
-        rows_DN = symmetric_root(self.metric_DD)[0] @ self.down_DN if self.by_loss else self.down_DN
-        order = eliminate(self.hidden_NN, rows_DN, min(_widths(self.entry, self.geometry))).order
-        stays_N = torch.ones(self.geometry.intermediate, dtype=torch.bool, device=order.device)
-        return torch.cat((stays_N.index_fill(0, order, False).nonzero()[:, 0], order.flip(0)))
-
-    @cached_property
-    def width_losses(self) -> Tensor:
-        """Predicted loss by width."""
-        return nested_losses(self.hidden_NN, self.down_DN, self.metric_DD, self.priority)
-
-    def read(self, kept_k: Tensor, ranks: Ranks) -> Solution:
-        """gate and up on the channels that stay, at their rank."""
-        width, rank, names = kept_k.numel(), ranks[GATE_UP], readers(self.geometry)
-        stack = _reader_stack(self.entry, self.geometry, width)
-        parts = {role: self.weights[f"{role}.weight"][kept_k].double() for role in names}
-        biases = {name: bias[kept_k] for name, bias in biases_of(self.weights, names).items()}
-        if rank >= stack.full:
-            tensors = {f"{role}.weight": part for role, part in parts.items()}
-            return Solution(tensors | biases, self._pruned(names, width))
-        found = self.reader_directions(kept_k)
-        second_mr = torch.cat(list(parts.values())) @ found.decode[:, :rank]
-        tensors, forms = stack.store(parts, found.encode[:rank], second_mr)
-        return Solution(tensors | biases, forms)
-
-    def written(self, weight_Dk: Tensor, moment_kk: Tensor, ranks: Ranks) -> Solution:
-        """down on the channels that stay, whose inputs have this moment, at its rank."""
-        width, rank = weight_Dk.shape[1], ranks[DOWN]
-        stack, biases = _down_stack(self.entry, self.geometry, width), biases_of(self.weights, (DOWN,))
-        if rank >= stack.full:
-            return Solution({"down.weight": weight_Dk, **biases}, self._pruned((DOWN,), width))
-        found = self.down_directions(weight_Dk, moment_kk)
-        tensors, forms = stack.store({DOWN: weight_Dk}, found.encode[:rank] @ weight_Dk, found.decode[:, :rank])
-        return Solution(tensors | biases, forms)
-
-    def _pruned(self, names: tuple[str, ...], width: int) -> dict[str, FormSpec]:
-        form = FormSpec(form="pruned", rank=width)
-        return dict.fromkeys(names, form) if width < self.geometry.intermediate else {}
-
-    def kept(self, width: int) -> Tensor:
-        """The channels that stay, ascending."""
-        if width >= self.geometry.intermediate:
-            return torch.arange(self.geometry.intermediate, device=self.down_DN.device)
-        return self.priority[:width].sort().values
-
-    def reader_directions(self, kept_k: Tensor) -> Directions:
-        """Of the stack of gate and up on the channels that stay."""
-        width = kept_k.numel()
-        if width not in self._directions:
-            self._directions.clear()  # of the one width in hand
-            self._directions[width] = input_directions(self._input_roots, self._pull(kept_k, by_loss=self.by_loss))
-        return self._directions[width]
-
-    def reader_losses(self, kept_k: Tensor) -> Tensor:
-        """Predicted loss by rank of gate/up: the linear one, times what a few ranks are seen to cost on the sample.
-
-        down is fitted again to what is left of gate and up; then little is left of what the activation bends.
-        """
-        found = self.reader_directions(kept_k)
-        pull_DD = self._pull(kept_k, by_loss=True)
-        linear = losses_by_rank(found, self.input_DD, pull_DD)
-        width = kept_k.numel()
-        ranks = self._probed_ranks(width)
-        if not self._probes(width) or not ranks:
-            return linear
-        if width in self.probed:
-            self._seen[width] = self._bends(kept_k, ranks, linear)
-        known = [width] if width in self.probed else self.probed
-        seen = torch.tensor([self._seen[probed] for probed in known], dtype=torch.float64, device=linear.device)
-        (by_share,) = interpolated(known, seen, torch.tensor([width]))
-        places = torch.arange(len(linear), device=linear.device)
-        by_rank = linear * interpolated(list(ranks), by_share[list(ranks.values())], places)
-        return by_rank.flip(0).cummax(0).values.flip(0)  # seen costs waver, but a larger rank never costs more
-
-    @cached_property
-    def probed(self) -> list[int]:
-        """The widths at which the activation is looked at: what it bends changes little from width to width."""
-        widths = [width for width in _widths(self.entry, self.geometry) if self._probes(width)]
-        count = min(PROBED, len(widths))
-        return [widths[place * (len(widths) - 1) // max(1, count - 1)] for place in range(count)]
-
-    def _probes(self, width: int) -> bool:
-        """Whether the probe has tokens enough to fit so many channels."""
-        return self.sees(width) and len(self._probe) >= 2 * width
-
-    def _probed_ranks(self, width: int) -> dict[int, int]:
-        """Rank -> place of its share."""
-        full = min(len(self.gradients_N) * width, self.geometry.hidden)
-        ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
-        return {rank: place for rank, place in ranks.items() if rank < full}
-
-    def _bends(self, kept_k: Tensor, ranks: Mapping[int, int], linear: Tensor) -> list[float]:
-        """By share: what a rank is seen to cost on the probe, by what the linear prediction says."""
-        factors = [1.0] * len(PROBES)
-        for rank, place in ranks.items():
-            left_DD = self.refit_again(kept_k, self.reader_directions(kept_k), rank, self._probe).residual
-            cost = 0.5 * float((left_DD * self.metric_DD).sum()) - float(self.width_losses[kept_k.numel()])
-            factors[place] = max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0
-        return factors
-
-    def refit(self, kept_k: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """down on the channels that stay."""
-        width = kept_k.numel()
-        if width not in self._refits:
-            refit_Dk, report = nystrom_refit(self.down_DN, self.hidden_NN, kept_k)
-            self._refits = {width: (refit_Dk, dict(report))}  # of the one width in hand
-        return self._refits[width]
-
-    def refit_again(self, kept_k: Tensor, directions: Directions, rank: int, sample_TD: Tensor) -> Refit:
-        """down on what the channels that stay give with gate and up at a rank."""
-        projection_DD = directions.decode[:, :rank] @ directions.encode[:rank]
-        readers_kD = {role: whole[kept_k].double() @ projection_DD for role, whole in self._readers.items()}
-        biases_k = {role: bias[kept_k] for role, bias in self._biases.items()}
-        start_Dk, _ = self.refit(kept_k)
-
-        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            targets = self._probe_targets if sample_TD is self._probe else self._targets(sample_TD)
-            for part_TD, targets_TD in zip(sample_TD.split(BATCH), targets, strict=True):
-                yield targets_TD, self._hidden(part_TD, readers_kD, biases_k)
-
-        return refit(pairs(), start_Dk)
-
-    def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
-        """Of the refitted down, whose inputs have this moment."""
-        return output_directions(refit_Dk, moment_kk, self._output_roots)
-
-    def down_losses(self, kept_k: Tensor) -> Tensor:
-        """Predicted loss by rank of down."""
-        refit_Dk, _ = self.refit(kept_k)
-        moment_kk = self.moment(kept_k)
-        found, spread_DD = self.down_directions(refit_Dk, moment_kk), pushed(refit_Dk, moment_kk)
-        return losses_by_rank(found, spread_DD, self.metric_DD)
-
-    def moment(self, kept_k: Tensor) -> Tensor:
-        """Of the channels that stay."""
-        return self.hidden_NN.index_select(0, kept_k).index_select(1, kept_k)
-
-    @cached_property
-    def _probe(self) -> Tensor:
-        """An even part of the sample."""
-        stride = max(1, len(self.sample_TD) // (PROBE_TOKENS * self.geometry.intermediate))
-        return self.sample_TD[::stride]
-
-    @cached_property
-    def _probe_targets(self) -> list[Tensor]:
-        return list(self._targets(self._probe))
-
-    def _targets(self, sample_TD: Tensor) -> Iterator[Tensor]:
-        """What the dense MLP gives, batch by batch."""
-        for part_TD in sample_TD.split(BATCH):
-            hidden_TN = self._hidden(part_TD, self._readers, self._biases)
-            yield hidden_TN @ self.down_DN.to(hidden_TN.dtype).T
-
-    @cached_property
-    def _readers(self) -> dict[str, Tensor]:
-        return {role: self.weights[f"{role}.weight"] for role in self.gradients_N}
-
-    @cached_property
-    def _input_roots(self) -> Roots:
-        return roots_of(self.input_DD)
-
-    @cached_property
-    def _output_roots(self) -> Roots:
-        return roots_of(self.metric_DD if self.by_loss else torch.eye(len(self.metric_DD)).to(self.metric_DD))
-
-    @cached_property
-    def _biases(self) -> dict[str, Tensor]:
-        names = {role: f"{role}.bias" for role in self.gradients_N}
-        return {role: self.weights[name] for role, name in names.items() if name in self.weights}
-
-    def _hidden(self, inputs_TD: Tensor, parts: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> Tensor:
-        """act(gate) ⊙ up, or act(up); float32, or float64 for a float64 sample."""
-        kept = torch.promote_types(inputs_TD.dtype, torch.float32)
-        read = {role: inputs_TD.to(kept) @ part.to(kept).T for role, part in parts.items()}
-        read = {role: values + biases[role].to(kept) if role in biases else values for role, values in read.items()}
-        activation = activation_of(self.geometry)
-        return activation(read["gate"]) * read["up"] if "gate" in read else activation(read["up"])
-
-    def _pull(self, kept_k: Tensor, by_loss: bool) -> Tensor:
-        pull_DD = torch.zeros_like(self.input_DD)
-        for role, squares_N in self.gradients_N.items():
-            squares_k = squares_N[kept_k] if by_loss else torch.ones_like(squares_N[kept_k])
-            pull_DD += pulled(self.weights[f"{role}.weight"][kept_k], squares_k)
-        return pull_DD
-
-
-def _sample(geometry: LayerGeometry) -> Moment:
-    return Moment("mlp.in", kind="sample", tokens=SAMPLE_TOKENS * geometry.intermediate)
-
-
-def _gradient(role: str) -> Moment:
-    return Moment(f"{role}.out", kind="gradient", diagonal=True)
-
-
-def _reader_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
-    """gate and up at a width."""
-    names, pivoted = readers(geometry), entry.factors == "pivoted"
-    rows = len(names) * width
-    return Stack(GATE_UP, names, rows, geometry.hidden, geometry.bits, pivoted, _width_of_form(geometry, width))
-
-
-def _down_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
-    """down at a width."""
-    pivoted, widths = entry.factors == "pivoted", _width_of_form(geometry, width)
-    return Stack(DOWN, (DOWN,), geometry.hidden, width, geometry.bits, pivoted, widths)
-
-
-def _width_of_form(geometry: LayerGeometry, width: int) -> dict[str, int]:
-    return {} if width >= geometry.intermediate else {"width": width}
-
-
-def _bias_numbers(geometry: LayerGeometry, width: int) -> int:
-    """Of all roles."""
-    biased = geometry.biases
-    return width * sum(role in biased for role in readers(geometry)) + geometry.hidden * (DOWN in biased)
-
-
-def _widths(entry: LossAware, geometry: LayerGeometry) -> list[int]:
-    """A few widths, evenly up to the full one."""
-    whole, multiple, count = geometry.intermediate, entry.multiple(geometry.hidden), entry.widths
-    even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
-    return [*sorted(width for width in even if width < whole), whole]

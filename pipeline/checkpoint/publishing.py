@@ -1,0 +1,121 @@
+"""What of a checkpoint goes to the hub, and the card's metadata there: base model, methods, size, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from manifests.errors import CorruptError, InputError
+from manifests.schema import Manifest
+from pipeline.checkpoint.assembling import CARD_FILE
+from pipeline.checkpoint.compression_record import RECORD_FILE, SEAL, quick_faults, read_record
+from pipeline.evaluation.tasks import read_scores
+from pipeline.keys import COMPLETE
+from stores.hub_upload import upload_model
+from stores.run_directory import existing_run
+from stores.source import INDEX_FILE, is_hub_id
+from stores.storage import Place, open_storage
+
+
+def publish(
+    output: Place,
+    repository: str,
+    *,
+    revision: str | None,
+    private: bool,
+    run_dir: Place | None,
+    base_model: str | None,
+    say: Callable[[str], None],
+) -> str:
+    """Uploads the checkpoint in `output`, and returns the address of the commit; see `upload_model`.
+
+    Raises:
+        InputError: there is no such checkpoint, `run_dir` is of another one, or the hub refuses.
+        CorruptError: the checkpoint is damaged.
+    """
+    compression = read_record(output)
+    if faults := quick_faults(output, compression[SEAL]):
+        raise CorruptError("\n".join(faults))
+    storage = open_storage(output)
+    small = {name: storage.read(name) for name in (*compression["files"], RECORD_FILE, INDEX_FILE)}
+    evaluation, text = ({}, "") if run_dir is None else _scores(run_dir, compression[SEAL])
+    source = compression["source"]["path"]
+    origin = base_model or (source if is_hub_id(source) else None)
+    metadata = card_metadata(compression, repository, origin, evaluation, text)
+    small[CARD_FILE] = with_metadata(small[CARD_FILE].decode(), metadata).encode()
+    weights = {name: record["sha256"] for name, record in compression["shards"].items()}
+    return upload_model(storage, weights, small, RECORD_FILE, repository, revision, private, say)
+
+
+def card_metadata(
+    compression: Mapping[str, Any], repository: str, base_model: str | None, evaluation: Mapping[str, Any], text: str
+) -> dict[str, Any]:
+    """What the hub reads at the top of a card: https://huggingface.co/docs/hub/model-cards.
+
+    `evaluation`: the scores of a finished job, as its summary has them. `text`: what perplexity was measured on.
+    """
+    from huggingface_hub import EvalResult, ModelCardData
+
+    parameters = compression["counts"]["parameters"]
+    methods = [entry["method"] for entry in compression["manifest"]["methods"]]
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset,
+            dataset_name=dataset,
+            metric_type=metric,
+            metric_name=name,
+            metric_value=value,
+        )
+        for dataset, metric, name, value in _results(evaluation, text)
+    ]
+    data = ModelCardData(
+        model_name=repository.rpartition("/")[2],
+        base_model=base_model,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["lamina", "compressed", *methods],
+        eval_results=results or None,
+        lamina={"methods": methods, "keep": round(parameters["compressed"] / parameters["dense"], 4)},
+    )
+    metadata: dict[str, Any] = data.to_dict()  # type: ignore[no-untyped-call]
+    return metadata
+
+
+def with_metadata(card: str, metadata: Mapping[str, Any]) -> str:
+    """The card with `metadata` at its top; what it says there besides, and its text, stay."""
+    from huggingface_hub import ModelCard
+
+    made = ModelCard(card)
+    for name, value in metadata.items():
+        made.data[name] = value
+    return str(made)
+
+
+def _results(evaluation: Mapping[str, Any], text: str) -> Iterator[tuple[str, str, str, float]]:
+    """(Data, metric, its name, value) of a summary's scores, the dense model's with its own name."""
+    for which, addition in (("perplexity", ""), ("dense", ", dense model")):
+        if evaluation.get(which):
+            yield text, "perplexity", f"perplexity{addition}", evaluation[which]["perplexity"]
+    for model, addition in (("compressed", ""), ("dense", ", dense model")):
+        for task, scores in read_scores(evaluation.get("tasks", {}).get(model, {})).items():
+            for metric, figure in scores.metrics.items():
+                yield task, metric, f"{metric}{addition}", figure.value
+
+
+def _scores(run_dir: Place, seal: str) -> tuple[Mapping[str, Any], str]:
+    """The scores of the job that wrote a checkpoint, and the names of the text. Raises InputError."""
+    run = existing_run(run_dir)
+    done, manifest = run.ledger.get(COMPLETE), run.read_manifest()
+    if done is None or done.contract_sha256 != seal:
+        raise InputError(f"{run.place}: not the run directory of the job that wrote this checkpoint")
+    return done.summary["evaluation"], _text_name(manifest)
+
+
+def _text_name(manifest: Manifest | None) -> str:
+    """Of what perplexity was measured on."""
+    if manifest is None or manifest.evaluation.perplexity is None:
+        return ""
+    text = manifest.evaluation.perplexity.text
+    return text.dataset or ", ".join(PurePath(file).name for file in text.files or ())

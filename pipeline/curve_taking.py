@@ -1,0 +1,41 @@
+"""Takes the curves of some groups, cut into pieces where workers would be left without any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manifests.records import ArrayRecord, Curve
+from pipeline.methods.method import Moment, Task
+from pipeline.steps import Steps
+from pipeline.units import BeginCurve, CurvePieces, Predict
+
+Found = Mapping[Moment, ArrayRecord]
+
+
+def take_curves(steps: Steps, tasks: Mapping[Task, Found]) -> dict[Task, Curve]:
+    """One of each task, from its statistics. A cut costs reading these again for each part, and changes no byte.
+
+    Groups that may be cut are the long ones. While there are as many of them as workers, each stays whole.
+    """
+    long = [task for task in tasks if task.pieces > 1]
+    share = steps.pool.size // len(long) if long else 1
+    cut = long if share > 1 else []
+    units = [BeginCurve(task, found) if task in cut else Predict(task, found) for task, found in tasks.items()]
+    done: dict[Task, Any] = dict(zip(tasks, steps.do(units), strict=True))
+    parts = [
+        CurvePieces(task, tasks[task], done[task], numbers) for task in cut for numbers in _dealt(task.pieces, share)
+    ]
+    pieces: dict[Task, dict[int, Any]] = {task: {} for task in cut}
+    for part, found in zip(parts, steps.do(parts), strict=True):
+        pieces[part.task] |= dict(zip(part.numbers, found, strict=True))
+    joined = [
+        Predict(task, tasks[task], done[task], tuple(pieces[task][number] for number in range(task.pieces)))
+        for task in cut
+    ]
+    return {**done, **dict(zip(cut, steps.do(joined), strict=True))}
+
+
+def _dealt(pieces: int, parts: int) -> Sequence[tuple[int, ...]]:
+    """Numbers of pieces as cards are dealt: they come by the work that they are."""
+    return [tuple(range(first, pieces, parts)) for first in range(min(parts, pieces))]

@@ -1,0 +1,297 @@
+"""What the curve and the solution of one MLP are made of. docs/methods.md#curves.
+
+Legend: D hidden, N intermediate, k channels kept, m rows of the stack of gate and up, T tokens of the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifests.methods import LossAware
+from manifests.records import FormSpec
+from pipeline.families.family import LayerGeometry
+from pipeline.families.registry import activation_of
+from pipeline.kernels.elimination import eliminate
+from pipeline.kernels.nystrom import nested_losses, nystrom_refit
+from pipeline.kernels.refit import Refit, refit
+from pipeline.kernels.sensitivity import (
+    Directions,
+    Roots,
+    input_directions,
+    losses_by_rank,
+    output_directions,
+    pulled,
+    pushed,
+    roots_of,
+)
+from pipeline.kernels.spectra import symmetric_root
+from pipeline.methods.loss_aware.stacks import Stack, biases_of
+from pipeline.methods.method import Moment, Ranks, Solution, Statistics
+
+WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
+INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
+METRIC = Moment("out", kind="gradient")
+SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
+PROBE_TOKENS = 4  # for each channel; enough to see what a rank of gate and up costs
+PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up
+PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
+TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sample
+BATCH = 4096  # tokens that pass the MLP at a time
+
+
+def readers(geometry: LayerGeometry) -> tuple[str, ...]:
+    """The roles that read the MLP's input."""
+    return tuple(role for role in ("gate", "up") if role in geometry.roles)
+
+
+class Solver:
+    """What curve and solution of one MLP share."""
+
+    def __init__(
+        self,
+        entry: LossAware,
+        geometry: LayerGeometry,
+        weights: Mapping[str, Tensor],
+        found: Statistics,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        """`order`: the channels, those that stay longest first, where an elimination has told it."""
+        self.order = order
+        self.entry, self.geometry, self.weights = entry, geometry, weights
+        self.by_loss = entry.weighting == "loss"
+        self.down_DN = weights["down.weight"].double()
+        self.input_DD, self.hidden_NN = found.mean(INPUT)[0], found.mean(HIDDEN)[0]
+        self.metric_DD = found.mean(METRIC)[0]
+        self.gradients_N = {role: found.mean(gradient_of(role))[0] for role in readers(geometry)}
+        self.sample_TD = found.moments[sample_of(geometry)][0]
+        self._directions: dict[int, Directions] = {}  # by width
+        self._refits: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+
+    def sees(self, width: int) -> bool:
+        """Whether the sample has tokens enough to fit so many channels."""
+        return len(self.sample_TD) >= TOKENS_OF_FIT * width
+
+    @cached_property
+    def priority(self) -> Tensor:
+        """All channels: those that stay longest first."""
+        if self.order is not None:
+            return torch.tensor(self.order, device=self.down_DN.device)
+        rows_DN = symmetric_root(self.metric_DD)[0] @ self.down_DN if self.by_loss else self.down_DN
+        order = eliminate(self.hidden_NN, rows_DN, min(widths_of(self.entry, self.geometry))).order
+        stays_N = torch.ones(self.geometry.intermediate, dtype=torch.bool, device=order.device)
+        return torch.cat((stays_N.index_fill(0, order, False).nonzero()[:, 0], order.flip(0)))
+
+    @cached_property
+    def width_losses(self) -> Tensor:
+        """Predicted loss by width."""
+        return nested_losses(self.hidden_NN, self.down_DN, self.metric_DD, self.priority)
+
+    def read(self, kept_k: Tensor, ranks: Ranks) -> Solution:
+        """gate and up on the channels that stay, at their rank."""
+        width, rank, names = kept_k.numel(), ranks[GATE_UP], readers(self.geometry)
+        stack = reader_stack(self.entry, self.geometry, width)
+        parts = {role: self.weights[f"{role}.weight"][kept_k].double() for role in names}
+        biases = {name: bias[kept_k] for name, bias in biases_of(self.weights, names).items()}
+        if rank >= stack.full:
+            tensors = {f"{role}.weight": part for role, part in parts.items()}
+            return Solution(tensors | biases, self._pruned(names, width))
+        found = self.reader_directions(kept_k)
+        second_mr = torch.cat(list(parts.values())) @ found.decode[:, :rank]
+        tensors, forms = stack.store(parts, found.encode[:rank], second_mr)
+        return Solution(tensors | biases, forms)
+
+    def written(self, weight_Dk: Tensor, moment_kk: Tensor, ranks: Ranks) -> Solution:
+        """down on the channels that stay, whose inputs have this moment, at its rank."""
+        width, rank = weight_Dk.shape[1], ranks[DOWN]
+        stack, biases = down_stack(self.entry, self.geometry, width), biases_of(self.weights, (DOWN,))
+        if rank >= stack.full:
+            return Solution({"down.weight": weight_Dk, **biases}, self._pruned((DOWN,), width))
+        found = self.down_directions(weight_Dk, moment_kk)
+        tensors, forms = stack.store({DOWN: weight_Dk}, found.encode[:rank] @ weight_Dk, found.decode[:, :rank])
+        return Solution(tensors | biases, forms)
+
+    def _pruned(self, names: tuple[str, ...], width: int) -> dict[str, FormSpec]:
+        form = FormSpec(form="pruned", rank=width)
+        return dict.fromkeys(names, form) if width < self.geometry.intermediate else {}
+
+    def kept(self, width: int) -> Tensor:
+        """The channels that stay, ascending."""
+        if width >= self.geometry.intermediate:
+            return torch.arange(self.geometry.intermediate, device=self.down_DN.device)
+        return self.priority[:width].sort().values
+
+    def reader_directions(self, kept_k: Tensor) -> Directions:
+        """Of the stack of gate and up on the channels that stay."""
+        width = kept_k.numel()
+        if width not in self._directions:
+            self._directions.clear()  # of the one width in hand
+            self._directions[width] = input_directions(self._input_roots, self._pull(kept_k, by_loss=self.by_loss))
+        return self._directions[width]
+
+    def reader_losses(self, kept_k: Tensor) -> Tensor:
+        """Predicted loss by rank of gate/up, as if the activation were linear."""
+        found = self.reader_directions(kept_k)
+        return losses_by_rank(found, self.input_DD, self._pull(kept_k, by_loss=True))
+
+    def bends(self, kept_k: Tensor, linear: Tensor, pruned: float) -> list[float]:
+        """By share of `PROBES`: what a rank of gate/up is seen to cost on the probe, by what `linear` says.
+
+        down is fitted again to what is left of gate and up; then little is left of what the activation bends.
+        `pruned`: what the width costs by itself.
+        """
+        factors = [1.0] * len(PROBES)
+        for rank, place in probed_ranks(self.geometry, kept_k.numel()).items():
+            left_DD = self.refit_again(kept_k, self.reader_directions(kept_k), rank, self._probe).residual
+            cost = 0.5 * float((left_DD * self.metric_DD).sum()) - pruned
+            factors[place] = max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0
+        return factors
+
+    def refit(self, kept_k: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """down on the channels that stay."""
+        width = kept_k.numel()
+        if width not in self._refits:
+            refit_Dk, report = nystrom_refit(self.down_DN, self.hidden_NN, kept_k)
+            self._refits = {width: (refit_Dk, dict(report))}  # of the one width in hand
+        return self._refits[width]
+
+    def refit_again(self, kept_k: Tensor, directions: Directions, rank: int, sample_TD: Tensor) -> Refit:
+        """down on what the channels that stay give with gate and up at a rank."""
+        projection_DD = directions.decode[:, :rank] @ directions.encode[:rank]
+        readers_kD = {role: whole[kept_k].double() @ projection_DD for role, whole in self._readers.items()}
+        biases_k = {role: bias[kept_k] for role, bias in self._biases.items()}
+        start_Dk, _ = self.refit(kept_k)
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            targets = self._probe_targets if sample_TD is self._probe else self._targets(sample_TD)
+            for part_TD, targets_TD in zip(sample_TD.split(BATCH), targets, strict=True):
+                yield targets_TD, self._hidden(part_TD, readers_kD, biases_k)
+
+        return refit(pairs(), start_Dk)
+
+    def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
+        """Of the refitted down, whose inputs have this moment."""
+        return output_directions(refit_Dk, moment_kk, self._output_roots)
+
+    def down_losses(self, kept_k: Tensor) -> Tensor:
+        """Predicted loss by rank of down."""
+        refit_Dk, _ = self.refit(kept_k)
+        moment_kk = self.moment(kept_k)
+        found, spread_DD = self.down_directions(refit_Dk, moment_kk), pushed(refit_Dk, moment_kk)
+        return losses_by_rank(found, spread_DD, self.metric_DD)
+
+    def moment(self, kept_k: Tensor) -> Tensor:
+        """Of the channels that stay."""
+        return self.hidden_NN.index_select(0, kept_k).index_select(1, kept_k)
+
+    @cached_property
+    def _probe(self) -> Tensor:
+        return self.sample_TD[:: _probe_stride(self.geometry, len(self.sample_TD))]
+
+    @cached_property
+    def _probe_targets(self) -> list[Tensor]:
+        return list(self._targets(self._probe))
+
+    def _targets(self, sample_TD: Tensor) -> Iterator[Tensor]:
+        """What the dense MLP gives, batch by batch."""
+        for part_TD in sample_TD.split(BATCH):
+            hidden_TN = self._hidden(part_TD, self._readers, self._biases)
+            yield hidden_TN @ self.down_DN.to(hidden_TN.dtype).T
+
+    @cached_property
+    def _readers(self) -> dict[str, Tensor]:
+        return {role: self.weights[f"{role}.weight"] for role in self.gradients_N}
+
+    @cached_property
+    def _input_roots(self) -> Roots:
+        return roots_of(self.input_DD)
+
+    @cached_property
+    def _output_roots(self) -> Roots:
+        return roots_of(self.metric_DD if self.by_loss else torch.eye(len(self.metric_DD)).to(self.metric_DD))
+
+    @cached_property
+    def _biases(self) -> dict[str, Tensor]:
+        names = {role: f"{role}.bias" for role in self.gradients_N}
+        return {role: self.weights[name] for role, name in names.items() if name in self.weights}
+
+    def _hidden(self, inputs_TD: Tensor, parts: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> Tensor:
+        """act(gate) ⊙ up, or act(up); float32, or float64 for a float64 sample."""
+        kept = torch.promote_types(inputs_TD.dtype, torch.float32)
+        read = {role: inputs_TD.to(kept) @ part.to(kept).T for role, part in parts.items()}
+        read = {role: values + biases[role].to(kept) if role in biases else values for role, values in read.items()}
+        activation = activation_of(self.geometry)
+        return activation(read["gate"]) * read["up"] if "gate" in read else activation(read["up"])
+
+    def _pull(self, kept_k: Tensor, by_loss: bool) -> Tensor:
+        pull_DD = torch.zeros_like(self.input_DD)
+        for role, squares_N in self.gradients_N.items():
+            squares_k = squares_N[kept_k] if by_loss else torch.ones_like(squares_N[kept_k])
+            pull_DD += pulled(self.weights[f"{role}.weight"][kept_k], squares_k)
+        return pull_DD
+
+
+def sample_of(geometry: LayerGeometry) -> Moment:
+    """Inputs of the MLP, whole tokens."""
+    return Moment("mlp.in", kind="sample", tokens=SAMPLE_TOKENS * geometry.intermediate)
+
+
+def gradient_of(role: str) -> Moment:
+    """The squares at a role's output."""
+    return Moment(f"{role}.out", kind="gradient", diagonal=True)
+
+
+def probed_widths(entry: LossAware, geometry: LayerGeometry, tokens: int | None = None) -> list[int]:
+    """The widths at which the activation is looked at, with a sample of so many tokens, or with a whole one: what it
+    bends changes little from width to width."""
+    tokens = sample_of(geometry).tokens if tokens is None else tokens
+    probe = -(-tokens // _probe_stride(geometry, tokens))
+    fitted = [width for width in widths_of(entry, geometry) if probe >= TOKENS_OF_FIT * width]
+    count = min(PROBED, len(fitted))
+    return [fitted[place * (len(fitted) - 1) // max(1, count - 1)] for place in range(count)]
+
+
+def probed_ranks(geometry: LayerGeometry, width: int) -> dict[int, int]:
+    """Of gate and up, at a width: rank -> place of its share among `PROBES`."""
+    full = min(len(readers(geometry)) * width, geometry.hidden)
+    ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
+    return {rank: place for rank, place in ranks.items() if rank < full}
+
+
+def _probe_stride(geometry: LayerGeometry, tokens: int) -> int:
+    """The probe is an even part of the sample."""
+    return max(1, tokens // (PROBE_TOKENS * geometry.intermediate))
+
+
+def reader_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
+    """gate and up at a width."""
+    names, pivoted = readers(geometry), entry.factors == "pivoted"
+    rows = len(names) * width
+    return Stack(GATE_UP, names, rows, geometry.hidden, geometry.bits, pivoted, _width_of_form(geometry, width))
+
+
+def down_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
+    """down at a width."""
+    pivoted, widths = entry.factors == "pivoted", _width_of_form(geometry, width)
+    return Stack(DOWN, (DOWN,), geometry.hidden, width, geometry.bits, pivoted, widths)
+
+
+def _width_of_form(geometry: LayerGeometry, width: int) -> dict[str, int]:
+    return {} if width >= geometry.intermediate else {"width": width}
+
+
+def bias_numbers(geometry: LayerGeometry, width: int) -> int:
+    """Of all roles."""
+    biased = geometry.biases
+    return width * sum(role in biased for role in readers(geometry)) + geometry.hidden * (DOWN in biased)
+
+
+def widths_of(entry: LossAware, geometry: LayerGeometry) -> list[int]:
+    """A few widths, evenly up to the full one."""
+    whole, multiple, count = geometry.intermediate, entry.multiple(geometry.hidden), entry.widths
+    even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
+    return [*sorted(width for width in even if width < whole), whole]

@@ -1,0 +1,45 @@
+"""`python -m pipeline.push OUTPUT REPOSITORY`: a compressed checkpoint to the hub, its card with scores."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from typing import Any
+
+from pipeline.console.arguments import parser, run_command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = parser("push", "Uploads a compressed checkpoint to a model repository on the hub.")
+    options.add_argument("output", help="the compressed checkpoint")
+    options.add_argument("repository", help="ORGANISATION/NAME; made if it is not there")
+    options.add_argument("--private", action="store_true", help="a repository that is made is private")
+    options.add_argument("--revision", help="a branch, made if it is not there; default: the main one")
+    options.add_argument("--run-dir", metavar="RUN_DIR", help="of the job that wrote it: its scores go on the card")
+    options.add_argument(
+        "--base-model", metavar="ID", help="on the hub; default: the job's model.source if it is an id"
+    )
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    return run_command(_body, options.parse_args(argv))
+
+
+def _body(arguments: Any) -> int:
+    from pipeline.checkpoint.publishing import publish  # takes seconds, which --help need not
+
+    commit = publish(
+        arguments.output,
+        arguments.repository,
+        revision=arguments.revision,
+        private=arguments.private,
+        run_dir=arguments.run_dir,
+        base_model=arguments.base_model,
+        say=partial(print, file=sys.stderr),
+    )
+    print(json.dumps({"commit": commit}) if arguments.json else f"done: {commit}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

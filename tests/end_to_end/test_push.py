@@ -1,0 +1,134 @@
+"""A checkpoint to a hub on loopback, by the real client, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import ModelCard, constants
+
+from tests.end_to_end.hub_server import COMMIT, HubServer
+from tests.end_to_end.jobs import Ended, Job, command
+
+pytestmark = [
+    pytest.mark.usefixtures("inline_everywhere"),
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # of the hub's client to its own
+]
+
+MakeJob = Callable[..., Job]
+README = Path(__file__).resolve().parents[2] / "README.md"
+REPOSITORY = "someone/small-llama-07"
+DONE, WRONG_INPUT, FAILED = 0, 2, 1
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    with HubServer(REPOSITORY, {".gitattributes": b"*.safetensors filter=lfs\n"}) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        where = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.endpoint + where)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        huggingface_hub.close_session()
+        yield server
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def made(job: MakeJob) -> Job:
+    """A finished job, its model in several files, with scores."""
+    scored = {"window": 16, "dense": True}
+    finished = job(**{"evaluation": {"perplexity": scored}})
+    finished.changes = {**finished.changes, "evaluation.perplexity.text.files": [str(finished.text)]}
+    assert finished.run().code == DONE
+    return finished
+
+
+def push(made: Job, *options: str) -> Ended:
+    """As the README's table has it."""
+    assert "| `python -m pipeline.push OUTPUT ORGANISATION/NAME` |" in README.read_text()
+    return command("push", str(made.output), REPOSITORY, *options)
+
+
+def files_of(made: Job) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in made.output.iterdir()}
+
+
+def test_all_of_it_arrives_in_one_commit_with_scores_on_the_card(hub: HubServer, made: Job) -> None:
+    ended = push(made, "--json", "--run-dir", str(made.run_dir), "--base-model", "someone/small-llama")
+    assert ended.code == DONE, ended.err
+    assert ended.json["commit"].endswith(COMMIT)
+    assert hub.commits == 1
+    local, sent = files_of(made), dict(hub.files)
+    card, own_card = sent.pop("README.md").decode(), local.pop("README.md").decode()
+    del sent[".gitattributes"]
+    assert sent == local
+    assert card.partition("---\n#")[2] == own_card.partition("---\n#")[2]
+    data = ModelCard(card).data
+    summary = command("status", str(made.run_dir), "--json").json["summary"]["evaluation"]
+    assert (data.base_model, data.library_name) == ("someone/small-llama", "transformers")
+    assert {"lamina", "compressed", "flat_llm"} == set(data.tags)
+    numbers = made.compression()["counts"]["parameters"]
+    assert data["lamina"] == {"methods": ["flat_llm"], "keep": round(numbers["compressed"] / numbers["dense"], 4)}
+    assert {(found.metric_name, found.metric_value) for found in data.eval_results} == {
+        ("perplexity", summary["perplexity"]["perplexity"]),
+        ("perplexity, dense model", summary["dense"]["perplexity"]),
+    }
+
+
+def test_an_interrupted_push_goes_on_where_it_was(hub: HubServer, made: Job) -> None:
+    weights = [name for name in files_of(made) if name.endswith(".safetensors")]
+    assert len(weights) >= 3
+    hub.full_after = 2
+    ended = push(made)
+    assert ended.code == WRONG_INPUT, ended.err
+    assert "The same command goes on" in ended.err
+    assert (hub.commits, set(hub.files)) == (0, {".gitattributes"}), "half a model is never seen"
+    hub.full_after = None
+    assert push(made).code == DONE
+    assert len(hub.puts) == len(set(hub.puts)) == len(weights)
+    before = list(hub.puts)
+    assert push(made).code == DONE
+    assert hub.puts == before
+
+
+def test_an_earlier_checkpoint_is_replaced_and_weights_of_others_are_not(hub: HubServer, made: Job) -> None:
+    old = {"shards": {"model-00009-of-00009.safetensors": {}}}
+    hub.files |= {"compression.json": json.dumps(old).encode(), "notes.txt": b"mine"}
+    hub.files |= {"model-00009-of-00009.safetensors": b"old", "adapter.bin": b"of somebody"}
+    before = dict(hub.files)
+    ended = push(made)
+    assert ended.code == WRONG_INPUT
+    assert "adapter.bin" in ended.err
+    assert hub.files == before
+    del hub.files["adapter.bin"]
+    assert push(made).code == DONE
+    assert set(hub.files) == {*files_of(made), "notes.txt", ".gitattributes"}
+
+
+def test_what_is_wrong_is_said_before_anything_is_sent(hub: HubServer, made: Job, job: MakeJob) -> None:
+    other = job(seed=4)
+    assert other.run().code == DONE
+    ended = push(made, "--run-dir", str(other.run_dir))
+    assert (ended.code, "not the run directory of the job" in ended.err) == (WRONG_INPUT, True), ended.err
+    (made.output / "config.json").write_text("{}")
+    ended = push(made)
+    assert (ended.code, "config.json" in ended.err) == (FAILED, True), ended.err
+    ended = command("push", str(made.root), REPOSITORY)
+    assert (ended.code, "is it a Lamina checkpoint?" in ended.err) == (WRONG_INPUT, True), ended.err
+    hub.read_only = True
+    ended = push(other)
+    assert (ended.code, "may write" in ended.err) == (WRONG_INPUT, True), ended.err
+    assert hub.puts == []
+
+
+def test_weights_that_differ_from_their_digest_are_never_committed(hub: HubServer, made: Job) -> None:
+    shard = next(path for path in made.output.iterdir() if path.suffix == ".safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
+    ended = push(made)
+    assert (ended.code, f"{shard.name}: damaged" in ended.err) == (FAILED, True), ended.err
+    assert hub.commits == 0

@@ -1,0 +1,76 @@
+"""The curve of an MLP, whole and cut among workers: the same numbers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import workers.curves
+from manifests.methods import LossAware
+from manifests.quantize import Quantize
+from manifests.records import Curve
+from pipeline.methods.loss_aware.method import LossAwareMethod
+from pipeline.methods.method import Statistics, Task
+from pipeline.units import BeginCurve, CurvePieces, CurveUnit, Predict
+from tests.pipeline.geometries import llama, other
+from tests.pipeline.loss_aware_weights import make_statistics, make_weights
+from workers.curves import made_of_curve
+
+
+class _Making:
+    """One worker after another, each with the statistics anew; `read` counts how often that was."""
+
+    def __init__(self, geometry: str, quantize: Quantize | None) -> None:
+        self.where = other(geometry) if geometry in ("opt", "gptj") else llama(geometry)
+        self.method, self.quantize, self.read = LossAwareMethod(LossAware(method="loss_aware")), quantize, 0
+        group = next(group for group in self.method.claims(self.where) if group.name == "mlp")
+        self.task = Task.of(0, group)
+        self.found = make_statistics(self.where, group)
+
+    def do(self, unit: CurveUnit) -> object:
+        weights = make_weights(self.where, self.task.roles)
+        made = made_of_curve(unit, self.method, self.quantize, self.where, weights, lambda _: self._statistics())
+        return made if isinstance(made, Curve) else json.loads(json.dumps(made))
+
+    def _statistics(self) -> Statistics:
+        self.read += 1
+        return Statistics({moment: value.clone() for moment, value in self.found.moments.items()}, self.found.tokens)
+
+    def cut(self, parts: list[tuple[int, ...]]) -> object:
+        begun = self.do(BeginCurve(self.task, {}))
+        pieces = {}
+        for numbers in parts:
+            found = self.do(CurvePieces(self.task, {}, begun, numbers))
+            assert isinstance(found, list)
+            pieces |= dict(zip(numbers, found, strict=True))
+        return self.do(Predict(self.task, {}, begun, tuple(pieces[number] for number in range(self.task.pieces))))
+
+
+@pytest.mark.parametrize("geometry", ["gqa", "biased", "opt", "gptj"])
+def test_the_same_curve_for_any_cut(geometry: str) -> None:
+    making = _Making(geometry, None)
+    whole = making.do(Predict(making.task, {}))
+    numbers = tuple(range(making.task.pieces))
+    assert len(numbers) == 8
+    for parts in ([numbers], [(number,) for number in reversed(numbers)], [numbers[::2], numbers[1::2]]):
+        making.read = 0
+        assert making.cut(parts) == whole
+        assert making.read == 1 + len(parts), "what joins pieces reads no statistics"
+
+
+def test_bits_are_chosen_on_the_joined_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By statistics that the whole has, too."""
+    given: list[tuple[Curve, Statistics]] = []
+
+    def with_bits(curve: Curve, *arguments: Any) -> Curve:
+        given.append((curve, next(found for found in arguments if isinstance(found, Statistics))))
+        return curve
+
+    monkeypatch.setattr(workers.curves, "with_bits", with_bits)
+    making = _Making("gqa", Quantize(bits="auto", group=32))
+    assert making.cut([(0, 2, 4, 6), (1, 3, 5, 7)]) == making.do(Predict(making.task, {}))
+    (cut, some), (whole, same) = given
+    assert cut == whole
+    assert some.moments.keys() == same.moments.keys() == making.found.moments.keys()

@@ -1,0 +1,59 @@
+"""What a worker makes of a group's curve: the whole, what pieces follow from, some pieces, or the whole of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from manifests.quantize import Quantize
+from manifests.records import ArrayRecord, Curve
+from pipeline.families.family import LayerGeometry
+from pipeline.methods.method import Dividing, Method, Moment, Predicting, Statistics
+from pipeline.rounding.choices import with_bits
+from pipeline.units import BeginCurve, CurvePieces, CurveUnit, Predict
+
+Read = Callable[[Mapping[Moment, ArrayRecord]], Statistics]
+
+
+def made_of_curve(
+    unit: CurveUnit,
+    method: Method,
+    quantize: Quantize | None,
+    geometry: LayerGeometry,
+    weights: Mapping[str, Tensor],
+    read: Read,
+) -> Any:
+    """The unit's result. `weights`: of the group, dense. `read`: statistics as methods receive them."""
+    if isinstance(unit, Predict):
+        return _curve(unit, method, quantize, geometry, weights, read)
+    assert isinstance(method, Dividing)
+    statistics = read(unit.statistics)
+    if isinstance(unit, BeginCurve):
+        return method.begin_curve(unit.task, geometry, weights, statistics)
+    assert isinstance(unit, CurvePieces)
+    return method.curve_pieces(unit.task, geometry, weights, statistics, unit.begun, unit.numbers)
+
+
+def _curve(
+    unit: Predict,
+    method: Method,
+    quantize: Quantize | None,
+    geometry: LayerGeometry,
+    weights: Mapping[str, Tensor],
+    read: Read,
+) -> Curve:
+    assert isinstance(method, Predicting)
+    choosing = quantize is not None and quantize.bits == "auto"
+    statistics = read(unit.statistics) if choosing or not unit.pieces else Statistics()
+    if unit.pieces:
+        assert isinstance(method, Dividing)
+        curve = method.join_curve(unit.task, geometry, unit.begun, unit.pieces)
+    else:
+        curve = method.curve(unit.task, geometry, weights, statistics)
+    if quantize is None or not choosing:
+        return curve
+    solve = partial(method.compress, unit.task, geometry, weights, statistics)
+    return with_bits(curve, unit.task, quantize, weights, statistics, solve, geometry.bits)
