@@ -264,6 +264,12 @@ class HeldOutScoreEntry(Record):
     tokens: PositiveInt
 
 
+class ScheduleEntry(Record):
+    """How many layers `resume.every: auto` came to."""
+
+    every: PositiveInt
+
+
 class TargetEntry(Record):
     """The size, in thousandths of `keep`, that is being made for a budget by loss."""
 
@@ -381,6 +387,7 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "inputs": ActivationsEntry,
         "curves": CurvesEntry,
         "tokens": TokensEntry,
+        "schedule": ScheduleEntry,
         "target": TargetEntry,
         "tries": TryEntry,
         "held_out": HeldOutEntry,

@@ -30,6 +30,7 @@ from manifests.records import (
     PointsEntry,
     RanksEntry,
     ReusedEntry,
+    ScheduleEntry,
     ScoredEntry,
     ScoreEntry,
     ShardRecord,
@@ -47,6 +48,7 @@ TARGET: Key[TargetEntry] = Key("target")  # the size that is being made for a bu
 TRIES = "tries/"  # what was measured at a size, by its thousandths
 SCORED = "scored/"  # what enters a layer of a model that is being scored
 TOKENS: Key[TokensEntry] = Key("tokens")
+SCHEDULE: Key[ScheduleEntry] = Key("schedule")  # how often hidden states are committed, where the plan chose
 SOURCE: Key[Mapping[str, Mapping[str, Any]]] = Key("source")  # file -> size, times and sha256
 HARDWARE: Key[dict[str, str]] = Key("hardware")
 COMPARED: Key[ComparedEntry] = Key("compared")

@@ -138,7 +138,6 @@ def driver_job(inputs: Inputs) -> Job:
         allocate=lambda scores: allocate_ranks(manifest, inputs.methods, inputs.geometry, scores),
         scores=inputs.scores,
         propagate=propagate,
-        every=manifest.resume.every,
         keep_statistics=propagate == "dense" if keep is None else keep,
         measures=measure_tasks(inputs.methods, inputs.geometry),
         predicts=tuple(with_moments(task, manifest) for task in predict_tasks(inputs.methods, inputs.geometry)),

@@ -276,6 +276,12 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert found["dense_numbers"] == 68_976_648_192
     assert found["rates"]["products"] == 500e12
     assert 60 < found["estimated_seconds"] < 600
+    assert found["layers_per_commit"] == 1
+    assert found["committed_bytes"] == 79 * found["activation_bytes"]
+    assert main([*command, "--set", "resume.every=auto"]) == 0
+    seldom = json.loads(capsys.readouterr().out)
+    assert seldom["committed_bytes"] == 79 // seldom["layers_per_commit"] * found["activation_bytes"]
+    assert seldom["layers_per_commit"] > 1
     assert any("does not fit: run_dir takes" in remark for remark in found["remarks"]) == (
         found["run_dir_bytes"] > shutil.disk_usage(tmp_path).free
     )

@@ -177,8 +177,13 @@ def _check_forms(config: LaminaConfig) -> None:
     if len(config.forms) != config.num_hidden_layers:
         raise ValueError(f"forms has {len(config.forms)} entries for {config.num_hidden_layers} layers")
     for layer_idx, forms in enumerate(config.forms):
+        if not isinstance(forms, dict):
+            raise ValueError(f"layer {layer_idx}: forms are an object with an entry for a role, not {forms!r}")
         for role, spec in forms.items():
-            where, form = f"layer {layer_idx}, {role}", FORMS.get(spec.get("form", ""))
+            where = f"layer {layer_idx}, {role}"
+            if not isinstance(spec, dict):
+                raise ValueError(f"{where}: an object that says the form, not {spec!r}")
+            form = FORMS.get(str(spec.get("form")))
             shape = config.layer_shape(layer_idx)
             if role not in modules:
                 raise ValueError(f"{where}: block.modules has no such role")
