@@ -22,6 +22,7 @@ MANIFESTS = sorted(
 SWEEPS = sorted((Path(__file__).parents[1] / "manifests" / "sweeps").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_sweeps_fit_a_model(path: Path) -> None:
     """Every point, against the geometry of a published model, whose headers say all that is asked."""

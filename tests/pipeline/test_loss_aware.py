@@ -56,7 +56,7 @@ def curve_of(method: LossAwareMethod, where: Geometry, name: str) -> tuple[Group
     return group, weights, statistics, from_columns(method.curve(group, where, weights, statistics))
 
 
-def a_few(points: list[Point], count: int = 6) -> list[Point]:
+def a_few(points: list[Point], count: int = 3) -> list[Point]:
     return points[:: max(1, len(points) // count)] + points[-1:]
 
 
@@ -319,11 +319,11 @@ def curves_of(manifest: Manifest, where: Geometry) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("entries", "keep"),
     [
-        (({},), 0.9),
+        pytest.param(({},), 0.9, marks=pytest.mark.slow),
         (({},), 0.6),
-        (({},), 0.3),
-        (({"query_key": False, "layers": "last:2"},), 0.9),
-        (({"layers": [0], "keep": 0.5}, {"layers": [1, 2]}), 0.8),
+        pytest.param(({},), 0.3, marks=pytest.mark.slow),
+        pytest.param(({"query_key": False, "layers": "last:2"},), 0.9, marks=pytest.mark.slow),
+        pytest.param(({"layers": [0], "keep": 0.5}, {"layers": [1, 2]}), 0.8, marks=pytest.mark.slow),
         (({"layers": [0], "keep": 0.5}, {"layers": [1, 2]}), 0.4),
     ],
 )

@@ -109,7 +109,7 @@ def read_at(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("geometry", ["gqa", "biased", "opt", "gptj", "wide-heads"])
-@pytest.mark.parametrize("entry", [{}, {"factors": "plain"}])
+@pytest.mark.parametrize("entry", [{}, pytest.param({"factors": "plain"}, marks=pytest.mark.slow)])
 def test_behind_dense_layers_it_is_the_plain_solution(geometry: str, name: str, entry: dict[str, Any]) -> None:
     """Without the second fit of down on a sample, which has no part in it."""
     where, method = GEOMETRIES[geometry], method_of(correct="output", **entry)
