@@ -1,3 +1,5 @@
+# mypy: allow-untyped-calls
+# (torch and transformers ship types, but not for all of this)
 """What a step of decoding reads and multiplies, dense and compressed: counted from the model that a config describes.
 
 A step makes a token of each sequence. Weights are read once for all sequences of a batch; the cache is each one's own.
@@ -58,7 +60,7 @@ def _cost(config: str) -> tuple[tuple[str, int], ...]:
     return tuple(cost.items())
 
 
-class _Products(TorchDispatchMode):  # type: ignore[misc]
+class _Products(TorchDispatchMode):
     """Counts as torch's FlopCounterMode, without its hooks on every module."""
 
     number = 0
