@@ -68,7 +68,7 @@ def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
         name
         for layer in layers
         for name in inputs.source.tensors
-        if name.startswith(f"{inputs.geometry.layers_path}.{layer}.")
+        if name.startswith(inputs.geometry.layers[layer].prefix)
     }
     rest: dict[str, list[str]] = {}
     for name, record in inputs.source.tensors.items():
@@ -237,16 +237,16 @@ class Assembler:
 
     def _places(self, layer: int, forms: Mapping[str, Any]) -> dict[str, str]:
         """Path of a module, with a trailing dot -> role; what a group shares counts as its first role's."""
-        geometry = self.inputs.geometry
-        places = {f"{geometry.path(layer, role)}.": role for role in geometry.roles}
+        geometry = self.inputs.geometry.layers[layer]
+        places = {f"{geometry.path(role)}.": role for role in geometry.roles}
         for task in (task for task in self.inputs.tasks if task.layer == layer):
             first = task.roles[0]
             if first in forms:
-                shared = geometry.group_path(layer, task.roles, task.name)
+                shared = geometry.group_path(task.roles, task.name)
                 places.setdefault(f"{shared}.{forms[first]['form']}.", first)
         for role, form in forms.items():
             if form["form"] == "pivoted":
-                places.setdefault(f"{geometry.group_path(layer, (role,), form['group'])}.pivoted.", role)
+                places.setdefault(f"{geometry.group_path((role,), form['group'])}.pivoted.", role)
         return places
 
     def _claimed(self) -> dict[str, str]:
@@ -255,9 +255,7 @@ class Assembler:
         return {
             name: self.inputs.methods[task.method].name
             for task in self.inputs.tasks
-            for role in geometry.roles
-            if role in task.roles
-            for name, _ in geometry.role_tensors(task.layer, role).values()
+            for name, _ in geometry.layers[task.layer].tensors(task.roles).values()
         }
 
     def _layer_report(self, layer: int) -> dict[str, Any]:

@@ -254,6 +254,8 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
         """None: generate() then leaves a static cache to its first update, where widths other than d show."""
         config = self.config
+        if any(config.layer_sizes):
+            return None
         for i in range(config.num_hidden_layers):
             shape, forms = config.layer_shape(i), [config.form_of(i, role) for role in ("k", "v")]
             if any(form.latent or form.head_width(shape, spec) != config.head_dim for form, spec in forms):
