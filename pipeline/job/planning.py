@@ -49,7 +49,7 @@ def plan_report(manifest: Manifest, config: Path | None, ask: Asked) -> dict[str
         source_bytes = geometry.model_numbers() * dtype.itemsize
     plan = make_plan(manifest, geometry, tasks, dtype.itemsize, source_bytes)
     rates = _rates(manifest, dtype, ask)
-    tokens = _gradient_tokens(manifest, geometry, tasks)
+    tokens = gradient_tokens(manifest, geometry, tasks)
     kept = plan.expected_numbers / plan.dense_numbers
     work, way = layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept), pass_of(manifest, plan.layers)
     phases = phase_seconds(work, rates, way)
@@ -104,7 +104,8 @@ def pass_of(manifest: Manifest, layers: int) -> Pass:
     return Pass(layers, shards, min(manifest.workers.max, shards), importance and compressed, compressed, offload=True)
 
 
-def _gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: tuple[Task, ...]) -> int:
+def gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: tuple[Task, ...]) -> int:
+    """Of the calibration samples that go back through the model; 0 where none do."""
     calibration = manifest.calibration
     if calibration is None or not any(layer_gradients(tasks, layer) for layer in layers_of(tasks)):
         return 0
