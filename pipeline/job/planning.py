@@ -73,7 +73,7 @@ def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), None)
     if not isinstance(dtype, torch.dtype):
         raise InputError(f"--config: {path}: its dtype is none of torch's")
-    return replace(geometry_of(standard_config(config)), bits=8 * dtype.itemsize), dtype
+    return geometry_of(standard_config(config), 8 * dtype.itemsize), dtype
 
 
 def _rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:

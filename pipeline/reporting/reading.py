@@ -114,8 +114,8 @@ class Run:
             for task in self.tasks
             if task.layer == layer
             for prefix in (
-                *(self.geometry.path(layer, role) for role in task.roles),
-                self.geometry.group_path(layer, task.roles, task.name),
+                *(self.geometry.layers[layer].path(role) for role in task.roles),
+                self.geometry.layers[layer].group_path(task.roles, task.name),
             )
         ]
         found: dict[str, int] = {}

@@ -97,7 +97,7 @@ def test_what_following_the_loss_takes() -> None:
     tasks = claim_tasks(build_methods(job), llama())
     (mlp,) = (task for task in tasks if (task.layer, task.name) == (0, "mlp"))
     square = 8 * (80 * 80 + 2 * 48 * 48 + 2 * 80)  # of what down reads; of what gate and up read, and the metric
-    assert _solve_bytes(mlp, llama(), 2) == 4 * square + 2 * 16 * 80 * 48 + 3 * 80 * 48 * (8 + 2)
+    assert _solve_bytes(mlp, llama().layers[0], 2) == 4 * square + 2 * 16 * 80 * 48 + 3 * 80 * 48 * (8 + 2)
     one = layer_work(job, llama(), tasks, 2, gradient_tokens=100)
     forward = 2 * LAYER + 2 * 32 * 64
     triangles = 3 * (48 * 49 // 2) + 2 * 80
@@ -154,7 +154,7 @@ def test_growing_the_number_of_layers_grows_nobody_s_peak_memory() -> None:
 
 
 def test_features_of_points() -> None:
-    geometry = llama()
+    geometry = llama().layers[0]
     features = {point: point_features(point, geometry) for point in (
         "attention.in", "mlp.in", "q.in", "q.out", "k.out", "v.out", "o.in", "o.out", "up.out", "down.in", "down.out",
     )}  # fmt: skip
@@ -163,7 +163,7 @@ def test_features_of_points() -> None:
         "up.out": 80, "down.in": 80, "down.out": 48,
     }  # fmt: skip
     assert moment_bytes(Moment("o.in", heads=4, groups=2), geometry) == 2 * 16 * 16 * 8
-    assert moment_bytes(Moment("attention.in"), other("opt")) == 48 * 48 * 8
+    assert moment_bytes(Moment("attention.in"), other("opt").layers[0]) == 48 * 48 * 8
 
 
 LLAMA_70B = {

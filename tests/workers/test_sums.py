@@ -185,7 +185,7 @@ def test_what_leaves_a_worker_does_not_grow_with_the_shards(llama: Path, tmp_pat
         worker.execute(unit)
     assert not left
     collect(worker, made[0], POINTS)
-    geometry = worker.setup.geometry
+    geometry = worker.setup.geometry.layers[0]
     widths = [geometry.hidden, *[geometry.head_dim] * 3, geometry.hidden, geometry.intermediate]
     assert grids <= sum(2 * width for width in widths) + 16 * len(POINTS)
     assert sum(left) <= sum(4 * width * (width + min(width, BAND)) for width in widths)
