@@ -27,7 +27,7 @@ from ray.util import metrics
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
-from pipeline.sum_units import Collect
+from pipeline.sum_units import Collect, Total
 from pipeline.units import Forward, ShardUnit, Unit
 from workers.actor import Outcome, WorkerActor
 from workers.cluster import declared_memory, why_unplaceable
@@ -36,6 +36,7 @@ from workers.failures import START, Failures, failure_key
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
+from workers.placing import choose
 from workers.shortage import Shortage
 from workers.tensor_transfer import attach_handles, handle_count
 from workers.trace import unit_kind, unit_line
@@ -54,6 +55,7 @@ class _Member:
     live: bool = False
     where: dict[str, Any] = field(default_factory=dict)
     shards: set[int] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)  # paths of the moments that it has summed up and still holds
     running: dict[Any, Unit] = field(default_factory=dict)
     tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
     leaving: bool = False  # gets nothing more, and ends when it is done with what it has
@@ -241,6 +243,8 @@ class RayPool:
             self.pause.end()
             if isinstance(unit, Collect):
                 member.keeps_sums = False
+            if isinstance(unit, Total) and value.error is None and value.result.kept:
+                member.kept.add(value.result.record.path)
             self._account(member, unit, value)
             result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))
@@ -311,7 +315,7 @@ class RayPool:
         while given and self.waiting:
             given = False
             for member in sorted(live, key=lambda member: len(member.running)):
-                index = self._choose(member, live) if len(member.running) < DEPTH else None
+                index = choose(self.waiting, member, live) if len(member.running) < DEPTH else None
                 if index is not None:
                     self._give(member, live, index)
                     given = True
@@ -329,26 +333,6 @@ class RayPool:
     def _finish_gone(self, units: list[Collect]) -> None:
         self.finished.extend((unit, Outcome(None, None, 0.0, 0.0, 0)) for unit in units)
 
-    def _choose(self, member: _Member, live: list[_Member]) -> int | None:
-        """Which waiting unit a worker should do.
-
-        One of its own shards or of no shard; else one of a shard that nobody holds; else, so that those who join late
-        have something to do, one of a worker that holds at least two shards more.
-        """
-        holders = {shard: other for other in live for shard in other.shards}
-        new = taken_over = None
-        for index, unit in enumerate(self.waiting):
-            if isinstance(unit, Collect):
-                continue
-            holder = holders.get(unit.shard) if isinstance(unit, ShardUnit) else member
-            if holder is member:
-                return index
-            if holder is None:
-                new = index if new is None else new
-            elif taken_over is None and len(holder.shards) > len(member.shards) + 1:
-                taken_over = index
-        return taken_over if new is None else new
-
     def _give(self, member: _Member, live: list[_Member], index: int) -> None:
         unit = self.waiting[index]
         del self.waiting[index]
@@ -356,6 +340,7 @@ class RayPool:
             for other in live:
                 other.shards.discard(unit.shard)
             member.shards.add(unit.shard)
+            member.kept.clear()  # as the worker does
             member.keeps_sums |= isinstance(unit, Forward) and unit.sums is not None
         count = handle_count(unit)
         returned = member.actor.execute.options(num_returns=1 + count, name=f"lamina {unit_kind(unit)}").remote(unit)

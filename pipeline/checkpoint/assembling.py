@@ -25,6 +25,7 @@ from pipeline.checkpoint.compression_record import (
     sealed,
 )
 from pipeline.checkpoint.counting import count
+from pipeline.checkpoint.decoding_cost import decoding_costs
 from pipeline.checkpoint.model_card import model_card
 from pipeline.checkpoint.reading import linear_modules
 from pipeline.families.registry import checkpoint_config
@@ -227,6 +228,7 @@ class Assembler:
             },
             "manifest": self.inputs.manifest.semantic(),
             "counts": count(self.inputs, tensors, forms),
+            "decoding": decoding_costs({**self.inputs.config, "forms": [dict(layer) for layer in forms]}),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
             "compared": compared.compared.as_json() if (compared := self.journal.get(COMPARED)) else None,
             "shards": {name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()},
