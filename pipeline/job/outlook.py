@@ -5,9 +5,9 @@ from __future__ import annotations
 from pipeline.console.outlook import Outlook
 from pipeline.job.context import JobContext
 from pipeline.job.planning import gradient_tokens, pass_of
-from pipeline.plan.phases import phase_seconds
+from pipeline.plan.phases import evaluate_seconds, phase_seconds
 from pipeline.plan.rates import NOMINAL_CPU, Rates
-from pipeline.plan.work import forward_flops, layer_work
+from pipeline.plan.work import layer_work, scoring_flops
 
 WALK = ("statistics", "reduce", "solve", "propagate")
 
@@ -36,8 +36,7 @@ def job_outlook(job: JobContext, rates: Rates = NOMINAL_CPU) -> Outlook | None:
         planned += [(f"score {name}", seconds["held-out"] / 2) for name in ("held-out-dense", "held-out")]
     planned.append(("assemble", seconds["assemble"]))
     if job.evaluation is not None and manifest.evaluation.perplexity is not None:
-        tokens, window = job.evaluation.numel(), job.evaluation.shape[-1]
-        layers = sum(forward_flops(layer, window) for layer in geometry.layers)
-        scoring = tokens * (layers + 2.0 * geometry.hidden * geometry.vocab) / rates.double / way.workers
+        flops = job.evaluation.numel() * scoring_flops(geometry, job.evaluation.shape[-1])
+        scoring = evaluate_seconds(flops, rates, way.workers)
         planned += [("evaluate", scoring)] * (1 + manifest.evaluation.perplexity.dense)
     return Outlook(planned, geometry.num_layers)

@@ -107,6 +107,11 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     return found
 
 
+def evaluate_seconds(flops: float, rates: Rates, workers: int) -> float:
+    """To score a model, by its operations on the whole text: float32, as in `phase_seconds`."""
+    return flops / rates.double / workers
+
+
 def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:
     """How many layers pass between two commits of hidden states: `resume.every: auto`.
 

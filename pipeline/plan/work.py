@@ -147,6 +147,11 @@ def forward_flops(geometry: LayerGeometry, sequence: int) -> float:
     return 2.0 * geometry.numbers() + 2.0 * sequence * geometry.heads * geometry.head_dim
 
 
+def scoring_flops(geometry: Geometry, window: int) -> float:
+    """Of one token in a window of the evaluation text, head included."""
+    return sum(forward_flops(layer, window) for layer in geometry.layers) + 2.0 * geometry.hidden * geometry.vocab
+
+
 def curve_work(task: Task, geometry: LayerGeometry) -> SolveWork:
     """What solving a task takes; of an MLP that is looked at on a sample, besides the runs with parts of it cut.
 

@@ -18,7 +18,7 @@ ALONE = {"checks", "start", "verify", "measure"}
 JOBS: dict[str, dict[str, Any]] = {
     "compressed": {},
     "dense": {"calibration.propagate": "dense"},
-    "data-free": {"methods": [{"method": "lorc"}], "calibration": None},
+    "data-free": {"methods": [{"method": "lorc"}], "calibration": None, "budget.keep": 0.9},
     "by loss": {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"},
     "corrected": {"methods": [{"method": "loss_aware", "correct": "output"}], "calibration.propagate": "dense"},
 }
