@@ -133,7 +133,9 @@ class Worker:
         self.hidden.forget("")
 
     def _release_others(self, unit: Unit) -> None:
-        """Lets go of the layers that units of another kind were at, so that one is held at a time."""
+        """Lets go of the layers that units of another kind were at, so that one is held at a time; so of moments."""
+        if not isinstance(unit, Collect | Total | Solve):
+            self.sums.kept.clear()
         scoring = isinstance(unit, WindowForward | Score)
         if not isinstance(unit, Pair):
             self.pairs.release()
@@ -295,7 +297,7 @@ class Worker:
         """As methods receive them: sums of values, shrunk means of gradients."""
         moments = {}
         for moment, record in records.items():
-            found = self.statistics.read(record).to(self.device)
+            found = self.sums.moment(record)
             if moment.kind == "gradient":
                 assert isinstance(record, GradientRecord)
                 squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
