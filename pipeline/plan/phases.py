@@ -10,6 +10,8 @@ from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork, SolveWork
 
 START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
+COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
+REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 BYTES_OF_READING = 2  # a shard's hidden states go in and out
 
 
@@ -115,6 +117,28 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["held-out"] = layers * max(scoring, reading + work.written_bytes / rates.disk)
     found["assemble"] = work.written_bytes / rates.disk
     return found
+
+
+def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:
+    """How many layers pass between two commits of hidden states: `resume.every: auto`.
+
+    The fewest with which every pass takes `COMMIT_SHARE` of its time or less to write them; fewer, at least one, where
+    a kill would cost more than `REPEATED_SECONDS`.
+    """
+    phases = phase_seconds(work, rates, way)
+    walk = sum(phases.get(name, 0.0) for name in ("statistics", "reduce", "propagate"))
+    walk += phases["solve"] if way.compressed else 0.0  # else layers are solved when the pass is over
+    passes = [seconds / way.layers for seconds in (phases.get("importance", 0.0), walk) if seconds]
+    if not passes:
+        return 1
+    writing = work.hidden_bytes / way.nodes(rates) / rates.disk
+    rare = math.ceil(writing / (COMMIT_SHARE * min(passes)))
+    return max(1, min(rare, way.layers, int(REPEATED_SECONDS / max(passes))))
+
+
+def committed_bytes(work: LayerWork, way: Pass, every: int) -> int:
+    """Of hidden states, over the whole job: every so many layers, but not what leaves the last."""
+    return (1 + way.importance) * ((way.layers - 1) // every) * work.hidden_bytes
 
 
 def _spread(seconds: Sequence[float], workers: int) -> float:

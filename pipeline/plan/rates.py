@@ -89,8 +89,17 @@ def measured_rates(device: torch.device, dtype: torch.dtype, threads: int, worke
     """
     import torch
 
-    if device.type == "cpu":
-        torch.set_num_threads(threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads if device.type == "cpu" else before)
+    try:
+        return _measured(device, dtype, workers_per_node)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int) -> Rates:
+    import torch
+
     size = 4096 if device.type == "cuda" else 512
     products, single, double = (_product_rate(device, kind, size) for kind in (dtype, torch.float32, torch.float64))
     source = torch.zeros(32 * size * 512, dtype=torch.uint8, device=device)

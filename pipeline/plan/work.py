@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, layer_gradients, layer_moments, layers_of, predict_tasks
 
@@ -82,59 +82,64 @@ def layer_work(
     gradient_tokens: int = 0,
     kept: float = 1.0,
 ) -> LayerWork:
-    """Of the claimed layer that asks for most; `kept`: the share of a layer's numbers that is written."""
+    """Of the claimed layer that asks for most, the largest of those; `kept`: the share of a layer's numbers that is
+    written. All layers are counted by it: too much where they differ.
+    """
     calibration = manifest.calibration
     sequence = calibration.sequence_length if calibration else 0
     tokens = calibration.samples * sequence if calibration else 0
     claimed = layers_of(tasks)
-    busiest = max(claimed, key=lambda layer: len(layer_moments(tasks, layer)), default=0)
+    busiest = max(
+        claimed, key=lambda layer: (len(layer_moments(tasks, layer)), geometry.layers[layer].numbers()), default=0
+    )
+    layer = geometry.layers[busiest]
     moments = [moment for moment in layer_moments(tasks, busiest) if moment.kind != "sample"]
     gradients = layer_gradients(tasks, busiest)
-    forward = forward_flops(geometry, sequence)
+    forward = forward_flops(layer, sequence)
     two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
     busy = [task for task in tasks if task.layer == busiest]
     pairs = {moment for task in busy for moment in task.corrections}
     predicted = {task.name for task in predict_tasks(build_methods(manifest), geometry) if task.layer == busiest}
-    mlp = 2.0 * geometry.layer_numbers(tuple(role for role in geometry.roles if role in ("gate", "up", "down")))
+    mlp = 2.0 * layer.numbers(tuple(role for role in layer.roles if role in ("gate", "up", "down")))
     walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
-    skipped = 2.0 * geometry.hidden * geometry.intermediate if any(m.point == "down.in" for m in moments) else 0.0
-    sizes = [triangle_numbers(moment, geometry) for moment in moments]
-    weight_bytes = geometry.layer_numbers() * itemsize
+    skipped = 2.0 * layer.hidden * layer.intermediate if any(m.point == "down.in" for m in moments) else 0.0
+    sizes = [triangle_numbers(moment, layer) for moment in moments]
+    weight_bytes = layer.numbers() * itemsize
     return LayerWork(
         weight_bytes=weight_bytes,
         written_bytes=int(kept * weight_bytes),
-        hidden_bytes=tokens * geometry.hidden * itemsize,
+        hidden_bytes=tokens * layer.hidden * itemsize,
         forward_flops=tokens * forward,
         statistics_flops=tokens * (forward - skipped),
         moment_flops=float(
-            tokens * sum(moment.heads // moment.groups * 2 * triangle_numbers(moment, geometry) for moment in moments)
+            tokens * sum(moment.heads // moment.groups * 2 * triangle_numbers(moment, layer) for moment in moments)
         ),
         added_bytes=float(ADDED_BYTES * sum(sizes) * tokens / ROWS_PER_PRODUCT),
-        cosine_bytes=float(COSINE_BYTES * tokens * geometry.hidden),
+        cosine_bytes=float(COSINE_BYTES * tokens * layer.hidden),
         moment_bytes=8 * sum(sizes),
         gradient_flops=float(
             gradient_tokens
             * (
                 (BACK_AGAIN if two_rounds else BACK) * forward
-                + (1 + two_rounds) * 2 * sum(triangle_numbers(moment, geometry) for moment in gradients)
+                + (1 + two_rounds) * 2 * sum(triangle_numbers(moment, layer) for moment in gradients)
             )
         ),
-        solves=tuple(solve_work(task, geometry) for task in busy for _ in range(1 + two_rounds)),
+        solves=tuple(solve_work(task, layer) for task in busy for _ in range(1 + two_rounds)),
         curves=tuple(
-            curve_work(task, geometry, _multiple(task, manifest, geometry))
+            curve_work(task, layer, _multiple(task, manifest, layer))
             for task in busy
             if task.name in predicted
             for _ in range(1 + two_rounds)
         ),
-        gradient_bytes=8 * sum(2 * triangle_numbers(moment, geometry) for moment in gradients),
-        correction_flops=float(tokens * (walked + sum(_pair_flops(moment, geometry) for moment in pairs)))
+        gradient_bytes=8 * sum(2 * triangle_numbers(moment, layer) for moment in gradients),
+        correction_flops=float(tokens * (walked + sum(_pair_flops(moment, layer) for moment in pairs)))
         if pairs
         else 0.0,
         held_out_flops=2.0 * -(-calibration.samples // HELD_OUT) * sequence * forward if calibration else 0.0,
     )
 
 
-def point_features(point: str, geometry: Geometry) -> int:
+def point_features(point: str, geometry: LayerGeometry) -> int:
     """Numbers per token that pass a point of the layer."""
     role, _, side = point.partition(".")
     if role in ("attention", "mlp"):
@@ -143,25 +148,25 @@ def point_features(point: str, geometry: Geometry) -> int:
     return columns if side == "in" else rows
 
 
-def triangle_numbers(moment: Moment, geometry: Geometry) -> int:
+def triangle_numbers(moment: Moment, geometry: LayerGeometry) -> int:
     """Numbers of one triangle of each group's moment; of a diagonal one, its length."""
     width = moment_width(moment, geometry)
     return moment.groups * (width if moment.diagonal else width * (width + 1) // 2)
 
 
-def moment_width(moment: Moment, geometry: Geometry) -> int:
+def moment_width(moment: Moment, geometry: LayerGeometry) -> int:
     """Of one head's moment, or of the whole one. The gradient's points `mid`, `out` and `pull:` are of hidden size."""
     named = moment.point.partition(".")[0] in {*geometry.roles, "attention", "mlp"}
     features = point_features(moment.point, geometry) if named else geometry.hidden
     return features // moment.heads
 
 
-def forward_flops(geometry: Geometry, sequence: int) -> float:
+def forward_flops(geometry: LayerGeometry, sequence: int) -> float:
     """Per token and layer: two for every weight, and attention over half the sequence on average."""
-    return 2.0 * geometry.layer_numbers() + 2.0 * sequence * geometry.heads * geometry.head_dim
+    return 2.0 * geometry.numbers() + 2.0 * sequence * geometry.heads * geometry.head_dim
 
 
-def curve_work(task: Task, geometry: Geometry, multiple: int = 1) -> SolveWork:
+def curve_work(task: Task, geometry: LayerGeometry, multiple: int = 1) -> SolveWork:
     """What comparing a task's sizes takes. docs/plan.md#work-of-a-layer.
 
     Of an MLP whose widths are compared: an elimination down to the smallest, and of each width a Cholesky factor, the
@@ -189,13 +194,13 @@ def curve_work(task: Task, geometry: Geometry, multiple: int = 1) -> SolveWork:
     return solve_work(task, geometry)
 
 
-def _multiple(task: Task, manifest: Manifest, geometry: Geometry) -> int:
+def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
     """What the ranks of a task are multiples of; of one that only bits are chosen for, no matter."""
     entries = [entry.in_steps_of(manifest.rank_multiple) for entry in manifest.methods]
     return entries[task.method].multiple(geometry.hidden) if task.method < len(entries) else 1
 
 
-def _elimination(name: str, geometry: Geometry, share: float, others: float) -> SolveWork:
+def _elimination(name: str, geometry: LayerGeometry, share: float, others: float) -> SolveWork:
     """Of a share of an MLP's channels, and other operations besides. kernels/elimination.py.
 
     N³ for the inverse, 3 N² for each removal, 2 D N² for W_down's gram and energy, 2 D N for each removal in the refit.
@@ -206,12 +211,12 @@ def _elimination(name: str, geometry: Geometry, share: float, others: float) -> 
     return SolveWork(name, flops + others, removed)
 
 
-def _sample_flops(geometry: Geometry, kept: float) -> float:
+def _sample_flops(geometry: LayerGeometry, kept: float) -> float:
     """Per token of the sample: what the dense MLP gives and, where channels are kept, what a cut one does."""
     return 6.0 * geometry.hidden * geometry.intermediate + (_cut_flops(geometry, kept, kept**2) if kept else 0.0)
 
 
-def _cut_flops(geometry: Geometry, width: float, square: float) -> float:
+def _cut_flops(geometry: LayerGeometry, width: float, square: float) -> float:
     """Per token: gate and up on a share of the channels, and the sums that down is fitted by; means of k and of k².
 
     One triangle of moments. The product with the targets, of float32, counts twice.
@@ -220,13 +225,13 @@ def _cut_flops(geometry: Geometry, width: float, square: float) -> float:
     return 8.0 * width * hidden * inner + square * inner**2 + hidden**2
 
 
-def _pair_flops(moment: Moment, geometry: Geometry) -> float:
+def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:
     """Of Σ x xᵀ and Σ e xᵀ, for a token."""
     features = point_features(moment.point, geometry)
     return 2.0 * features * (features + geometry.hidden)
 
 
-def solve_work(task: Task, geometry: Geometry) -> SolveWork:
+def solve_work(task: Task, geometry: LayerGeometry) -> SolveWork:
     """The moments' eigenproblems; for a whole moment of the MLP's channels, an elimination with its refit.
 
     For a sample what the MLP gives on it, whole and cut, and the fit of down.

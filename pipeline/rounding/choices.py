@@ -127,7 +127,7 @@ class _Readers(NamedTuple):
             role, change_OI = roles[0], after_OI - before[roles]
             moment_II = statistics.mean(INPUTS[role])[0]
             if role in solution.inputs:
-                moment_II = solution.inputs[role].to(torch.float64) / statistics.tokens
+                moment_II = solution.inputs[role].to(torch.float64)
             if not change_OI.any():
                 continue  # a role that is skipped
             if role in METRICS:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from manifests.methods import FlatLLM, LossAware
 from manifests.quantize import Quantize
 from manifests.records import FormSpec
 from pipeline.kernels.packing import scaled, unpack
+from pipeline.methods.flat_llm import FlatLLMMethod
+from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Group, Ranks, Solution, Statistics
 from pipeline.ranks.curves import Point, from_columns, to_columns
 from pipeline.rounding.choices import BITS, CHOICES, METRICS, UNDERSTATED, gradient_moments, with_bits
 from pipeline.rounding.solutions import input_moments, round_solution
+from tests.pipeline.geometries import llama
+from tests.pipeline.loss_aware_weights import features, make_statistics, make_weights
 
 ROWS, COLUMNS, TOKENS = 96, 64, 500
 RANKS = (16, 32, COLUMNS)
 QUANTIZE = Quantize(bits="auto", group=32)
-ROLES = pytest.mark.parametrize("role", ["o", "q"])  # that writes to the stream, that reads it
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -51,6 +57,11 @@ def solve(role: str, ranks: Ranks) -> Solution:
     return Solution(tensors, {role: FormSpec(form="low_rank", rank=rank)})
 
 
+def solve_as_read(ranks: Ranks) -> Solution:
+    """o, saying itself what it reads."""
+    return replace(solve("o", ranks), inputs={"o": INPUTS.T @ INPUTS / TOKENS})
+
+
 def change_by_rounding(role: str, ranks: Ranks, bits: int) -> Tensor:
     """Read back from the packed tensors, and multiplied out."""
     solution = solve(role, ranks)
@@ -70,15 +81,38 @@ def loss(role: str, change: Tensor) -> float:
     return 0.5 * float((metric(role) * (change @ (INPUTS.T @ INPUTS / TOKENS) @ change.T)).sum())
 
 
-@ROLES
-def test_a_point_costs_what_its_ranks_and_its_codes_lose(role: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "solve_it"), [("o", partial(solve, "o")), ("q", partial(solve, "q")), ("o", solve_as_read)]
+)
+def test_a_point_costs_what_its_ranks_and_its_codes_lose(role: str, solve_it: Callable[[Ranks], Solution]) -> None:
     sizes = {rank: rank * (ROWS + COLUMNS) if rank < COLUMNS else ROWS * COLUMNS for rank in RANKS}
     points = [Point({"rank": rank}, numbers, 1e-3 * (COLUMNS - rank)) for rank, numbers in sizes.items()]
     group, weights = Group(0, "matrix", (role,)), {f"{role}.weight": WEIGHT}
-    curve = with_bits(to_columns(points), group, QUANTIZE, weights, statistics(role), partial(solve, role), 32)
+    curve = with_bits(to_columns(points), group, QUANTIZE, weights, statistics(role), solve_it, 32)
     found = from_columns(curve)
     assert {point.ranks[BITS] for point in found} == set(CHOICES)
     assert {point.ranks["rank"] for point in found} >= {RANKS[0], COLUMNS}
     for point in found:
         lost = loss(role, change_by_rounding(role, point.ranks, point.ranks[BITS]))
         assert point.loss == pytest.approx(UNDERSTATED * 1e-3 * (COLUMNS - point.ranks["rank"]) + lost, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [LossAwareMethod(LossAware(method="loss_aware")), FlatLLMMethod(FlatLLM(method="flat_llm", weighting="loss"))],
+    ids=lambda method: method.name,
+)
+def test_what_cut_layers_read_is_said_per_token(method: LossAwareMethod | FlatLLMMethod) -> None:
+    where = llama("gqa")
+    ranks = {"value": where.head_dim // 2, "output": 8, "width": 16, "gate_up": 8, "down": 8, "mlp": 16}
+    for group in method.claims(where)[:3]:
+        found, weights = make_statistics(where, group), make_weights(where, group.roles)
+        needed = input_moments(tuple(role for role in group.roles if role in METRICS))
+        for moment in needed:
+            values = _random(TOKENS, features(where, moment), seed=5)
+            found = Statistics({moment: (values.T @ values)[None], **found.moments}, found.tokens)
+        solution = method.compress(group, where, weights, found, {**ranks, "query_key": 8})
+        for role, read in solution.inputs.items():
+            dense = found.mean(input_moments((role,))[0])[0]
+            assert 0.1 < read.trace() / dense.trace() < 10.0  # half of it, in another basis; not TOKENS times that
+        assert solution.inputs.keys() == {"attention": {"o"}, "mlp": {"down"}}.get(group.name, set())

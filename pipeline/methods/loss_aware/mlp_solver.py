@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
 from pipeline.kernels.moments import wide_product
@@ -46,7 +46,7 @@ TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sampl
 BATCH = 4096  # tokens that pass the MLP at a time
 
 
-def readers(geometry: Geometry) -> tuple[str, ...]:
+def readers(geometry: LayerGeometry) -> tuple[str, ...]:
     """The roles that read the MLP's input."""
     return tuple(role for role in ("gate", "up") if role in geometry.roles)
 
@@ -57,7 +57,7 @@ class Solver:
     def __init__(
         self,
         entry: LossAware,
-        geometry: Geometry,
+        geometry: LayerGeometry,
         weights: Mapping[str, Tensor],
         found: Statistics,
         order: Sequence[int] | None = None,
@@ -238,7 +238,7 @@ class Solver:
         return pull_DD
 
 
-def sample_of(geometry: Geometry) -> Moment:
+def sample_of(geometry: LayerGeometry) -> Moment:
     """Inputs of the MLP, whole tokens."""
     return Moment("mlp.in", kind="sample", tokens=SAMPLE_TOKENS * geometry.intermediate)
 
@@ -248,7 +248,7 @@ def gradient_of(role: str) -> Moment:
     return Moment(f"{role}.out", kind="gradient", diagonal=True)
 
 
-def probed_widths(entry: LossAware, geometry: Geometry, tokens: int | None = None) -> list[int]:
+def probed_widths(entry: LossAware, geometry: LayerGeometry, tokens: int | None = None) -> list[int]:
     """The widths at which the activation is looked at, with a sample of so many tokens, or with a whole one: what it
     bends changes little from width to width."""
     tokens = sample_of(geometry).tokens if tokens is None else tokens
@@ -258,42 +258,42 @@ def probed_widths(entry: LossAware, geometry: Geometry, tokens: int | None = Non
     return [fitted[place * (len(fitted) - 1) // max(1, count - 1)] for place in range(count)]
 
 
-def probed_ranks(geometry: Geometry, width: int) -> dict[int, int]:
+def probed_ranks(geometry: LayerGeometry, width: int) -> dict[int, int]:
     """Of gate and up, at a width: rank -> place of its share among `PROBES`."""
     full = min(len(readers(geometry)) * width, geometry.hidden)
     ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
     return {rank: place for rank, place in ranks.items() if rank < full}
 
 
-def _probe_stride(geometry: Geometry, tokens: int) -> int:
+def _probe_stride(geometry: LayerGeometry, tokens: int) -> int:
     """The probe is an even part of the sample."""
     return max(1, tokens // (PROBE_TOKENS * geometry.intermediate))
 
 
-def reader_stack(entry: LossAware, geometry: Geometry, width: int) -> Stack:
+def reader_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
     """gate and up at a width."""
     names, pivoted = readers(geometry), entry.factors == "pivoted"
     rows = len(names) * width
     return Stack(GATE_UP, names, rows, geometry.hidden, geometry.bits, pivoted, _width_of_form(geometry, width))
 
 
-def down_stack(entry: LossAware, geometry: Geometry, width: int) -> Stack:
+def down_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
     """down at a width."""
     pivoted, widths = entry.factors == "pivoted", _width_of_form(geometry, width)
     return Stack(DOWN, (DOWN,), geometry.hidden, width, geometry.bits, pivoted, widths)
 
 
-def _width_of_form(geometry: Geometry, width: int) -> dict[str, int]:
+def _width_of_form(geometry: LayerGeometry, width: int) -> dict[str, int]:
     return {} if width >= geometry.intermediate else {"width": width}
 
 
-def bias_numbers(geometry: Geometry, width: int) -> int:
+def bias_numbers(geometry: LayerGeometry, width: int) -> int:
     """Of all roles."""
     biased = geometry.biases
     return width * sum(role in biased for role in readers(geometry)) + geometry.hidden * (DOWN in biased)
 
 
-def widths_of(entry: LossAware, geometry: Geometry) -> list[int]:
+def widths_of(entry: LossAware, geometry: LayerGeometry) -> list[int]:
     """A few widths, evenly up to the full one."""
     whole, multiple, count = geometry.intermediate, entry.multiple(geometry.hidden), entry.widths
     even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
