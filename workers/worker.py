@@ -198,7 +198,8 @@ class Worker:
         )
 
     def _pair(self, unit: Pair) -> ForwardDone:
-        totals, record = self.pairs.run(unit)
+        with tensor_cores(self.setup.dtype):
+            totals, record = self.pairs.run(unit)
         return ForwardDone(
             partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
             cosine=None,

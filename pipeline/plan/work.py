@@ -226,9 +226,9 @@ def _cut_flops(geometry: LayerGeometry, width: float, square: float) -> float:
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:
-    """Of Σ x xᵀ and Σ e xᵀ, for a token."""
+    """Of one triangle of Σ x xᵀ, and of Σ e xᵀ, in float32 at half the rate, for a token."""
     features = point_features(moment.point, geometry)
-    return 2.0 * features * (features + geometry.hidden)
+    return features * (features + 4.0 * geometry.hidden)
 
 
 def solve_work(task: Task, geometry: LayerGeometry) -> SolveWork:

@@ -118,7 +118,7 @@ def test_what_following_the_loss_takes() -> None:
     two = layer_work(again, llama(), claim_tasks(build_methods(again), llama()), 2, gradient_tokens=100)
     assert two.gradient_flops == 100 * (10 * forward + 2 * 2 * triangles)
     assert len(two.curves) == len(two.solves) == 2 * len(one.curves)
-    pairs = sum(2 * f * (f + 48) for f in (48, 64, 48, 80))
+    pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
     short = forward - 2 * 3 * 48 * 80
     assert two.correction_flops == 320 * (4 * forward + 4 * short + pairs)
     phases = phase_seconds(two, rates_of("H200"), Pass(6, 4, 1, importance=False, compressed=False))
