@@ -18,8 +18,9 @@ def job_outlook(job: JobContext, rates: Rates = NOMINAL_CPU) -> Outlook | None:
     if inputs.max_loss is not None or any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods):
         return None
     geometry, tasks = inputs.geometry, inputs.tasks
-    work = layer_work(manifest, geometry, tasks, inputs.dtype.itemsize, gradient_tokens(manifest, geometry, tasks))
-    way = pass_of(manifest, geometry.num_layers)
+    tokens = gradient_tokens(manifest, geometry, tasks)
+    work = layer_work(manifest, geometry, tasks, inputs.dtype.itemsize, tokens)
+    way = pass_of(manifest, geometry.num_layers, tokens)
     seconds = phase_seconds(work, rates, way)
     has_moments = any(task.moments for task in tasks)
     if way.compressed and has_moments:

@@ -104,14 +104,14 @@ def test_a_point_costs_what_its_ranks_and_its_codes_lose(role: str, solve_it: Ca
 )
 def test_what_cut_layers_read_is_said_per_token(method: LossAwareMethod | FlatLLMMethod) -> None:
     where = llama("gqa")
-    ranks = {"value": where.head_dim // 2, "output": 8, "width": 16, "gate_up": 8, "down": 8, "mlp": 16}
+    ranks = {"value": where.layers[0].head_dim // 2, "output": 8, "width": 16, "gate_up": 8, "down": 8, "mlp": 16}
     for group in method.claims(where)[:3]:
         found, weights = make_statistics(where, group), make_weights(where, group.roles)
         needed = input_moments(tuple(role for role in group.roles if role in METRICS))
         for moment in needed:
             values = _random(TOKENS, features(where, moment), seed=5)
             found = Statistics({moment: (values.T @ values)[None], **found.moments}, found.tokens)
-        solution = method.compress(group, where, weights, found, {**ranks, "query_key": 8})
+        solution = method.compress(group, where.layers[0], weights, found, {**ranks, "query_key": 8})
         for role, read in solution.inputs.items():
             dense = found.mean(input_moments((role,))[0])[0]
             assert 0.1 < read.trace() / dense.trace() < 10.0  # half of it, in another basis; not TOKENS times that
