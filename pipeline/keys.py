@@ -12,18 +12,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from manifests.records import (
+from manifests.entries import (
     ActivationsEntry,
     AssemblingEntry,
     ComparedEntry,
     CompleteEntry,
     CurvesEntry,
     DenseEntry,
-    E,
     GradientEntry,
     HeldOutEntry,
     HeldOutScoreEntry,
-    Key,
     LayerEntry,
     MeasuredEntry,
     PointEntry,
@@ -33,13 +31,13 @@ from manifests.records import (
     ScheduleEntry,
     ScoredEntry,
     ScoreEntry,
-    ShardRecord,
     StatisticsEntry,
     TargetEntry,
     TaskScoreEntry,
     TokensEntry,
     TryEntry,
 )
+from manifests.records import E, Key, ShardRecord
 
 RANKS: Key[RanksEntry] = Key("ranks")
 HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration samples, and the dense model's outputs

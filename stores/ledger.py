@@ -17,8 +17,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from manifests.entries import KINDS
 from manifests.errors import InputError, StorageError
-from manifests.records import KINDS, E, Key, Record
+from manifests.records import E, Key, Record
 from stores.lock import RunLock
 from stores.storage import Place, open_storage
 

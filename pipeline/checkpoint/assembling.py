@@ -12,8 +12,9 @@ from typing import Any
 
 from lamina import MODELLING_FILES, modelling_source
 from manifests import VERSION
+from manifests.entries import LayerEntry
 from manifests.errors import CorruptError, InputError
-from manifests.records import LayerEntry, Scheme, ShardRecord
+from manifests.records import Scheme, ShardRecord
 from pipeline.checkpoint.compression_record import (
     RECORD_FILE,
     RECORD_VERSION,

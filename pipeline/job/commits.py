@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from manifests.records import ScheduleEntry
+from manifests.entries import ScheduleEntry
 from pipeline.job.context import JobContext
 from pipeline.job.planning import pass_of
 from pipeline.keys import SCHEDULE

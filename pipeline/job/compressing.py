@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
+from manifests.entries import ComparedEntry, TokensEntry
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, ComparedEntry, ComparedFigures, StagedRecord, TokensEntry
+from manifests.records import ArrayRecord, ComparedFigures, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import Job, staged_layer

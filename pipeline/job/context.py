@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from manifests.entries import ReusedEntry
 from manifests.errors import InputError
 from manifests.loading import dump_manifest
-from manifests.records import Key, ReusedEntry
+from manifests.records import Key
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.computation import Job

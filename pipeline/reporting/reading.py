@@ -12,16 +12,9 @@ from typing import Any
 
 import torch
 
+from manifests.entries import CurvesEntry, DenseEntry, GradientEntry, LayerEntry, StatisticsEntry
 from manifests.errors import InputError, StorageError
-from manifests.records import (
-    Curve,
-    CurvesEntry,
-    DenseEntry,
-    GradientEntry,
-    LayerEntry,
-    StatisticsEntry,
-    TensorDescription,
-)
+from manifests.records import Curve, TensorDescription
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config

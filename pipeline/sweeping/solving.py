@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from manifests.entries import PointEntry, TokensEntry
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, PointEntry, TokensEntry
+from manifests.records import ArrayRecord
 from pipeline.checkpoint.compression_record import SEAL
 from pipeline.checkpoint.counting import count, stored_tensors
 from pipeline.computation import entered_scores, staged_layer

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from lamina import MODELLING_FILES
+from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, InUseError
-from manifests.records import GroupReport, LayerEntry
 from manifests.schema import Manifest
 from pipeline.checkpoint import assembling
 from pipeline.checkpoint.assembling import Assembler, plan_shards
