@@ -57,7 +57,7 @@ def predict(
 
 def rows(rates: Rates) -> Iterator[str]:
     """The table of predictions."""
-    yield "| model | propagate | moments solved from | GPUs | minutes, beside | in closed form | idle share | as built |"
+    yield "| model | propagate | moments solved from | GPUs | minutes beside | in closed form | idle share | as built |"
     yield "|---|---|---|---|---|---|---|---|"
     for model, propagate, workers, cached in (
         ("70B", "dense", 1, False), ("70B", "dense", 8, False), ("70B", "dense", 8, True), ("70B", "dense", 64, True),
