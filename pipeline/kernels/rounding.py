@@ -15,7 +15,7 @@ from pipeline.kernels.packing import code_range, scaled
 DAMPING = 0.01  # of the moment's mean diagonal, added to its diagonal
 MOST_DAMPING = 1e6  # beyond this the moment says nothing
 BLOCK = 128  # columns whose errors are fed on together
-CLIPS = tuple(1.0 - step / 40 for step in range(20))  # of the largest magnitude; tried below CLIPPED_BELOW bits
+CLIPS = tuple(1.0 - step / 40 for step in range(5))  # of the largest magnitude; tried below CLIPPED_BELOW bits
 CLIPPED_BELOW = 8
 BLOCK_ROWS = 2048  # for which scales are searched at a time
 
@@ -82,7 +82,7 @@ def choose_scales(
     weight_OI: Tensor, bits: int, group: int | None, dtype: torch.dtype, importance_I: Tensor | None = None
 ) -> Tensor:
     """(O, S) of `dtype`: for each row and group the scale of least Σ importance · error², of those that clip the
-    largest magnitude by up to a half (at 8 bits it is never clipped). Groups of zeros get the scale 1."""
+    largest magnitude by up to a tenth (at 8 bits it is never clipped). Groups of zeros get the scale 1."""
     low, high = code_range(bits)
     width = _width(weight_OI, group)
     clips = CLIPS if bits < CLIPPED_BELOW else CLIPS[:1]
