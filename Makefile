@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 # A file's tests stay in one process, as they share what they have computed; each process has a Ray of its own.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Those of whole jobs wait for processes half of their time: three at once fill two cores.
+PYTEST := $(BIN)/python -m pytest -q --dist loadfile -n
 INPUTS := pyproject.toml deploy/serving/pyproject.toml deploy/constraints.txt
 
 export PYTHON
@@ -31,10 +32,10 @@ check: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(PYTEST) -m "not ray and not slow" --ignore=tests/end_to_end
+	$(PYTEST) 2 -m "not ray and not slow" --ignore=tests/end_to_end
 
 test: setup check
-	$(PYTEST)
+	$(PYTEST) 3
 
 # In environments of their own below .engines, which the script builds: vLLM for CPUs (3.4 GB), transformers 5.14 to 5.23.
 test-vllm:

@@ -189,9 +189,21 @@ class Workers(Block):
 
 
 class Resume(Block):
-    """Hidden states are committed every `every` layers; a crash costs at most the layers since."""
+    """Hidden states are committed every `every` layers; a crash costs at most the layers since.
 
-    every: PositiveInt = 1
+    `auto`: as many as the plan takes for writing them in 5 % of the time or less, but no more than ten minutes of work;
+    chosen when a run directory's work begins, and kept there. docs/plan.md#commits.
+    """
+
+    every: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _is_a_number_or_auto(cls, every: Any) -> Any:
+        # A union would report each of its kinds as a fault.
+        if every == "auto" or (isinstance(every, int) and not isinstance(every, bool) and every >= 1):
+            return every
+        raise ValueError("should be an integer greater than 0, or auto")
 
 
 class Statistics(Block):

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from manifests.entries import ActivationsEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ActivationsEntry, ArrayRecord, StagedLayer, StagedRecord
+from manifests.records import ArrayRecord, StagedLayer, StagedRecord
 from pipeline.computation import Job, RanksOf, staged_layer
 from pipeline.keys import activations_key
 from pipeline.methods.method import Moment, Task

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from manifests.errors import CorruptError, LostInputError
-from manifests.records import (
+from manifests.entries import (
     ActivationsEntry,
-    ArrayRecord,
     CurvesEntry,
     DenseEntry,
     MeasuredEntry,
     RanksEntry,
-    StagedLayer,
     StatisticsEntry,
 )
+from manifests.errors import CorruptError, LostInputError
+from manifests.records import ArrayRecord, StagedLayer
 from pipeline.computation import Job, RanksOf, entered_importance, entered_scores, staged_layer
 from pipeline.correction import CorrectedWalk
 from pipeline.curve_taking import take_curves

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from manifests.records import ArrayRecord, GradientEntry, GradientRecord, Key
+from manifests.entries import GradientEntry
+from manifests.records import ArrayRecord, GradientRecord, Key
 from pipeline.computation import Job
 from pipeline.keys import dense_key, gradient_key
 from pipeline.methods.registry import layer_gradients

@@ -12,33 +12,32 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from manifests.records import (
+from manifests.entries import (
     ActivationsEntry,
     AssemblingEntry,
     ComparedEntry,
     CompleteEntry,
     CurvesEntry,
     DenseEntry,
-    E,
     GradientEntry,
     HeldOutEntry,
     HeldOutScoreEntry,
-    Key,
     LayerEntry,
     MeasuredEntry,
     PointEntry,
     PointsEntry,
     RanksEntry,
     ReusedEntry,
+    ScheduleEntry,
     ScoredEntry,
     ScoreEntry,
-    ShardRecord,
     StatisticsEntry,
     TargetEntry,
     TaskScoreEntry,
     TokensEntry,
     TryEntry,
 )
+from manifests.records import E, Key, ShardRecord
 
 RANKS: Key[RanksEntry] = Key("ranks")
 HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration samples, and the dense model's outputs
@@ -47,6 +46,7 @@ TARGET: Key[TargetEntry] = Key("target")  # the size that is being made for a bu
 TRIES = "tries/"  # what was measured at a size, by its thousandths
 SCORED = "scored/"  # what enters a layer of a model that is being scored
 TOKENS: Key[TokensEntry] = Key("tokens")
+SCHEDULE: Key[ScheduleEntry] = Key("schedule")  # how often hidden states are committed, where the plan chose
 SOURCE: Key[Mapping[str, Mapping[str, Any]]] = Key("source")  # file -> size, times and sha256
 HARDWARE: Key[dict[str, str]] = Key("hardware")
 COMPARED: Key[ComparedEntry] = Key("compared")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from manifests.records import ArrayRecord, E, GroupReport, Key, StagedRecord
+from manifests.entries import GroupReport
+from manifests.records import ArrayRecord, E, Key, StagedRecord
 from pipeline.units import Unit
 
 

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from manifests.entries import GradientEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import GradientEntry, Key, Record
+from manifests.records import Key, Record
 from pipeline.keys import (
     DRAFT,
     activations_key,

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from manifests.entries import ScoredEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, ScoredEntry, StagedLayer
+from manifests.records import ArrayRecord, StagedLayer
 from pipeline.keys import scored_key
 from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs

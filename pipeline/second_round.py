@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from manifests.records import ActivationsEntry, ArrayRecord, E, GradientRecord, Key, StagedLayer, StagedRecord
+from manifests.entries import ActivationsEntry
+from manifests.records import ArrayRecord, E, GradientRecord, Key, StagedLayer, StagedRecord
 from pipeline.computation import Job, staged_layer
 from pipeline.gradient_pass import GradientPass
 from pipeline.keys import RANKS, draft_inputs_key, draft_key, gradient_key, layer_key, regradient_key

@@ -7,8 +7,9 @@ import sys
 import time
 from typing import Any
 
+from manifests.entries import PointEntry
 from manifests.errors import StorageError
-from manifests.records import Key, PointEntry
+from manifests.records import Key
 from pipeline.console.arguments import parser, run_command
 from pipeline.keys import COMPLETE, POINTS, RESULT, point_part
 from stores.ledger import Ledger

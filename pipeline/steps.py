@@ -7,17 +7,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import (
-    ArrayRecord,
-    E,
-    FormSpec,
-    GradientRecord,
-    GroupReport,
-    Key,
-    LayerEntry,
-    StagedRecord,
-)
+from manifests.records import ArrayRecord, E, FormSpec, GradientRecord, Key, StagedRecord
 from pipeline.keys import layer_key
 from pipeline.methods.method import Moment
 from pipeline.ports import Journal, Observer, Pool

@@ -121,10 +121,14 @@ class Total:
 
 @dataclass(frozen=True)
 class TotalDone:
-    """The record of the stored sum; or, when it exceeds what its grid allows, the handle of a wider grid."""
+    """The record of the stored sum; or, when it exceeds what its grid allows, the handle of a wider grid.
+
+    `kept`: whoever added it holds it, for the solve that comes next.
+    """
 
     record: ArrayRecord | None
     wider: Any = None
+    kept: bool = False
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """With `made(handle)` in place of the handle."""

@@ -50,6 +50,13 @@ class Hold(Protocol):
         """Whether it still is: the name was not removed, nor given to another."""
         ...
 
+    def fence(self) -> int | None:
+        """What grows with each owner and stands on what they commit; 0 where the kernel alone tells them apart.
+
+        None: another may own it by now. Asks at most once in half the time after which another may take it.
+        """
+        ...
+
     def release(self) -> None:
         """Lets go of it."""
         ...

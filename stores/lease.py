@@ -83,6 +83,10 @@ class Lease:
         """Renews it, which shows it. Raises StorageError when the bucket does not answer and it may still be ours."""
         return not self._ended.is_set() and self._renew()
 
+    def fence(self) -> int | None:
+        is_fresh = time.monotonic() - self._renewed_at < LEASE_S / 2
+        return self.generation if (is_fresh and not self._ended.is_set()) or self.is_ours() else None
+
     def release(self) -> None:
         if not self._ended.is_set():
             self._ended.set()

@@ -17,13 +17,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from manifests.entries import KINDS
 from manifests.errors import InputError, StorageError
-from manifests.records import KINDS, E, Key, Record
+from manifests.records import E, Key, Record
+from stores.lock import RunLock
 from stores.storage import Place, open_storage
 
 LEDGER_VERSION = 1
 KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
 ENTRY_NAME = re.compile(r"(?P<key>[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)\.(?P<generation>\d{6,})\.json")
+OF_ONE_OWNER = 1_000_000  # generations of a key: what one owner of a lease commits is below all of the next one's
 RACES = 100
 MAX_ENTRY_BYTES = 256 * 1024 * 1024
 
@@ -36,8 +39,10 @@ class Ledger:
     Data that a record names must be durable before `commit`, and may go only after a later `commit` or `retract`.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, lock: RunLock | None = None) -> None:
+        """`lock`: under which it is committed to; see `RunLock.fence`."""
         self.storage = open_storage(place)
+        self.lock = lock
         self._told: set[str] = set()  # damaged entries are read again and again
 
     def commit(self, key: Key[E], record: E) -> None:
@@ -45,6 +50,7 @@ class Ledger:
 
         Raises:
             ValueError: no key, or something in it that JSON cannot say.
+            InUseError: another has taken the lock; nothing was committed.
             StorageError: the entry could not be written; the record before it still counts.
         """
         self._append(key, record)
@@ -92,7 +98,11 @@ class Ledger:
         if not KEY.fullmatch(key):
             raise ValueError(f"ledger key {key!r}: expected parts of letters, digits, _ and - with / between them")
         for _ in range(RACES):
-            generation = max((number for number, _ in self._generations(key)), default=0) + 1
+            fence = self.lock.fence() if self.lock else 0
+            last = max((number for number, _ in self._generations(key)), default=0)
+            if self.lock and fence and last >= (fence + 1) * OF_ONE_OWNER:
+                self.lock.check()  # a later owner's, unless somebody removed the lock, whose generations began anew
+            generation = max(last, fence * OF_ONE_OWNER) + 1
             with suppress(FileExistsError):
                 self.storage.put_if_absent(_name(key, generation), _encode(key, generation, record))
                 self._drop_below(key, generation)  # only after the new one is durable

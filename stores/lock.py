@@ -94,6 +94,14 @@ class RunLock:
             owner = _describe(_read_owner(self.storage, self.name))
             raise InUseError(f"{self._at}: the lock was lost: {owner}; stopping")
 
+    def fence(self) -> int:
+        """See `Hold.fence`; 0 where the lock is not held. Raises InUseError when another may have it."""
+        found = 0 if self._hold is None else self._hold.fence()
+        if found is None:
+            owner = _describe(_read_owner(self.storage, self.name))
+            raise InUseError(f"{self._at}: the lock was lost: {owner}; nothing more is committed")
+        return found
+
     def has_note(self) -> bool:
         """Whether an owner, now or once, left its note here."""
         return _read_owner(self.storage, self.name) is not None

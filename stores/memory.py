@@ -101,6 +101,9 @@ class MemoryLock:
     def is_ours(self) -> bool:
         return self._held.get(self._name) is self and self._name in self._files
 
+    def fence(self) -> int:
+        return 0
+
     def release(self) -> None:
         if self._held.get(self._name) is self:
             del self._held[self._name]

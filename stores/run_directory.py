@@ -48,8 +48,8 @@ class RunDirectory:
     def __init__(self, place: Place) -> None:
         self.storage = open_storage(place)
         self.logs = self.storage.below(LOGS)
-        self.ledger = Ledger(self.storage.below(LEDGER))
         self.lock = RunLock(self.storage)
+        self.ledger = Ledger(self.storage.below(LEDGER), self.lock)
 
     @property
     def place(self) -> str:

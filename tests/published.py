@@ -79,7 +79,7 @@ def write_hollow_checkpoint(directory: Path, name: str, dtype: str = "BF16") -> 
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(CONFIGS[name]))
     geometry = geometry_of(standard_config(CONFIGS[name]))
-    parts = [dict(geometry.outer)] + [dict(geometry.layer_tensors(at).values()) for at in range(geometry.num_layers)]
+    parts = [dict(geometry.outer)] + [dict(layer.tensors().values()) for layer in geometry.layers]
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"

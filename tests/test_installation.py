@@ -118,7 +118,7 @@ def test_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
     assert Path(done.stdout.strip()) == ROOT / "deploy" / "serving" / "lamina" / "__init__.py"
 
 
-COMMANDS = ("run", "plan", "status", "report", "scale", "verify", "evaluate", "export", "sweep")
+COMMANDS = ("run", "plan", "status", "report", "scale", "verify", "evaluate", "export", "push", "sweep")
 
 
 @pytest.mark.parametrize(

@@ -11,26 +11,28 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from manifests.entries import (
+    AssemblingEntry,
+    CompleteEntry,
+    CurvesEntry,
+    DenseEntry,
+    GroupReport,
+    LayerEntry,
+    TaskScores,
+    TokensEntry,
+)
 from manifests.records import (
     ARRAY_DTYPES,
     TENSOR_DTYPES,
     ArrayRecord,
-    AssemblingEntry,
-    CompleteEntry,
     Curve,
-    CurvesEntry,
-    DenseEntry,
     FormSpec,
-    GroupReport,
     Key,
-    LayerEntry,
     Record,
     Scheme,
     ShardRecord,
     StagedLayer,
     StagedRecord,
-    TaskScores,
-    TokensEntry,
 )
 from pipeline.keys import COMPLETE, RANKS, dense_key, layer_key, rest_key, score_key
 from stores.activations import ActivationStore

@@ -72,7 +72,7 @@ class BackwardPass:
         """
         self.hidden.release_beyond(LINEAGE, unit.base)
         gradient_of = self._gradients_at_output(unit)
-        partials = {moment: self._empty(moment) for moment in unit.moments}
+        partials = {moment: self._empty(moment, unit.layer) for moment in unit.moments}
         record = self._through(unit, unit.layer, gradient_of, partials, emit=unit.emit, store=unit.store)
         labels = None
         if unit.keep_labels:
@@ -169,17 +169,17 @@ class BackwardPass:
         self._pull_back(dense, hidden_SD, lambda *_: received[0], sample, partials)
         return gradient_SD
 
-    def _empty(self, moment: Moment) -> dict[str, Tensor]:
-        width = self._width(moment.point) // moment.heads
+    def _empty(self, moment: Moment, layer: int) -> dict[str, Tensor]:
+        width = self._width(moment.point, layer) // moment.heads
         shape = (moment.groups, width) if moment.diagonal else (moment.groups, width, width)
         return {
             "moment": torch.zeros(shape, dtype=torch.float64, device=self.layers.device),
             "square_norms": torch.zeros(moment.groups, dtype=torch.float64, device=self.layers.device),
         }
 
-    def _width(self, point: str) -> int:
-        role = point.removesuffix(".out")
-        return self.setup.geometry.weight_shape(role)[0] if role != point else self.setup.geometry.hidden
+    def _width(self, point: str, layer: int) -> int:
+        role, geometry = point.removesuffix(".out"), self.setup.geometry.layers[layer]
+        return geometry.weight_shape(role)[0] if role != point else geometry.hidden
 
     def _writer(self, shard_key: tuple[str, int, int], shape: tuple[int, ...], store: bool) -> HiddenWriter:
         samples, sequence, features = shape

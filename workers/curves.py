@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manifests.quantize import Quantize
 from manifests.records import ArrayRecord, Curve
-from pipeline.families.family import Geometry
+from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Dividing, Method, Moment, Predicting, Statistics
 from pipeline.rounding.choices import with_bits
 from pipeline.units import BeginCurve, CurvePieces, CurveUnit, Predict
@@ -22,7 +22,7 @@ def made_of_curve(
     unit: CurveUnit,
     method: Method,
     quantize: Quantize | None,
-    geometry: Geometry,
+    geometry: LayerGeometry,
     weights: Mapping[str, Tensor],
     read: Read,
 ) -> Any:
@@ -41,7 +41,7 @@ def _curve(
     unit: Predict,
     method: Method,
     quantize: Quantize | None,
-    geometry: Geometry,
+    geometry: LayerGeometry,
     weights: Mapping[str, Tensor],
     read: Read,
 ) -> Curve:

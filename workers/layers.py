@@ -94,7 +94,7 @@ class LayerReader:
         return Block(config, layer, self._relative(layer, tensors, staged.rounded), self.device)
 
     def _read_layer(self, layer: int) -> dict[str, Tensor]:
-        prefix = f"{self.setup.geometry.layers_path}.{layer}."
+        prefix = self.setup.geometry.layers[layer].prefix
         names = [name for name in self.setup.source.tensors if name.startswith(prefix)]
         return self._relative(layer, self._read(names), rounded_modules(self.setup.config, packed_modules(names)))
 
@@ -106,7 +106,7 @@ class LayerReader:
 
     def _relative(self, layer: int, tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
         """By names inside the layer; rounded weights multiplied out in the forward's dtype, as transformers does."""
-        prefix = f"{self.setup.geometry.layers_path}.{layer}."
+        prefix = self.setup.geometry.layers[layer].prefix
         converted = {name: self._converted(tensor) for name, tensor in tensors.items()}
         return {name.removeprefix(prefix): tensor for name, tensor in unpacked(converted, rounded).items()}
 

@@ -7,10 +7,8 @@ at once, or after a pause when its node was short of memory (`workers.memory_pre
 
 from __future__ import annotations
 
-import re
 import threading
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,22 +25,24 @@ from ray.exceptions import (
 )
 from ray.util import metrics
 
-from manifests.errors import InputError, Interrupted, StorageError, WorkerError
+from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
-from pipeline.sum_units import Collect
+from pipeline.sum_units import Collect, Total
 from pipeline.units import Forward, ShardUnit, Unit
 from workers.actor import Outcome, WorkerActor
 from workers.cluster import declared_memory, why_unplaceable
 from workers.config import WorkerConfig
+from workers.failures import START, Failures, failure_key
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
+from workers.placing import choose
+from workers.shortage import Shortage
 from workers.tensor_transfer import attach_handles, handle_count
 from workers.trace import unit_kind, unit_line
 
 DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
 POLL_SECONDS = 0.5  # how soon a signal is noticed
-START_WARNING_SECONDS = 50.0
 FULL = (OutOfDiskError, ObjectStoreFullError)
 LOST = (RayActorError, WorkerCrashedError, ObjectLostError, OutOfMemoryError, *FULL)
 MEMORY_PAUSE_SECONDS = 5.0  # the first one before a worker is started where memory was short
@@ -55,6 +55,7 @@ class _Member:
     live: bool = False
     where: dict[str, Any] = field(default_factory=dict)
     shards: set[int] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)  # paths of the moments that it has summed up and still holds
     running: dict[Any, Unit] = field(default_factory=dict)
     tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
     leaving: bool = False  # gets nothing more, and ends when it is done with what it has
@@ -80,21 +81,19 @@ class RayPool:
         self.stop = stop
         self.note = note
         self.waiting: deque[Unit] = deque()
-        self.failures: Counter[str] = Counter()
+        self.failures = Failures(workers.max_failures)
+        self.shortage = Shortage(workers.start_timeout_s, note)
         self.seconds: dict[
             str, list[float]
         ] = {}  # kind of unit -> [units, seconds, of these in products and decompositions]
         self.peak_bytes: dict[str, int] = {}
         self.finished: deque[tuple[Unit, Outcome]] = deque()
-        self.max_failures = workers.max_failures
         self.workers = workers
         self.hardware: Mapping[str, str] = setup.hardware or {}
         self.versions = software_versions()
         self.pause = Pause(MEMORY_PAUSE_SECONDS, workers.start_timeout_s)
         self.most = setup.shards
         self.wanted = min(workers.max, self.most)
-        self.starved_since: float | None = None
-        self.warned_at = 0.0
         self.members: list[_Member] = []
         self.trace: Callable[[dict[str, Any]], None] = lambda _: None  # takes a line for each unit that is done
         self.meters = PoolMeters(metrics, run_name(setup))
@@ -190,28 +189,13 @@ class RayPool:
             self._complain(min(count, self.wanted))
 
     def _complain(self, count: int) -> None:
-        """Says so, now and then, while there are fewer workers than the job needs to go on.
-
-        Raises WorkerError when that will stay so: no node has what a worker asks for, and nobody adds nodes.
-        """
-        now = time.monotonic()
-        if self.size >= count:
-            self.starved_since = None
-            return
-        if self.starved_since is None:
-            self.starved_since = self.warned_at = now
-        starved_s = now - self.starved_since
-        if now - self.warned_at < START_WARNING_SECONDS and starved_s < self.workers.start_timeout_s:
-            return
-        never = why_unplaceable(self.workers, self.memory_bytes)
-        if never and starved_s >= self.workers.start_timeout_s:
-            raise WorkerError(f"{never}; waited {starved_s:.0f} s (workers.start_timeout_s)")
-        if now - self.warned_at >= START_WARNING_SECONDS:
-            self.warned_at = now
-            self.note(
-                f"waiting for {count} workers, {self.size} are ready: "
-                + (never or f"the cluster has {ray.cluster_resources()}, free {ray.available_resources()}")
-            )
+        """Says so, now and then, while there are fewer workers than the job needs; see `Shortage.watch`."""
+        self.shortage.watch(
+            self.size,
+            count,
+            never=lambda: why_unplaceable(self.workers, self.memory_bytes),
+            cluster=lambda: f"the cluster has {ray.cluster_resources()}, free {ray.available_resources()}",
+        )
 
     def _fit(self) -> None:
         """Starts workers up to the number wanted; lets those go that are too many, the idlest first."""
@@ -255,10 +239,12 @@ class RayPool:
                 self._welcome(member, value)
                 return
             unit = member.running.pop(ref)
-            del self.failures[_failure_key(unit)]
+            self.failures.forgive(failure_key(unit))
             self.pause.end()
             if isinstance(unit, Collect):
                 member.keeps_sums = False
+            if isinstance(unit, Total) and value.error is None and value.result.kept:
+                member.kept.add(value.result.record.path)
             self._account(member, unit, value)
             result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))
@@ -274,7 +260,7 @@ class RayPool:
         differing = _differing(self.hardware, where["hardware"])
         if not differing:
             member.live = True
-            del self.failures["start"]
+            self.failures.forgive(START)
             return
         self.members.remove(member)
         ray.kill(member.actor)
@@ -300,8 +286,8 @@ class RayPool:
         if isinstance(error, OutOfMemoryError) and others_hold_most(str(error)):
             self._wait_for_memory(member, error)
         else:
-            for key in [_failure_key(unit) for unit in lost] + ([] if member.live else ["start"]):
-                self._count_failure(member, key, error)
+            for key in [failure_key(unit) for unit in lost] + ([] if member.live else [START]):
+                self.failures.count(key, error, member.where, disk_full=isinstance(error, FULL))
             self.note(f"worker {_name(member)} died, {len(lost)} units are done again: {type(error).__name__}")
         self.waiting.extendleft(reversed([unit for unit in lost if not isinstance(unit, Collect)]))
         self._finish_gone([unit for unit in lost if isinstance(unit, Collect)])
@@ -319,25 +305,6 @@ class RayPool:
             f"memory ({first}); it goes on with {self.size} workers, the next is tried in {self.pause.seconds:g} s"
         )
 
-    def _count_failure(self, member: _Member, key: str, error: Exception) -> None:
-        self.failures[key] += 1
-        if self.failures[key] < self.max_failures:
-            return
-        if isinstance(error, FULL):
-            raise StorageError(
-                f"{key}: the disk of Ray's object store is full on node {member.where.get('node', '?')}, at "
-                f"{member.where.get('ray_folder', 'its --temp-dir')}; make room there, or start Ray with another "
-                f"--temp-dir ({type(error).__name__})"
-            )
-        if missing := re.search(r"No module named '?([\w.]+)", str(error)):
-            raise InputError(
-                f"a node of the cluster cannot import {missing.group(1)}: install the project there, in the version "
-                "that is here, or submit the job from a checkout with --working-dir ."
-            )
-        what = "died before they were ready" if key == "start" else "died on it"
-        prefix = "" if key == "start" else f"{key}: "
-        raise WorkerError(f"{prefix}{self.max_failures} workers {what} (workers.max_failures); the last: {error}")
-
     # -- units -------------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
@@ -348,7 +315,7 @@ class RayPool:
         while given and self.waiting:
             given = False
             for member in sorted(live, key=lambda member: len(member.running)):
-                index = self._choose(member, live) if len(member.running) < DEPTH else None
+                index = choose(self.waiting, member, live) if len(member.running) < DEPTH else None
                 if index is not None:
                     self._give(member, live, index)
                     given = True
@@ -366,26 +333,6 @@ class RayPool:
     def _finish_gone(self, units: list[Collect]) -> None:
         self.finished.extend((unit, Outcome(None, None, 0.0, 0.0, 0)) for unit in units)
 
-    def _choose(self, member: _Member, live: list[_Member]) -> int | None:
-        """Which waiting unit a worker should do.
-
-        One of its own shards or of no shard; else one of a shard that nobody holds; else, so that those who join late
-        have something to do, one of a worker that holds at least two shards more.
-        """
-        holders = {shard: other for other in live for shard in other.shards}
-        new = taken_over = None
-        for index, unit in enumerate(self.waiting):
-            if isinstance(unit, Collect):
-                continue
-            holder = holders.get(unit.shard) if isinstance(unit, ShardUnit) else member
-            if holder is member:
-                return index
-            if holder is None:
-                new = index if new is None else new
-            elif taken_over is None and len(holder.shards) > len(member.shards) + 1:
-                taken_over = index
-        return taken_over if new is None else new
-
     def _give(self, member: _Member, live: list[_Member], index: int) -> None:
         unit = self.waiting[index]
         del self.waiting[index]
@@ -393,6 +340,7 @@ class RayPool:
             for other in live:
                 other.shards.discard(unit.shard)
             member.shards.add(unit.shard)
+            member.kept.clear()  # as the worker does
             member.keeps_sums |= isinstance(unit, Forward) and unit.sums is not None
         count = handle_count(unit)
         returned = member.actor.execute.options(num_returns=1 + count, name=f"lamina {unit_kind(unit)}").remote(unit)
@@ -408,11 +356,6 @@ def _differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
         for field, value in expected.items()
         if found.get(field) != value
     )
-
-
-def _failure_key(unit: Unit) -> str:
-    """What is counted when workers die on a unit: a `Collect` is another one for each worker."""
-    return f"collect/{unit.lineage}/{unit.layer}" if isinstance(unit, Collect) else unit.key
 
 
 def _name(member: _Member) -> str:

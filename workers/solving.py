@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifests.quantize import Quantize
 from manifests.records import Scheme
-from pipeline.families.family import Geometry
+from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics, stored_dtype
 from pipeline.rounding.choices import BITS
 from pipeline.rounding.schemes import WEIGHT
@@ -18,7 +18,7 @@ from pipeline.rounding.solutions import round_solution
 def solve_group(
     method: Method,
     group: Group,
-    geometry: Geometry,
+    geometry: LayerGeometry,
     weights: Mapping[str, Tensor],
     statistics: Statistics,
     ranks: Ranks,
@@ -28,26 +28,26 @@ def solve_group(
     """Factors by their names in the checkpoint, the solution that they are of, and the schemes of rounded matrices by
     the path of their module.
 
-    `weights`: dense, by `role.weight` / `role.bias`. `before`: the factors that the group's last correction gave; those
-    of roles that this one changes are replaced.
+    `geometry`: of the group's layer. `weights`: dense, by `role.weight` / `role.bias`. `before`: the factors that the
+    group's last correction gave; those of roles that this one changes are replaced.
     """
     rounded: dict[str, Scheme] = {}
     if not any(moment.kind == "pair" for moment in statistics.moments):
         solution = method.compress(group, geometry, weights, statistics, ranks)
     else:
         assert isinstance(method, Correcting)
-        names = {key: geometry.tensor_name(group.layer, key, group.roles) for key in weights}
+        names = {key: geometry.tensor_name(key, group.roles) for key in weights}
         known = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
         solution = method.correct(group, geometry, weights, statistics, ranks, known)
     if quantize is not None:
         bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
         solution, schemes, _ = round_solution(solution, quantize, bits, statistics.moments, weights)
         for key, scheme in schemes.items():
-            rounded[geometry.tensor_name(group.layer, key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
-    replaced = tuple(f"{geometry.path(group.layer, role)}." for role in group.roles if _changes(solution, role))
+            rounded[geometry.tensor_name(key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
+    replaced = tuple(f"{geometry.path(role)}." for role in group.roles if _changes(solution, role))
     factors = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
     for key, tensor in solution.tensors.items():
-        factors[geometry.tensor_name(group.layer, key, group.roles)] = tensor.to(stored_dtype(key, tensor, weights))
+        factors[geometry.tensor_name(key, group.roles)] = tensor.to(stored_dtype(key, tensor, weights))
     return factors, solution, rounded
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import NumericsError
+from manifests.records import ArrayRecord
 from pipeline.kernels.checks import require_finite
 from pipeline.kernels.exact_sums import (
     Grid,
@@ -42,6 +43,7 @@ class LayerSums:
         self.transfer = transfer
         self.statistics = statistics
         self.device = device
+        self.kept: dict[str, Tensor] = {}  # moments of a walk, by the path of their records, until they are solved from
         self.forget()
 
     def forget(self) -> None:
@@ -90,14 +92,26 @@ class LayerSums:
         return done
 
     def total(self, unit: Total) -> TotalDone:
-        """Adds what all workers have given, and stores it, unless it exceeds its grid."""
+        """Adds what all workers have given, and stores it, unless it exceeds its grid.
+
+        Behind compressed layers it is kept besides, as the layer is solved before another is summed.
+        """
         grid = Grid.unpacked(self.transfer.get(unit.grid))
         total = self._added(unit.partials)
         beyond_Gd = exceeding(total, grid)
         if bool(beyond_Gd.any()):
             return TotalDone(None, self.transfer.put(_wider(unit, grid, beyond_Gd).packed()))
+        moment = whole_moment(total, grid)
         name = f"{unit.lineage}-{unit.moment.key}"
-        return TotalDone(self.statistics.write(unit.layer, name, whole_moment(total, grid), symmetric=True))
+        record = self.statistics.write(unit.layer, name, moment, symmetric=True)
+        if unit.lineage == "compressed":
+            self.kept[record.path] = moment
+        return TotalDone(record, kept=unit.lineage == "compressed")
+
+    def moment(self, record: ArrayRecord) -> Tensor:
+        """A stored moment on the device: as it was kept, which is given away with it, or read."""
+        kept = self.kept.pop(record.path, None)
+        return self.statistics.read(record).to(self.device) if kept is None else kept
 
     def _begin(self, sums: Sums, moments: Iterable[Moment]) -> None:
         self.grids = {moment: Grid.unpacked(self.transfer.get(sums.grids[moment])) for moment in moments}

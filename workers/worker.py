@@ -19,6 +19,7 @@ from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, GradientRecord, StagedLayer
+from pipeline.families.family import LayerGeometry
 from pipeline.kernels.gradients import ordered_sum
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
@@ -55,6 +56,7 @@ from workers.block import Tap
 from workers.comparing import compare_models
 from workers.config import WorkerConfig
 from workers.curves import made_of_curve
+from workers.device_settings import tensor_cores
 from workers.embedding_and_head import embedding
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
 from workers.layers import LayerReader
@@ -132,7 +134,9 @@ class Worker:
         self.hidden.forget("")
 
     def _release_others(self, unit: Unit) -> None:
-        """Lets go of the layers that units of another kind were at, so that one is held at a time."""
+        """Lets go of the layers that units of another kind were at, so that one is held at a time; so of moments."""
+        if not isinstance(unit, Collect | Total | Solve):
+            self.sums.kept.clear()
         scoring = isinstance(unit, WindowForward | Score)
         if not isinstance(unit, Pair):
             self.pairs.release()
@@ -194,7 +198,8 @@ class Worker:
         )
 
     def _pair(self, unit: Pair) -> ForwardDone:
-        totals, record = self.pairs.run(unit)
+        with tensor_cores(self.setup.dtype):
+            totals, record = self.pairs.run(unit)
         return ForwardDone(
             partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
             cosine=None,
@@ -283,18 +288,18 @@ class Worker:
         (method, _), weights = self.methods[unit.task.method], self._group_weights(unit.task)
         assert isinstance(method, Measuring)
         with self._computing():
-            return method.measure(unit.task, self.setup.geometry, weights)
+            return method.measure(unit.task, self._geometry(unit.task), weights)
 
     def _curve(self, unit: CurveUnit) -> Any:
         (method, quantize), weights = self.methods[unit.task.method], self._group_weights(unit.task)
-        with self._computing():
-            return made_of_curve(unit, method, quantize, self.setup.geometry, weights, self._statistics)
+        with self._computing(), tensor_cores(self.setup.dtype):
+            return made_of_curve(unit, method, quantize, self._geometry(unit.task), weights, self._statistics)
 
     def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""
         moments = {}
         for moment, record in records.items():
-            found = self.statistics.read(record).to(self.device)
+            found = self.sums.moment(record)
             if moment.kind == "gradient":
                 assert isinstance(record, GradientRecord)
                 squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
@@ -304,35 +309,32 @@ class Worker:
 
     def _group_weights(self, group: Group) -> dict[str, Tensor]:
         """`role.weight` / `role.bias` of a group's roles."""
-        names = {
-            key: name
-            for role in self.setup.geometry.roles
-            if role in group.roles
-            for key, (name, _) in self.setup.geometry.role_tensors(group.layer, role).items()
-        }
+        names = {key: name for key, (name, _) in self._geometry(group).tensors(group.roles).items()}
         return self.layers.dense_weights(group.layer, names)
+
+    def _geometry(self, group: Group) -> LayerGeometry:
+        return self.setup.geometry.layers[group.layer]
 
     def _solve(self, unit: Solve) -> SolveDone:
         weights, statistics = self._group_weights(unit.task), self._statistics(unit.statistics)
         before = self.transfer.get(unit.before) if unit.before is not None else {}
-        (method, quantize), geometry = self.methods[unit.task.method], self.setup.geometry
-        with self._computing():
+        (method, quantize), geometry = self.methods[unit.task.method], self._geometry(unit.task)
+        with self._computing(), tensor_cores(self.setup.dtype):
             factors, found, rounded = solve_group(
                 method, unit.task, geometry, weights, statistics, unit.ranks, before, quantize
             )
         return SolveDone(self.transfer.put(factors), found.forms, found.report, rounded)
 
     def _write(self, unit: Write) -> Any:
-        geometry, source = self.setup.geometry, self.setup.source
+        geometry, source = self.setup.geometry.layers[unit.layer], self.setup.source
         tensors: dict[str, Tensor] = {}
         for factors in get_all(self.transfer, unit.factors):
             tensors.update(factors)
-        claimed = {geometry.path(unit.layer, role) + "." for role in unit.roles}
-        prefix = f"{geometry.layers_path}.{unit.layer}."
+        claimed = {geometry.path(role) + "." for role in unit.roles}
         copied = [
             name
             for name in source.tensors
-            if name.startswith(prefix) and not any(name.startswith(path) for path in claimed)
+            if name.startswith(geometry.prefix) and not any(name.startswith(path) for path in claimed)
         ]
         tensors.update(source.read(copied))
         return write_staged(self.setup.run_dir, unit.layer, tensors)

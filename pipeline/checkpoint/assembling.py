@@ -12,8 +12,9 @@ from typing import Any
 
 from lamina import MODELLING_FILES, modelling_source
 from manifests import VERSION
+from manifests.entries import LayerEntry
 from manifests.errors import CorruptError, InputError
-from manifests.records import LayerEntry, Scheme, ShardRecord
+from manifests.records import Scheme, ShardRecord
 from pipeline.checkpoint.compression_record import (
     RECORD_FILE,
     RECORD_VERSION,
@@ -24,6 +25,7 @@ from pipeline.checkpoint.compression_record import (
     sealed,
 )
 from pipeline.checkpoint.counting import count
+from pipeline.checkpoint.decoding_cost import decoding_costs
 from pipeline.checkpoint.model_card import model_card
 from pipeline.checkpoint.reading import linear_modules
 from pipeline.families.registry import checkpoint_config
@@ -67,7 +69,7 @@ def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
         name
         for layer in layers
         for name in inputs.source.tensors
-        if name.startswith(f"{inputs.geometry.layers_path}.{layer}.")
+        if name.startswith(inputs.geometry.layers[layer].prefix)
     }
     rest: dict[str, list[str]] = {}
     for name, record in inputs.source.tensors.items():
@@ -226,6 +228,7 @@ class Assembler:
             },
             "manifest": self.inputs.manifest.semantic(),
             "counts": count(self.inputs, tensors, forms),
+            "decoding": decoding_costs({**self.inputs.config, "forms": [dict(layer) for layer in forms]}),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
             "compared": compared.compared.as_json() if (compared := self.journal.get(COMPARED)) else None,
             "shards": {name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()},
@@ -235,16 +238,16 @@ class Assembler:
 
     def _places(self, layer: int, forms: Mapping[str, Any]) -> dict[str, str]:
         """Path of a module, with a trailing dot -> role; what a group shares counts as its first role's."""
-        geometry = self.inputs.geometry
-        places = {f"{geometry.path(layer, role)}.": role for role in geometry.roles}
+        geometry = self.inputs.geometry.layers[layer]
+        places = {f"{geometry.path(role)}.": role for role in geometry.roles}
         for task in (task for task in self.inputs.tasks if task.layer == layer):
             first = task.roles[0]
             if first in forms:
-                shared = geometry.group_path(layer, task.roles, task.name)
+                shared = geometry.group_path(task.roles, task.name)
                 places.setdefault(f"{shared}.{forms[first]['form']}.", first)
         for role, form in forms.items():
             if form["form"] == "pivoted":
-                places.setdefault(f"{geometry.group_path(layer, (role,), form['group'])}.pivoted.", role)
+                places.setdefault(f"{geometry.group_path((role,), form['group'])}.pivoted.", role)
         return places
 
     def _claimed(self) -> dict[str, str]:
@@ -253,9 +256,7 @@ class Assembler:
         return {
             name: self.inputs.methods[task.method].name
             for task in self.inputs.tasks
-            for role in geometry.roles
-            if role in task.roles
-            for name, _ in geometry.role_tensors(task.layer, role).values()
+            for name, _ in geometry.layers[task.layer].tensors(task.roles).values()
         }
 
     def _layer_report(self, layer: int) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from manifests.entries import GroupReport
 from manifests.errors import CorruptError, InputError
-from manifests.records import ComparedFigures, FormSpec, GroupReport, ShardRecord, TensorDescription
+from manifests.records import ComparedFigures, FormSpec, ShardRecord, TensorDescription
 from stores.source import MAX_JSON_BYTES, parse_json
 from stores.storage import Place, Storage, open_storage
 

@@ -34,7 +34,7 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
             "compressed": sum(math.prod(e["shape"]) * DTYPES[e["dtype"]].itemsize for e in tensors.values()),
         },
         "cache_bytes_per_token": {
-            "dense": itemsize * geometry.num_layers * 2 * geometry.kv_heads * geometry.head_dim,
+            "dense": itemsize * sum(layer.cache_numbers for layer in geometry.layers),
             "compressed": itemsize * sum(described.cache_numbers(layer) for layer in range(geometry.num_layers)),
         },
     }
@@ -43,7 +43,7 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
 def stored_tensors(inputs: Inputs, journal: Journal) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What a checkpoint of the committed layers would hold: tensor -> dtype and shape, and the forms of each layer."""
     entries = [journal.get(layer_key(layer)) for layer in range(inputs.geometry.num_layers)]
-    staged = tuple(f"{inputs.geometry.layers_path}.{layer}." for layer, entry in enumerate(entries) if entry)
+    staged = tuple(layer.prefix for layer, entry in zip(inputs.geometry.layers, entries, strict=True) if entry)
     copied = {
         name: {"dtype": record.dtype, "shape": list(record.shape)}
         for name, record in inputs.source.tensors.items()

@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from lamina.layers_lamina import LaminaAttention, LaminaDecoderLayer
 from manifests.errors import InputError
-from pipeline.families.family import LINEAR_ROLES, Geometry
+from pipeline.families.family import LINEAR_ROLES, LayerGeometry
 
 ROUNDINGS = 64  # of the stored numbers: what is exact but for them
 
 
 @torch.inference_mode()
-def dense_weights(layer: LaminaDecoderLayer, geometry: Geometry, stored: torch.dtype) -> dict[str, Tensor]:
+def dense_weights(layer: LaminaDecoderLayer, geometry: LayerGeometry, stored: torch.dtype) -> dict[str, Tensor]:
     """`role.weight` and `role.bias` in float64, as a dense layer of the family has them; MLPs at their own width.
 
     Every projection is linear whatever it is made of, so its matrix is what it does to the unit vectors. Value heads of

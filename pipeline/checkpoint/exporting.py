@@ -19,7 +19,7 @@ from pipeline.checkpoint.assembling import CARD_FILE, SHARD_SUFFIX
 from pipeline.checkpoint.compression_record import RECORD_FILE, encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.reading import read_checkpoint
-from pipeline.families.family import LINEAR_ROLES, Geometry
+from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of, source_config
 from pipeline.rounding.schemes import (
     FIELD,
@@ -59,10 +59,11 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     weight_map: dict[str, str] = {}
     for layer in range(geometry.num_layers):
         reader.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
-        weights = pad_mlp(dense_weights(reader.block(layer, None).module, geometry, stored), width)
-        names = geometry.layer_tensors(layer)
+        mine = geometry.layers[layer]
+        weights = pad_mlp(dense_weights(reader.block(layer, None).module, mine, stored), width)
+        names = mine.tensors()
         named = {names[key][0]: tensor.to(stored) for key, tensor in weights.items()}
-        for path in _whole_projections(config, geometry, layer):
+        for path in _whole_projections(config, mine):
             if path in packed:
                 del named[path + WEIGHT]
                 named |= checkpoint.read(sorted(packed_names(path + WEIGHT)))
@@ -92,17 +93,16 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": written_to.at(INDEX_FILE)}
 
 
-def _whole_projections(config: Mapping[str, Any], geometry: Geometry, layer: int) -> list[str]:
+def _whole_projections(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
     """The paths of what is stored as one matrix of the family's own shape, but for the channels of an MLP."""
-    forms = config["forms"][layer]
+    forms = config["forms"][layer.index]
     whole = [role for role in LINEAR_ROLES if forms.get(role, {"form": "dense"})["form"] in ("dense", "pruned")]
-    return [geometry.path(layer, role) for role in whole if role in geometry.roles]
+    return [layer.path(role) for role in whole if role in layer.roles]
 
 
 def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
     """The paths of all linear modules of the family's model."""
-    roles = [role for role in LINEAR_ROLES if role in geometry.roles]
-    paths = [geometry.path(layer, role) for layer in range(geometry.num_layers) for role in roles]
+    paths = [layer.path(role) for layer in geometry.layers for role in LINEAR_ROLES if role in layer.roles]
     return [*paths, config["block"]["head"]]
 
 

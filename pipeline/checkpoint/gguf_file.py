@@ -82,6 +82,8 @@ def _check_family(described: LaminaConfig, config: Mapping[str, Any]) -> None:
     faults = [f"a {family} model; known are {', '.join(FAMILIES)}"] if family not in FAMILIES else []
     if described.block["biases"]:
         faults.append(f"biases on {', '.join(described.block['biases'])}")
+    if any(described.layer_sizes):
+        faults.append("layers of different sizes (layer_sizes)")
     if "sliding_attention" in described.layer_types:
         faults.append("a sliding window, which both forget")
     if rope.get("rope_type") not in ROPE_TYPES:
@@ -152,8 +154,9 @@ def _tensors(
     reader = cpu_reader(checkpoint, config, torch.float64)
     for layer in range(geometry.num_layers):
         reader.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
-        weights = dense_weights(reader.block(layer, None).module, geometry, stored)
-        for role, heads in (("q", geometry.heads), ("k", geometry.kv_heads)):
+        mine = geometry.layers[layer]
+        weights = dense_weights(reader.block(layer, None).module, mine, stored)
+        for role, heads in (("q", mine.heads), ("k", mine.kv_heads)):
             weights[f"{role}.weight"] = neighbours_first(weights[f"{role}.weight"], heads)
         yield from (weights[f"{role}.weight"] for role in LAYER_NAMES)
         say(f"layer {layer} written")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,39 @@ every tensor how it is stored and which method it comes from. {origin}
 | vLLM with `lamina` installed | `vllm serve PATH` | weights; on CUDA, values beyond the widest layer's |
 | vLLM (Transformers backend) | `vllm serve PATH --trust-remote-code` | weights; the cache is as the dense model's |
 | any other | `python -m pipeline.export PATH --to stock DEST`, or `--to dense` | what the export says |
-{_decoding(compression["layers"])}"""
+
+{_decoding(compression["decoding"])}{_latents(compression)}"""
 
 
-def _decoding(layers: Sequence[Mapping[str, Any]]) -> str:
-    """What latent keys cost where they are read; nothing to say without any."""
-    keys = [layer["forms"].get("k", {}) for layer in layers]
+def _decoding(costs: Mapping[str, Mapping[str, int]]) -> str:
+    dense, ours = costs["dense"], costs["compressed"]
+    rows = {
+        "numbers of weights read, once for all sequences": "weights",
+        "products a token": "products",
+        "numbers read for each cached token": "cached",
+        "products for each cached token": "cached_products",
+    }
+    lines = [f"| {title} | {dense[name]:,} | {ours[name]:,} |" for title, name in rows.items()]
+    table = "\n".join(
+        ["| a step of decoding, as the modelling code takes it | dense | compressed |", "|---|---|---|", *lines]
+    )
+    even = (cost["weights"] // cost["cached"] for cost in (dense, ours))
+    return f"""{table}
+
+Of one sequence, the cache is read as much as the weights from {next(even):,} cached tokens on (dense), and from
+{next(even):,} (compressed).
+"""
+
+
+def _latents(compression: Mapping[str, Any]) -> str:
+    """What latent keys cost where they are read, and where they pay; nothing to say without any."""
+    keys = [layer["forms"].get("k", {}) for layer in compression["layers"]]
     if not (ranks := [form["rank"] for form in keys if form.get("form") == "latent"]):
         return ""
+    itemsize = compression["counts"]["cache_bytes_per_token"]["dense"] / compression["decoding"]["dense"]["cached"]
     return f"""
-Each step of decoding makes keys again of latents, {min(ranks)} to {max(ranks)} numbers a token and layer: the cache
-is smaller, so that more sequences fit, and a step on a CPU is slower, the more so the longer the context. A GPU that
-is bound by memory gains time, too, at ranks below about 300.
+Each step makes keys again of latents, {min(ranks)} to {max(ranks)} numbers a token and layer. That is faster than
+reading keys on a device of more than {max(ranks) / itemsize:,.0f} operations in the time that it reads a byte (GPUs
+have some 300, CPUs 10), whatever the context; on others it is slower, the more the longer the context. The cache is
+smaller on all, so that more sequences, or longer ones, fit.
 """

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from manifests.entries import AssemblingEntry
 from manifests.errors import CorruptError, InputError, StorageError
-from manifests.records import AssemblingEntry, StagedRecord
+from manifests.records import StagedRecord
 from pipeline.checkpoint.compression_record import RECORD_FILE, SEAL, read_record
 from pipeline.keys import ASSEMBLING, COMPLETE
 from stores.durable import is_hidden

@@ -12,8 +12,8 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from manifests.entries import GroupReport
 from manifests.errors import StorageError
-from manifests.records import GroupReport
 from pipeline.score_units import WindowForward
 from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Pair, Unit
 from stores.durable import storage_errors

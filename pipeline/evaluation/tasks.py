@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manifests.entries import TaskFigure, TaskScores
 from manifests.errors import InputError
-from manifests.records import TaskFigure, TaskScores
 
 TASK_NAME = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
 YAML_SUFFIXES = (".yaml", ".yml")

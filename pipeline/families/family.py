@@ -5,7 +5,8 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -36,34 +37,34 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """The numbers of one model of a family; everything about shapes and names that planning and solving need.
+class LayerGeometry:
+    """One decoder layer: its sizes and shapes, and what its tensors are called. Another layer's may be others.
 
     Attributes:
+        index: of the layer, from 0.
+        prefix: of the names of its tensors, with the trailing dot.
+        modules: role -> module path inside the layer, in the family's order.
         activation: of the MLP, by the name that transformers gives it.
         bits: of a stored number, by which indices are counted.
     """
 
     model_type: str
-    num_layers: int
+    index: int
+    prefix: str
     hidden: int
     intermediate: int
     heads: int
     kv_heads: int
     head_dim: int
-    vocab: int
-    tied: bool
-    layers_path: str
     modules: tuple[tuple[str, str], ...]
     biases: frozenset[str]
     layer_norm: bool
-    outer: tuple[tuple[str, tuple[int, ...]], ...]
-    activation: str = "silu"
-    bits: int = 16
+    activation: str
+    bits: int
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles this model's layers have, in the family's order."""
+        """The roles that this layer has, in the family's order."""
         return tuple(role for role, _ in self.modules)
 
     def weight_shape(self, role: str) -> tuple[int, ...]:
@@ -86,11 +87,11 @@ class Geometry:
         has_bias = role in self.biases or (role in NORM_ROLES and self.layer_norm)
         return {"weight": weight, "bias": weight[:1]} if has_bias else {"weight": weight}
 
-    def path(self, layer: int, role: str) -> str:
-        """Module path of a role in a layer, as the checkpoint names it."""
-        return f"{self.layers_path}.{layer}.{dict(self.modules)[role]}"
+    def path(self, role: str) -> str:
+        """Module path of a role, as the checkpoint names it."""
+        return self.prefix + dict(self.modules)[role]
 
-    def group_path(self, layer: int, roles: tuple[str, ...], name: str) -> str:
+    def group_path(self, roles: tuple[str, ...], name: str) -> str:
         """Module path of what the roles of a group share: NAME, below the deepest module that holds the attention's, or
         the MLP's roles. The groups `attention` and `mlp` of all these lie in that module itself, or where it is the
         layer, in `NAME_factors`."""
@@ -99,45 +100,74 @@ class Geometry:
         parents = [path.split(".")[:-1] for role, path in self.modules if role in beside]
         shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))]
         inside = [*shared, name] if name not in ("attention", "mlp") else shared or [f"{name}_factors"]
-        return ".".join([self.layers_path, str(layer), *inside])
+        return self.prefix + ".".join(inside)
 
-    def tensor_name(self, layer: int, key: str, roles: tuple[str, ...]) -> str:
+    def tensor_name(self, key: str, roles: tuple[str, ...]) -> str:
         """Checkpoint name of `ROLE.PART`, or `GROUP.PART` for the group of `roles`; GROUP.pivoted may be a role's."""
         for role in self.roles:
             part = key.removeprefix(f"{role}.")
             if part != key and not part.startswith("pivoted."):
-                return f"{self.path(layer, role)}.{part}"
+                return f"{self.path(role)}.{part}"
         group, _, part = key.partition(".")
-        return f"{self.group_path(layer, roles, group)}.{part}"
+        return f"{self.group_path(roles, group)}.{part}"
 
-    def layer_tensors(self, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """`role.weight` / `role.bias` -> (tensor name in the checkpoint, shape), for one layer."""
-        return {key: found for role in self.roles for key, found in self.role_tensors(layer, role).items()}
+    def tensors(self, roles: Collection[str] | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """`role.weight` / `role.bias` -> (tensor name in the checkpoint, shape), of all or only some of its roles."""
+        return {
+            f"{role}.{part}": (f"{self.path(role)}.{part}", shape)
+            for role in self.roles
+            if roles is None or role in roles
+            for part, shape in self.role_shapes(role).items()
+        }
 
-    def role_tensors(self, layer: int, role: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The same of one role."""
-        path, shapes = self.path(layer, role), self.role_shapes(role)
-        return {f"{role}.{part}": (f"{path}.{part}", shape) for part, shape in shapes.items()}
+    def numbers(self, roles: Collection[str] | None = None) -> int:
+        """How many numbers the dense layer (or only some of its roles) stores."""
+        return sum(math.prod(shape) for _, shape in self.tensors(roles).values())
+
+    @property
+    def cache_numbers(self) -> int:
+        """How many numbers the dense layer caches per token, keys and values together."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The numbers of one model of a family: what is the whole model's, and `layers`, each by itself.
+
+    Attributes:
+        layers: in order; whatever reads a layer's sizes takes that layer's, and a total is a sum over them.
+        outer: (name, shape) of every tensor outside of the layers.
+    """
+
+    model_type: str
+    hidden: int
+    vocab: int
+    tied: bool
+    layers_path: str
+    layers: tuple[LayerGeometry, ...]
+    outer: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def bits(self) -> int:
+        """Of a stored number, by which indices are counted; the same in all layers."""
+        return self.layers[0].bits
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the checkpoint must hold -> its shape."""
         expected = dict(self.outer)
-        for layer in range(self.num_layers):
-            expected.update(self.layer_tensors(layer).values())
+        for layer in self.layers:
+            expected.update(layer.tensors().values())
         return expected
 
-    def layer_numbers(self, roles: tuple[str, ...] | None = None) -> int:
-        """How many numbers one dense layer (or only some of its roles) stores."""
-        chosen = self.roles if roles is None else roles
-        return sum(_product(shape) for role in chosen for shape in self.role_shapes(role).values())
+    def decoder_numbers(self) -> int:
+        """How many numbers the dense layers store."""
+        return sum(layer.numbers() for layer in self.layers)
 
     def model_numbers(self) -> int:
         """How many numbers the whole dense model stores; tied embeddings once."""
-        return self.num_layers * self.layer_numbers() + sum(_product(shape) for _, shape in self.outer)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+        return self.decoder_numbers() + sum(math.prod(shape) for _, shape in self.outer)

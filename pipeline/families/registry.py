@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from manifests.errors import InputError
 from pipeline.families import gptj, llama, mistral, opt, qwen2, qwen3
-from pipeline.families.family import Family, Geometry
+from pipeline.families.family import Family, Geometry, LayerGeometry
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, opt, gptj)
@@ -36,6 +36,8 @@ POSITIVE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
 )  # fmt: skip
+LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # may differ by layer
+BY_LAYER = "per_layer_config"  # of a source's config.json, as transformers has it: layer -> the fields it has otherwise
 MAX_LAYERS = 10_000  # a config makes lists of this length
 MAX_SIZE = 2**31
 
@@ -59,6 +61,8 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     standard["head_dim"] = getattr(source, "head_dim", None) or source.hidden_size // max(1, source.num_attention_heads)
     if standard["intermediate_size"] is None:  # GPT-J writes null for four times the hidden size
         standard["intermediate_size"] = 4 * source.hidden_size
+    if sizes := _layer_sizes(family, source, config.get(BY_LAYER) or {}, standard):
+        standard["layer_sizes"] = sizes
     check_fields(standard)
     standard["rope_parameters"] = _rope_parameters(family, source, standard["head_dim"])
     for name in ("sliding_window", "layer_types"):
@@ -78,6 +82,11 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     Raises:
         InputError: the family's config cannot say all of it.
     """
+    if standard.get("layer_sizes"):
+        raise InputError(
+            f"the layers of this {standard['source_model_type']} model differ in {_differing(standard)}; a dense model "
+            "whose layers differ is not written"
+        )
     family = FAMILIES[standard["source_model_type"]]
     given = {name: standard[name] for name in (*COPIED_FIELDS, "head_dim", "sliding_window", "layer_types")}
     for name in ("intermediate_size", "num_key_value_heads", "hidden_act", "norm_eps", "initializer_range"):
@@ -101,8 +110,11 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return config
 
 
-def geometry_of(standard: Mapping[str, Any]) -> Geometry:
-    """The geometry of a model from its standard config (of a dense model or of a Lamina checkpoint)."""
+def geometry_of(standard: Mapping[str, Any], bits: int = 16) -> Geometry:
+    """The geometry of a model from its standard config (of a dense model or of a Lamina checkpoint).
+
+    `bits`: of a number that its checkpoint stores.
+    """
     block = standard["block"]
     hidden, vocab = standard["hidden_size"], standard["vocab_size"]
     layer_norm = block["norm"] == "layer"
@@ -117,28 +129,46 @@ def geometry_of(standard: Mapping[str, Any]) -> Geometry:
         outer.append((f"{block['head']}.weight", (vocab, hidden)))
     if block["head_bias"]:
         outer.append((f"{block['head']}.bias", (vocab,)))
+    modules, biases = tuple(block["modules"].items()), frozenset(block["biases"])
+    layers = tuple(
+        LayerGeometry(
+            model_type=standard["source_model_type"],
+            index=index,
+            prefix=f"{block['layers']}.{index}.",
+            hidden=hidden,
+            intermediate=sizes["intermediate_size"],
+            heads=sizes["num_attention_heads"],
+            kv_heads=sizes["num_key_value_heads"],
+            head_dim=sizes["head_dim"],
+            modules=modules,
+            biases=biases,
+            layer_norm=layer_norm,
+            activation=standard["hidden_act"],
+            bits=bits,
+        )
+        for index, sizes in enumerate(sizes_by_layer(standard))
+    )
     return Geometry(
         model_type=standard["source_model_type"],
-        num_layers=standard["num_hidden_layers"],
         hidden=hidden,
-        intermediate=standard["intermediate_size"],
-        heads=standard["num_attention_heads"],
-        kv_heads=standard["num_key_value_heads"],
-        head_dim=standard["head_dim"],
         vocab=vocab,
         tied=standard["tie_word_embeddings"],
         layers_path=block["layers"],
-        modules=tuple(block["modules"].items()),
-        biases=frozenset(block["biases"]),
-        layer_norm=layer_norm,
+        layers=layers,
         outer=tuple(outer),
-        activation=standard["hidden_act"],
     )
 
 
-def activation_of(geometry: Geometry) -> Callable[[Tensor], Tensor]:
+def sizes_by_layer(standard: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The fields of LAYER_FIELDS of each layer: the model's, but for what `layer_sizes` says."""
+    common = {name: standard[name] for name in LAYER_FIELDS}
+    own = standard.get("layer_sizes") or [{}] * standard["num_hidden_layers"]
+    return [common | sizes for sizes in own]
+
+
+def activation_of(layer: LayerGeometry) -> Callable[[Tensor], Tensor]:
     """The function between the MLP's input projections and `down`."""
-    found: Callable[[Tensor], Tensor] = ACT2FN[geometry.activation]
+    found: Callable[[Tensor], Tensor] = ACT2FN[layer.activation]
     return found
 
 
@@ -163,8 +193,8 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise InputError(f"config.json: model_type {model_type!r} is not supported; supported: {supported_families()}")
-    # A copy: transformers fills in what is missing inside of it.
-    fields = copy.deepcopy({name: value for name, value in config.items() if name != "model_type"})
+    # A copy: transformers fills in what is missing inside of it. What layers have otherwise is read by `_layer_sizes`.
+    fields = copy.deepcopy({name: value for name, value in config.items() if name not in ("model_type", BY_LAYER)})
     for name in ("num_hidden_layers", "n_layer"):
         if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
             raise InputError(f"config.json: {name}: {fields[name]} is beyond {MAX_LAYERS}")
@@ -188,19 +218,48 @@ def _field(family: Family, source: PreTrainedConfig, name: str, default_name: st
     return getattr(source, given) if isinstance(given, str) else given
 
 
+def _layer_sizes(
+    family: Family, source: PreTrainedConfig, by_layer: Any, standard: Mapping[str, Any]
+) -> list[dict[str, int]]:
+    """What each layer has otherwise than the model, under standard names; empty where all layers are alike."""
+    count = source.num_hidden_layers
+    if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
+        raise InputError(f"config.json: {BY_LAYER}: {by_layer!r:.80} is no mapping of layers to their fields")
+    names = {name: own for name in LAYER_FIELDS if isinstance(own := family.fields.get(name, name), str)}
+    found: list[dict[str, int]] = [{} for _ in range(min(count, MAX_LAYERS))]
+    for layer, fields in by_layer.items():
+        if not str(layer).isdecimal() or int(layer) >= len(found):
+            raise InputError(f"config.json: {BY_LAYER}: {layer!r:.80} is none of the {count} layers")
+        if unknown := sorted(set(fields) - set(names.values())):
+            raise InputError(
+                f"config.json: {BY_LAYER}: layer {layer} has {', '.join(unknown)} of its own, which is not supported; "
+                f"supported are {', '.join(dict.fromkeys(names.values()))}"
+            )
+        sizes = {name: fields[own] for name, own in names.items() if own in fields}
+        if "num_attention_heads" in sizes and getattr(source, "head_dim", None) is None:
+            sizes["head_dim"] = source.hidden_size // max(1, sizes["num_attention_heads"])
+        found[int(layer)] = {name: size for name, size in sizes.items() if size != standard[name]}
+    return found if any(found) else []
+
+
+def _differing(standard: Mapping[str, Any]) -> str:
+    return ", ".join(sorted({name for sizes in standard["layer_sizes"] for name in sizes}))
+
+
 def check_fields(standard: Mapping[str, Any]) -> None:
     """The sizes and the like of a standard config. Raises InputError with every fault."""
-    faults = [
-        f"{name}: {standard.get(name)!r:.80} is no positive integer below {limit}"
-        for name in POSITIVE_FIELDS
-        for limit in (MAX_LAYERS + 1 if name == "num_hidden_layers" else MAX_SIZE,)
-        if type(standard.get(name)) is not int or not 1 <= standard[name] < limit
-    ]
-    if not faults and standard["num_attention_heads"] % standard["num_key_value_heads"]:
-        faults.append(
-            f"num_attention_heads: {standard['num_attention_heads']} is no multiple of "
-            f"num_key_value_heads: {standard['num_key_value_heads']}"
-        )
+    faults = _size_faults(standard)
+    own = standard.get("layer_sizes") or []
+    if not isinstance(own, list) or not all(isinstance(sizes, Mapping) for sizes in own):
+        faults.append(f"layer_sizes: {own!r:.80} is no list of what layers have otherwise")
+    elif own and len(own) != standard.get("num_hidden_layers"):
+        faults.append(f"layer_sizes: {len(own)} entries for {standard.get('num_hidden_layers')!r:.80} layers")
+    elif not faults:
+        faults += [
+            f"layer {layer}: {fault}"
+            for layer, sizes in enumerate(own)
+            for fault in _size_faults({**standard, **sizes})
+        ]
     epsilon, activation = standard.get("norm_eps"), standard.get("hidden_act")
     if not (isinstance(epsilon, float | int) and 0.0 <= epsilon < math.inf):
         faults.append(f"norm epsilon: {epsilon!r:.80} is no number from 0")
@@ -210,6 +269,22 @@ def check_fields(standard: Mapping[str, Any]) -> None:
         faults.append(f"tie_word_embeddings: {standard.get('tie_word_embeddings')!r:.80} is neither true nor false")
     if faults:
         raise InputError("config.json:\n  " + "\n  ".join(faults))
+
+
+def _size_faults(sizes: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the sizes of a model, or of one of its layers."""
+    faults = [
+        f"{name}: {sizes.get(name)!r:.80} is no positive integer below {limit}"
+        for name in POSITIVE_FIELDS
+        for limit in (MAX_LAYERS + 1 if name == "num_hidden_layers" else MAX_SIZE,)
+        if type(sizes.get(name)) is not int or not 1 <= sizes[name] < limit
+    ]
+    if not faults and sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
+        faults.append(
+            f"num_attention_heads: {sizes['num_attention_heads']} is no multiple of "
+            f"num_key_value_heads: {sizes['num_key_value_heads']}"
+        )
+    return faults
 
 
 def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> dict[str, Any] | None:

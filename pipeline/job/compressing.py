@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from manifests.entries import ComparedEntry, TokensEntry
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, ComparedEntry, ComparedFigures, StagedRecord, TokensEntry
+from manifests.records import ArrayRecord, ComparedFigures, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import Job, staged_layer
@@ -19,6 +20,7 @@ from pipeline.console.signals import catch_signals, interrupt_on_signals, interr
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.job.calibration import sample_tokens
+from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.pool import worker_pool
@@ -85,12 +87,15 @@ class BusyPool(Pool, Protocol):
 class JobWorkers:
     """The workers of a job: they compress its layers, at one size or at several, and score what came of it.
 
-    `always`: stored tokens and hidden states that outlive whatever is computed.
+    Attributes:
+        always: stored tokens and hidden states that outlive whatever is computed.
+        every: hidden states are committed each time this many layers are done.
     """
 
-    def __init__(self, pool: BusyPool, always: list[ArrayRecord]) -> None:
+    def __init__(self, pool: BusyPool, always: list[ArrayRecord], every: int) -> None:
         self.pool = pool
         self.always = always
+        self.every = every
 
     @property
     def effort(self) -> Effort:
@@ -99,8 +104,8 @@ class JobWorkers:
 
     def scorer(self, job: JobContext) -> Scorer:
         """Scores models by them."""
-        layers, every = job.inputs.geometry.num_layers, job.manifest.resume.every
-        return Scorer(self.pool, job.ledger, StoreCleaner(job.run_dir, self.always), job.observer, layers, every)
+        layers, cleaner = job.inputs.geometry.num_layers, StoreCleaner(job.run_dir, self.always)
+        return Scorer(self.pool, job.ledger, cleaner, job.observer, layers, self.every)
 
     def take_curves(self, job: JobContext) -> None:
         """Everything that ranks follow, entered in the ledger."""
@@ -133,7 +138,8 @@ class JobWorkers:
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
         scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
         cleaner = StoreCleaner(job.run_dir, [*self.always, *scored])
-        return Driver(work or driver_job(job.inputs), self.pool, job.ledger, cleaner, job.observer)
+        work = replace(work or driver_job(job.inputs), every=self.every)
+        return Driver(work, self.pool, job.ledger, cleaner, job.observer)
 
 
 @contextmanager
@@ -153,7 +159,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     ):
         job.ledger.commit(HARDWARE, dict(pool.hardware))
         job.observer.show_memory_of(pool.peak_bytes)
-        yield JobWorkers(pool, always)
+        yield JobWorkers(pool, always, commit_interval(job, pool.hardware))
 
 
 def _compare(job: JobContext, pool: Pool) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from manifests.entries import ReusedEntry
 from manifests.errors import InputError
 from manifests.loading import dump_manifest
-from manifests.records import Key, ReusedEntry
+from manifests.records import Key
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.computation import Job
@@ -138,7 +139,6 @@ def driver_job(inputs: Inputs) -> Job:
         allocate=lambda scores: allocate_ranks(manifest, inputs.methods, inputs.geometry, scores),
         scores=inputs.scores,
         propagate=propagate,
-        every=manifest.resume.every,
         keep_statistics=propagate == "dense" if keep is None else keep,
         measures=measure_tasks(inputs.methods, inputs.geometry),
         predicts=tuple(with_moments(task, manifest) for task in predict_tasks(inputs.methods, inputs.geometry)),

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from manifests.entries import HeldOutEntry, HeldOutScoreEntry
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, HeldOutEntry, HeldOutScoreEntry, Key
+from manifests.records import ArrayRecord, Key
 from pipeline.computation import staged_layer
 from pipeline.console.summary import held_out_line
 from pipeline.job.compressing import JobWorkers

@@ -141,7 +141,7 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     """A manifest and an open model held against each other. Raises InputError."""
     geometry = geometry_of(config)
     dtype = layer_dtype(source, geometry)
-    geometry = replace(geometry, bits=8 * dtype.itemsize)
+    geometry = geometry_of(config, 8 * dtype.itemsize)
     methods = build_methods(manifest)
     tasks = claim_tasks(methods, geometry)
     if manifest.quantize is not None:
@@ -166,7 +166,7 @@ def check_copied(inputs: Inputs) -> None:
         NumericsError: naming the tensor.
     """
     claimed = {task.layer for task in inputs.tasks}
-    prefixes = tuple(f"{inputs.geometry.layers_path}.{layer}." for layer in claimed)
+    prefixes = tuple(inputs.geometry.layers[layer].prefix for layer in claimed)
     for name, record in inputs.source.tensors.items():
         if name.startswith(prefixes) or not record.torch_dtype.is_floating_point or record.torch_dtype.itemsize < 2:
             continue
@@ -177,7 +177,7 @@ def check_copied(inputs: Inputs) -> None:
 
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
     """The dtype of the forward pass: the one that most layer tensors are stored in."""
-    names = [name for layer in range(geometry.num_layers) for name, _ in geometry.layer_tensors(layer).values()]
+    names = [name for layer in geometry.layers for name, _ in layer.tensors().values()]
     counts = Counter(source.tensors[name].dtype for name in names)  # buffers of old checkpoints may be bytes
     unsupported = sorted(set(counts) - set(FORWARD_DTYPES))
     if unsupported:

@@ -17,12 +17,8 @@ from rich.console import Console
 from lamina import LaminaConfig
 from lamina.factored_lamina import stored_state
 from lamina.layers_lamina import LaminaDecoderLayer
-from manifests.records import (
-    ArrayRecord,
-    DenseEntry,
-    Key,
-    LayerEntry,
-)
+from manifests.entries import DenseEntry, LayerEntry
+from manifests.records import ArrayRecord, Key
 from pipeline.computation import Job, entered_scores
 from pipeline.console.summary import print_summary
 from pipeline.keys import DRAFT, RANKS, curves_key, measured_key

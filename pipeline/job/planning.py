@@ -19,9 +19,9 @@ from pipeline.job.inputs import read_inputs
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients, layers_of
 from pipeline.plan.estimate import make_plan
-from pipeline.plan.phases import Pass, phase_seconds
+from pipeline.plan.phases import Pass, committed_bytes, layers_per_commit, phase_seconds
 from pipeline.plan.rates import Rates, measured_rates, rates_of
-from pipeline.plan.work import layer_work
+from pipeline.plan.work import HELD_OUT, layer_work
 from pipeline.samples import gradient_samples
 from workers.cluster import connect, probe_worker
 
@@ -37,7 +37,7 @@ class Asked:
     connect_timeout_s: float = 30.0
 
 
-def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[str, Any]:
+def plan_report(manifest: Manifest, config: Path | None, ask: Asked) -> dict[str, Any]:
     """As JSON. With `config`, from that file alone: no source is looked at. Raises InputError."""
     if config is None:
         inputs = read_inputs(manifest, weights=False)
@@ -48,14 +48,24 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
         tasks, remarks = claim_tasks(build_methods(manifest), geometry), []
         source_bytes = geometry.model_numbers() * dtype.itemsize
     plan = make_plan(manifest, geometry, tasks, dtype.itemsize, source_bytes)
-    rates = _rates(manifest, dtype, asked)
+    rates = _rates(manifest, dtype, ask)
     tokens = _gradient_tokens(manifest, geometry, tasks)
     kept = plan.expected_numbers / plan.dense_numbers
-    phases = phase_seconds(
-        layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept), rates, _pass(manifest, plan.layers)
+    work, way = (
+        layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept),
+        pass_of(manifest, plan.layers, tokens),
     )
-    report = plan.report() | {"rates": rates.report(), "phases": phases, "estimated_seconds": sum(phases.values())}
-    return report | {"remarks": remarks + _what_does_not_fit(manifest, report, asked)}
+    phases = phase_seconds(work, rates, way)
+    asked = manifest.resume.every
+    every = layers_per_commit(work, rates, way) if asked == "auto" else asked
+    report = plan.report() | {
+        "layers_per_commit": every,
+        "committed_bytes": committed_bytes(work, way, every),
+        "rates": rates.report(),
+        "phases": phases,
+        "estimated_seconds": sum(phases.values()),
+    }
+    return report | {"remarks": remarks + _what_does_not_fit(manifest, report, ask)}
 
 
 def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
@@ -66,7 +76,7 @@ def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), None)
     if not isinstance(dtype, torch.dtype):
         raise InputError(f"--config: {path}: its dtype is none of torch's")
-    return replace(geometry_of(standard_config(config)), bits=8 * dtype.itemsize), dtype
+    return geometry_of(standard_config(config), 8 * dtype.itemsize), dtype
 
 
 def _rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:
@@ -82,10 +92,12 @@ def _rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:
     measured = measured_rates(torch.device("cpu"), dtype, workers.cpus, workers.max)
     if asked.tflops is None:
         return measured
-    return replace(measured, products=asked.tflops * 1e12, double=asked.tflops * 1e12)
+    rate = asked.tflops * 1e12
+    return replace(measured, products=rate, single=rate, double=rate)
 
 
-def _pass(manifest: Manifest, layers: int) -> Pass:
+def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:
+    """How the job goes through its layers."""
     calibration = manifest.calibration
     compressed = calibration is not None and calibration.propagate == "compressed"
     importance = any(
@@ -93,7 +105,17 @@ def _pass(manifest: Manifest, layers: int) -> Pass:
         for entry in manifest.methods
     )
     shards = calibration.shards if calibration else layers
-    return Pass(layers, shards, min(manifest.workers.max, shards), importance and compressed, compressed, offload=True)
+    samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
+    return Pass(
+        layers,
+        shards,
+        min(manifest.workers.max, shards),
+        importance and compressed,
+        compressed,
+        offload=True,
+        gradient_shards=max(1, min(shards, gradient_tokens // length)),
+        held_out_shards=max(1, min(shards, samples // HELD_OUT)),
+    )
 
 
 def _gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: tuple[Task, ...]) -> int:

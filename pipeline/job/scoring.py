@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from manifests.records import Key, ScoreEntry, TaskScoreEntry
+from manifests.entries import ScoreEntry, TaskScoreEntry
+from manifests.records import Key
 from pipeline.console.signals import catch_signals
 from pipeline.console.summary import SEEN_LIMIT, seen_warning
 from pipeline.evaluation.perplexity import score_tokens, sweep_scratch

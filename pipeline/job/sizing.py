@@ -10,8 +10,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from manifests.entries import HeldOutScoreEntry, TargetEntry, TryEntry
 from manifests.errors import CorruptError, InputError
-from manifests.records import HeldOutScoreEntry, Key, TargetEntry, TryEntry
+from manifests.records import Key
 from pipeline.computation import entered_scores
 from pipeline.job.compressing import Effort, JobWorkers, job_workers
 from pipeline.job.context import JobContext, driver_job

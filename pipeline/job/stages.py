@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manifests.records import CompleteEntry
+from manifests.entries import CompleteEntry
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.console.signals import deferred_signals
 from pipeline.job.compressing import Effort, assemble_output

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from manifests.methods import MethodEntry
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Group
 from pipeline.ranks.budget import RankVariable
 
@@ -50,27 +50,35 @@ class MethodBase(ABC, Generic[E]):
         """The forms say all."""
         return {}
 
+    def chosen_layers(self, geometry: Geometry) -> tuple[LayerGeometry, ...]:
+        """The layers that the entry means, ascending. Raises ValueError if one does not exist."""
+        return tuple(geometry.layers[layer] for layer in self.entry.chosen_layers(geometry.num_layers))
+
     @abstractmethod
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """As `Method.claims`."""
 
-    @abstractmethod
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """As `Method.rank_variables`."""
+        """Those of every claimed group, with the shapes of its layer."""
+        return tuple(
+            variable
+            for group in self.claims(geometry)
+            for variable in self.group_variables(group, geometry.layers[group.layer])
+        )
+
+    @abstractmethod
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+        """The integers to choose for one group."""
 
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
         """All that is claimed, where ranks follow predicted loss."""
         return self.claims(geometry) if self.entry.follows_curves else ()
 
-    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+    def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """Stored at the smallest rank, of a group with one."""
-        variable = self._variable(group, geometry)
+        (variable,) = self.group_variables(group, geometry)
         return round(variable.cost(variable.least))
 
     def cache_target(self, geometry: Geometry) -> float | None:
         """Stored numbers are what is budgeted."""
         return None
-
-    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
-        """The rank of a group with one."""
-        return next(found for found in self.rank_variables(geometry) if found.key[:2] == (group.layer, group.name))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manifests.methods import FlatLLM
 from manifests.records import Curve, FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
 from pipeline.kernels.nystrom import nested_losses, refit_with_error, ridge_leverage, select_leverage
@@ -58,18 +58,18 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
 
         Raises ValueError on layers that do not exist, and on ranks given for what is off or beyond the full rank.
         """
-        self._check_ranks(geometry)
         groups = []
-        for layer in self.entry.chosen_layers(geometry.num_layers):
+        for layer in self.chosen_layers(geometry):
+            self._check_ranks(layer)
             if self.entry.attention:
-                groups.append(Group(layer, "attention", ("v", "o"), self._attention_moments(geometry)))
+                groups.append(Group(layer.index, "attention", ("v", "o"), self._attention_moments(layer)))
             if self.entry.query_key == "head_pca":
-                groups.append(Group(layer, "query_key", ("q", "k"), _query_key_moments(geometry)))
+                groups.append(Group(layer.index, "query_key", ("q", "k"), _query_key_moments(layer)))
             if self.entry.mlp:
-                groups.append(Group(layer, "mlp", _mlp_roles(geometry), self._mlp_moments()))
+                groups.append(Group(layer.index, "mlp", _mlp_roles(layer), self._mlp_moments()))
         return tuple(groups)
 
-    def _check_ranks(self, geometry: Geometry) -> None:
+    def _check_ranks(self, geometry: LayerGeometry) -> None:
         given = self.entry.ranks.model_dump() if self.entry.ranks is not None else {}
         on = {"value": self.entry.attention, "mlp": self.entry.mlp, "query_key": self.entry.query_key != "none"}
         full = {"value": geometry.head_dim, "mlp": geometry.intermediate, "query_key": geometry.head_dim}
@@ -77,17 +77,17 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             if rank is not None and not on[name]:
                 raise ValueError(f"ranks.{name}: {rank} is given, but this entry does not compress it")
             if rank is not None and rank > full[name]:
-                raise ValueError(f"ranks.{name}: {rank} is beyond the full rank {full[name]}")
+                raise ValueError(f"ranks.{name}: {rank} is beyond the full rank {full[name]} of layer {geometry.index}")
 
-    def _attention_moments(self, geometry: Geometry) -> tuple[Moment, ...]:
+    def _attention_moments(self, geometry: LayerGeometry) -> tuple[Moment, ...]:
         return (self._value_moment(geometry), *((CONTEXT, AFTER_ATTENTION) if self.entry.needs_gradient else ()))
 
     def _mlp_moments(self) -> tuple[Moment, ...]:
         return (HIDDEN, *((AFTER_LAYER,) if self.entry.needs_gradient else ()))
 
-    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank of the values, or by width of the MLP."""
-        variable = self._variable(group, geometry)
+        (variable,) = self.group_variables(group, geometry)
         if group.name == "mlp":
             metric_DD, down_DN = statistics.mean(AFTER_LAYER)[0], weights["down.weight"].double()
             hidden_NN = statistics.mean(HIDDEN)[0]
@@ -116,12 +116,9 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         felt_DN: Tensor = symmetric_root(metric_DD)[0] @ down_DN
         return felt_DN
 
-    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """One rank per layer and group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
-        return tuple(self._variable(group, geometry) for group in self.claims(geometry))
-
-    def _variable(self, group: Group, geometry: Geometry) -> RankVariable:
-        return _rank_variable(group, geometry, self.entry.multiple(geometry.hidden))
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+        """One rank for each group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
+        return (_rank_variable(group, geometry, self.entry.multiple(geometry.hidden)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """w_l · cap for every variable, with w_l from Algorithm 1 (IPRS) or the ratio itself; or the ranks given."""
@@ -137,7 +134,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return {variable.key: share_of[variable.layer] * variable.cap for variable in variables}
 
     def compress(
-        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """Dispatches on the group; see the three functions below."""
         if group.name == "attention":
@@ -146,13 +143,13 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             return _compress_query_key(geometry, weights, statistics.moments, ranks["query_key"])
         return self._compress_mlp(geometry, weights, statistics, ranks["mlp"])
 
-    def _value_moment(self, geometry: Geometry) -> Moment:
+    def _value_moment(self, geometry: LayerGeometry) -> Moment:
         if self.entry.basis == "context":
             return Moment("o.in", heads=geometry.heads, groups=geometry.kv_heads)
         return Moment("v.out", heads=geometry.kv_heads, groups=geometry.kv_heads)
 
     def _compress_attention(
-        self, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
+        self, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
     ) -> Solution:
         """W̃_v = E W_v and W̃_o = W_o D for the encoder E (r × d) and decoder D (d × r) of each KV head."""
         output_DF = weights["o.weight"].double()
@@ -175,7 +172,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return Solution(tensors, {"v": form, "o": form}, report, inputs)
 
     def _basis(
-        self, geometry: Geometry, output_DF: Tensor, statistics: Statistics, rank: int
+        self, geometry: LayerGeometry, output_DF: Tensor, statistics: Statistics, rank: int
     ) -> tuple[Tensor, Tensor, Tensor, int]:
         """Encoder (G, r, d), decoder (G, d, r), eigenvalues (G, d), clipped: as `weighted_head_pca`."""
         moment_Gdd = statistics.moments[self._value_moment(geometry)]
@@ -190,7 +187,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         return weighted_head_pca(moment_Gdd, gram_Gdd, rank)
 
     def _compress_mlp(
-        self, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
+        self, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics, rank: int
     ) -> Solution:
         """Keeps `rank` channels and refits the down projection on them."""
         moment_NN, down_DN = statistics.moments[HIDDEN][0], weights["down.weight"]
@@ -215,7 +212,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
 
 
 def _compress_query_key(
-    geometry: Geometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor], rank: int
+    geometry: LayerGeometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor], rank: int
 ) -> Solution:
     """Q Qᵀ W per head, before RoPE, as two factors: first (n·r × D), second (n × d × r).
 
@@ -236,12 +233,12 @@ def _compress_query_key(
     return Solution(tensors, {"q": form, "k": form}, report)
 
 
-def _query_key_moments(geometry: Geometry) -> tuple[Moment, Moment]:
+def _query_key_moments(geometry: LayerGeometry) -> tuple[Moment, Moment]:
     heads, kv_heads = geometry.heads, geometry.kv_heads
     return Moment("q.out", heads=heads, groups=heads), Moment("k.out", heads=kv_heads, groups=kv_heads)
 
 
-def _mlp_roles(geometry: Geometry) -> tuple[str, ...]:
+def _mlp_roles(geometry: LayerGeometry) -> tuple[str, ...]:
     return tuple(role for role in MLP_ROLES if role in geometry.roles)
 
 
@@ -251,7 +248,7 @@ def _project(basis_ndr: Tensor, bias: Tensor) -> Tensor:
     return torch.bmm(basis_ndr, torch.bmm(basis_ndr.transpose(1, 2), bias_nd1)).flatten()
 
 
-def _rank_variable(group: Group, geometry: Geometry, multiple: int) -> RankVariable:
+def _rank_variable(group: Group, geometry: LayerGeometry, multiple: int) -> RankVariable:
     D, d, N = geometry.hidden, geometry.head_dim, geometry.intermediate
     H, G = geometry.heads, geometry.kv_heads
     if group.name == "attention":

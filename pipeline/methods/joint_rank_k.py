@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manifests.methods import JointRankK
 from manifests.records import Curve, FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.kernels.sensitivity import losses_by_rank
@@ -44,10 +44,11 @@ class JointRankKMethod(MethodBase[JointRankK]):
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Groups `query_key` (q, k) and `mlp` (gate, up) of every chosen layer."""
-        self._check(geometry)
+        layers = self.chosen_layers(geometry)
+        for layer in layers:
+            self._check(layer)
         names = [name for name in ROLES if self._form(name) != "none"]
-        layers = self.entry.chosen_layers(geometry.num_layers)
-        return tuple(Group(layer, name, ROLES[name], self._moments(name)) for layer in layers for name in names)
+        return tuple(Group(layer.index, name, ROLES[name], self._moments(name)) for layer in layers for name in names)
 
     def _moments(self, name: str) -> tuple[Moment, ...]:
         if self.entry.needs_gradient:
@@ -58,7 +59,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
         """The roles that are decomposed together."""
         return [(role,) for role in ROLES[name]] if self._form(name) == "separate" else [ROLES[name]]
 
-    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank; of separate weights the sum, without what correlates between them."""
         input_DD = statistics.mean(INPUTS[group.name])[0]
         lines = []
@@ -72,21 +73,13 @@ class JointRankKMethod(MethodBase[JointRankK]):
             return sum(0.0 if _saves_nothing(stack, rank) else float(losses[rank]) for stack, losses in lines)
 
         cache = geometry.weight_shape("k")[0] if group.name == "query_key" else 0
-        return curve_of(self._variable(group, geometry), loss_at, lambda rank: cache)
+        (variable,) = self.group_variables(group, geometry)
+        return curve_of(variable, loss_at, lambda rank: cache)
 
-    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """One rank per layer and group, named like the group."""
-        return tuple(
-            RankVariable(
-                group.layer,
-                group.name,
-                group.name,
-                self._cap(geometry, group.name),
-                self.entry.multiple(geometry.hidden),
-                self._cost(geometry, group.name),
-            )
-            for group in self.claims(geometry)
-        )
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+        """One rank for each group, named like it."""
+        cap, multiple = self._cap(geometry, group.name), self.entry.multiple(geometry.hidden)
+        return (RankVariable(group.layer, group.name, group.name, cap, multiple, self._cost(geometry, group.name)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The ranks given, or those that store `ratio` of the dense numbers: in every layer, or on average.
@@ -102,12 +95,15 @@ class JointRankKMethod(MethodBase[JointRankK]):
             shares = preserve_importance([scores.importance[layer] for layer in layers], ratio)
         share_of = dict(zip(layers, shares, strict=True))
         return {
-            variable.key: min(self._rank_at(geometry, variable.name, share_of[variable.layer]), float(variable.cap))
+            variable.key: min(
+                self._rank_at(geometry.layers[variable.layer], variable.name, share_of[variable.layer]),
+                float(variable.cap),
+            )
             for variable in self.rank_variables(geometry)
         }
 
     def compress(
-        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """Two factors for each weight; joint ones share the first. Dense where two factors would save nothing."""
         rank, name = ranks[group.name], group.name
@@ -152,7 +148,7 @@ class JointRankKMethod(MethodBase[JointRankK]):
     def _form(self, name: str) -> str:
         return self.entry.query_key if name == "query_key" else self.entry.mlp_form
 
-    def _check(self, geometry: Geometry) -> None:
+    def _check(self, geometry: LayerGeometry) -> None:
         if self._form("mlp") != "none" and "gate" not in geometry.roles:
             raise ValueError(
                 f"mlp: {geometry.model_type} has an MLP without gate, so nothing is stacked; set mlp: false"
@@ -167,11 +163,11 @@ class JointRankKMethod(MethodBase[JointRankK]):
             if self._form(name) != "none" and given > limit:
                 raise ValueError(f"ranks.{name}: {given} saves nothing; the largest rank that does is {limit}")
 
-    def _limit(self, geometry: Geometry, name: str) -> int:
+    def _limit(self, geometry: LayerGeometry, name: str) -> int:
         """The largest rank at which every stack stores less than its dense weights."""
         return min((dense - 1) // per_rank for dense, per_rank in self._stacks(geometry, name))
 
-    def _stacks(self, geometry: Geometry, name: str) -> list[Stack]:
+    def _stacks(self, geometry: LayerGeometry, name: str) -> list[Stack]:
         """What is decomposed on its own: each weight, or the pair; a pair per head counts as one."""
         D, rows = geometry.hidden, [geometry.weight_shape(role)[0] for role in ROLES[name]]
         if self._form(name) == "separate":
@@ -179,18 +175,18 @@ class JointRankKMethod(MethodBase[JointRankK]):
         firsts = geometry.heads if self._form(name) == "joint_per_head" else 1
         return [(sum(rows) * D, sum(rows) + firsts * D)]
 
-    def _cap(self, geometry: Geometry, name: str) -> int:
+    def _cap(self, geometry: LayerGeometry, name: str) -> int:
         """The first rank at which everything stays dense."""
         return max(-(-dense // per_rank) for dense, per_rank in self._stacks(geometry, name))
 
-    def _rank_at(self, geometry: Geometry, name: str, ratio: float) -> float:
+    def _rank_at(self, geometry: LayerGeometry, name: str, ratio: float) -> float:
         """The rank at which the factors store `ratio` of the dense numbers."""
         stacks = self._stacks(geometry, name)
         return ratio * sum(dense for dense, _ in stacks) / sum(per_rank for _, per_rank in stacks)
 
-    def _cost(self, geometry: Geometry, name: str) -> Callable[[float], float]:
+    def _cost(self, geometry: LayerGeometry, name: str) -> Callable[[float], float]:
         stacks = self._stacks(geometry, name)
-        bias = geometry.layer_numbers(ROLES[name]) - sum(dense for dense, _ in stacks)
+        bias = geometry.numbers(ROLES[name]) - sum(dense for dense, _ in stacks)
         return lambda rank: bias + sum(min(per_rank * rank, dense) for dense, per_rank in stacks)
 
 

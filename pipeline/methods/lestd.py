@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manifests.methods import LeSTD
 from manifests.records import Curve, FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.lowrank import InputRoots
 from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.kernels.tucker import Tucker, rebuild, refine_sparse, shared_tucker, stack_attention, stack_mlp
@@ -73,16 +73,16 @@ class LeSTDMethod(MethodBase[LeSTD]):
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Groups `attention` (q, k, v, o) and `mlp` ((gate), up, down) of every chosen layer."""
         names = {"attention": ("attention",), "mlp": ("mlp",), "both": ("attention", "mlp")}[self.entry.target]
-        for name in names:
-            self._check(geometry, name)
-        roles = {"attention": ATTENTION, "mlp": tuple(role for role in MLP if role in geometry.roles)}
-        own = (INPUT, _context(geometry)) if self._own_output else ()
-        felt = {name: lestd_loss.moments(roles[name]) if self.entry.needs_gradient else () for name in names}
-        moments = {name: tuple(dict.fromkeys((*own, *felt[name]))) for name in names}
-        layers = self.entry.chosen_layers(geometry.num_layers)
-        return tuple(Group(layer, name, roles[name], moments[name]) for layer in layers for name in names)
+        return tuple(self._group(layer, name) for layer in self.chosen_layers(geometry) for name in names)
 
-    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
+    def _group(self, layer: LayerGeometry, name: str) -> Group:
+        self._check(layer, name)
+        roles = ATTENTION if name == "attention" else tuple(role for role in MLP if role in layer.roles)
+        own = (INPUT, _context(layer)) if self._own_output else ()
+        felt = lestd_loss.moments(roles) if self.entry.needs_gradient else ()
+        return Group(layer.index, name, roles, tuple(dict.fromkeys((*own, *felt))))
+
+    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by size, of cores that are not refined."""
         problems = self._problems(group, geometry, weights, statistics.moments)
         plain = replace(self, entry=self.entry.model_copy(update={"refine_sweeps": 0}))
@@ -94,9 +94,10 @@ class LeSTDMethod(MethodBase[LeSTD]):
                 errors |= errors_of(problem, again, self._stacked_roles(group, geometry, problem))
             return lestd_loss.loss_of(lestd_loss.role_changes(group.roles, errors), statistics)
 
-        return lestd_loss.curve(self._variable(group, geometry), geometry, loss_at)
+        (variable,) = self.group_variables(group, geometry)
+        return lestd_loss.curve(variable, geometry, loss_at)
 
-    def _stacked_roles(self, group: Group, geometry: Geometry, problem: Problem) -> list[tuple[str, ...]]:
+    def _stacked_roles(self, group: Group, geometry: LayerGeometry, problem: Problem) -> list[tuple[str, ...]]:
         """Which roles each tensor of a problem holds, in the order of its third mode."""
         if group.name == "mlp":
             return [group.roles]
@@ -106,21 +107,19 @@ class LeSTDMethod(MethodBase[LeSTD]):
             return [("q", "k", "v") if self._own_output else ("q", "k", "v", "o")]
         return [("q",) if self._own_output else ("q", "o"), ("k", "v")]
 
-    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """One per layer and group, `size`: the numbers stored, with the index, without biases; cap: all that help."""
-        variables = []
-        for group in self.claims(geometry):
-            least, cap = self._bounds(geometry, group.name)
-            biases = geometry.layer_numbers(group.roles) - self._dense(geometry, group.name)
-            variables.append(RankVariable(group.layer, group.name, SIZE, cap, 1, _cost(least, cap, biases)))
-        return tuple(variables)
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+        """One, `size`: the numbers stored, with the index, without biases; cap: all that help."""
+        least, cap = self._bounds(geometry, group.name)
+        biases = geometry.numbers(group.roles) - self._dense(geometry, group.name)
+        return (RankVariable(group.layer, group.name, SIZE, cap, 1, _cost(least, cap, biases)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The share `ratio` of the dense numbers in every layer, or sizes at one threshold that add up to it."""
         variables = self.rank_variables(geometry)
         if self.fixed_ranks:
             return {variable.key: float(variable.cap) for variable in variables}
-        even = [min(ratio * self._dense(geometry, variable.group), variable.cap) for variable in variables]
+        dense = [self._dense(geometry.layers[variable.layer], variable.group) for variable in variables]
+        even = [min(ratio * numbers, variable.cap) for numbers, variable in zip(dense, variables, strict=True)]
         if self.entry.threshold == "layer" or scores.measured is None or ratio >= 1.0:
             return {variable.key: want for variable, want in zip(variables, even, strict=True)}
         curves = [scores.measured[group_key(variable.layer, variable.group)] for variable in variables]
@@ -131,7 +130,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         """With `threshold: model`, what is claimed: how many numbers a layer is worth depends on its spectrum."""
         return self.claims(geometry) if self.entry.threshold == "model" else ()
 
-    def measure(self, group: Group, geometry: Geometry, weights: Weights) -> dict[str, Any]:
+    def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> dict[str, Any]:
         """The size to choose at every threshold."""
         (problem,) = self._problems(group, geometry, weights, {})
         squares, exponent = _squares(self._whole(problem))
@@ -139,7 +138,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return {**curve, "first": curve["first"] + GRID_PER_OCTAVE * exponent}
 
     def compress(
-        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """`GROUP.tucker.first`, `.second`, `.third`, `.core` (or `.core.values` and `.core.mask`); biases as they are.
 
@@ -165,12 +164,12 @@ class LeSTDMethod(MethodBase[LeSTD]):
         """Whether o, whose input is not that of q, k and v, is decomposed by itself."""
         return self.entry.weighting == "input"
 
-    def _rule(self, geometry: Geometry, name: str) -> Rule:
+    def _rule(self, geometry: LayerGeometry, name: str) -> Rule:
         multiple = self.entry.multiple(geometry.hidden)
         wide = name == "mlp" or not self.entry.prune  # d × d is next to nothing, and its core can be pruned instead
         return Rule(self.entry.ranks, self.entry.prune, not self._own_output, wide, multiple)
 
-    def _layouts(self, geometry: Geometry, name: str) -> list[Layout]:
+    def _layouts(self, geometry: LayerGeometry, name: str) -> list[Layout]:
         D, d, H, G, bits = geometry.hidden, geometry.head_dim, geometry.heads, geometry.kv_heads, geometry.bits
         if name == "mlp":
             count = sum(role in geometry.roles for role in MLP)
@@ -182,17 +181,17 @@ class LeSTDMethod(MethodBase[LeSTD]):
             layouts = [Layout(Part(D, d, ((1 if own else 2, H), (2, G)), bits), ("_q" if own else "_qo", "_kv"))]
         return [*layouts, Layout(Part(D, d, ((1, H),), bits), ("_o",), "_o")] if own else layouts
 
-    def _dense(self, geometry: Geometry, name: str) -> int:
+    def _dense(self, geometry: LayerGeometry, name: str) -> int:
         """Numbers of the weights."""
         return sum(layout.part.dense for layout in self._layouts(geometry, name))
 
-    def _bounds(self, geometry: Geometry, name: str) -> tuple[int, int]:
+    def _bounds(self, geometry: LayerGeometry, name: str) -> tuple[int, int]:
         """The smallest size that can be stored, and the largest that is worth anything."""
         rule, parts = self._rule(geometry, name), [layout.part for layout in self._layouts(geometry, name)]
         dense = sum(part.dense for part in parts)
         return min(sum(rule.least(part) for part in parts), dense), min(sum(rule.most(part) for part in parts), dense)
 
-    def _split(self, geometry: Geometry, name: str, size: int) -> list[int]:
+    def _split(self, geometry: LayerGeometry, name: str, size: int) -> list[int]:
         """A size among the problems of a group, by their dense numbers."""
         rule, parts = self._rule(geometry, name), [layout.part for layout in self._layouts(geometry, name)]
         size = max(size, self._bounds(geometry, name)[0])
@@ -203,7 +202,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         share = max(rule.least(first), min(share, size - rule.least(last)))
         return [share, size - share]
 
-    def _check(self, geometry: Geometry, name: str) -> None:
+    def _check(self, geometry: LayerGeometry, name: str) -> None:
         if self.entry.ranks is None:
             return
         parts = [layout.part for layout in self._layouts(geometry, name)]
@@ -217,7 +216,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
             raise ValueError(f"ranks: {given} {what} store {stored:,} numbers, no fewer than the weights' {dense:,}")
 
     def _problems(
-        self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor]
+        self, group: Group, geometry: LayerGeometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor]
     ) -> list[Problem]:
         parts, scales = of_one_size([weights[f"{role}.weight"] for role in group.roles])
         layouts = self._layouts(geometry, group.name)
@@ -258,7 +257,7 @@ class LeSTDMethod(MethodBase[LeSTD]):
         return Solved(choice, found, whole.energies)
 
 
-def _context(geometry: Geometry) -> Moment:
+def _context(geometry: LayerGeometry) -> Moment:
     return Moment("o.in", heads=geometry.heads, groups=geometry.heads)
 
 

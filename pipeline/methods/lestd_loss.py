@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from manifests.records import Curve
-from pipeline.families.family import Geometry
+from pipeline.families.family import LayerGeometry
 from pipeline.kernels.sensitivity import change_loss
 from pipeline.methods.method import Moment, Statistics
 from pipeline.ranks.budget import RankVariable
@@ -48,7 +48,7 @@ def role_changes(roles: tuple[str, ...], errors: Mapping[str, Tensor]) -> dict[s
     }
 
 
-def curve(variable: RankVariable, geometry: Geometry, loss_at: Callable[[int], float]) -> Curve:
+def curve(variable: RankVariable, geometry: LayerGeometry, loss_at: Callable[[int], float]) -> Curve:
     """A few sizes are solved; between them the logarithm of the loss is taken as linear. At the cap nothing is lost."""
     least, cap = variable.least, variable.cap
     while variable.cost(least) == variable.cost(min(least * 2, cap)) and least * 2 < cap:
@@ -56,7 +56,7 @@ def curve(variable: RankVariable, geometry: Geometry, loss_at: Callable[[int], f
     sizes = sorted({round(least + share * (cap - least)) for share in SEEN} - {cap})
     seen = [(size, loss_at(size)) for size in sizes]
     choices = [size for size in steps(cap, variable.multiple, CHOICES, sizes[0]) if size < cap]
-    cache = 0 if variable.group.endswith("mlp") else 2 * geometry.kv_heads * geometry.head_dim
+    cache = 0 if variable.group.endswith("mlp") else geometry.cache_numbers
     points = [Point({variable.name: size}, round(variable.cost(size)), _between(seen, size), cache) for size in choices]
     return to_columns([*points, Point({variable.name: cap}, round(variable.cost(cap)), 0.0, cache)])
 

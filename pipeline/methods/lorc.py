@@ -5,7 +5,7 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, C = G·d, r late
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manifests.methods import LoRC
 from manifests.records import Curve, FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.heads import by_heads, of_heads
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.kernels.sensitivity import losses_by_rank
@@ -48,15 +48,19 @@ class LoRCMethod(MethodBase[LoRC]):
 
         Raises ValueError on layers that do not exist, and on a share of the cache below the smallest rank.
         """
-        keep, least = self.entry.cache_keep, min(self.entry.multiple(geometry.hidden), *geometry.weight_shape("k"))
-        if keep is not None and max(1, keep * _cached(geometry)) < least:
-            raise ValueError(
-                f"cache_keep: {keep:g} of {_cached(geometry)} cached numbers is less than the smallest rank, {least}; "
-                f"give at least {least / _cached(geometry):.4f}, or a smaller rank_multiple"
-            )
+        layers = self.chosen_layers(geometry)
+        for layer in layers:
+            self._check(layer)
         names = [name for name in ROLES if getattr(self.entry, name)]
-        layers = self.entry.chosen_layers(geometry.num_layers)
-        return tuple(Group(layer, name, ROLES[name], self._moments(name)) for layer in layers for name in names)
+        return tuple(Group(layer.index, name, ROLES[name], self._moments(name)) for layer in layers for name in names)
+
+    def _check(self, layer: LayerGeometry) -> None:
+        keep, least = self.entry.cache_keep, min(self.entry.multiple(layer.hidden), *layer.weight_shape("k"))
+        if keep is not None and max(1, keep * _cached(layer)) < least:
+            raise ValueError(
+                f"cache_keep: {keep:g} of {_cached(layer)} cached numbers is less than the smallest rank, {least}; "
+                f"give at least {least / _cached(layer):.4f}, or a smaller rank_multiple"
+            )
 
     def _moments(self, name: str) -> tuple[Moment, ...]:
         if self.entry.needs_gradient:
@@ -66,9 +70,10 @@ class LoRCMethod(MethodBase[LoRC]):
     def cache_target(self, geometry: Geometry) -> float | None:
         """`cache_keep` of what is claimed of the dense cache."""
         share = self.entry.cache_keep
-        return None if share is None else share * len(self.claims(geometry)) * _cached(geometry)
+        cached = sum(_cached(geometry.layers[group.layer]) for group in self.claims(geometry))
+        return None if share is None else share * cached
 
-    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank; the cache holds the latents."""
         role = group.roles[0]
         input_DD, pull_DD = statistics.mean(INPUT)[0], statistics.mean(pull(role))[0]
@@ -78,70 +83,77 @@ class LoRCMethod(MethodBase[LoRC]):
         def dense(rank: int) -> bool:
             return self._stays_dense(geometry, group.name, rank)
 
+        (variable,) = self.group_variables(group, geometry)
         return curve_of(
-            self._variable(group, geometry),
+            variable,
             lambda rank: 0.0 if dense(rank) else float(losses[min(rank, geometry.hidden)]),
             lambda rank: _cached(geometry) if dense(rank) else rank,
         )
 
-    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """One rank per layer and group: `key`, `value`, cap min(C, D); from C on the group stays as it is."""
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+        """One rank for each group: `key`, `value`, cap min(C, D); from C on the group stays as it is."""
         cap, multiple = min(geometry.weight_shape("k")), self.entry.multiple(geometry.hidden)
-        return tuple(
-            RankVariable(group.layer, group.name, group.name, cap, multiple, partial(self._cost, geometry, group.name))
-            for group in self.claims(geometry)
-        )
+        cost = partial(self._cost, geometry, group.name)
+        return (RankVariable(group.layer, group.name, group.name, cap, multiple, cost),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """Eq. 13 (progressive) or the same share everywhere; the mean is `cache_keep` of the dense cache, or else the
         ratio of the cap. No latent is wider than D: a layer that asks for more leaves the rest to the others."""
-        keep, most, variables = self.entry.cache_keep, _exact_share(geometry), self.rank_variables(geometry)
+        keep, variables = self.entry.cache_keep, self.rank_variables(geometry)
+        layers = self.chosen_layers(geometry)
         if keep is None:
-            shares, whole = self._shares(geometry, ratio, 1.0, scores), min(geometry.weight_shape("k"))
-        else:
-            shares, whole = self._shares(geometry, keep, most, scores), _cached(geometry)
-            if keep < 1.0 and most < 1.0:  # what the layers at `most` leave is the others'
-                part = solve_ratio(
-                    lambda part: fmean(self._shares(geometry, keep + part * (1.0 - keep), most, scores).values()),
-                    keep + _ROUNDING,
-                )
-                shares = self._shares(geometry, keep + part * (1.0 - keep), most, scores)
-        targets = {variable.key: shares[variable.layer] * whole for variable in variables}
-        return targets if keep is None else _cache_ranks(variables, targets, whole)
+            shares = self._shares(geometry, ratio, dict.fromkeys((layer.index for layer in layers), 1.0), scores)
+            return {
+                variable.key: shares[variable.layer] * min(geometry.layers[variable.layer].weight_shape("k"))
+                for variable in variables
+            }
+        most = {layer.index: _exact_share(layer) for layer in layers}
+        shares = self._shares(geometry, keep, most, scores)
+        if keep < 1.0 and min(most.values()) < 1.0:  # what the layers at their most leave is the others'
+            part = solve_ratio(
+                lambda part: fmean(self._shares(geometry, keep + part * (1.0 - keep), most, scores).values()),
+                keep + _ROUNDING,
+            )
+            shares = self._shares(geometry, keep + part * (1.0 - keep), most, scores)
+        cached = {layer.index: _cached(layer) for layer in layers}
+        targets = {variable.key: shares[variable.layer] * cached[variable.layer] for variable in variables}
+        return _cache_ranks(variables, targets, cached, keep)
 
-    def _shares(self, geometry: Geometry, mean: float, most: float, scores: Scores) -> dict[int, float]:
-        """Layer -> its share, with this mean before none but the dense ones is above `most`."""
+    def _shares(self, geometry: Geometry, mean: float, most: Mapping[int, float], scores: Scores) -> dict[int, float]:
+        """Layer -> its share, with this mean before none but the dense ones is above its `most`."""
         layers = self.entry.chosen_layers(geometry.num_layers)
         if mean == 1.0 == self.entry.cache_keep:
             return dict.fromkeys(layers, 1.0)
         if self.entry.allocation == "uniform":
-            return dict.fromkeys(layers, min(mean, most))
+            return {layer: min(mean, most[layer]) for layer in layers}
         cumulative = cumulative_log_conditions(_log_conditions(geometry, scores))
         found = progressive_shares([cumulative[layer] for layer in layers], mean, self.entry.skip_above)
         skipped = {layers[position] for position in found.skipped}
         return {
-            layer: share if layer in skipped else min(share, most)
+            layer: share if layer in skipped else min(share, most[layer])
             for layer, share in zip(layers, found.shares, strict=True)
         }
 
     def remarks(self, geometry: Geometry) -> tuple[str, ...]:
         """That a share of the cache is out of reach, because smaller latents lose nothing; what decoding costs."""
-        asked, most, remarks = self.entry.cache_keep, _exact_share(geometry), []
+        return tuple(dict.fromkeys(remark for layer in self.chosen_layers(geometry) for remark in self._remarks(layer)))
+
+    def _remarks(self, geometry: LayerGeometry) -> Iterator[str]:
+        asked, most = self.entry.cache_keep, _exact_share(geometry)
         if asked is not None and most < asked < 1.0:
-            remarks.append(
+            yield (
                 f"cache_keep: {asked:g} is not reached: latents of {geometry.hidden} numbers, as wide as the hidden "
                 f"state, already give all {_cached(geometry)} cached ones exactly; it becomes {most:.4g}, without loss"
             )
         if self.entry.key and asked != 1.0:
             rank, cached = round(min(asked or 1.0, most) * _cached(geometry)), _cached(geometry)
             upto = "up to " if asked is None else ""
-            remarks.append(
+            yield (
                 f"keys of rank {upto}{rank:,} take {upto}{rank * cached:,} products for each cached token and layer of "
                 f"a decoding step; that is faster than to read dense ones on devices of more than "
                 f"{rank / (geometry.bits / 8):,.0f} operations per byte (a GPU has some 300, a CPU 10), else slower; "
                 "the cache is smaller everywhere (docs/methods.md#when-latents-pay)"
             )
-        return tuple(remarks)
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
         """W_k and W_v of all layers, also those not chosen: progressive ranks follow κ̃_l, a product over depth."""
@@ -149,12 +161,12 @@ class LoRCMethod(MethodBase[LoRC]):
             return ()
         return tuple(Group(layer, CONDITION, ("k", "v")) for layer in range(geometry.num_layers))
 
-    def measure(self, group: Group, geometry: Geometry, weights: Weights) -> dict[str, list[float]]:
+    def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> dict[str, list[float]]:
         """ln κ of the two matrices."""
         return {"log_condition": [log_condition(weights[f"{role}.weight"])[0] for role in group.roles]}
 
     def compress(
-        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """first (r × D) gives the latents; second (C × r) rebuilds the heads, or is absorbed into W_o."""
         rank, role = ranks[group.name], group.roles[0]
@@ -189,16 +201,16 @@ class LoRCMethod(MethodBase[LoRC]):
             {"error": dropped_share(values.square(), rank)} | ({"clipped": roots.clipped} if roots else {}),
         )
 
-    def _stays_dense(self, geometry: Geometry, name: str, rank: int) -> bool:
+    def _stays_dense(self, geometry: LayerGeometry, name: str, rank: int) -> bool:
         """At full rank; and, when stored numbers are what is saved, where the factors would save none."""
         full = rank >= self._full(geometry)
         return full or (not self.fixed_ranks and _factored(geometry, name, rank) >= _dense(geometry, name))
 
-    def _full(self, geometry: Geometry) -> int:
+    def _full(self, geometry: LayerGeometry) -> int:
         """The rank from which a group stays dense. A latent of D < C numbers is exact, and smaller in the cache."""
         return _cached(geometry) if self.fixed_ranks else min(geometry.weight_shape("k"))
 
-    def _cost(self, geometry: Geometry, name: str, rank: float) -> float:
+    def _cost(self, geometry: LayerGeometry, name: str, rank: float) -> float:
         dense = _dense(geometry, name)
         if rank >= self._full(geometry):
             return dense
@@ -206,22 +218,31 @@ class LoRCMethod(MethodBase[LoRC]):
         return factored if self.fixed_ranks else min(factored, dense)
 
 
-def _cache_ranks(variables: Sequence[RankVariable], targets: Mapping[Key, float], dense: float) -> dict[Key, float]:
-    """Allowed ranks near the targets that cache no more than these together; a group at `dense` stays as it is."""
+def _cache_ranks(
+    variables: Sequence[RankVariable], targets: Mapping[Key, float], dense: Mapping[int, int], keep: float
+) -> dict[Key, float]:
+    """Allowed ranks near the targets that cache no more than these together; a group at its layer's `dense` stays as it
+    is. Shares whose mean is `keep` are `keep` of the cache only where all layers cache the same; else the ranks are."""
     latent = [
-        replace(variable, cost=lambda rank: rank) for variable in variables if targets[variable.key] < dense - _ROUNDING
+        replace(variable, cost=lambda rank: rank)
+        for variable in variables
+        if targets[variable.key] < dense[variable.layer] - _ROUNDING
     ]
     total = sum(targets[variable.key] for variable in latent)
+    if len(set(dense.values())) > 1:
+        left = {variable.key for variable in latent}
+        whole = sum(dense[variable.layer] for variable in variables)
+        total = keep * whole - sum(dense[variable.layer] for variable in variables if variable.key not in left)
     ranks = fit_ranks(latent, targets, total + _ROUNDING)
-    return {variable.key: float(ranks.get(variable.key, dense)) for variable in variables}
+    return {variable.key: float(ranks.get(variable.key, dense[variable.layer])) for variable in variables}
 
 
-def _cached(geometry: Geometry) -> int:
+def _cached(geometry: LayerGeometry) -> int:
     """C: numbers that the dense cache holds per token, of keys or of values."""
     return geometry.kv_heads * geometry.head_dim
 
 
-def _exact_share(geometry: Geometry) -> float:
+def _exact_share(geometry: LayerGeometry) -> float:
     """The widest latent, of the cache: min(C, D) / C."""
     return min(geometry.weight_shape("k")) / _cached(geometry)
 
@@ -234,9 +255,9 @@ def _log_conditions(geometry: Geometry, scores: Scores) -> list[list[float]]:
     return [scores.measured[group_key(layer, CONDITION)]["log_condition"] for layer in layers]
 
 
-def _factored(geometry: Geometry, name: str, rank: float) -> float:
+def _factored(geometry: LayerGeometry, name: str, rank: float) -> float:
     """Numbers stored by a group with latents."""
-    D, C, HD = geometry.hidden, geometry.kv_heads * geometry.head_dim, geometry.heads * geometry.hidden
+    D, C, HD = geometry.hidden, _cached(geometry), geometry.heads * geometry.hidden
     rebuilt = rank * (D + C) + _biases(geometry, ROLES[name])
     if name == "key":
         return rebuilt
@@ -244,15 +265,15 @@ def _factored(geometry: Geometry, name: str, rank: float) -> float:
     return rank * (D + HD) + _biases(geometry, ("o",)) if _absorbs(geometry, rank) else rebuilt
 
 
-def _dense(geometry: Geometry, name: str) -> float:
-    return geometry.layer_numbers(ROLES[name])
+def _dense(geometry: LayerGeometry, name: str) -> float:
+    return geometry.numbers(ROLES[name])
 
 
-def _biases(geometry: Geometry, roles: tuple[str, ...]) -> int:
+def _biases(geometry: LayerGeometry, roles: tuple[str, ...]) -> int:
     return sum(geometry.weight_shape(role)[0] for role in roles if role in geometry.biases)
 
 
-def _absorbs(geometry: Geometry, rank: float) -> bool:
+def _absorbs(geometry: LayerGeometry, rank: float) -> bool:
     """Whether W_o takes in the second factor: where latents are no wider than a value head, it saves everywhere.
 
     D·r per query head is then less than the second factor and W_o together, and so are the products of a token; heads
@@ -263,7 +284,7 @@ def _absorbs(geometry: Geometry, rank: float) -> bool:
     return has_room and rank <= geometry.head_dim
 
 
-def _absorbed_output(geometry: Geometry, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
+def _absorbed_output(geometry: LayerGeometry, weights: Mapping[str, Tensor], second_Cr: Tensor) -> dict[str, Tensor]:
     """W̃_o^h = W_o^h B^{g(h)}, (D, H·r); v's bias passes the softmax unchanged and joins o's."""
     H, G = geometry.heads, geometry.kv_heads
     output_DF = weights["o.weight"].double()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manifests.methods import Magnitude
 from manifests.records import FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.base import MethodBase
 from pipeline.methods.method import Group, Key, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
@@ -31,23 +31,19 @@ class MagnitudeMethod(MethodBase[Magnitude]):
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """The MLP of every chosen layer."""
-        layers = self.entry.chosen_layers(geometry.num_layers)
-        return tuple(Group(layer, MLP, _roles(geometry)) for layer in layers)
+        return tuple(Group(layer.index, MLP, _roles(layer)) for layer in self.chosen_layers(geometry))
 
-    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """A width for each layer, cap N."""
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+        """A width, cap N."""
         multiple, cost = self.entry.multiple(geometry.hidden), partial(_stored, geometry)
-        return tuple(
-            RankVariable(group.layer, MLP, MLP, geometry.intermediate, multiple, cost)
-            for group in self.claims(geometry)
-        )
+        return (RankVariable(group.layer, MLP, MLP, geometry.intermediate, multiple, cost),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The ratio of N."""
         return {variable.key: ratio * variable.cap for variable in self.rank_variables(geometry)}
 
     def compress(
-        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """The channels with the largest sum of squares over their rows of gate and up and their column of down."""
         size_N = sum(
@@ -69,11 +65,11 @@ class MagnitudeMethod(MethodBase[Magnitude]):
         )
 
 
-def _roles(geometry: Geometry) -> tuple[str, ...]:
+def _roles(geometry: LayerGeometry) -> tuple[str, ...]:
     return tuple(role for role in ROLES if role in geometry.roles)
 
 
-def _stored(geometry: Geometry, width: float) -> float:
+def _stored(geometry: LayerGeometry, width: float) -> float:
     """Numbers of an MLP with so many channels."""
     rows = [role for role in _roles(geometry) if role != "down"]
     channel = geometry.hidden * (len(rows) + 1) + sum(role in geometry.biases for role in rows)

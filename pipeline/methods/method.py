@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import Curve, FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.ranks.budget import RankVariable
 
 Ranks = Mapping[str, int]
@@ -228,9 +228,10 @@ class Method(Protocol):
         ...
 
     def compress(
-        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
-        """The factors of one group. `weights`: `role.weight` / `role.bias` of the claimed roles, dense; not changed."""
+        """The factors of one group, in a layer of this geometry. `weights`: `role.weight` / `role.bias` of the claimed
+        roles, dense; not changed."""
         ...
 
 
@@ -242,7 +243,7 @@ class Measuring(Protocol):
         """The groups to measure: they claim nothing, and may go beyond what the method claims."""
         ...
 
-    def measure(self, group: Group, geometry: Geometry, weights: Weights) -> Any:
+    def measure(self, group: Group, geometry: LayerGeometry, weights: Weights) -> Any:
         """A few numbers, as JSON has them, for `target_ranks` in `Scores.measured`. `weights` as in `compress`."""
         ...
 
@@ -264,7 +265,7 @@ class Predicting(Protocol):
         """The groups whose curves are to be taken: those claimed, with `allocation: loss`; else none."""
         ...
 
-    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+    def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """Stored by the first point of a group's curve, before any is taken."""
         ...
 
@@ -272,7 +273,7 @@ class Predicting(Protocol):
         """The cache's numbers per token, over all layers, that are the budget in place of stored numbers; or None."""
         ...
 
-    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Points to choose from. The first is the smallest, the last the dense group, loss 0."""
         ...
 
@@ -284,14 +285,14 @@ class Dividing(Predicting, Protocol):
     What is begun and what pieces are is JSON.
     """
 
-    def begin_curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Any:
+    def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Any:
         """What all pieces follow from."""
         ...
 
     def curve_pieces(
         self,
         group: Group,
-        geometry: Geometry,
+        geometry: LayerGeometry,
         weights: Weights,
         statistics: Statistics,
         begun: Any,
@@ -300,7 +301,7 @@ class Dividing(Predicting, Protocol):
         """Some of the pieces, numbered from 0. They come by the work that they are, the most first."""
         ...
 
-    def join_curve(self, group: Group, geometry: Geometry, begun: Any, pieces: Sequence[Any]) -> Curve:
+    def join_curve(self, group: Group, geometry: LayerGeometry, begun: Any, pieces: Sequence[Any]) -> Curve:
         """The curve, from all pieces in order."""
         ...
 
@@ -312,7 +313,7 @@ class Correcting(Protocol):
     def correct(
         self,
         group: Group,
-        geometry: Geometry,
+        geometry: LayerGeometry,
         weights: Mapping[str, Tensor],
         statistics: Statistics,
         ranks: Ranks,

@@ -182,7 +182,7 @@ def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) ->
     variables = method.rank_variables(geometry)
     entry = Entry(
         where=f"methods.{position}",
-        dense_numbers=sum(geometry.layer_numbers(group.roles) for group in method.claims(geometry)),
+        dense_numbers=sum(geometry.layers[group.layer].numbers(group.roles) for group in method.claims(geometry)),
         keep=method.keep,
         fixed=method.fixed_ranks,
         variables=tuple(
@@ -199,7 +199,7 @@ def _prediction(position: int, method: Method, geometry: Geometry, scores: Score
     groups = method.predicts(geometry) if isinstance(method, Predicting) else ()
     if not groups or not isinstance(method, Predicting):
         return None
-    least = sum(method.least_numbers(group, geometry) for group in groups)
+    least = sum(method.least_numbers(group, geometry.layers[group.layer]) for group in groups)
     curves = None
     if scores.curves is not None:
         keys = [Task.of(position, group).key for group in groups]

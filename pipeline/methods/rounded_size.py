@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from manifests.methods import LossAware
 from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.packing import WORD_BITS, words_of
 
 SHAPE_BYTES = 16  # of each rounded matrix, two int64
@@ -23,7 +23,7 @@ PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits o
 
 def scope_numbers(geometry: Geometry, scope: str) -> int:
     """Stored numbers of the dense model that the budget's share is of."""
-    return geometry.model_numbers() if scope == "model" else geometry.num_layers * geometry.layer_numbers()
+    return geometry.model_numbers() if scope == "model" else geometry.decoder_numbers()
 
 
 def rounded_share(bits: int, group: int | None, dtype_bits: int) -> float:
@@ -74,21 +74,21 @@ def _unrounded(manifest: Manifest, geometry: Geometry, total: int) -> int:
     """Numbers in scope that keep the dtype."""
     if manifest.quantize is None:
         return total
-    rounded = sum(math.prod(geometry.weight_shape(role)) for role in _rounded_roles(manifest, geometry))
-    return total - geometry.num_layers * rounded
+    return total - sum(math.prod(shape) for layer in geometry.layers for shape in _rounded_shapes(manifest, layer))
 
 
 def _beside(manifest: Manifest, geometry: Geometry) -> float:
     """As `beside`, of all layers, and indices at most."""
     if manifest.quantize is None or manifest.quantize.group is None:
         return 0.0
-    shapes = [geometry.weight_shape(role) for role in _rounded_roles(manifest, geometry)]
-    extra = beside(shapes, least_bits(manifest.quantize), manifest.quantize.group, geometry.bits)
+    bits, group = least_bits(manifest.quantize), manifest.quantize.group
+    extra = [beside(_rounded_shapes(manifest, layer), bits, group, geometry.bits) for layer in geometry.layers]
     if any(isinstance(entry, LossAware) and entry.factors == "pivoted" for entry in manifest.methods):
-        extra += PIVOTED * geometry.hidden * INDEX_BITS / geometry.bits  # no rank is above the hidden size
-    return geometry.num_layers * extra
+        indices = PIVOTED * geometry.hidden * INDEX_BITS / geometry.bits  # no rank is above the hidden size
+        extra = [numbers + indices for numbers in extra]
+    return math.fsum(extra)
 
 
-def _rounded_roles(manifest: Manifest, geometry: Geometry) -> list[str]:
+def _rounded_shapes(manifest: Manifest, layer: LayerGeometry) -> list[tuple[int, ...]]:
     skip = manifest.quantize.skip if manifest.quantize else ()
-    return [role for role in geometry.roles if role in QUANTIZED_ROLES and role not in skip]
+    return [layer.weight_shape(role) for role in layer.roles if role in QUANTIZED_ROLES and role not in skip]

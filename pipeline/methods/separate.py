@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from manifests.records import FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.lowrank import InputRoots, low_rank, rank_limit
 from pipeline.kernels.spectra import dropped_share
 from pipeline.methods.base import E, MethodBase
@@ -41,20 +41,19 @@ class SeparateMethod(MethodBase[E]):
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """The groups of GROUPS in every chosen layer."""
         found = []
-        for layer in self.entry.chosen_layers(geometry.num_layers):
+        for layer in self.chosen_layers(geometry):
             for name, (roles, moment) in GROUPS.items():
-                there = tuple(role for role in roles if role in geometry.roles)
-                found.append(Group(layer, name, there, (moment,) if self.needs_inputs else ()))
+                there = tuple(role for role in roles if role in layer.roles)
+                found.append(Group(layer.index, name, there, (moment,) if self.needs_inputs else ()))
         return tuple(found)
 
-    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """One for each role; from its cap on the weight stays as it is, as two factors would store no less."""
         multiple = self.entry.multiple(geometry.hidden)
         return tuple(
             RankVariable(
                 group.layer, group.name, role, _cap(geometry, role), multiple, partial(_stored, geometry, role)
             )
-            for group in self.claims(geometry)
             for role in group.roles
         )
 
@@ -62,12 +61,12 @@ class SeparateMethod(MethodBase[E]):
         """The rank at which the two factors of a weight store `ratio` of its numbers."""
         found = {}
         for variable in self.rank_variables(geometry):
-            m, D = geometry.weight_shape(variable.name)
+            m, D = geometry.layers[variable.layer].weight_shape(variable.name)
             found[variable.key] = min(ratio * m * D / (m + D), float(variable.cap))
         return found
 
     def compress(
-        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """first (r, D) and second (m, r) of each weight; biases, and weights beyond `rank_limit`, as they are."""
         roots = self.roots(statistics.moments[group.moments[0]][0]) if self.needs_inputs else None
@@ -87,11 +86,11 @@ class SeparateMethod(MethodBase[E]):
         return Solution(tensors, forms, report | clipped)
 
 
-def _cap(geometry: Geometry, role: str) -> int:
+def _cap(geometry: LayerGeometry, role: str) -> int:
     return rank_limit(*geometry.weight_shape(role)) + 1
 
 
-def _stored(geometry: Geometry, role: str, rank: float) -> float:
+def _stored(geometry: LayerGeometry, role: str, rank: float) -> float:
     m, D = geometry.weight_shape(role)
-    bias = geometry.layer_numbers((role,)) - m * D
+    bias = geometry.numbers((role,)) - m * D
     return bias + (m * D if rank >= _cap(geometry, role) else min(rank * (m + D), m * D))

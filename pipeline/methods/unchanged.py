@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from manifests.records import Curve
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Group, Key, Method, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, to_columns
@@ -41,17 +41,19 @@ class Unchanged:
         """All of it, where bits are chosen."""
         return self.claims(geometry) if self.chosen_bits else ()
 
-    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+    def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """All of them."""
-        return geometry.layer_numbers(group.roles)
+        return geometry.numbers(group.roles)
 
     def cache_target(self, geometry: Geometry) -> float | None:
         """Stored numbers are what is budgeted."""
         return None
 
-    def curve(self, group: Group, geometry: Geometry, weights: Mapping[str, Tensor], statistics: Statistics) -> Curve:
+    def curve(
+        self, group: Group, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics
+    ) -> Curve:
         """One point, at which nothing is lost."""
-        return to_columns([Point({WHOLE: 1}, geometry.layer_numbers(group.roles), 0.0)])
+        return to_columns([Point({WHOLE: 1}, geometry.numbers(group.roles), 0.0)])
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """The groups of GROUPS in every layer, without the roles that are claimed. Raises ValueError as they do."""
@@ -59,17 +61,19 @@ class Unchanged:
             (group.layer, role) for method in self.others for group in method.claims(geometry) for role in group.roles
         }
         groups = []
-        for layer in range(geometry.num_layers):
+        for layer in geometry.layers:
             for name, roles in GROUPS.items():
-                free = [role for role in roles if role in geometry.roles and role not in self.skip]
-                if left := tuple(role for role in free if (layer, role) not in taken):
-                    groups.append(Group(layer, name, left))
+                free = [role for role in roles if role in layer.roles and role not in self.skip]
+                if left := tuple(role for role in free if (layer.index, role) not in taken):
+                    groups.append(Group(layer.index, name, left))
         return tuple(groups)
 
     def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
         """One of a single value for each group: it is there."""
         return tuple(
-            RankVariable(group.layer, group.name, WHOLE, 1, 1, partial(_numbers, geometry, group.roles))
+            RankVariable(
+                group.layer, group.name, WHOLE, 1, 1, partial(_numbers, geometry.layers[group.layer], group.roles)
+            )
             for group in self.claims(geometry)
         )
 
@@ -80,7 +84,7 @@ class Unchanged:
     def compress(
         self,
         group: Group,
-        geometry: Geometry,
+        geometry: LayerGeometry,
         weights: Mapping[str, Tensor],
         statistics: Statistics,
         ranks: Ranks,
@@ -89,5 +93,5 @@ class Unchanged:
         return Solution(dict(weights), {}, {})
 
 
-def _numbers(geometry: Geometry, roles: tuple[str, ...], rank: float) -> int:
-    return geometry.layer_numbers(roles)
+def _numbers(geometry: LayerGeometry, roles: tuple[str, ...], rank: float) -> int:
+    return geometry.numbers(roles)

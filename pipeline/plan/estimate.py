@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
 from pipeline.methods.rounded_size import scope_numbers
@@ -62,27 +62,32 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     tokens = calibration.samples * calibration.sequence_length if calibration else 0
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
     claimed = layers_of(tasks)
-    layer_numbers = geometry.layer_numbers()
-    statistics = max(
-        (sum(moment_bytes(moment, geometry) for moment in layer_moments(tasks, layer)) for layer in claimed), default=0
-    )
+    moments = [(geometry.layers[layer], moment) for layer in claimed for moment in layer_moments(tasks, layer)]
+    by_layer = dict.fromkeys(claimed, 0)
+    for layer, moment in moments:
+        by_layer[layer.index] += moment_bytes(moment, layer)
+    statistics, decoder = max(by_layer.values(), default=0), geometry.decoder_numbers()
     compressed = calibration is not None and calibration.propagate == "compressed"
     passes = _passes(manifest, tasks, compressed)
     activations = tokens * geometry.hidden * itemsize
     dense = geometry.model_numbers()
     expected = _expected_numbers(manifest, geometry)
     keep_all = manifest.statistics.keep if manifest.statistics.keep is not None else not compressed
-    kept_statistics = statistics * (len(claimed) if keep_all else 1)
-    solving = max((_solve_bytes(task, geometry, itemsize) for task in tasks), default=0)
+    kept_statistics = sum(by_layer.values()) if keep_all else statistics
+    kept = by_layer if compressed else {}  # by whoever summed them, until the layer is solved
+    solving = max(
+        (_solve_bytes(task, geometry.layers[task.layer], itemsize, kept.get(task.layer, 0)) for task in tasks),
+        default=0,
+    )
     host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
     return Plan(
         layers=geometry.num_layers,
         claimed_layers=len(claimed),
-        layer_bytes=layer_numbers * itemsize,
+        layer_bytes=max(layer.numbers() for layer in geometry.layers) * itemsize,
         source_bytes=source_bytes,
         read_bytes=int(
-            passes * geometry.num_layers * layer_numbers * itemsize
-            + 2 * (dense - geometry.num_layers * layer_numbers) * itemsize
+            passes * decoder * itemsize
+            + 2 * (dense - decoder) * itemsize
             + (dense + expected) * itemsize  # both models side by side, for what `verify` compares with
         ),
         worker_peak_bytes=host + device,
@@ -96,19 +101,16 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         expected_numbers=expected,
         dense_numbers=dense,
         forward_flops=passes
-        * geometry.num_layers
         * tokens
-        * forward_flops(geometry, calibration.sequence_length if calibration else 0),
-        moment_flops=float(
-            tokens * sum(_moment_flops(moment, geometry) for layer in claimed for moment in layer_moments(tasks, layer))
-        ),
-        solve_flops=sum(solve_work(task, geometry).flops for task in tasks),
+        * sum(forward_flops(layer, calibration.sequence_length if calibration else 0) for layer in geometry.layers),
+        moment_flops=float(tokens * sum(_moment_flops(moment, layer) for layer, moment in moments)),
+        solve_flops=sum(solve_work(task, geometry.layers[task.layer]).flops for task in tasks),
         calibration_tokens=tokens,
         workers=workers,
     )
 
 
-def moment_bytes(moment: Moment, geometry: Geometry) -> int:
+def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
     """Size of a moment in memory."""
     width = moment_width(moment, geometry)
     if moment.kind == "sample":
@@ -116,12 +118,15 @@ def moment_bytes(moment: Moment, geometry: Geometry) -> int:
     return moment.groups * width * (1 if moment.diagonal else width) * MOMENT_BYTES
 
 
-def _solve_bytes(task: Task, geometry: Geometry, itemsize: int) -> int:
-    """One task on a worker: its moments and what is made of them, a sample once, its weights beside float64 ones."""
+def _solve_bytes(task: Task, geometry: LayerGeometry, itemsize: int, kept: int = 0) -> int:
+    """One task on a worker: its moments and what is made of them, a sample once, its weights beside float64 ones.
+
+    `kept`: of a layer's moments that the worker may hold, the task's own among them.
+    """
     samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
     copies = CURVE_COPIES if samples else SOLVE_COPIES
-    return copies * moments + samples + geometry.layer_numbers(task.roles) * (8 + itemsize)
+    return copies * moments + max(0, kept - moments) + samples + geometry.numbers(task.roles) * (8 + itemsize)
 
 
 def _passes(manifest: Manifest, tasks: Sequence[Task], compressed: bool) -> int:
@@ -142,29 +147,35 @@ def _expected_numbers(manifest: Manifest, geometry: Geometry) -> int:
 def _worker_peak(
     manifest: Manifest, geometry: Geometry, itemsize: int, moments: tuple[int, int], activations: int
 ) -> tuple[int, int]:
-    """Of host memory and of the device's. A worker without a GPU holds everything in the first.
+    """Of host memory and of the device's, at the layer that takes most. A worker without a GPU holds all in the first.
 
     `moments`: bytes of a layer's, and of what solving one of its tasks takes.
 
     Beside a GPU, the host holds the process, a layer read ahead, hidden states, and a layer's moments on their way out.
     """
     calibration = manifest.calibration
-    layer = geometry.layer_numbers() * itemsize
+    largest, widest = (
+        max(each.numbers() for each in geometry.layers),
+        max(each.intermediate for each in geometry.layers),
+    )
+    layer = largest * itemsize
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
-    features = 6 * geometry.hidden + 3 * geometry.intermediate + 4 * geometry.heads * geometry.head_dim
+    features = 6 * geometry.hidden + max(
+        3 * each.intermediate + 4 * each.heads * each.head_dim for each in geometry.layers
+    )
     held = min(activations, int(manifest.workers.activation_memory_gb * 2**30))
     statistics, solving = moments
     # Values of a shard's micro-batches wait for a product: of the widest points, as far as one batch does not fill it.
     shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
-    waiting = max(0, min(ROWS_PER_PRODUCT, shard) - batch) * (geometry.hidden + geometry.intermediate) * itemsize
+    waiting = max(0, min(ROWS_PER_PRODUCT, shard) - batch) * (geometry.hidden + widest) * itemsize
     taking = 2 * layer + 2 * statistics + batch * features * 4 + waiting
-    scoring = geometry.layer_numbers() * max(4, itemsize) + batch * features * 4 if calibration else 0
+    scoring = largest * max(4, itemsize) + batch * features * 4 if calibration else 0
     computing = max(taking, solving, scoring)
     if manifest.workers.gpus == 0:
         return PROCESS_BYTES + held + computing, 0
     return PROCESS_BYTES + DEVICE_PROCESS_BYTES + held + layer + statistics, computing
 
 
-def _moment_flops(moment: Moment, geometry: Geometry) -> float:
+def _moment_flops(moment: Moment, geometry: LayerGeometry) -> float:
     width = moment_width(moment, geometry)
     return 0.0 if moment.kind == "sample" else 2.0 * moment.heads * width * width

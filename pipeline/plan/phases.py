@@ -10,6 +10,8 @@ from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork, SolveWork
 
 START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
+COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
+REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 BYTES_OF_READING = 2  # a shard's hidden states go in and out
 
 
@@ -22,6 +24,7 @@ class Pass:
         compressed: whether layers go on with the compressed one's outputs.
         offload: whether hidden states leave the device between layers.
         cached: whether the moments of a dense pass are still in the nodes' memory (page cache) when they are solved.
+        gradient_shards, held_out_shards: those of the backward pass's samples, and of held-out text.
     """
 
     layers: int
@@ -31,11 +34,17 @@ class Pass:
     compressed: bool
     offload: bool = False
     cached: bool = False
+    gradient_shards: int = 1
+    held_out_shards: int = 1
 
     @property
     def rounds(self) -> float:
         """How often each worker does a shard, as a multiple of its even part of the tokens."""
-        return math.ceil(self.shards / self.workers) / self.shards
+        return self.rounds_of(self.shards)
+
+    def rounds_of(self, shards: int) -> float:
+        """The same of other shards than the calibration samples'."""
+        return math.ceil(shards / self.workers) / shards
 
     def nodes(self, rates: Rates) -> int:
         """That the workers fill."""
@@ -58,7 +67,7 @@ def statistics_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
 
 def solve_seconds(solve: SolveWork, rates: Rates) -> float:
     """One task on one worker."""
-    return solve.flops / rates.double + solve.steps * rates.step_s
+    return solve.flops / rates.double + solve.sample_flops / rates.products + solve.steps * rates.step_s
 
 
 def give_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -93,16 +102,43 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["statistics"] = layers * max(statistics, giving, storing)
         every = [seconds for seconds in solves for _ in range(layers)]
         found["solve"] = max(_spread(every, way.workers), layers * ((0.0 if way.cached else storing) + writing))
+        if work.correction_flops:  # a layer at a time, and what has become of it written at each point
+            found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
     if work.gradient_flops:
-        found["gradient"] = layers * max(work.gradient_flops / rates.products * way.rounds, reading)
+        computing = work.gradient_flops / rates.products * way.rounds_of(way.gradient_shards)
+        summing = work.gradient_bytes * way.gradient_shards / rates.link / min(3, way.workers)  # three large moments
+        found["gradient"] = layers * (max(computing, reading) + summing)
     if work.curves:
         found["curves"] = _spread([solve_seconds(curve, rates) for curve in work.curves] * layers, way.workers)
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
-    if work.held_out_flops:  # float32 goes at about float64's rate where tensor cores must not round to TF32
-        found["held-out"] = layers * work.held_out_flops / rates.double * way.rounds
+    if work.held_out_flops:
+        scoring = work.held_out_flops / rates.single * way.rounds_of(way.held_out_shards)
+        found["held-out"] = layers * max(scoring, reading + work.written_bytes / rates.disk)
     found["assemble"] = work.written_bytes / rates.disk
     return found
+
+
+def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:
+    """How many layers pass between two commits of hidden states: `resume.every: auto`.
+
+    The fewest with which every pass takes `COMMIT_SHARE` of its time or less to write them; fewer, at least one, where
+    a kill would cost more than `REPEATED_SECONDS`.
+    """
+    phases = phase_seconds(work, rates, way)
+    walk = sum(phases.get(name, 0.0) for name in ("statistics", "reduce", "propagate"))
+    walk += phases["solve"] if way.compressed else 0.0  # else layers are solved when the pass is over
+    passes = [seconds / way.layers for seconds in (phases.get("importance", 0.0), walk) if seconds]
+    if not passes:
+        return 1
+    writing = work.hidden_bytes / way.nodes(rates) / rates.disk
+    rare = math.ceil(writing / (COMMIT_SHARE * min(passes)))
+    return max(1, min(rare, way.layers, int(REPEATED_SECONDS / max(passes))))
+
+
+def committed_bytes(work: LayerWork, way: Pass, every: int) -> int:
+    """Of hidden states, over the whole job: every so many layers, but not what leaves the last."""
+    return (1 + way.importance) * ((way.layers - 1) // every) * work.hidden_bytes
 
 
 def _spread(seconds: Sequence[float], workers: int) -> float:

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from pipeline.plan.loss_units import Units, corrected_units, last_units, loss_units
 from pipeline.plan.phases import (
     START_SECONDS,
     Pass,
@@ -115,7 +116,10 @@ class _Run:
                 self._finish_worker(int(which), now)
             else:
                 self.serving.discard(str(which))
-                self._finish(self.queues[str(which)].popleft(), now)
+                done = self.queues[str(which)].popleft()
+                if not self.queues[str(which)]:
+                    del self.queues[str(which)]  # places come and go; only those with something to do are looked at
+                self._finish(done, now)
             self._start(now)
         if missing := self.units.keys() - self.done:
             raise ValueError(f"{len(missing)} units wait for ever, such as {min(missing, key=self.order.__getitem__)}")
@@ -129,7 +133,7 @@ class _Run:
 
     def _start(self, now: float) -> None:
         for place, queue in self.queues.items():
-            if queue and place not in self.serving:
+            if place not in self.serving:
                 self.serving.add(place)
                 seconds = self.units[queue[0]].seconds
                 self.result.transfers[place] += seconds
@@ -229,9 +233,28 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
             seconds = forward_seconds(work, rates, way)
             before = yield from _forward("propagate", layer, seconds, names, rates, way, None)
         solved.append(given)
-    if not way.compressed:
+    if way.compressed:
+        written = tuple(f"write {layer}" for layer in range(way.layers))
+        yield from _timed(last_units(work, rates, way, (*before, *written)))
+        return
+    ready = yield from _timed(loss_units(work, rates, way, (*before, *solved)))
+    if work.correction_flops:
+        written = yield from _timed(corrected_units(work, rates, way, ready))
+    else:
         for layer in range(way.layers):
-            yield from _solves(layer, work, rates, way, (*before, *solved))
+            yield from _solves(layer, work, rates, way, ready)
+        written = tuple(f"write {layer}" for layer in range(way.layers))
+    yield from _timed(last_units(work, rates, way, written))
+
+
+def _timed(units: Units) -> Generator[Unit, None, tuple[str, ...]]:
+    while True:
+        try:
+            name, kind, seconds, after, place, shard = next(units)
+        except StopIteration as end:
+            last: tuple[str, ...] = end.value
+            return last
+        yield Unit(name, kind, seconds, after, place or WORKER, shard)
 
 
 def _forward(

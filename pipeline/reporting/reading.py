@@ -12,16 +12,9 @@ from typing import Any
 
 import torch
 
+from manifests.entries import CurvesEntry, DenseEntry, GradientEntry, LayerEntry, StatisticsEntry
 from manifests.errors import InputError, StorageError
-from manifests.records import (
-    Curve,
-    CurvesEntry,
-    DenseEntry,
-    GradientEntry,
-    LayerEntry,
-    StatisticsEntry,
-    TensorDescription,
-)
+from manifests.records import Curve, TensorDescription
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
@@ -114,8 +107,8 @@ class Run:
             for task in self.tasks
             if task.layer == layer
             for prefix in (
-                *(self.geometry.path(layer, role) for role in task.roles),
-                self.geometry.group_path(layer, task.roles, task.name),
+                *(self.geometry.layers[layer].path(role) for role in task.roles),
+                self.geometry.layers[layer].group_path(task.roles, task.name),
             )
         ]
         found: dict[str, int] = {}

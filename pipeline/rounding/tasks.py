@@ -78,7 +78,7 @@ def _check_ranks(position: int, entry: MethodEntry, group: int | None) -> None:
 def _check_groups(group: int | None, skip: Sequence[str], geometry: Geometry) -> None:
     faults = [
         f"{role} reads {width} numbers"
-        for role, width in _odd_widths(group, skip, geometry).items()
+        for role, width in _odd_widths(group, skip, geometry)
         if group and math.gcd(width, group) < LEAST_GROUP
     ]
     if faults:
@@ -88,10 +88,15 @@ def _check_groups(group: int | None, skip: Sequence[str], geometry: Geometry) ->
         )
 
 
-def _odd_widths(group: int | None, skip: Sequence[str], geometry: Geometry) -> dict[str, int]:
-    """Role -> what it reads in the dense model, where groups do not divide it."""
-    widths = {role: geometry.weight_shape(role)[1] for role in geometry.roles if role in QUANTIZED_ROLES}
-    return {role: width for role, width in widths.items() if group and role not in skip and width % group}
+def _odd_widths(group: int | None, skip: Sequence[str], geometry: Geometry) -> list[tuple[str, int]]:
+    """Role and what it reads in the dense model, where groups do not divide it; each once."""
+    widths = {
+        (role, layer.weight_shape(role)[1]): None
+        for layer in geometry.layers
+        for role in layer.roles
+        if role in QUANTIZED_ROLES
+    }
+    return [(role, width) for role, width in widths if group and role not in skip and width % group]
 
 
 def rounding_remarks(quantize: Quantize, geometry: Geometry) -> tuple[str, ...]:
@@ -100,5 +105,5 @@ def rounding_remarks(quantize: Quantize, geometry: Geometry) -> tuple[str, ...]:
     return tuple(
         f"quantize.group: {group} does not divide the {width} numbers that {role} reads; its groups, where it stays "
         f"that wide, are of {math.gcd(width, group)}, which not every engine's kernels take"
-        for role, width in _odd_widths(quantize.group, quantize.skip, geometry).items()
+        for role, width in _odd_widths(quantize.group, quantize.skip, geometry)
     )

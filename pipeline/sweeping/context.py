@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from manifests.entries import PointsEntry
 from manifests.errors import InputError
-from manifests.records import PointsEntry
 from manifests.strict_yaml import write_yaml
 from manifests.sweep import SWEEP_VERSION, Point, Sweep
 from pipeline.checkpoint.compression_record import quick_faults

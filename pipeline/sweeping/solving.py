@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from manifests.entries import PointEntry, TokensEntry
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, PointEntry, TokensEntry
+from manifests.records import ArrayRecord
 from pipeline.checkpoint.compression_record import SEAL
 from pipeline.checkpoint.counting import count, stored_tensors
 from pipeline.computation import entered_scores, staged_layer
@@ -107,7 +108,7 @@ def _stored_windows(job: JobContext, workers: JobWorkers) -> ArrayRecord:
 def _solve(sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows: Windows | None) -> None:
     job, started = sweep.of(point), time.monotonic()
     check_entries(job.ledger, driver_job(job.inputs), job.inputs.config)
-    own = JobWorkers(PointPool(workers.pool, point.first), workers.always)
+    own = JobWorkers(PointPool(workers.pool, point.first), workers.always, workers.every)
     scored = _compress_and_score(job, own, windows, compared=point.point.save)
     tensors, forms = stored_tensors(job.inputs, job.ledger)
     compression = assemble_output(job) if point.point.save else None

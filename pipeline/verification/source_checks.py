@@ -76,9 +76,9 @@ def check_coverage(
     geometry = geometry_of(standard)
     roles = {
         name: (layer, role)
-        for layer in range(geometry.num_layers)
-        for role in geometry.roles
-        for name, _ in geometry.role_tensors(layer, role).values()
+        for layer in geometry.layers
+        for role in layer.roles
+        for name, _ in layer.tensors((role,)).values()
     }
     methods = {entry["method"] for entry in compression["manifest"]["methods"]}
     if compression["manifest"].get("quantize"):
@@ -95,14 +95,14 @@ def check_coverage(
             faults.append(f"{name}: claimed by {claimed[name]!r}, which is no method of the manifest that could")
             continue
         layer, role = roles[name]
-        form = compression["layers"][layer]["forms"].get(role)
+        form = compression["layers"][layer.index]["forms"].get(role)
         if form is None and name not in checkpoint.tensors and packed_names(name) <= checkpoint.tensors.keys():
             faults += _packed_faults(compression, packed_names(name), claimed[name])
         elif form is None:  # looked at and left as it was
             kept += 1
             faults += _copy_faults(original, checkpoint, compression, name, claimed[name])
         else:
-            faults += _factor_faults(original, compression, name, f"{geometry.path(layer, role)}.", form, claimed[name])
+            faults += _factor_faults(original, compression, name, f"{layer.path(role)}.", form, claimed[name])
     faults += [f"{name}: claimed by {claimed[name]}, but no tensor of the source" for name in claimed - roles.keys()]
     faults += _stray_faults(original, compression, methods)
     named = ", ".join(sorted(set(claimed.values()))) or "nobody"

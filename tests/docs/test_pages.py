@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.records import KINDS
+from manifests.entries import KINDS
 from tests.test_imports import LAYERS
 from tools.manifest_reference import main
 

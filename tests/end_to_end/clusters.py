@@ -24,6 +24,8 @@ HEAD_ID = "f" * 51 + "00000"  # what Ray's provider of nodes that are processes 
 ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # workers that nobody asks for take seconds on a node and with each job
+    "RAY_enable_worker_prestart": "0",
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
 }
 UNSHARE = ("unshare", "--mount", *(("--user", "--map-root-user") if os.getuid() else ()))

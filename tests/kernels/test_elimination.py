@@ -112,6 +112,7 @@ def test_cost_follows_what_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flops[240] > flops[599] + 1.2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a process's own peak is in /proc")
 @pytest.mark.parametrize("selection", ["eliminate", "leverage"])
 def test_a_solve_holds_three_squares_with_the_moment(selection: str) -> None:

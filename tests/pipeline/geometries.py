@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from manifests.schema import Manifest
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of, standard_config
 from tests import factories
 
@@ -19,18 +20,23 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def llama(name: str = "gqa", **overrides: Any) -> Geometry:
+def llama(name: str = "gqa", bits: int = 16, **overrides: Any) -> Geometry:
     """A small Llama geometry: D 48, N 80, L 6."""
     sizes = {
         name: value for name, value in factories.GEOMETRY.items() if name not in ("head_dim", "num_key_value_heads")
     }
     config = {**sizes, "model_type": "llama", "num_hidden_layers": 6, "max_position_embeddings": 64}
-    return geometry_of(standard_config({**config, **SIZES[name], **overrides}))
+    return geometry_of(standard_config({**config, **SIZES[name], **overrides}), bits)
 
 
-def other(model_type: str) -> Geometry:
+def other(model_type: str, bits: int = 16) -> Geometry:
     """A small geometry of a family without a gated MLP (`opt`, `gptj`), or with biases or norms of its own."""
-    return geometry_of(standard_config(factories.make_config(model_type, num_hidden_layers=6).to_dict()))
+    return geometry_of(standard_config(factories.make_config(model_type, num_hidden_layers=6).to_dict()), bits)
+
+
+def alone(layer: LayerGeometry) -> Geometry:
+    """A model of this one layer, its first."""
+    return Geometry(layer.model_type, layer.hidden, 100, False, "model.layers", (replace(layer, index=0),), ())
 
 
 def manifest(*methods: dict[str, Any], keep: float | None = None, scope: str = "decoder", **fields: Any) -> Manifest:

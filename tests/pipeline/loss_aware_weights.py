@@ -21,7 +21,7 @@ def make_weights(where: Geometry, roles: tuple[str, ...], seed: int = 0) -> dict
     source = torch.Generator().manual_seed(seed)
     return {
         key: torch.randn(shape, generator=source, dtype=torch.float64) / math.sqrt(shape[-1])
-        for key, (_, shape) in where.layer_tensors(0).items()
+        for key, (_, shape) in where.layers[0].tensors().items()
         if key.partition(".")[0] in roles
     }
 
@@ -50,7 +50,7 @@ def features(where: Geometry, moment: Moment) -> int:
     role, _, side = moment.point.partition(".")
     if not side or role in ("attention", "mlp"):
         return where.hidden
-    return where.weight_shape(role)[1 if side == "in" else 0]
+    return where.layers[0].weight_shape(role)[1 if side == "in" else 0]
 
 
 def counted(solution: Solution, bits: int) -> int:
@@ -110,9 +110,13 @@ def _padded(role: str, part: Tensor, where: Geometry, dense: Tensor, width: int,
         return part
     whole = torch.zeros_like(dense)
     if role == "v":
-        whole.view(where.kv_heads, where.head_dim, -1)[:, :value] = part.view(where.kv_heads, value, -1)
+        whole.view(where.layers[0].kv_heads, where.layers[0].head_dim, -1)[:, :value] = part.view(
+            where.layers[0].kv_heads, value, -1
+        )
     elif role == "o":
-        whole.view(-1, where.heads, where.head_dim)[..., :value] = part.view(-1, where.heads, value)
+        whole.view(-1, where.layers[0].heads, where.layers[0].head_dim)[..., :value] = part.view(
+            -1, where.layers[0].heads, value
+        )
     elif role == "down":
         whole[:, :width] = part
     else:

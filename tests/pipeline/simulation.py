@@ -12,17 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from manifests.entries import KINDS
 from manifests.errors import CorruptError, Interrupted
-from manifests.records import (
-    KINDS,
-    ArrayRecord,
-    Curve,
-    FormSpec,
-    GradientRecord,
-    Record,
-    StagedLayer,
-    StagedRecord,
-)
+from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, Record, StagedLayer, StagedRecord
 from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores, Task

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from lamina import MODELLING_FILES
+from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, InUseError
-from manifests.records import GroupReport, LayerEntry
 from manifests.schema import Manifest
 from pipeline.checkpoint import assembling
 from pipeline.checkpoint.assembling import Assembler, plan_shards
@@ -124,16 +124,17 @@ def test_files_are_linked_where_they_can_be(finished: Finished) -> None:
 def test_counts_are_those_of_the_files(finished: Finished) -> None:
     counts = finished.assemble()["counts"]
     written, geometry = finished.tensors(), finished.inputs.geometry
+    layer = geometry.layers[0]
     numbers = {name: tensor.numel() for name, tensor in written.items()}
     assert counts["parameters"] == {"dense": geometry.model_numbers(), "compressed": sum(numbers.values())}
     assert counts["decoder_parameters"] == {
-        "dense": 3 * geometry.layer_numbers(),
+        "dense": 3 * layer.numbers(),
         "compressed": sum(number for name, number in numbers.items() if ".layers." in name),
     }
     assert counts["bytes"] == {"dense": 4 * geometry.model_numbers(), "compressed": 4 * sum(numbers.values())}
-    cached = 3 * geometry.kv_heads * geometry.head_dim + geometry.kv_heads * (2 * LOW["value"] + geometry.head_dim)
+    cached = 3 * layer.kv_heads * layer.head_dim + layer.kv_heads * (2 * LOW["value"] + layer.head_dim)
     assert counts["cache_bytes_per_token"] == {
-        "dense": 4 * 3 * 2 * geometry.kv_heads * geometry.head_dim,
+        "dense": 4 * 3 * 2 * layer.kv_heads * layer.head_dim,
         "compressed": 4 * cached,
     }
     index = json.loads((finished.output / INDEX_FILE).read_text(encoding="utf-8"))

@@ -39,7 +39,7 @@ def solve(entry: dict[str, Any], where: Geometry, name: str, rank: int) -> tuple
 
     weights = {
         key: normal(*shape)
-        for key, (_, shape) in where.layer_tensors(1).items()
+        for key, (_, shape) in where.layers[1].tensors().items()
         if key.partition(".")[0] in group.roles
     }
     width = weights[f"{group.roles[0]}.weight"].shape[1]
@@ -47,7 +47,7 @@ def solve(entry: dict[str, Any], where: Geometry, name: str, rank: int) -> tuple
     before = {key: weight.clone() for key, weight in weights.items()}
     moments = {moment: (inputs_TD.T @ inputs_TD)[None] for moment in group.moments}
     ranks = dict.fromkeys(group.roles, rank) | {"mlp": rank}
-    solution = method.compress(group, where, weights, Statistics(moments, TOKENS), ranks)
+    solution = method.compress(group, where.layers[group.layer], weights, Statistics(moments, TOKENS), ranks)
     assert all(torch.equal(weights[key], before[key]) for key in weights)
     return weights, inputs_TD, solution
 
@@ -141,8 +141,8 @@ def test_the_budget_is_met(entry: dict[str, Any], keep: float) -> None:
         variable.cost(ranks[f"{variable.layer}/0/{variable.group}"][variable.name])
         for variable in method.rank_variables(where)
     )
-    claimed = sum(where.layer_numbers(group.roles) for group in method.claims(where))
-    total = where.layer_numbers() * where.num_layers
+    claimed = sum(where.layers[0].numbers(group.roles) for group in method.claims(where))
+    total = where.decoder_numbers()
     assert keep * total - 200 < stored + total - claimed <= keep * total
 
 

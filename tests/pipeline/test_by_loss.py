@@ -50,7 +50,7 @@ def problem(
 
 
 def metric_of(where: Geometry, role: str) -> torch.Tensor:
-    return torch.linspace(0.1, 2.0, where.weight_shape(role)[0], dtype=torch.float64)
+    return torch.linspace(0.1, 2.0, where.layers[0].weight_shape(role)[0], dtype=torch.float64)
 
 
 CASES = [
@@ -71,12 +71,12 @@ def test_low_rank_curves_say_what_is_lost_and_stored(
     where = GEOMETRIES[geometry]
     method, group, weights, statistics = problem({"method": kind, "allocation": "loss", **entry}, where, name)
     assert isinstance(method, Predicting)
-    points = from_columns(method.curve(group, where, weights, statistics))
-    assert (points[-1].loss, points[-1].numbers) == (0.0, where.layer_numbers(group.roles))
+    points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
+    assert (points[-1].loss, points[-1].numbers) == (0.0, where.layers[0].numbers(group.roles))
     moment = Moment("mlp.in" if name == "mlp" else "attention.in")
     input_DD = statistics.mean(moment)[0]
     for point in points[:: max(1, len(points) // 6)]:
-        solution = method.compress(group, where, weights, statistics, point.ranks)
+        solution = method.compress(group, where.layers[group.layer], weights, statistics, point.ranks)
         assert sum(tensor.numel() for tensor in solution.tensors.values()) == point.numbers
         lost = 0.0
         owner = None
@@ -89,7 +89,9 @@ def test_low_rank_curves_say_what_is_lost_and_stored(
             lost += 0.5 * float((pulled(change, metric_of(where, role)) * input_DD).sum())
         assert lost == pytest.approx(point.loss, rel=1e-4, abs=1e-7)
         if name != "mlp" and kind == "lorc":
-            assert point.cache == (point.ranks["key"] if solution.forms else where.kv_heads * where.head_dim)
+            assert point.cache == (
+                point.ranks["key"] if solution.forms else where.layers[0].kv_heads * where.layers[0].head_dim
+            )
 
 
 @pytest.mark.parametrize("name", ["key", "query_key", "mlp"])
@@ -100,7 +102,7 @@ def test_the_metric_of_the_loss_loses_least(name: str) -> None:
         entry = {"method": kind, "allocation": "loss", "weighting": weighting}
         method, group, weights, statistics = problem(entry, GEOMETRIES["gqa"], name)
         assert isinstance(method, Predicting)
-        curve = method.curve(group, GEOMETRIES["gqa"], weights, statistics)
+        curve = method.curve(group, GEOMETRIES["gqa"].layers[0], weights, statistics)
         lines[weighting] = {point.numbers: point.loss for point in from_columns(curve)}
     for rival in ("none", "input"):
         shared = lines[rival].keys() & lines["loss"].keys()
@@ -118,11 +120,11 @@ def test_flat_llm_curves_say_what_is_lost_and_stored(geometry: str, weighting: s
     for name, after in (("attention", "mid"), ("mlp", "out")):
         method, group, weights, statistics = problem(entry, where, name)
         assert isinstance(method, Predicting)
-        points = from_columns(method.curve(group, where, weights, statistics))
-        assert (points[-1].loss, points[-1].numbers) == (0.0, where.layer_numbers(group.roles))
+        points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
+        assert (points[-1].loss, points[-1].numbers) == (0.0, where.layers[0].numbers(group.roles))
         metric_DD = statistics.mean(Moment(after, kind="gradient"))[0]
         for point in points[:: max(1, len(points) // 5)]:
-            solution = method.compress(group, where, weights, statistics, point.ranks)
+            solution = method.compress(group, where.layers[group.layer], weights, statistics, point.ranks)
             assert sum(tensor.numel() for tensor in solution.tensors.values()) == point.numbers
             if name == "mlp":
                 rows = [
@@ -142,8 +144,8 @@ def effective_output(
     tensors: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], where: Geometry
 ) -> torch.Tensor:
     """What reaches the output of each head's dense context: o times the basis of its head."""
-    groups, per_group = where.kv_heads, where.heads // where.kv_heads
-    dense = weights["v.weight"].view(groups, where.head_dim, -1)
+    groups, per_group = where.layers[0].kv_heads, where.layers[0].heads // where.layers[0].kv_heads
+    dense = weights["v.weight"].view(groups, where.layers[0].head_dim, -1)
     small = tensors["v.weight"].view(groups, -1, where.hidden)
     bases = [torch.linalg.lstsq(dense[g].T, small[g].T).solution.T for g in range(groups) for _ in range(per_group)]
     return tensors["o.weight"] @ torch.block_diag(*bases)
@@ -163,12 +165,12 @@ def test_three_methods_share_a_budget_by_loss() -> None:
         method, group = methods[task.method], task
         assert isinstance(method, Predicting)
         weights, statistics = make_weights(where, group.roles, group.layer), make_statistics(where, group, group.layer)
-        curves[task.key] = method.curve(group, where, weights, statistics)
+        curves[task.key] = method.curve(group, where.layers[group.layer], weights, statistics)
     assert allocate_ranks(job, methods, where, Scores()) == {}
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
     assert ranks.keys() == curves.keys()
     total = scope_numbers(where, "decoder")
-    stored = total - sum(where.layer_numbers(task.roles) for task in predict_tasks(methods, where))
+    stored = total - sum(where.layers[0].numbers(task.roles) for task in predict_tasks(methods, where))
     for key, curve in curves.items():
         stored += next(point.numbers for point in from_columns(curve) if dict(point.ranks) == ranks[key])
     assert 0.99 * 0.7 * total < stored <= 0.7 * total
@@ -184,9 +186,9 @@ def test_a_cache_is_shared_by_loss(share: float) -> None:
         method, group = methods[task.method], task
         assert isinstance(method, Predicting)
         weights, statistics = make_weights(where, group.roles, group.layer), make_statistics(where, group, group.layer)
-        curves[task.key] = method.curve(group, where, weights, statistics)
+        curves[task.key] = method.curve(group, where.layers[group.layer], weights, statistics)
     ranks = allocate_ranks(job, methods, where, Scores(curves=curves))
-    dense = where.kv_heads * where.head_dim
+    dense = where.layers[0].kv_heads * where.layers[0].head_dim
     cached = [min(dense, rank) for found in ranks.values() for rank in found.values()]
     assert share * 6 * dense - 2 < sum(cached) <= share * 6 * dense
     assert share == 1.0 or len(set(cached)) > 1
@@ -220,14 +222,16 @@ def test_lestd_curves_say_what_is_lost(geometry: str, entry: dict[str, Any]) -> 
         {"method": "lestd", "allocation": "loss", "refine_sweeps": 0, **entry}, where, name
     )
     assert isinstance(method, Predicting)
-    points = from_columns(method.curve(group, where, weights, statistics))
+    points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
     losses = [point.loss for point in points]
     assert losses[-1] == 0.0
     assert losses[0] > 2 * losses[len(losses) // 2] > 0.0
     reads = {"o": "o.in", "down": "down.in", "gate": "mlp.in", "up": "mlp.in"}
     after = {"o": "mid", "down": "out"}
     for point in (points[2], points[len(points) // 3], points[len(points) // 2]):
-        again = tucker_weights(method.compress(group, where, weights, statistics, point.ranks), where, group)
+        again = tucker_weights(
+            method.compress(group, where.layers[group.layer], weights, statistics, point.ranks), where, group
+        )
         lost = 0.0
         for role in group.roles:
             diagonal = Moment(f"{role}.out", kind="gradient", diagonal=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from manifests.records import FormSpec, GroupReport
+from manifests.entries import GroupReport
+from manifests.records import FormSpec
 from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Moment

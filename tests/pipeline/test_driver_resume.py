@@ -28,6 +28,8 @@ from tests.pipeline.simulation import (
     run,
 )
 
+LONG = ("rounds", "gradient-", "compressed-every", "dense-every")  # killed at each of many commits
+
 
 @pytest.fixture(params=list(JOBS))
 def job(request: pytest.FixtureRequest) -> Job:
@@ -41,6 +43,11 @@ def passes_of_a_layer(job: Job) -> int:
     return job.shards * job.every
 
 
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(name, marks=pytest.mark.slow) if name.startswith(LONG) else name for name in JOBS],
+    indirect=True,
+)
 def test_killed_anywhere_it_goes_on(job: Job) -> None:
     expected, _ = run(job)
     for fuel in range(10_000):

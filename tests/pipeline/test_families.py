@@ -81,9 +81,10 @@ def test_counted_numbers_are_the_model_s_parameters(name: str) -> None:
     assert geometry.model_numbers() == model.num_parameters()
     layers = model.get_decoder()
     layers = layers.layers if hasattr(layers, "layers") else layers.h
-    assert geometry.layer_numbers() == sum(parameter.numel() for parameter in layers[0].parameters())
-    assert geometry.layer_numbers() == sum(geometry.layer_numbers((role,)) for role in geometry.roles)
-    assert geometry.layer_numbers(()) == 0
+    layer = geometry.layers[0]
+    assert layer.numbers() == sum(parameter.numel() for parameter in layers[0].parameters())
+    assert layer.numbers() == sum(layer.numbers((role,)) for role in layer.roles)
+    assert layer.numbers(()) == 0
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -112,14 +113,14 @@ def test_what_a_pivoted_group_shares_lies_where_the_model_looks(name: str) -> No
     standard = standard_config(CONFIGS[name])
     geometry = geometry_of(standard)
     stacks = {"query_key": ("q", "k"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-    groups = {group: [role for role in roles if role in geometry.roles] for group, roles in stacks.items()}
+    groups = {group: [role for role in roles if role in geometry.layers[1].roles] for group, roles in stacks.items()}
     forms = {role: {"form": "pivoted", "rank": 2, "group": group} for group in groups for role in groups[group]}
     written = checkpoint_config(standard, [forms] * geometry.num_layers, "float32")
     fields = {key: value for key, value in written.items() if key not in ("model_type", "architectures", "dtype")}
     with torch.device("meta"):
         model: Any = LaminaForCausalLM(LaminaConfig(**fields))
     ours = {
-        geometry.tensor_name(1, f"{group}.pivoted.{part}", tuple(roles))
+        geometry.layers[1].tensor_name(f"{group}.pivoted.{part}", tuple(roles))
         for group, roles in groups.items()
         for part in ("rows.weight", "coefficients.weight", "indices")
     }
@@ -267,11 +268,11 @@ def test_every_fault_of_the_sizes_is_told_at_once() -> None:
 
 def test_a_role_may_have_dots() -> None:
     """Of several MLPs in one layer, say: whose a tensor is does not hang on the first dot of its key."""
-    geometry = geometry_of(standard_config({"model_type": "llama", **SMALL}))
+    geometry = geometry_of(standard_config({"model_type": "llama", **SMALL})).layers[1]
     role = "experts.3.up"
     several = replace(geometry, modules=(*geometry.modules, (role, "mlp.experts.3.up_proj")))
     path = "model.layers.1.mlp.experts.3.up_proj"
-    assert several.tensor_name(1, f"{role}.first.weight", (role,)) == f"{path}.first.weight"
-    assert several.tensor_name(1, "up.weight", ("up",)) == "model.layers.1.mlp.up_proj.weight"
-    assert [name for name, _ in several.role_tensors(1, role).values()] == [f"{path}.weight"]
-    assert several.layer_tensors(1)[f"{role}.weight"][0] == f"{path}.weight"
+    assert several.tensor_name(f"{role}.first.weight", (role,)) == f"{path}.first.weight"
+    assert several.tensor_name("up.weight", ("up",)) == "model.layers.1.mlp.up_proj.weight"
+    assert [name for name, _ in several.tensors((role,)).values()] == [f"{path}.weight"]
+    assert several.tensors()[f"{role}.weight"][0] == f"{path}.weight"

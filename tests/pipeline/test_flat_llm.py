@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from manifests.records import FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import LayerGeometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.method import Group, Moment, Solution, Statistics
 from pipeline.methods.registry import build_methods
 from tests.pipeline import naive_flat_llm as naive
-from tests.pipeline.geometries import SIZES, llama, manifest, other
+from tests.pipeline.geometries import SIZES, alone, llama, manifest, other
 
 SMALL = {"hidden_size": 24, "intermediate_size": 18, "num_hidden_layers": 1}
 HEAD_DIMS = {"mha": 6, "gqa": 8, "mqa": 6, "biased": 6, "wide-heads": 20}
 VALUES = [(basis, weighting) for basis in ("value", "context") for weighting in ("none", "output")]
 
 
-def geometry_of_size(name: str) -> Geometry:
-    return llama(name, **SMALL, head_dim=HEAD_DIMS[name]) if name in SIZES else other(name)
+def geometry_of_size(name: str) -> LayerGeometry:
+    return (llama(name, **SMALL, head_dim=HEAD_DIMS[name]) if name in SIZES else other(name)).layers[0]
 
 
 @pytest.fixture(params=[*SIZES, "opt", "gptj", "qwen2"])
-def geometry(request: pytest.FixtureRequest) -> Geometry:
+def geometry(request: pytest.FixtureRequest) -> LayerGeometry:
     return geometry_of_size(request.param)
 
 
@@ -36,7 +36,9 @@ def method_of(**entry: Any) -> FlatLLMMethod:
     return method
 
 
-def weights_of(geometry: Geometry, roles: tuple[str, ...], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def weights_of(
+    geometry: LayerGeometry, roles: tuple[str, ...], dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
         f"{role}.{part}": torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -45,7 +47,7 @@ def weights_of(geometry: Geometry, roles: tuple[str, ...], dtype: torch.dtype = 
     }
 
 
-def moments_of(geometry: Geometry, group: Group) -> dict[Moment, Tensor]:
+def moments_of(geometry: LayerGeometry, group: Group) -> dict[Moment, Tensor]:
     """Well-conditioned moments of uneven spectra."""
     generator = torch.Generator().manual_seed(4)
     found = {}
@@ -59,10 +61,10 @@ def moments_of(geometry: Geometry, group: Group) -> dict[Moment, Tensor]:
 
 
 def compress(
-    method: FlatLLMMethod, geometry: Geometry, name: str, rank: int, dtype: torch.dtype = torch.float64
+    method: FlatLLMMethod, geometry: LayerGeometry, name: str, rank: int, dtype: torch.dtype = torch.float64
 ) -> Any:
     """(group, weights, moments, solution) of one group at a rank."""
-    (group,) = (group for group in method.claims(geometry) if group.layer == 0 and group.name == name)
+    (group,) = (group for group in method.claims(alone(geometry)) if group.layer == 0 and group.name == name)
     weights, moments = weights_of(geometry, group.roles, dtype), moments_of(geometry, group)
     before = [tensor.clone() for tensor in (*weights.values(), *moments.values())]
     ranks = {"attention": "value", "mlp": "mlp", "query_key": "query_key"}[name]
@@ -80,7 +82,7 @@ def equal(found: Tensor, expected: Tensor) -> None:
 # Value and output -----------------------------------------------------------------------------------------------------
 
 
-def products(solution: Solution, geometry: Geometry, rank: int) -> list[tuple[Tensor, Tensor]]:
+def products(solution: Solution, geometry: LayerGeometry, rank: int) -> list[tuple[Tensor, Tensor]]:
     """Of every query head: W̃_o^h W̃_v^g (D × D) and W̃_o^h b̃_v^g, whatever basis lies between them."""
     value, out = solution.tensors["v.weight"], solution.tensors["o.weight"]
     bias = solution.tensors.get("v.bias", torch.zeros(value.shape[0], dtype=torch.float64))
@@ -94,7 +96,7 @@ def products(solution: Solution, geometry: Geometry, rank: int) -> list[tuple[Te
 
 
 @pytest.mark.parametrize(("basis", "weighting"), VALUES)
-def test_value_and_output(geometry: Geometry, basis: str, weighting: str) -> None:
+def test_value_and_output(geometry: LayerGeometry, basis: str, weighting: str) -> None:
     method, d = method_of(basis=basis, weighting=weighting), geometry.head_dim
     for rank in sorted({1, d // 2, d - 1, d}):
         group, weights, moments, solution = compress(method, geometry, "attention", rank)
@@ -121,7 +123,7 @@ def test_value_and_output(geometry: Geometry, basis: str, weighting: str) -> Non
 
 
 @pytest.mark.parametrize(("basis", "weighting"), VALUES)
-def test_value_and_output_at_full_rank_are_the_dense_ones(geometry: Geometry, basis: str, weighting: str) -> None:
+def test_value_and_output_at_full_rank_are_the_dense_ones(geometry: LayerGeometry, basis: str, weighting: str) -> None:
     d = geometry.head_dim
     _, weights, _, solution = compress(method_of(basis=basis, weighting=weighting), geometry, "attention", d)
     for h, (product, _) in enumerate(products(solution, geometry, d)):
@@ -130,10 +132,10 @@ def test_value_and_output_at_full_rank_are_the_dense_ones(geometry: Geometry, ba
     assert solution.report["error"] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_the_paper_s_theorem(geometry: Geometry) -> None:
+def test_the_paper_s_theorem(geometry: LayerGeometry) -> None:
     """Σ‖y − Q̃Q̃ᵀy‖² over values equals the dropped eigenvalues (docs/methods.md#value-and-output), y by weights."""
     method, d, rank = method_of(basis="value", weighting="none"), geometry.head_dim, geometry.head_dim // 2
-    (group, *_) = method.claims(geometry)
+    (group, *_) = method.claims(alone(geometry))
     weights = weights_of(geometry, group.roles)
     x_TD = torch.randn(300, geometry.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     y_TGd = (x_TD @ weights["v.weight"].T).reshape(300, geometry.kv_heads, d)
@@ -152,7 +154,7 @@ def test_the_paper_s_theorem(geometry: Geometry) -> None:
 
 @pytest.mark.parametrize("selection", ["leverage", "eliminate"])
 @pytest.mark.parametrize("width", [1, 7, 17])
-def test_mlp(geometry: Geometry, selection: str, width: int) -> None:
+def test_mlp(geometry: LayerGeometry, selection: str, width: int) -> None:
     ridge = 0.7
     if geometry.intermediate > 20 and selection == "eliminate":
         width = geometry.intermediate - 2  # the naive elimination takes a while
@@ -179,7 +181,7 @@ def test_mlp(geometry: Geometry, selection: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("selection", ["leverage", "eliminate"])
-def test_mlp_at_full_width_is_the_dense_one(geometry: Geometry, selection: str) -> None:
+def test_mlp_at_full_width_is_the_dense_one(geometry: LayerGeometry, selection: str) -> None:
     _, weights, _, solution = compress(method_of(selection=selection), geometry, "mlp", geometry.intermediate)
     for name, weight in weights.items():
         equal(solution.tensors[name], weight)
@@ -189,7 +191,7 @@ def test_mlp_at_full_width_is_the_dense_one(geometry: Geometry, selection: str) 
 def test_mlp_of_fewer_tokens_than_channels_says_so() -> None:
     geometry = geometry_of_size("gqa")
     method = method_of()
-    (group,) = (group for group in method.claims(geometry) if group.name == "mlp")
+    (group,) = (group for group in method.claims(alone(geometry)) if group.name == "mlp")
     rows = torch.randn(4, geometry.intermediate, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     solution = method.compress(
         group,
@@ -206,7 +208,7 @@ def test_mlp_of_fewer_tokens_than_channels_says_so() -> None:
 # Query and key --------------------------------------------------------------------------------------------------------
 
 
-def test_query_and_key(geometry: Geometry) -> None:
+def test_query_and_key(geometry: LayerGeometry) -> None:
     method, d, D = method_of(query_key="head_pca"), geometry.head_dim, geometry.hidden
     limit = d * D / (d + D)
     for rank in range(1, d + 1):
@@ -242,14 +244,14 @@ GROUPS = {"attention": "value", "mlp": "mlp", "query_key": "query_key"}
 
 
 @pytest.mark.parametrize("name", list(GROUPS))
-def test_cost_is_what_is_stored(geometry: Geometry, name: str) -> None:
+def test_cost_is_what_is_stored(geometry: LayerGeometry, name: str) -> None:
     """The variable's cost, with which budgets are met, equals the numbers of the factors: at every rank."""
     method = method_of(query_key="head_pca", selection="leverage")
     (variable,) = (
-        variable for variable in method.rank_variables(geometry) if (variable.layer, variable.group) == (0, name)
+        variable for variable in method.rank_variables(alone(geometry)) if (variable.layer, variable.group) == (0, name)
     )
     ranks = range(1, variable.cap + 1) if variable.cap < 30 else (1, 2, 29, variable.cap - 1, variable.cap)
-    dense = geometry.layer_numbers(next(group for group in method.claims(geometry) if group.name == name).roles)
+    dense = geometry.numbers(next(group for group in method.claims(alone(geometry)) if group.name == name).roles)
     for rank in ranks:
         *_, solution = compress(method, geometry, name, rank)
         assert variable.cost(rank) == sum(tensor.numel() for tensor in solution.tensors.values())
@@ -281,7 +283,7 @@ def test_the_same_bits_every_time(name: str) -> None:
         assert torch.equal(tensor, second.tensors[key])
 
 
-def test_more_rank_is_less_error(geometry: Geometry) -> None:
+def test_more_rank_is_less_error(geometry: LayerGeometry) -> None:
     method = method_of()
     for name, full in (("attention", geometry.head_dim), ("mlp", geometry.intermediate)):
         ranks = sorted({1, full // 4 or 1, full // 2, full})
@@ -313,7 +315,7 @@ def test_dead_values_are_no_error() -> None:
     geometry = geometry_of_size("gqa")
     for weighting in ("none", "output"):
         method = method_of(weighting=weighting)
-        (group, *_) = method.claims(geometry)
+        (group, *_) = method.claims(alone(geometry))
         zero = torch.zeros(geometry.kv_heads, geometry.head_dim, geometry.head_dim, dtype=torch.float64)
         solution = method.compress(
             group, geometry, weights_of(geometry, group.roles), Statistics({group.moments[0]: zero}), {"value": 2}
@@ -330,7 +332,7 @@ def test_settings_decide_what_is_claimed() -> None:
     assert fixed.fixed_ranks
     assert fixed.scores == frozenset()
     assert method_of(keep=0.5).keep == 0.5
-    assert [group.name for group in method_of(mlp=False).claims(geometry)] == ["attention"]
-    assert [group.name for group in method_of(attention=False).claims(geometry)] == ["mlp"]
-    only = method_of(attention=False, mlp=False, query_key="head_pca").claims(geometry)
+    assert [group.name for group in method_of(mlp=False).claims(alone(geometry))] == ["attention"]
+    assert [group.name for group in method_of(attention=False).claims(alone(geometry))] == ["mlp"]
+    only = method_of(attention=False, mlp=False, query_key="head_pca").claims(alone(geometry))
     assert [(group.name, group.roles) for group in only] == [("query_key", ("q", "k"))]

@@ -37,9 +37,9 @@ def test_stored_tensors_make_the_reported_error(geometry: str, name: str, prune:
     variable = next(variable for variable in method.rank_variables(where) if variable.key == (0, name, "size"))
     dense = sum(weight.numel() for key, weight in weights.items() if key.endswith(".weight"))
     biases = sum(weight.numel() for key, weight in weights.items() if key.endswith(".bias"))
-    assert (variable.cap, variable.cost(variable.cap)) == (dense, where.layer_numbers(group.roles))
+    assert (variable.cap, variable.cost(variable.cap)) == (dense, where.layers[0].numbers(group.roles))
     size = int(keep * dense)
-    solution = method.compress(group, where, weights, Statistics(), {"size": size})
+    solution = method.compress(group, where.layers[group.layer], weights, Statistics(), {"size": size})
     total = sum(float(weight.square().sum()) for key, weight in weights.items() if key.endswith(".weight"))
     again = rebuild(solution, where, group)
     assert again.keys() == {key for key in weights if key.endswith(".weight")}
@@ -66,7 +66,9 @@ def test_full_size_stays_dense(geometry: str, entry: Json) -> None:
     for group in method.claims(where)[:2]:
         weights = make_weights(where, group.roles)
         cap = next(variable.cap for variable in method.rank_variables(where) if variable.group == group.name)
-        solution = method.compress(group, where, weights, Statistics(make_moments(where)), {"size": cap})
+        solution = method.compress(
+            group, where.layers[group.layer], weights, Statistics(make_moments(where)), {"size": cap}
+        )
         assert solution.forms == {}
         assert solution.tensors.keys() == weights.keys()
         assert all(torch.equal(solution.tensors[key], weights[key]) for key in weights)
@@ -76,7 +78,7 @@ def test_weights_of_low_rank_come_back_exactly() -> None:
     where, method = GEOMETRIES["gqa"], lestd()
     group = group_of(method, where, "attention")
     weights = make_weights(where, group.roles, decay=0.0)  # 0 ** 0 is 1: rank 1 in D
-    solution = method.compress(group, where, weights, Statistics(), {"size": 4000})
+    solution = method.compress(group, where.layers[group.layer], weights, Statistics(), {"size": 4000})
     again = rebuild(solution, where, group)
     assert all(torch.allclose(again[key], weights[key], atol=1e-10) for key in again)
 
@@ -87,11 +89,11 @@ def test_zero_weights_and_the_smallest_size() -> None:
         group = group_of(method, where, "attention")
         weights = {key: torch.zeros_like(weight) for key, weight in make_weights(where, group.roles).items()}
         for size in (1, 5000):
-            solution = method.compress(group, where, weights, Statistics(), {"size": size})
+            solution = method.compress(group, where.layers[group.layer], weights, Statistics(), {"size": size})
             assert solution.report["error"] == 0.0
             assert all(not weight.any() for weight in rebuild(solution, where, group).values())
         weights = make_weights(where, group.roles)
-        solution = method.compress(group, where, weights, Statistics(), {"size": 1})
+        solution = method.compress(group, where.layers[group.layer], weights, Statistics(), {"size": 1})
         least = method.rank_variables(where)[0].cost(1)
         assert stored_numbers(solution, where.bits) == solution.report["numbers"] <= least
         assert rebuild(solution, where, group)
@@ -104,35 +106,43 @@ def test_no_rank_given_does_better_than_those_searched(geometry: str, keep: floa
     where = GEOMETRIES[geometry]
     group = group_of(lestd(), where, "attention")
     weights = make_weights(where, group.roles)
-    D, d = where.hidden, where.head_dim
+    D, d = where.hidden, where.layers[0].head_dim
     size = int(keep * sum(weights[f"{role}.weight"].numel() for role in group.roles))
-    found = lestd(refine_sweeps=0).compress(group, where, weights, Statistics(), {"size": size}).report
+    found = (
+        lestd(refine_sweeps=0).compress(group, where.layers[group.layer], weights, Statistics(), {"size": size}).report
+    )
     errors = {}
     for rank in (D // 8, D // 4, 3 * D // 8, D // 2, 5 * D // 8, 3 * D // 4, 7 * D // 8, D):
         part_method = lestd(refine_sweeps=0, ranks=[rank, d, 4 if geometry == "mha" else 2])
         if size >= part_method.rank_variables(where)[0].cost(1):
-            solution = part_method.compress(group, where, weights, Statistics(), {"size": size})
+            solution = part_method.compress(group, where.layers[group.layer], weights, Statistics(), {"size": size})
             assert solution.report["tucker_ranks"][:2] == [rank, d]
             errors[rank] = solution.report["error"]
     assert len(errors) > 1
     assert found["error"] <= 1.001 * min(errors.values())
     assert max(errors.values()) > 1.1 * min(errors.values())
-    refined = lestd(refine_sweeps=5).compress(group, where, weights, Statistics(), {"size": size}).report
+    refined = (
+        lestd(refine_sweeps=5).compress(group, where.layers[group.layer], weights, Statistics(), {"size": size}).report
+    )
     assert refined["error"] <= found["error"]
-    dense_core = lestd(prune=False).compress(group, where, weights, Statistics(), {"size": size}).report
+    dense_core = (
+        lestd(prune=False).compress(group, where.layers[group.layer], weights, Statistics(), {"size": size}).report
+    )
     assert found["error"] <= dense_core["error"]
 
 
 def test_ranks_given_with_a_dense_core_are_the_size() -> None:
     where = GEOMETRIES["mha"]
-    D, d, H = where.hidden, where.head_dim, where.heads
+    D, d, H = where.hidden, where.layers[0].head_dim, where.layers[0].heads
     method = lestd(ranks=[20, 10, 3], prune=False)
     assert method.fixed_ranks
     (variable, *_) = method.rank_variables(where)
     assert variable.cap == 20 * D + 10 * d + 3 * 4 + 20 * 10 * 3 * H
     assert set(method.target_ranks(where, 0.3, Scores()).values()) == {float(variable.cap)}
     group = group_of(method, where, "attention")
-    solution = method.compress(group, where, make_weights(where, group.roles), Statistics(), {"size": variable.cap})
+    solution = method.compress(
+        group, where.layers[group.layer], make_weights(where, group.roles), Statistics(), {"size": variable.cap}
+    )
     assert solution.forms["q"].as_json() == {"form": "tucker", "ranks": [20, 10, 3], "sparse": False}
     assert solution.tensors["attention.tucker.core"].shape == (20, 10, 3, H)
     assert stored_numbers(solution, 16) == variable.cap
@@ -144,7 +154,7 @@ def test_ranks_given_with_a_dense_core_are_the_size() -> None:
 def make_moments(where: Geometry, seed: int = 1) -> dict[Moment, Tensor]:
     """Of inputs with a spectrum of their own, for attention and o."""
     generator = torch.Generator().manual_seed(seed)
-    D, d, H = where.hidden, where.head_dim, where.heads
+    D, d, H = where.hidden, where.layers[0].head_dim, where.layers[0].heads
     inputs_TD = torch.randn(400, D, generator=generator, dtype=torch.float64) * torch.linspace(0.05, 3, D)
     context_Td = torch.randn(400, d, generator=generator, dtype=torch.float64) * torch.linspace(0.1, 2, d)
     scales_H = torch.linspace(0.2, 2, H, dtype=torch.float64)
@@ -159,13 +169,13 @@ def output_errors(
 ) -> tuple[float, float]:
     """Relative squared errors of the outputs of q, k, v together, and of o's heads."""
     moment_DD = moments[Moment("attention.in")][0]
-    moment_Hdd = moments[Moment("o.in", heads=where.heads, groups=where.heads)]
+    moment_Hdd = moments[Moment("o.in", heads=where.layers[0].heads, groups=where.layers[0].heads)]
 
     def inputs(weight: Tensor) -> float:
         return float(torch.einsum("oi,ij,oj->", weight, moment_DD, weight))
 
     def output(weight: Tensor) -> float:
-        by_head = weight.unflatten(1, (where.heads, -1))
+        by_head = weight.unflatten(1, (where.layers[0].heads, -1))
         return float(torch.einsum("ohi,hij,ohj->", by_head, moment_Hdd, by_head))
 
     names = [f"{role}.weight" for role in "qkv"]
@@ -181,13 +191,15 @@ def test_weighting_lowers_the_output_error(geometry: str, prune: bool) -> None:
     moments = make_moments(where)
     assert set(group.moments) == moments.keys()
     weights = make_weights(where, group.roles)
-    size = where.layer_numbers(group.roles) // 2
-    solution = method.compress(group, where, weights, Statistics(moments), {"size": size})
+    size = where.layers[0].numbers(group.roles) // 2
+    solution = method.compress(group, where.layers[group.layer], weights, Statistics(moments), {"size": size})
     again = rebuild(solution, where, group)
     numbers = stored_numbers(solution, where.bits)
     assert numbers <= solution.report["numbers"] + solution.report["numbers_o"] <= size
     even = {moment: torch.eye(total.shape[-1]).double().expand_as(total) for moment, total in moments.items()}
-    plain = rebuild(method.compress(group, where, weights, Statistics(even), {"size": size}), where, group)
+    plain = rebuild(
+        method.compress(group, where.layers[group.layer], weights, Statistics(even), {"size": size}), where, group
+    )
     weighted_errors = output_errors(where, weights, again, moments)
     plain_errors = output_errors(where, weights, plain, moments)
     assert weighted_errors[0] == pytest.approx(solution.report["error"], rel=1e-6)

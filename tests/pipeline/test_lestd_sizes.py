@@ -97,14 +97,17 @@ def test_one_threshold_for_all_layers_errs_less_at_equal_size(geometry: str, kee
             for key, weight in make_weights(where, roles, seed=layer, decay=0.80 + 0.03 * layer).items()
         }
         for layer in range(where.num_layers)
-        for name, roles in (("attention", "qkvo"), ("mlp", [r for r in ("gate", "up", "down") if r in where.roles]))
+        for name, roles in (
+            ("attention", "qkvo"),
+            ("mlp", [r for r in ("gate", "up", "down") if r in where.layers[0].roles]),
+        )
     }
     errors, numbers = {}, {}
     for threshold in ("layer", "model"):
         job = parse_manifest(document({"target": "both", "keep": keep, "threshold": threshold, "refine_sweeps": 0}))
         (method,) = methods = build_methods(job)
         measured = {
-            task.key: method.measure(task, where, weights_of[task.layer, task.name])
+            task.key: method.measure(task, where.layers[task.layer], weights_of[task.layer, task.name])
             for task in measure_tasks(methods, where)
         }
         assert bool(measured) == (threshold == "model")
@@ -112,7 +115,7 @@ def test_one_threshold_for_all_layers_errs_less_at_equal_size(geometry: str, kee
         errors[threshold] = numbers[threshold] = 0.0
         for task in claim_tasks(methods, where):
             weights = weights_of[task.layer, task.name]
-            solution = method.compress(task, where, weights, Statistics(), ranks[task.key])
+            solution = method.compress(task, where.layers[task.layer], weights, Statistics(), ranks[task.key])
             errors[threshold] += squared_error(weights, rebuild(solution, where, task)) if solution.forms else 0.0
             numbers[threshold] += sum(t.numel() for n, t in solution.tensors.items() if n.endswith(".bias"))
             numbers[threshold] += (
@@ -120,7 +123,7 @@ def test_one_threshold_for_all_layers_errs_less_at_equal_size(geometry: str, kee
                 if solution.forms
                 else sum(t.numel() for n, t in solution.tensors.items() if n.endswith(".weight"))
             )
-        dense = sum(where.layer_numbers(task.roles) for task in claim_tasks(methods, where))
+        dense = sum(where.layers[0].numbers(task.roles) for task in claim_tasks(methods, where))
         assert 0.97 * keep * dense < numbers[threshold] <= keep * dense
     assert errors["model"] < 0.95 * errors["layer"]
 
@@ -139,7 +142,7 @@ def test_what_is_measured_reaches_its_own_entry() -> None:
     sizes = {key: ranks[key]["size"] for key in measured}
     assert sizes["0/0/attention"] < sizes["1/0/attention"]
     assert sizes["2/1/attention"] > sizes["3/1/attention"]
-    dense = where.layer_numbers(("q", "k", "v", "o"))
+    dense = where.layers[0].numbers(("q", "k", "v", "o"))
     assert sum(sizes.values()) == 2 * dense
     with pytest.raises(KeyError):
         allocate_ranks(job, build_methods(job), where, Scores(measured={}))
@@ -160,8 +163,8 @@ def test_shared_tensors_lie_in_the_module_that_holds_the_roles() -> None:
     for (family, name), expected in names.items():
         where = llama() if family == "llama" else other(family)
         group = group_of(lestd(target="both"), where, name, layer=2)
-        assert where.tensor_name(2, f"{name}.tucker.first", group.roles) == expected
-    assert llama().tensor_name(1, "k.bias", ("q", "k", "v", "o")) == "model.layers.1.self_attn.k_proj.bias"
+        assert where.layers[2].tensor_name(f"{name}.tucker.first", group.roles) == expected
+    assert llama().layers[1].tensor_name("k.bias", ("q", "k", "v", "o")) == "model.layers.1.self_attn.k_proj.bias"
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def corrected(
         whole_PF = torch.cat((own_FF, zeros_DF)) * statistics.tokens
         known = replace(statistics, moments={**statistics.moments, moment: whole_PF[None]})
         before = {name: tensor for name, tensor in tensors.items() if name in weights}
-        part = method.correct(group, where, weights, known, ranks, before)
+        part = method.correct(group, where.layers[group.layer], weights, known, ranks, before)
         changed = {*part.forms, *(name.partition(".")[0] for name in part.tensors)}
         tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] not in changed}
         tensors, forms = tensors | part.tensors, forms | part.forms
@@ -100,16 +100,16 @@ def read_at(
     if point == "down.in":
         from pipeline.methods.loss_aware.mlp_solver import Solver
 
-        solver = Solver(method_of().entry, where, weights, statistics)
+        solver = Solver(method_of().entry, where.layers[0], weights, statistics)
         return solver.moment(solver.kept(ranks["width"]))
     from pipeline.methods.loss_aware.attention import _based
 
-    return _based(method_of().entry, where, weights, statistics, ranks["value"])[0].moment
+    return _based(method_of().entry, where.layers[0], weights, statistics, ranks["value"])[0].moment
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("geometry", ["gqa", "biased", "opt", "gptj", "wide-heads"])
-@pytest.mark.parametrize("entry", [{}, {"factors": "plain"}])
+@pytest.mark.parametrize("entry", [{}, pytest.param({"factors": "plain"}, marks=pytest.mark.slow)])
 def test_behind_dense_layers_it_is_the_plain_solution(geometry: str, name: str, entry: dict[str, Any]) -> None:
     """Without the second fit of down on a sample, which has no part in it."""
     where, method = GEOMETRIES[geometry], method_of(correct="output", **entry)
@@ -117,9 +117,9 @@ def test_behind_dense_layers_it_is_the_plain_solution(geometry: str, name: str, 
     weights, statistics = make_weights(where, group.roles), make_statistics(where, group)
     short = {m: values[:, :1] if m.kind == "sample" else values for m, values in statistics.moments.items()}
     statistics = replace(statistics, moments=short)
-    points = from_columns(method.curve(group, where, weights, statistics))
+    points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
     for point in points[:: max(1, len(points) // 5)] + points[-1:]:
-        plain = method.compress(group, where, weights, statistics, point.ranks)
+        plain = method.compress(group, where.layers[group.layer], weights, statistics, point.ranks)
         found = corrected(where, group, weights, statistics, point.ranks, **entry)
         assert found.forms == plain.forms, point
         assert found.tensors.keys() == plain.tensors.keys(), point

@@ -44,7 +44,7 @@ def solve(
     generator = torch.Generator().manual_seed(seed)
     weights = {
         key: torch.randn(shape, generator=generator, dtype=torch.float64)
-        for key, (_, shape) in where.layer_tensors(0).items()
+        for key, (_, shape) in where.layers[0].tensors().items()
         if key.partition(".")[0] in group.roles
     }
     before = {key: weight.clone() for key, weight in weights.items()}
@@ -52,7 +52,7 @@ def solve(
         0.1, 3, D, dtype=torch.float64
     )
     moments: dict[Moment, Tensor] = {moment: (inputs_TD.T @ inputs_TD)[None] for moment in group.moments}
-    solution = method.compress(group, where, weights, Statistics(moments), {name: rank})
+    solution = method.compress(group, where.layers[group.layer], weights, Statistics(moments), {name: rank})
     assert all(torch.equal(weights[key], before[key]) for key in weights)
     return weights, solution
 
@@ -119,8 +119,8 @@ def test_the_mean_cache_share_is_what_is_asked_for(cache_keep: float, allocation
     methods = build_methods(job)
     scores = Scores(measured={f"{layer}/0/condition": {"log_condition": [1.0 + layer, 2.0]} for layer in range(6)})
     ranks = allocate_ranks(job, methods, where, scores)
-    shares = [rank / (where.kv_heads * d) for chosen in ranks.values() for rank in chosen.values()]
-    assert sum(shares) / len(shares) == pytest.approx(cache_keep, abs=0.5 / (where.kv_heads * d))
+    shares = [rank / (where.layers[0].kv_heads * d) for chosen in ranks.values() for rank in chosen.values()]
+    assert sum(shares) / len(shares) == pytest.approx(cache_keep, abs=0.5 / (where.layers[0].kv_heads * d))
     if allocation == "progressive" and cache_keep == 0.6:
         assert ranks["0/0/key"]["key"] > ranks["5/0/key"]["key"]
 

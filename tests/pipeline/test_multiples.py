@@ -149,8 +149,8 @@ def test_every_point_of_loss_aware_is_at_multiples(part: str) -> None:
     assert isinstance(method, Predicting)
     group = next(group for group in method.claims(where) if group.name == part)
     statistics, weights = make_statistics(where, group), make_weights(where, group.roles)
-    points = from_columns(method.curve(group, where, weights, statistics))
-    whole = {where.hidden, where.head_dim, where.intermediate}
+    points = from_columns(method.curve(group, where.layers[group.layer], weights, statistics))
+    whole = {where.hidden, where.layers[0].head_dim, where.layers[0].intermediate}
     found = {rank for point in points for rank in point.ranks.values()}
     assert all(rank % 4 == 0 or rank in whole for rank in found)
     assert any(rank % 4 == 0 and rank not in whole for rank in found)

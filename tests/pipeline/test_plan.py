@@ -60,7 +60,7 @@ def test_a_small_job_by_hand() -> None:
     assert plan.run_dir_bytes == 2 * plan.activation_bytes + statistics + 320 * 4 + plan.output_bytes
     streaming = 2 * LAYER * 2 + 2 * statistics + 2 * 32 * (6 * 48 + 3 * 80 + 4 * 64) * 4
     streaming += (3 - 2) * 32 * (48 + 80) * 2  # what waits for the third sample of a shard
-    solving = 3 * 8 * 80 * 80 + 3 * 80 * 48 * (8 + 2)
+    solving = 3 * 8 * 80 * 80 + 8 * 2 * 16 * 16 + 3 * 80 * 48 * (8 + 2)  # the values' moments may be there, too
     assert plan.worker_peak_bytes == PROCESS_BYTES + plan.activation_bytes // 3 + max(streaming, solving)
     assert plan.driver_peak_bytes == PROCESS_BYTES + 320 * 8
 
@@ -97,7 +97,7 @@ def test_what_following_the_loss_takes() -> None:
     tasks = claim_tasks(build_methods(job), llama())
     (mlp,) = (task for task in tasks if (task.layer, task.name) == (0, "mlp"))
     square = 8 * (80 * 80 + 2 * 48 * 48 + 2 * 80)  # of what down reads; of what gate and up read, and the metric
-    assert _solve_bytes(mlp, llama(), 2) == 4 * square + 2 * 16 * 80 * 48 + 3 * 80 * 48 * (8 + 2)
+    assert _solve_bytes(mlp, llama().layers[0], 2) == 4 * square + 2 * 16 * 80 * 48 + 3 * 80 * 48 * (8 + 2)
     one = layer_work(job, llama(), tasks, 2, gradient_tokens=100)
     forward = 2 * LAYER + 2 * 32 * 64
     triangles = 3 * (48 * 49 // 2) + 2 * 80
@@ -105,14 +105,22 @@ def test_what_following_the_loss_takes() -> None:
     assert one.held_out_flops == 2 * 1 * 32 * forward
     assert [curve.name for curve in one.curves] == [solve.name for solve in one.solves]
     assert one.correction_flops == 0
-    probes = 12 * (16 * 80 / 4) * (6 * 0.56 * 48 * 80 + 2 * 0.44 * 80**2)
-    assert [c.flops - s.flops for c, s in zip(one.curves, one.solves, strict=True)] == pytest.approx([0, probes, 0])
+    rest, seen = zip(*((curve.flops, curve.sample_flops) for curve in one.curves), strict=True)
+    inputs, removed = 48**3, 70
+    begun = 80**3 + 3 * removed * 80**2 + 2 * 48 * 80 * (80 + removed) + 10 * inputs
+    widths = [80 * place / 8 for place in range(1, 9)]
+    each = [52 * inputs + 8 * k * 48**2 + 4 * 48 * k**2 + k**3 / 3 for k in widths]
+    assert rest == pytest.approx([16 * 46 * inputs, begun + sum(each), one.solves[2].flops])
+    cut = 8 * 0.54 * 48 * 80 + 0.42 * 80**2 + 48**2
+    assert seen == pytest.approx([0, 16 * 80 / 4 * (6 * 48 * 80 + 12 * cut), 0])
+    assert (one.curves[1].pieces, one.curves[1].begun.flops if one.curves[1].begun else None) == (8, begun)
     again = manifest({"method": "loss_aware", "rounds": 2, "correct": "output"}, keep=0.8, calibration=dense)
     two = layer_work(again, llama(), claim_tasks(build_methods(again), llama()), 2, gradient_tokens=100)
     assert two.gradient_flops == 100 * (10 * forward + 2 * 2 * triangles)
     assert len(two.curves) == len(two.solves) == 2 * len(one.curves)
-    pairs = sum(2 * f * (f + 48) for f in (48, 64, 48, 80))
-    assert two.correction_flops == 320 * (10 * forward + pairs)
+    pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
+    short = forward - 2 * 3 * 48 * 80
+    assert two.correction_flops == 320 * (4 * forward + 4 * short + pairs)
     phases = phase_seconds(two, rates_of("H200"), Pass(6, 4, 1, importance=False, compressed=False))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)
     assert phases["correct"] == pytest.approx(6 * two.correction_flops / rates_of("H200").products)
@@ -154,7 +162,7 @@ def test_growing_the_number_of_layers_grows_nobody_s_peak_memory() -> None:
 
 
 def test_features_of_points() -> None:
-    geometry = llama()
+    geometry = llama().layers[0]
     features = {point: point_features(point, geometry) for point in (
         "attention.in", "mlp.in", "q.in", "q.out", "k.out", "v.out", "o.in", "o.out", "up.out", "down.in", "down.out",
     )}  # fmt: skip
@@ -163,7 +171,7 @@ def test_features_of_points() -> None:
         "up.out": 80, "down.in": 80, "down.out": 48,
     }  # fmt: skip
     assert moment_bytes(Moment("o.in", heads=4, groups=2), geometry) == 2 * 16 * 16 * 8
-    assert moment_bytes(Moment("attention.in"), other("opt")) == 48 * 48 * 8
+    assert moment_bytes(Moment("attention.in"), other("opt").layers[0]) == 48 * 48 * 8
 
 
 LLAMA_70B = {
@@ -276,6 +284,12 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert found["dense_numbers"] == 68_976_648_192
     assert found["rates"]["products"] == 500e12
     assert 60 < found["estimated_seconds"] < 600
+    assert found["layers_per_commit"] == 1
+    assert found["committed_bytes"] == 79 * found["activation_bytes"]
+    assert main([*command, "--set", "resume.every=auto"]) == 0
+    seldom = json.loads(capsys.readouterr().out)
+    assert seldom["committed_bytes"] == 79 // seldom["layers_per_commit"] * found["activation_bytes"]
+    assert seldom["layers_per_commit"] > 1
     assert any("does not fit: run_dir takes" in remark for remark in found["remarks"]) == (
         found["run_dir_bytes"] > shutil.disk_usage(tmp_path).free
     )

@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from manifests.records import GroupReport
+from manifests.entries import GroupReport
 from pipeline.console.progress import JobObserver
 from pipeline.units import Forward, ForwardDone
 

@@ -39,7 +39,7 @@ def stored(job: Manifest, geometry: Geometry, ranks: dict[str, dict[str, int]]) 
     methods = build_methods(job)
     total = float(scope_numbers(geometry, job.budget.scope if job.budget else "decoder"))
     for position, method in enumerate(methods):
-        total -= sum(geometry.layer_numbers(group.roles) for group in method.claims(geometry))
+        total -= sum(geometry.layers[group.layer].numbers(group.roles) for group in method.claims(geometry))
         for variable in method.rank_variables(geometry):
             total += variable.cost(ranks[f"{variable.layer}/{position}/{variable.group}"][variable.name])
     return total
@@ -195,8 +195,8 @@ def test_llama_2_7b_as_in_methods(keep: float, ratio: float) -> None:
     assert sum(values) / 32 == pytest.approx(ratio, abs=0.008)
     assert sum(widths) / 32 == pytest.approx(ratio, abs=0.008)
     assert_fits(job, LLAMA2_7B, ranks, share=1e-3)
-    assert (stored(job, LLAMA2_7B, ranks) - 32 * LLAMA2_7B.layer_numbers(("q", "k", "input_norm", "mlp_norm"))) / (
-        32 * LLAMA2_7B.layer_numbers(("v", "o", "gate", "up", "down"))
+    assert (stored(job, LLAMA2_7B, ranks) - 32 * LLAMA2_7B.layers[0].numbers(("q", "k", "input_norm", "mlp_norm"))) / (
+        32 * LLAMA2_7B.layers[0].numbers(("v", "o", "gate", "up", "down"))
     ) == pytest.approx(ratio, abs=2e-3)
 
 
@@ -246,7 +246,7 @@ def test_an_entry_s_own_keep_is_of_what_it_claims() -> None:
     numbers = sum(
         variable.cost(ranks[f"0/0/{variable.group}"][variable.name]) for variable in first.rank_variables(geometry)
     )
-    dense = sum(geometry.layer_numbers(group.roles) for group in first.claims(geometry))
+    dense = sum(geometry.layers[group.layer].numbers(group.roles) for group in first.claims(geometry))
     assert 0.5 * dense - 144 < numbers <= 0.5 * dense
     assert {variable.name for variable in second.rank_variables(geometry)} == {"value", "mlp"}
     assert {ranks[f"{layer}/1/mlp"]["mlp"] for layer in range(1, 6)} == {40}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from manifests.entries import DenseEntry, GradientEntry, StatisticsEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, DenseEntry, GradientEntry, GradientRecord, StatisticsEntry
+from manifests.records import ArrayRecord, GradientRecord
 from pipeline.repair import REPAIRS, Repairs, computed_keys
 from tests.pipeline.simulation import MemoryJournal, Recorder, World
 

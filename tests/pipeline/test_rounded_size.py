@@ -41,8 +41,8 @@ def manifest(
 def counted(geometry: Geometry, bits: int, group: int, scope: str = "decoder") -> float:
     """The share of bytes when every matrix is rounded as it is, each counted by itself."""
     stored = dense = 0.0
-    for role in geometry.roles:
-        for shape in geometry.role_shapes(role).values():
+    for role in geometry.layers[0].roles:
+        for shape in geometry.layers[0].role_shapes(role).values():
             numbers = math.prod(shape)
             dense += numbers * 2
             if len(shape) == 1:

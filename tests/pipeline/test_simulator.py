@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.plan.phases import START_SECONDS, Pass, give_seconds, phase_seconds
+from pipeline.plan.phases import START_SECONDS, Pass, give_seconds, phase_seconds, solve_seconds
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Failure, Unit, job_units, simulate
 from pipeline.plan.work import LayerWork, SolveWork
 from tools.simulate import geometry, work_of
 
-RATES = Rates(products=100, double=10, memory=1e9, link=50, network=20, disk=1000, step_s=0.5, workers_per_node=2)
+RATES = Rates(
+    products=100, single=50, double=10, memory=1e9, link=50, network=20, disk=1000, step_s=0.5, workers_per_node=2
+)
 WORK = LayerWork(
     weight_bytes=100, written_bytes=80, hidden_bytes=0, forward_flops=800, statistics_flops=400, moment_flops=400,
     added_bytes=0, cosine_bytes=0, moment_bytes=200, gradient_flops=0,
@@ -80,11 +82,36 @@ def test_a_compressed_job_waits_for_each_layer() -> None:
 @pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
 def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
     rates, compressed = rates_of("H200"), propagate == "compressed"
-    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed)
+    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed, held_out_shards=26)
     work = work_of("70B", propagate)
     simulated = simulate(list(job_units(work, rates, way)), workers).seconds
     phases = phase_seconds(work, rates, way)
-    assert sum(phases.values()) - phases["held-out"] == pytest.approx(simulated, rel=0.25)  # which it leaves out
+    assert sum(phases.values()) == pytest.approx(simulated, rel=0.25)
+
+
+@pytest.mark.parametrize(("correct", "workers"), [("none", 1), ("none", 8), ("none", 16), ("output", 8)])
+def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int) -> None:
+    rates = rates_of("H200")
+    way = Pass(16, 32, workers, False, False, cached=True, gradient_shards=32, held_out_shards=26)
+    work = work_of("70B", "dense", method="loss_aware", correct=correct)
+    found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
+    assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.3)
+    assert found.busy["curves"] == pytest.approx(16 * sum(solve_seconds(curve, rates) for curve in work.curves))
+    assert found.busy["held-out"] == pytest.approx(16 * work.held_out_flops / rates.single)
+    assert (found.busy["correct"] > 0) == (correct == "output")
+
+
+def test_workers_without_a_layer_share_its_long_curve() -> None:
+    """Two layers of one curve of 2 + 12 seconds on two workers, and on eight: 2, then four parts of 3."""
+    begun = SolveWork("mlp", 20, 0)
+    work = replace(WORK, curves=(SolveWork("mlp", 140, 0, pieces=6, begun=begun),))
+    seconds = {}
+    for workers in (2, 8):
+        way = Pass(layers=2, shards=1, workers=workers, importance=False, compressed=False, cached=True)
+        plain = simulate(list(job_units(WORK, RATES, way)), workers).seconds
+        seconds[workers] = simulate(list(job_units(work, RATES, way)), workers).seconds - plain
+    reading = 200 / 50
+    assert seconds == pytest.approx({2: reading + 14.0, 8: reading + 2.0 + reading + 3.0})
 
 
 def test_the_work_of_a_70b_layer() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ GEOMETRIES: dict[str, Geometry] = {
     "wide-heads": llama("wide-heads"),
     "opt": other("opt"),
     "gptj": other("gptj"),
-    "qwen3, float32": replace(other("qwen3"), bits=32),
+    "qwen3, float32": other("qwen3", bits=32),
 }
 Json = dict[str, Any]
 
@@ -55,7 +54,7 @@ def make_weights(where: Geometry, roles: Sequence[str], seed: int = 0, decay: fl
     shape_DD = basis * decay ** torch.arange(D) @ basis.T
     weights = {}
     for role in roles:
-        for part, shape in where.role_shapes(role).items():
+        for part, shape in where.layers[0].role_shapes(role).items():
             weight = torch.randn(shape, generator=generator, dtype=torch.float64)
             if part == "weight":
                 weight = shape_DD @ weight if role in ("o", "down") else weight @ shape_DD
@@ -86,7 +85,7 @@ def rebuild(solution: Solution, where: Geometry, group: Group) -> dict[str, Tens
     prefix = f"{group.name}.tucker."
     stored = {name.removeprefix(prefix): t for name, t in solution.tensors.items() if name.startswith(prefix)}
     R1, R2, R3 = form["ranks"]
-    H, G = where.heads, where.kv_heads
+    H, G = where.layers[0].heads, where.layers[0].kv_heads
     own = form.get("own_output", False)
     if group.name == "mlp":
         cores = [("", group.roles, 1)]

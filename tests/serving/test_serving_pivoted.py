@@ -40,6 +40,7 @@ def test_decoding_is_the_prefill(name: str) -> None:
     same_as_prefill(model, num_new=8, cache_implementation="static", disable_compile=True)
 
 
+@pytest.mark.slow
 def test_compiled_decoding_has_no_graph_breaks() -> None:
     assert compiled_is_eager(factored("llama-gqa", [*KINDS], 0.5)[0]) == 1
 

@@ -15,6 +15,8 @@ from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factorise, forms_of
 from tests.serving.serving_sources import build, describe, make_source
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("two_processes.py")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Cache, StaticCache
+from transformers import AutoModel, AutoModelForCausalLM, Cache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
 from tests.serving import serving_factors as kinds
@@ -79,19 +79,66 @@ def test_a_whole_checkpoint_loads(folder: Path) -> None:
 
 def test_a_missing_tensor(folder: Path) -> None:
     without(folder, "model.layers.1.self_attn.q_proj.second")
-    with pytest.raises(ValueError, match=r"lacks 1 tensors .*: model.layers.1.self_attn.q_proj.second\. A shard"):
+    with pytest.raises(ValueError, match=r"it lacks 1 tensors: model.layers.1.self_attn.q_proj.second\. A shard"):
         AUTO.from_pretrained(folder)
 
 
-def test_stray_tensors_are_reported(folder: Path) -> None:
+def test_tensors_that_the_model_does_not_have(folder: Path) -> None:
+    """Those of another layer, say, of a config.json with fewer: a model would speak without them."""
+    edit(folder / "config.json", lambda c: c.update(num_hidden_layers=2, forms=c["forms"][:2], layer_types=None))
+    for cls in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(ValueError, match=r"it has 9 tensors too many: model\.layers\.2\.input_layernorm\.weight, "):
+            cls.from_pretrained(folder)
+
+
+def test_the_base_model_leaves_the_head(folder: Path) -> None:
+    _, report = AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert report["unexpected_keys"] == {"lm_head.weight"}
+
+
+def rewrite(shard: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    tensors = load_file(shard)
+    change(tensors)
+    save_file(tensors, shard, {"format": "pt"})
+
+
+def test_a_shard_that_is_damaged_or_lacks_what_the_index_says(folder: Path) -> None:
+    """Without a record, as after save_pretrained."""
     (folder / "compression.json").unlink()
+    shard, name = folder / "model-00002-of-00002.safetensors", "model.layers.0.mlp.down_proj.weight"
+    content = shard.read_bytes()
+    damaged = r"are not whole: model-00002\S*: damaged, \d+ bytes without a header"
+    for text, bad in (
+        (r"are not whole: model-00002\S*: \d+ bytes, its header describes \d+\. Copy", content[:-100]),
+        (damaged, b""),
+        (damaged, content[:7]),
+        (damaged, content[:8] + bytes(40) + content[48:]),
+    ):
+        shard.write_bytes(bad)
+        with pytest.raises(ValueError, match=text):
+            AUTO.from_pretrained(folder)
+    shard.write_bytes(content)
+    mine = next(name for name in load_file(shard))
+    rewrite(shard, lambda tensors: tensors.pop(mine))
+    with pytest.raises(ValueError, match=rf"model-00002\S*: {mine} missing"):
+        AUTO.from_pretrained(folder)
+    shard.write_bytes(content)
+    save_file({name: torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model.safetensors: not in model.safetensors.index.json, but loaded"):
+        AUTO.from_pretrained(folder)
+
+
+def test_a_shard_of_the_same_size_with_other_tensors(folder: Path) -> None:
+    """The record names dtype and shape, as the compress side writes them."""
     shard = folder / "model-00001-of-00002.safetensors"
-    save_file({**load_file(shard), "lm_head.bias": torch.zeros(97)}, shard, {"format": "pt"})
-    edit(
-        folder / "model.safetensors.index.json", lambda index: index["weight_map"].update({"lm_head.bias": shard.name})
-    )
-    _, report = AUTO.from_pretrained(folder, output_loading_info=True)
-    assert set(report["unexpected_keys"]) == {"lm_head.bias"}
+    header = {name: (list(t.shape), "F32") for name, t in load_file(shard).items()}
+    for name, (shape, dtype) in header.items():
+        edit(folder / "compression.json", lambda r, n=name, s=shape, d=dtype: r["tensors"][n].update(shape=s, dtype=d))
+    AUTO.from_pretrained(folder)
+    name = next(name for name, (shape, _) in header.items() if len(shape) == 2)
+    rewrite(shard, lambda tensors: tensors.update({name: tensors[name].mT.contiguous()}))
+    with pytest.raises(ValueError, match=rf"model-00001\S*: {name} \[\d+, \d+\], not \["):
+        AUTO.from_pretrained(folder)
 
 
 def test_shards_of_another_checkpoint(folder: Path) -> None:
@@ -116,6 +163,8 @@ def test_an_index_of_another_checkpoint(folder: Path) -> None:
     [
         (lambda record: record.update(version=2), "version 2, this lamina knows 1"),
         (lambda record: record.pop("shards"), "compression.json: damaged: KeyError: 'shards'"),
+        (lambda record: record.update(shards=["a"]), "compression.json: damaged: AttributeError"),
+        (lambda record: record["shards"].update(a={}), "compression.json: damaged: KeyError: 'size'"),
     ],
 )
 def test_a_record_that_cannot_be_used(folder: Path, change: Any, message: str) -> None:
@@ -127,14 +176,50 @@ def test_a_record_that_cannot_be_used(folder: Path, change: Any, message: str) -
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"form": "low_rank", "rank": 5}, "ignore_mismatched_sizes"),
-        ({"form": "head_low_rank", "rank": 5}, "ignore_mismatched_sizes"),
+        (
+            {"form": "low_rank", "rank": 5},
+            r"lacks 1 tensors: \S+q_proj.second.weight; it has 1 .* too many: \S+q_proj.\S*second",
+        ),
+        (
+            {"form": "head_low_rank", "rank": 5},
+            r"2 tensors are .*: \S+q_proj.first.weight \(36, 48\), not \(30, 48\), ",
+        ),
+        (
+            {"form": "head_low_rank", "rank": 5},
+            r"model.layers.1.self_attn.q_proj.second \(6, 12, 6\), not \(6, 12, 5\)",
+        ),
+        ({"form": "head_low_rank", "rank": "6"}, "layer 1, q: head_low_rank rank '6', allowed is 1 to head_dim 12"),
         ({"form": "of tomorrow", "rank": 5}, "layer 1, q: unknown form 'of tomorrow', this version knows dense, "),
+        ({"form": ["dense"]}, r"layer 1, q: unknown form \['dense'\]"),
+        ({"form": "head_low_rank", "rank": 6, "of": 1}, "layer 1, q: head_low_rank has no of"),
+        ("dense", "layer 1, q: an object that says the form, not 'dense'"),
     ],
 )
-def test_forms_that_do_not_fit_the_tensors(folder: Path, spec: dict[str, Any], message: str) -> None:
+def test_forms_that_do_not_fit_the_tensors(folder: Path, spec: Any, message: str) -> None:
     edit(folder / "config.json", lambda config: config["forms"][1].update(q=spec))
-    with pytest.raises((ValueError, RuntimeError), match=message):
+    with pytest.raises(ValueError, match=message):
+        AUTO.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ending", "message"),
+    [
+        (kinds.pivoted, ".indices", r"the indices of pivoted down are not 24 ascending positions below 48"),
+        (kinds.tucker_sparse, ".mask", r"the core's bitmap has \d+ bits, config.json says \d+"),
+    ],
+)
+def test_damaged_positions(kind: Any, ending: str, message: str, tmp_path: Path) -> None:
+    """Of rows, and of a sparse core's numbers: seen at loading, as a compiled graph would not look."""
+    model, _ = factored("llama-gqa", kind, 0.5)
+    model.save_pretrained(tmp_path)
+    rewrite(tmp_path / "model.safetensors", lambda t: next(v for k, v in t.items() if k.endswith(ending)).zero_())
+    with pytest.raises(ValueError, match=message):
+        AUTO.from_pretrained(tmp_path)
+
+
+def test_forms_that_are_no_objects(folder: Path) -> None:
+    edit(folder / "config.json", lambda config: config["forms"].__setitem__(1, ["dense"]))
+    with pytest.raises(ValueError, match=r"layer 1: forms are an object with an entry for a role, not \['dense'\]"):
         AUTO.from_pretrained(folder)
 
 

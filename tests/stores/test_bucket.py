@@ -14,14 +14,17 @@ import pytest
 import torch
 
 from manifests.errors import InputError, InUseError, StorageError
+from manifests.records import Key
 from stores import bucket as bucket_module
 from stores import lease
+from stores import lock as lock_module
 from stores.activations import ActivationStore
 from stores.bucket import Bucket
 from stores.checkpoint import write_shard
 from stores.headers import FIRST_BYTES
 from stores.ledger import Ledger
 from stores.lock import RunLock, read_lock
+from stores.run_directory import RunDirectory
 from stores.source import open_source
 from stores.storage import Storage, open_storage
 from tests import buckets
@@ -172,6 +175,42 @@ def test_lock_and_ledger(bucket: Bucket) -> None:
     ledger.commit("unit/00000", {"a": 2})
     assert Ledger(bucket.below("ledger")).get("unit/00000") == {"a": 2}
     assert bucket.names("ledger") == ["ledger/unit.00000.000002.json"]
+
+
+def test_an_owner_that_was_succeeded_commits_nothing(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped (SIGSTOP, a laptop's lid) behind its last look at the lock, it comes back when another has it."""
+    monkeypatch.setattr(lease, "is_gone", lambda _: False)
+    monkeypatch.setattr(lease, "RENEW_S", 3600.0)
+    old, new = RunDirectory(bucket), RunDirectory(bucket)
+    old.lock.acquire()
+    old.ledger.commit(Key("unit/a"), {"by": "old"})
+    monkeypatch.setattr(lease, "RENEW_S", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(lock_module, "_lives_elsewhere", lambda _: False)
+        new.lock.acquire()
+    new.ledger.commit(Key("unit/a"), {"by": "new"})
+    with pytest.raises(InUseError, match="the lock was lost"):
+        old.ledger.commit(Key("unit/b"), {"by": "old"})
+    monkeypatch.setattr(lease.Lease, "fence", lambda self: self.generation)  # it looked just before
+    with pytest.raises(InUseError, match="the lock was lost"):
+        old.ledger.commit(Key("unit/a"), {"by": "old"})
+    old.ledger.commit(Key("unit/b"), {"by": "old"})
+    new.ledger.commit(Key("unit/b"), {"by": "new"})
+    assert [new.ledger.get(Key(f"unit/{name}")) for name in "ab"] == [{"by": "new"}] * 2
+    assert bucket.below("ledger").names() == ["unit.a.2000001.json", "unit.b.2000001.json"]
+    new.lock.release()
+
+
+def test_a_lock_that_somebody_removed_begins_anew(bucket: Bucket) -> None:
+    for _ in range(2):
+        run = RunDirectory(bucket)
+        with run.lock:
+            run.ledger.commit(Key("unit/a"), {"n": 1})
+    bucket.delete(["lock", "lock.json"])
+    run = RunDirectory(bucket)
+    with run.lock:
+        run.ledger.commit(Key("unit/a"), {"n": 2})
+    assert run.ledger.get(Key("unit/a")) == {"n": 2}
 
 
 def test_activations(bucket: Bucket) -> None:

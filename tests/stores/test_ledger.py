@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from manifests.entries import MeasuredEntry, RanksEntry
 from manifests.errors import InputError, StorageError
-from manifests.records import MeasuredEntry, RanksEntry
 from pipeline.keys import RANKS, measured_key
 from stores.disk import Disk
 from stores.durable import partial_path

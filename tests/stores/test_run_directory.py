@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from manifests.entries import DenseEntry
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
-from manifests.records import DenseEntry
 from manifests.schema import completed
 from stores.run_directory import FINGERPRINT, MANIFEST, STAGED, RunDirectory
 

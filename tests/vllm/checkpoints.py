@@ -11,10 +11,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import GPTJConfig, LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3Config
 
+from lamina import LaminaConfig, LaminaForCausalLM
+from manifests.records import Scheme
+from pipeline.rounding.schemes import packed_tensors, quantization_config
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factorise, forms_of, low_rank
 from tests.serving.serving_sources import CLASSES, describe
 
+GROUP = 32
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,
@@ -76,8 +80,11 @@ CASES = {
 }
 
 
-def write(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
-    """The checkpoint of a case, as the compress side stores it; random, of outputs that differ by token."""
+def write(folder: Path, name: str, dtype: torch.dtype = torch.float32, bits: int | None = None) -> Path:
+    """The checkpoint of a case, as the compress side stores it; random, of outputs that differ by token.
+
+    With `bits` the linears of its layers are rounded to so many, in groups of 32 where these divide.
+    """
     source, layers = SOURCES[CASES[name][0]], CASES[name][1]
     torch.manual_seed(0)
     model = CLASSES[source.model_type](source)
@@ -88,10 +95,31 @@ def write(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
     tensors, _ = factorise(source, model.state_dict(), forms)
     if source.tie_word_embeddings:
         del tensors["lm_head.weight"]
+    described = {**describe(source, forms), "dtype": str(dtype).removeprefix("torch.")}
+    if bits is not None:
+        tensors = round_(described, tensors, bits)
     folder.mkdir(parents=True)
     stored = {k: (t.to(dtype) if t.is_floating_point() else t).contiguous() for k, t in tensors.items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = {**describe(source, forms), "dtype": str(dtype).removeprefix("torch.")}
-    del config["auto_map"]
-    (folder / "config.json").write_text(json.dumps(config))
+    del described["auto_map"]
+    (folder / "config.json").write_text(json.dumps(described))
     return folder
+
+
+def round_(described: dict[str, Any], tensors: dict[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
+    """The tensors with packed codes for weights; `quantization_config` is added to what config.json says."""
+    with torch.device("meta"):
+        model = LaminaForCausalLM(LaminaConfig(**described))
+    linears = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
+    found, schemes = dict(tensors), {}
+    for path in linears:
+        if ".layers." not in path or (weight_OI := found.pop(f"{path}.weight", None)) is None:
+            continue
+        scheme = Scheme(bits=bits, group=None if weight_OI.shape[1] % GROUP else GROUP)
+        grouped_OSg = weight_OI.unflatten(1, (-1, scheme.group or weight_OI.shape[1]))
+        scales_OS = grouped_OSg.abs().amax(-1) / (2 ** (bits - 1) - 1)
+        codes_OI = (grouped_OSg / scales_OS[..., None]).round().flatten(1).to(torch.int8)
+        found |= packed_tensors(path, codes_OI, scales_OS, scheme)
+        schemes[path] = scheme
+    described["quantization_config"] = quantization_config(schemes, linears)
+    return found

@@ -1,4 +1,6 @@
-"""Greedy tokens of checkpoints by vLLM in this process, as JSON: python -m tests.vllm.generate IMPL TP FOLDER…
+"""Greedy tokens of checkpoints by vLLM in this process, as JSON: python -m tests.vllm.generate IMPL TP KIND FOLDER…
+
+KIND is a dtype, and `float32-compiled` that of a run with torch.compile.
 
 A line for each folder: its tokens, or what went wrong, and the bytes that a token takes in the cache.
 """
@@ -12,7 +14,8 @@ PROMPTS = [[5, 17, 90, 33, 4], [101, 7, 7, 64, 12, 3, 88, 20, 41], [11]]
 LENGTH = 16
 
 
-def main(impl: str, parts: int, folders: list[str]) -> None:
+def main(impl: str, parts: int, kind: str, folders: list[str]) -> None:
+    dtype, _, compiled = kind.partition("-")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if parts == 1:
@@ -27,8 +30,9 @@ def main(impl: str, parts: int, folders: list[str]) -> None:
         said: dict[str, Any] = {"folder": folder}
         try:
             llm = LLM(
-                folder, model_impl=impl, tensor_parallel_size=parts, skip_tokenizer_init=True, enforce_eager=True,
-                dtype="float32", max_model_len=64, max_num_seqs=4, trust_remote_code=impl == "transformers",
+                folder, model_impl=impl, tensor_parallel_size=parts, skip_tokenizer_init=True,
+                enforce_eager=not compiled, dtype=dtype, max_model_len=64, max_num_seqs=4,
+                trust_remote_code=impl == "transformers",
             )  # fmt: skip
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], greedy, use_tqdm=False)
             said["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
@@ -51,4 +55,4 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:])

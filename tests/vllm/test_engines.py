@@ -33,10 +33,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(impl: str, parts: int, folders: list[Path]) -> dict[str, Any]:
+def run(impl: str, parts: int, folders: list[Path], kind: str = "float32") -> dict[str, Any]:
     """What generate.py says of each folder, by the folder's name."""
     options = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a function goes to the workers
-    command = [sys.executable, "-m", SCRIPT, impl, str(parts), *map(str, folders)]
+    command = [sys.executable, "-m", SCRIPT, impl, str(parts), kind, *map(str, folders)]
     ended = subprocess.run(command, env=os.environ | options, capture_output=True, text=True, timeout=1800, check=False)
     lines = [line.removeprefix("RESULT ") for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(folders), ended.stdout[-4000:] + ended.stderr[-4000:]
@@ -143,7 +143,7 @@ def test_what_two_devices_do_not_divide(tmp_path: Path) -> None:
     for role in ("gate", "up", "down"):
         config["forms"][1][role]["rank"] = 95
     (folder / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", SCRIPT, "auto", "2", str(folder)]
+    command = [sys.executable, "-m", SCRIPT, "auto", "2", "float32", str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "layer 1: 95 channels of the MLP cannot be split over 2 devices" in ended.stdout + ended.stderr
     assert '"tokens"' not in ended.stdout

@@ -72,7 +72,7 @@ def make_worker(setup: WorkerConfig) -> Worker:
 
 def layer_names(setup: WorkerConfig, layer: int) -> list[str]:
     """The dense layer's tensors."""
-    return [name for name, _ in setup.geometry.layer_tensors(layer).values()]
+    return [name for name, _ in setup.geometry.layers[layer].tensors().values()]
 
 
 def tasks_of(setup: WorkerConfig, layer: int) -> list[Task]:
@@ -106,7 +106,7 @@ class Reference:
         self.hidden_LMSD.append((result[0] if isinstance(result, tuple) else result).detach().clone())
 
     def module(self, layer: int, role: str) -> nn.Module:
-        found: nn.Module = self.model.get_submodule(self.setup.geometry.path(layer, role))
+        found: nn.Module = self.model.get_submodule(self.setup.geometry.layers[layer].path(role))
         return found
 
     def at(self, layer: int, point: str) -> Tensor:

@@ -44,7 +44,7 @@ SETTINGS = {"dtype": torch.float64, "gradient_samples": SAMPLES}
 
 def gradient_moments(setup: WorkerConfig) -> tuple[Moment, ...]:
     """Every kind of point, in full, by heads and by diagonal."""
-    geometry = setup.geometry
+    geometry = setup.geometry.layers[0]
     inner = ("gate", "up") if "gate" in geometry.roles else ("up",)
     return tuple(
         Moment(point, heads, groups, "gradient", diagonal)
@@ -96,12 +96,12 @@ class Autograd:
         handles = []
         for layer in range(geometry.num_layers):
             for role in ("q", "k", "v", "o", "gate", "up", "down"):
-                if role in geometry.roles:
+                if role in geometry.layers[layer].roles:
                     module = reference.module(layer, role)
                     handles.append(module.register_forward_hook(self._keep_output(f"{layer}/{role}.out")))
             whole = reference.layers[layer]
             handles.append(whole.register_forward_hook(self._keep_output(f"{layer}/out")))
-            if "mlp_norm" in geometry.roles:
+            if "mlp_norm" in geometry.layers[layer].roles:
                 handles.append(reference.module(layer, "mlp_norm").register_forward_pre_hook(self._keep_mid(layer)))
         model.requires_grad_(True)
         logits_MSV = model(reference.ids_MS[CHOSEN], use_cache=False).logits
@@ -149,7 +149,7 @@ class Autograd:
         return gradient.reshape(SAMPLES, SEQUENCE, -1)
 
     def _path(self, layer: int, role: str) -> str:
-        return self.reference.setup.geometry.path(layer, role)
+        return self.reference.setup.geometry.layers[layer].path(role)
 
     def moment_of(self, layer: int, moment: Moment, rows: slice) -> tuple[Tensor, Tensor]:
         """The sum over some samples, and Σ ‖A_s‖² by group."""

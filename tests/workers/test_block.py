@@ -28,7 +28,7 @@ def make_block(
 ) -> Block:
     config = LaminaConfig(**setup.config)
     config._attn_implementation = "sdpa"
-    prefix = f"{setup.geometry.layers_path}.{LAYER}."
+    prefix = setup.geometry.layers[LAYER].prefix
     tensors = {
         name.removeprefix(prefix): tensor.to(dtype)
         for name, tensor in setup.source.read(layer_names(setup, LAYER)).items()
@@ -39,7 +39,7 @@ def make_block(
 
 
 def points_of(setup: WorkerConfig) -> list[str]:
-    return [f"{role}.{side}" for role in setup.geometry.roles for side in ("in", "out")]
+    return [f"{role}.{side}" for role in setup.geometry.layers[LAYER].roles for side in ("in", "out")]
 
 
 def seen_by(block: Block, points: list[str], reference: Reference, output: bool) -> dict[str, list[torch.Tensor]]:
@@ -87,7 +87,7 @@ def test_without_output_what_follows_the_last_tap_is_not_run(family: tuple[Worke
     setup, reference = family
     block = make_block(setup)
     ran: list[str] = []
-    for role in setup.geometry.roles:
+    for role in setup.geometry.layers[LAYER].roles:
         block.module.role(role).register_forward_hook(lambda *_, role=role: ran.append(role))
     hidden = reference.hidden_LMSD[LAYER]
     assert block.run(hidden, [("down.in", lambda _: None)], output=False) is None
@@ -115,7 +115,7 @@ def test_taps_are_gone_after_a_pass(family: tuple[WorkerConfig, Reference]) -> N
 
 def test_the_first_module_that_overflows_is_blamed(family: tuple[WorkerConfig, Reference]) -> None:
     setup, reference = family
-    modules = dict(setup.geometry.modules)
+    modules = dict(setup.geometry.layers[LAYER].modules)
     for role, path in modules.items():
         block = make_block(setup, {f"{path}.weight": float("inf")})
         with pytest.raises(NumericsError) as raised:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,13 @@ from ray.exceptions import (
 
 from manifests.errors import InputError, Interrupted, NumericsError, StorageError, WorkerError
 from manifests.schema import Workers
-from pipeline.methods.method import Moment
+from pipeline.methods.method import Moment, Task
 from pipeline.score_units import Score, Windows
 from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Sums, Total, TotalDone
-from pipeline.units import Forward, ForwardDone, Reduce, Unit, Write
+from pipeline.units import Forward, ForwardDone, Reduce, Solve, SolveDone, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
+from workers import shortage
 from workers.actor import Outcome
 from workers.hardware import software_versions
 from workers.memory_pressure import others_hold_most
@@ -319,12 +321,38 @@ def test_what_is_summed_is_known_by_its_handle(make: Any) -> None:
     assert answer(pool, total, TotalDone(None, 0)) == TotalDone(None, Handle(total.key, "tensors 0"))
 
 
+def test_a_solve_goes_to_whoever_keeps_its_moment(make: Any) -> None:
+    """In whatever order they wait; until that one goes on with the text, when it keeps nothing any more."""
+    moments = {name: Moment(f"{name}.in") for name in ("o", "up", "down")}
+    records: dict[str, Any] = {name: SimpleNamespace(path=f"moment/{name}") for name in moments}
+
+    fake = FakeRay()
+    pool = make(fake, max=3)
+    totals = [Total("compressed", 0, moment, "grid", ()) for moment in moments.values()]
+    answers(pool, totals, [TotalDone(records[name], kept=True) for name in moments])
+    keepers = {unit.moment.point.partition(".")[0]: actor for actor in fake.actors for unit in actor.done}
+    assert len({actor.number for actor in keepers.values()}) == 3
+    names = ("down", "o", "up")
+    solves = [Solve(Task(0, name, (), method=0), {}, {moments[name]: records[name]}) for name in names]
+    answers(pool, solves, [SolveDone(0, {}, {})] * 3)
+    for name, unit in zip(names, solves, strict=True):
+        assert keepers[name].done[-1] == unit
+    do(pool, forward(1))
+    assert all(member.kept == set() for member in pool.members)
+
+
 def answer(pool: RayPool, unit: Unit, result: Any) -> Any:
     """What the pool makes of a worker's result."""
+    return answers(pool, [unit], [result])[0]
+
+
+def answers(pool: RayPool, units: Sequence[Unit], results: Sequence[Any]) -> list[Any]:
+    """What the pool makes of workers' results, as they come."""
     fake: Any = pool_module.ray
-    fake.failures[unit.key] = Outcome(result, None, 1.0, 0.5, 10)
-    pool.submit(unit)
-    return pool.wait()[1]
+    for unit, result in zip(units, results, strict=True):
+        fake.failures[unit.key] = Outcome(result, None, 1.0, 0.5, 10)
+        pool.submit(unit)
+    return [pool.wait()[1] for _ in units]
 
 
 # Sums that workers keep -----------------------------------------------------------------------------------------------
@@ -461,7 +489,7 @@ def test_one_that_dies_while_it_leaves_is_not_replaced(make: Any) -> None:
 
 
 def test_a_cluster_that_lost_all_its_workers_is_said(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.0)
+    monkeypatch.setattr(shortage, "WARNING_SECONDS", 0.0)
     fake = FakeRay((0, 5, 12), (3000, 5, None))
     pool = make(fake, max=1)
     do(pool, forward(0))
@@ -623,7 +651,7 @@ def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPa
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((10**9, 1, None)))
     monkeypatch.setattr(pool_module, "why_unplaceable", lambda workers, _: f"a worker asks for {workers.cpus} CPUs")
-    monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.1)
+    monkeypatch.setattr(shortage, "WARNING_SECONDS", 0.1)
     setup: Any = SimpleNamespace(shards=2, hardware=None, manifest=None, memory_bytes=0)
     with pytest.raises(WorkerError, match=r"asks for 64 CPUs; waited \d+ s \(workers.start_timeout_s\)"):
         RayPool(setup, Workers(cpus=64, start_timeout_s=0.4), threading.Event(), notes.append)
@@ -633,7 +661,7 @@ def test_a_job_that_can_never_start_ends(make: Any, monkeypatch: pytest.MonkeyPa
 def test_waiting_long_for_workers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     monkeypatch.setattr(pool_module, "ray", FakeRay((250, 1, None)))
-    monkeypatch.setattr(pool_module, "START_WARNING_SECONDS", 0.0)
+    monkeypatch.setattr(shortage, "WARNING_SECONDS", 0.0)
     monkeypatch.setattr(pool_module, "why_unplaceable", lambda *_: None)
     RayPool(
         SimpleNamespace(shards=2, hardware=None, manifest=None, memory_bytes=0),

@@ -185,7 +185,7 @@ def test_what_leaves_a_worker_does_not_grow_with_the_shards(llama: Path, tmp_pat
         worker.execute(unit)
     assert not left
     collect(worker, made[0], POINTS)
-    geometry = worker.setup.geometry
+    geometry = worker.setup.geometry.layers[0]
     widths = [geometry.hidden, *[geometry.head_dim] * 3, geometry.hidden, geometry.intermediate]
     assert grids <= sum(2 * width for width in widths) + 16 * len(POINTS)
     assert sum(left) <= sum(4 * width * (width + min(width, BAND)) for width in widths)
@@ -214,3 +214,31 @@ def test_a_total_is_symmetric_to_the_bit_and_stored_by_its_upper_tiles(setup: Wo
         found = worker.execute(Total("dense", 0, moment, made[0].sums.grids[moment], (part.partials[moment],))).record  # type: ignore[union-attr]
         assert (found.symmetric, found.checksums) == (again.symmetric, again.checksums)
         assert all(torch.equal(*pair) for pair in zip(part.partials[moment].values(), before[moment], strict=True))
+
+
+def test_a_walk_s_moments_are_solved_from_memory(setup: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as are stored, once; others read them, and so does who has gone on with the text."""
+    summing, other = make_worker(setup), make_worker(setup)
+    made = [replace(unit, lineage="compressed") for unit in units(summing)]
+    for unit in made:
+        summing.execute(unit)
+    part, grids = collect(summing, made[0], POINTS), made[0].sums.grids if made[0].sums else {}
+    asked = [Total("compressed", 0, moment, grids[moment], (part.partials[moment],)) for moment in POINTS]
+    done = [summing.execute(total) for total in asked]
+    assert all(found.kept for found in done)
+    reads: list[str] = []
+    read = StatisticsStore.read
+    monkeypatch.setattr(StatisticsStore, "read", lambda store, record: reads.append(record.path) or read(store, record))
+    first, *rest = (found.record for found in done)
+    kept = summing.sums.moment(first)
+    assert reads == []
+    assert torch.equal(other.sums.moment(first), kept)
+    assert torch.equal(summing.sums.moment(first), kept)
+    assert reads == [first.path] * 2
+    summing.execute(made[0])
+    assert summing.sums.kept == {}
+    summing.sums.moment(rest[0])
+    assert len(reads) == 3
+    dense = summing.execute(replace(asked[0], lineage="dense"))
+    assert not dense.kept
+    assert summing.sums.kept == {}

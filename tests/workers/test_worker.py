@@ -69,7 +69,7 @@ def test_hidden_states_are_those_of_the_source(model: Path, tmp_path: Path) -> N
 def test_moments_and_cosines_are_those_of_hooks_on_the_source(model: Path, tmp_path: Path) -> None:
     setup = make_setup(model, tmp_path / "run")
     worker, reference = make_worker(setup), Reference(model, setup)
-    heads, groups = setup.geometry.heads, setup.geometry.kv_heads
+    heads, groups = setup.geometry.layers[1].heads, setup.geometry.layers[1].kv_heads
     moments = (
         Moment("attention.in"), Moment("o.in", heads, groups), Moment("v.out", groups, groups),
         Moment("q.out", heads, heads), Moment("k.out", groups, groups), Moment("mlp.in"), Moment("down.in"),
@@ -219,7 +219,8 @@ def test_samples_are_put_together_in_the_order_given(llama: Path, tmp_path: Path
 def test_full_rank_is_the_dense_layer(model: Path, tmp_path: Path) -> None:
     setup = make_setup(model, tmp_path / "run", EVERYTHING)
     worker, reference = make_worker(setup), Reference(model, setup)
-    full = {"value": setup.geometry.head_dim, "mlp": setup.geometry.intermediate, "query_key": setup.geometry.head_dim}
+    geometry = setup.geometry.layers[0]
+    full = {"value": geometry.head_dim, "mlp": geometry.intermediate, "query_key": geometry.head_dim}
     staged, reports = solve_layer(worker, 0, full)
     worker.execute(Forward("compressed", 0, 0, staged=staged))
     found, expected = held(worker, "compressed", 1, 0), reference.shard(reference.hidden_LMSD[1], 0)
@@ -231,7 +232,7 @@ def test_compressed_layer_is_the_source_s_with_padded_factors(model: Path, tmp_p
     """Fewer value dimensions and channels are the dense layer with zeros in their place."""
     setup = make_setup(model, tmp_path / "run", {"basis": "value", "weighting": "none"})
     worker, reference = make_worker(setup), Reference(model, setup)
-    geometry = setup.geometry
+    geometry = setup.geometry.layers[0]
     rank, width = 5, 33
     staged, _ = solve_layer(worker, 0, {"value": rank, "mlp": width})
     worker.execute(Forward("compressed", 0, 0, staged=staged))
@@ -240,7 +241,7 @@ def test_compressed_layer_is_the_source_s_with_padded_factors(model: Path, tmp_p
         for role in (role for role in geometry.roles if role in ("v", "o", "gate", "up", "down")):
             module = reference.module(0, role)
             for part in ("weight", "bias"):
-                name = f"{geometry.path(0, role)}.{part}"
+                name = f"{geometry.path(role)}.{part}"
                 if name in factors:
                     heads = {"v": geometry.kv_heads, "o": geometry.heads}.get(role)
                     getattr(module, part).copy_(padded(factors[name], getattr(module, part), heads))
@@ -273,7 +274,7 @@ def test_what_nobody_claims_is_copied_bit_for_bit(model: Path, tmp_path: Path) -
     source = setup.source.read(layer_names(setup, 1))
     assert set(written) == set(source)
     for name, tensor in source.items():
-        claimed = any(name.startswith(f"{setup.geometry.path(1, role)}.") for role in ("v", "o"))
+        claimed = any(name.startswith(f"{setup.geometry.layers[1].path(role)}.") for role in ("v", "o"))
         if not claimed:
             assert torch.equal(written[name], tensor), name
         assert written[name].dtype == tensor.dtype

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--narrower", type=int, default=1, help="divides both widths")
     options.add_argument("--gpu", help="whose rates the plan takes; default: measured")
     arguments = options.parse_args(argv)
-    device, shape = torch.device(arguments.device), geometry(arguments.model)
+    device, shape = torch.device(arguments.device), geometry(arguments.model).layers[0]
     hidden, width = shape.hidden // arguments.narrower, shape.intermediate // arguments.narrower
     rates = (
         rates_of(arguments.gpu) if arguments.gpu else measured_rates(device, torch.bfloat16, torch.get_num_threads())

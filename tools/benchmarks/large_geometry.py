@@ -43,7 +43,7 @@ def write_model(directory: Path, num_layers: int) -> Path:
     config = CONFIG | {"num_hidden_layers": num_layers}
     (directory / "config.json").write_text(json.dumps(config))
     geometry = geometry_of(standard_config(config))
-    parts = [dict(geometry.outer), *(dict(geometry.layer_tensors(at).values()) for at in range(num_layers))]
+    parts = [dict(geometry.outer), *(dict(layer.tensors().values()) for layer in geometry.layers)]
     weight_map: dict[str, str] = {}
     for number, shapes in enumerate(parts):
         generator = torch.Generator().manual_seed(number)

@@ -35,6 +35,10 @@ BLOCK_DEFAULTS: dict[str, Any] = {
 }
 
 
+# The sizes that a layer may have otherwise than the model.
+LAYER_FIELDS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """The sizes of one decoder layer and the modules of its roles: all that a stored form must know of it.

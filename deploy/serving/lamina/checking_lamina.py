@@ -1,41 +1,47 @@
-"""Whether the files of a checkpoint are those that its `compression.json` names, as far as that can be seen quickly."""
+"""Whether the files of a checkpoint are whole and of one piece, as far as that can be seen without reading weights."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 RECORD_FILE, INDEX_FILE = "compression.json", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 RECORD_VERSION = 1
 SHOWN = 5
+DESCRIBED = ("dtype", "shape")  # of a tensor, in a shard's header and in the record
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Holds shards and index of a folder against its `compression.json`; a folder without one is not looked at.
+    """Holds the shards of a folder against their own headers, the index and `compression.json`, as far as these exist.
 
-    Sizes and names are compared; digests of the whole files are what `python -m pipeline.verify` reads. Raises
-    ValueError for a record of another version, and with every file that is missing or another.
+    Names, shapes and sizes are compared; digests of the whole files are what `python -m pipeline.verify` reads. Raises
+    ValueError for a record of another version, and with every file that is missing, damaged or another.
     """
-    path = folder / RECORD_FILE
-    if not path.is_file():
+    record, index = _read(folder / RECORD_FILE, _record), _read(folder / INDEX_FILE, _weight_map)
+    sizes, tensors = record or ({}, {})
+    single = [SINGLE_FILE] if (folder / SINGLE_FILE).is_file() else []
+    faults, found = [], {}
+    for name in sorted({*sizes, *(index or {}).values()} or single):
+        try:
+            found[name] = _header(folder / name, sizes.get(name))
+        except ValueError as error:
+            faults.append(f"{name}: {error}")
+    if record:
+        if index is None and len(sizes) > 1:
+            faults.append(f"{INDEX_FILE}: missing")
+        faults += _of_another(found, tensors)
+    if index is not None:
+        faults += _misplaced(found, index, tensors if record else None)
+        if single and SINGLE_FILE not in found:
+            faults.append(f"{SINGLE_FILE}: not in {INDEX_FILE}, but loaded in place of its shards; remove one of them")
+    if not faults:
         return
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version, shards = record["version"], record["shards"]
-        tensors = {name: tensor["shard"] for name, tensor in record["tensors"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: damaged: {type(error).__name__}: {error}") from error
-    if version != RECORD_VERSION:
-        raise ValueError(f"{path}: version {version!r}, this lamina knows {RECORD_VERSION}; install a newer one")
-    faults = [fault for name, shard in sorted(shards.items()) if (fault := _fault(folder / name, shard["size"]))]
-    if (index := folder / INDEX_FILE).is_file():
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(name for name in {*found, *tensors} if found.get(name) != tensors.get(name))
-        faults += [f"{index}: {name} in {found.get(name)}, {RECORD_FILE} says {tensors.get(name)}" for name in names]
-    if faults:
-        raise ValueError(
-            f"the weights in {folder} are not those that {RECORD_FILE} describes: {shown(faults, '; ')}. "
-            f"Copy the checkpoint again; if the weights were changed on purpose, remove {RECORD_FILE}."
-        )
+    if record is None:
+        raise ValueError(f"the weights in {folder} are not whole: {shown(faults, '; ')}. Copy the checkpoint again.")
+    raise ValueError(
+        f"the weights in {folder} are not those that {RECORD_FILE} describes: {shown(faults, '; ')}. "
+        f"Copy the checkpoint again; if the weights were changed on purpose, remove {RECORD_FILE}."
+    )
 
 
 def shown(lines: list[str], separator: str = ", ") -> str:
@@ -44,8 +50,66 @@ def shown(lines: list[str], separator: str = ", ") -> str:
     return separator.join([*lines[:SHOWN], *more])
 
 
-def _fault(path: Path, size: int) -> str | None:
+def _read(path: Path, parse: Any) -> Any:
+    """What a JSON file says; None if there is none."""
     if not path.is_file():
-        return f"{path.name}: missing"
+        return None
+    try:
+        return parse(json.loads(path.read_text(encoding="utf-8")), path)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: damaged: {type(error).__name__}: {error}") from error
+
+
+def _record(content: Any, path: Path) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
+    """The size of each shard, and what is said of each tensor."""
+    if (version := content["version"]) != RECORD_VERSION:
+        raise ValueError(f"{path}: version {version!r}, this lamina knows {RECORD_VERSION}; install a newer one")
+    sizes = {name: shard["size"] for name, shard in content["shards"].items()}
+    return sizes, {name: {**tensor, "shard": tensor["shard"]} for name, tensor in content["tensors"].items()}
+
+
+def _weight_map(content: Any, path: Path) -> dict[str, str]:
+    return dict(content["weight_map"].items())
+
+
+def _header(path: Path, size: int | None) -> dict[str, Any]:
+    """Tensor → dtype, shape and place in a shard. Raises ValueError, saying what is wrong with the file."""
+    if not path.is_file():
+        raise ValueError("missing")
     found = path.stat().st_size
-    return None if found == size else f"{path.name}: {found} bytes, not {size}"
+    if size not in (None, found):
+        raise ValueError(f"{found} bytes, not {size}")
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            tensors = json.loads(file.read(min(length, found)))
+        tensors.pop("__metadata__", None)
+        end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"damaged, {found} bytes without a header that can be read") from error
+    if end != found:
+        raise ValueError(f"{found} bytes, its header describes {end}")
+    return {**tensors}
+
+
+def _of_another(found: dict[str, dict[str, Any]], tensors: dict[str, dict[str, Any]]) -> list[str]:
+    """Tensors of a shard that the record lacks or describes in another way, and those that the shard lacks."""
+    faults = []
+    for shard, header in found.items():
+        said = {name: tensor for name, tensor in tensors.items() if tensor["shard"] == shard}
+        for name in sorted({*said} ^ {*header}):
+            faults.append(f"{shard}: {name} {'missing' if name in said else 'unknown'}")
+        for name in sorted({*said} & {*header}):
+            both = [(header[name][key], said[name][key]) for key in DESCRIBED if key in said[name]]
+            faults += [f"{shard}: {name} {mine}, not {meant}" for mine, meant in both if mine != meant]
+    return faults
+
+
+def _misplaced(found: dict[str, Any], index: dict[str, str], tensors: dict[str, dict[str, Any]] | None) -> list[str]:
+    """Tensors of the index that lie elsewhere, by the record, or are not where it says."""
+    if tensors is None:
+        absent = (name for name, shard in sorted(index.items()) if shard in found and name not in found[shard])
+        return [f"{index[name]}: {name} missing" for name in absent]
+    places = {name: tensor["shard"] for name, tensor in tensors.items()}
+    names = sorted(name for name in {*index, *places} if index.get(name) != places.get(name))
+    return [f"{INDEX_FILE}: {name} in {index.get(name)}, {RECORD_FILE} says {places.get(name)}" for name in names]

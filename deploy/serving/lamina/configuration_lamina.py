@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .block_lamina import (
     BLOCK_DEFAULTS,
     DEFAULT_BLOCK,
+    LAYER_FIELDS,
     MLP_ROLES,
     QKVO_ROLES,
     ROWWISE_ROLES,
@@ -41,6 +42,7 @@ class LaminaConfig(PreTrainedConfig):
 
     `layer_types` null means sliding everywhere when `sliding_window` is set, full otherwise. `core_format` is how the
     cores of Tucker forms that are stored sparse lie in memory: "dense" or "csr"; it may be chosen anew at each loading.
+    `layer_sizes` is empty, or says for each layer what it has of LAYER_FIELDS that is not the model's.
     Raises ValueError for a block that cannot be built and for forms that do not fit it, naming layer and role.
     """
 
@@ -73,6 +75,7 @@ class LaminaConfig(PreTrainedConfig):
     core_format: str = "dense"
     block: dict[str, Any] = field(default_factory=dict)
     forms: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    layer_sizes: list[dict[str, int]] = field(default_factory=list)
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.block = {**BLOCK_DEFAULTS, **copy.deepcopy(self.block or DEFAULT_BLOCK)}
@@ -90,13 +93,11 @@ class LaminaConfig(PreTrainedConfig):
         self.base_model_tp_plan = _tensor_parallel_plan(self)  # type: ignore[misc]
 
     def layer_shape(self, layer: int) -> LayerShape:
-        """The sizes and modules of a layer; the same for every layer so far."""
+        """The sizes and modules of a layer."""
+        sizes = {name: getattr(self, name) for name in LAYER_FIELDS}
         return LayerShape(
             hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
+            **(sizes | self.layer_sizes[layer] if self.layer_sizes else sizes),
             modules=self.block["modules"],
             biases=frozenset(self.block["biases"]),
             core_format=self.core_format,
@@ -146,8 +147,11 @@ publish_architecture()
 def _check_fields(config: LaminaConfig) -> None:
     if config.core_format not in ("dense", "csr"):
         raise ValueError(f"core_format is {config.core_format!r}, allowed are 'dense' and 'csr'")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(f"{config.num_attention_heads} query heads over {config.num_key_value_heads} KV heads")
+    _check_layer_sizes(config)
+    for layer in range(config.num_hidden_layers):
+        shape = config.layer_shape(layer)
+        if shape.num_attention_heads % shape.num_key_value_heads:
+            raise ValueError(f"{shape.num_attention_heads} query heads over {shape.num_key_value_heads} KV heads")
     layer_types = config.layer_types
     if len(layer_types) != config.num_hidden_layers or not {*layer_types} <= {*MASKS}:
         raise ValueError(f"layer_types must be {config.num_hidden_layers} of {', '.join(MASKS)}, not {layer_types}")
@@ -155,13 +159,31 @@ def _check_fields(config: LaminaConfig) -> None:
         raise ValueError("layer_types has sliding_attention, but sliding_window is null")
 
 
+def _check_layer_sizes(config: LaminaConfig) -> None:
+    if config.layer_sizes and len(config.layer_sizes) != config.num_hidden_layers:
+        raise ValueError(f"layer_sizes has {len(config.layer_sizes)} entries for {config.num_hidden_layers} layers")
+    for layer, sizes in enumerate(config.layer_sizes):
+        if unknown := sorted({*sizes} - {*LAYER_FIELDS}):
+            raise ValueError(f"layer_sizes: layer {layer} has unknown {', '.join(unknown)}; a newer lamina may know it")
+        if config.block["rotary"] and sizes.get("head_dim", config.head_dim) != config.head_dim:
+            raise ValueError(
+                f"layer_sizes: layer {layer} has head_dim {sizes['head_dim']}, the model {config.head_dim}; rotary "
+                "angles are those of one width"
+            )
+
+
 def _check_forms(config: LaminaConfig) -> None:
     modules = config.block["modules"]
     if len(config.forms) != config.num_hidden_layers:
         raise ValueError(f"forms has {len(config.forms)} entries for {config.num_hidden_layers} layers")
     for layer_idx, forms in enumerate(config.forms):
+        if not isinstance(forms, dict):
+            raise ValueError(f"layer {layer_idx}: forms are an object with an entry for a role, not {forms!r}")
         for role, spec in forms.items():
-            where, form = f"layer {layer_idx}, {role}", FORMS.get(spec.get("form", ""))
+            where = f"layer {layer_idx}, {role}"
+            if not isinstance(spec, dict):
+                raise ValueError(f"{where}: an object that says the form, not {spec!r}")
+            form = FORMS.get(str(spec.get("form")))
             shape = config.layer_shape(layer_idx)
             if role not in modules:
                 raise ValueError(f"{where}: block.modules has no such role")

@@ -260,7 +260,7 @@ class PivotedLinears(Derived):
             return self._make_order()
         key = (self.indices.data_ptr(), 0 if self.indices.is_inference() else self.indices._version)
         if self._made is None or self._made[0] != key:
-            self._check_indices()
+            self.check_stored()
             with torch.inference_mode(False):
                 self._made = key, self._make_order()
         return cast(Tensor, self._made[1])
@@ -273,8 +273,10 @@ class PivotedLinears(Derived):
         outputs_m = torch.arange(num_outputs, device=self.indices.device)
         return torch.where(is_row_m, rows_so_far_m - 1, rank + outputs_m - rows_so_far_m)
 
-    def _check_indices(self) -> None:
+    def check_stored(self) -> None:
         """Raises ValueError unless the indices are ascending positions of outputs."""
+        if self.indices.is_meta:
+            return
         num_outputs, indices = sum(self.out_features.values()), self.indices.tolist()
         if sorted({*indices}) != indices or not 0 <= indices[0] <= indices[-1] < num_outputs:
             raise ValueError(

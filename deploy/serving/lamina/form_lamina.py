@@ -50,7 +50,7 @@ class Form:
                 return f"{name} {spec[name]}, allowed is 1 to {largest}"
         if (limit := self.limit(shape, role, spec)) is None or is_count(spec.get("rank"), limit[1]):
             return None
-        return f"rank {spec.get('rank')}, allowed is 1 to {limit[0]} {limit[1]}"
+        return f"rank {spec.get('rank')!r}, allowed is 1 to {limit[0]} {limit[1]}"
 
     def partners(self, shape: LayerShape, role: str, spec: FormSpec) -> dict[str, FormSpec]:
         """What other roles of the layer must have beside this."""

@@ -144,8 +144,8 @@ class LaminaAttention(_Roles, nn.Module):
         shape = config.layer_shape(layer_idx)
         self.head_dim, self.value_dim = shape.head_dim, form.head_width(shape, spec)
         self._latent = {role for role in ("k", "v") if config.form_of(layer_idx, role)[0].latent}
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
+        self.num_key_value_groups = shape.num_attention_heads // shape.num_key_value_heads
+        self.scaling = shape.head_dim**-0.5
         self.is_causal = True
         self.interleaved = config.block["rotary"] == "interleaved"
         sliding = config.layer_types[layer_idx] == "sliding_attention"
@@ -377,7 +377,7 @@ class LaminaDecoderLayer(_Roles, GradientCheckpointingLayer):
 
 def _make_role(config: LaminaConfig, layer_idx: int, role: str) -> nn.Module:
     if role in ("q_norm", "k_norm"):
-        return LaminaRMSNorm(config.head_dim, config.norm_eps, config.block["norm_offset"])
+        return LaminaRMSNorm(config.layer_shape(layer_idx).head_dim, config.norm_eps, config.block["norm_offset"])
     if role not in LINEAR_ROLES:
         return make_norm(config)
     form, spec = config.form_of(layer_idx, role)

@@ -61,6 +61,7 @@ class LaminaPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
+    has_head = False
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": LaminaDecoderLayer, "attentions": LaminaAttention}  # noqa: RUF012
 
@@ -70,23 +71,28 @@ class LaminaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own, but a checkpoint that is not whole is an error.
+        """As transformers' own, but a checkpoint that is not whole, or not of this model, is an error.
 
-        Raises ValueError where tensors are missing, which would be random numbers, and where the files of a folder
-        are not those of its `compression.json`.
+        Raises ValueError where tensors are missing or of other shapes, which would be random numbers (the latter may be
+        asked for: `ignore_mismatched_sizes`), where there are others than the model has, and where the files of a
+        folder are damaged or not those of its `compression.json`.
         """
         path, with_report = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
         if path is not None and Path(path).is_dir():
             check_checkpoint(Path(path, kwargs.get("subfolder", "")))
-        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        mismatched = kwargs.pop("ignore_mismatched_sizes", False)
+        options = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded: Any = super().from_pretrained(path, *args, **options)
         model, report = loaded
-        if missing := report["missing_keys"]:
-            stored = stored_factors(model)
-            names = sorted(stored[name][0] if name in stored else name for name in missing)
+        faults = _faults({**report, "mismatched_keys": () if mismatched else report["mismatched_keys"]}, model)
+        if faults:
             raise ValueError(
-                f"{path} lacks {len(missing)} tensors of the model that its config.json describes: {shown(names)}. "
+                f"{path} is not of the model that its config.json describes: {'; '.join(faults)}. "
                 "A shard may be missing, or the files are of different checkpoints; copy it again."
             )
+        for module in model.modules():
+            if (check := getattr(module, "check_stored", None)) is not None:
+                check()
         return (model, report) if with_report else model
 
     @torch.no_grad()
@@ -95,6 +101,23 @@ class LaminaPreTrainedModel(PreTrainedModel):
         # By its method, not its class: transformers may load the files that config and model share once for each.
         if (initialise_ := getattr(module, "initialise_", None)) is not None:
             initialise_(self.config.initializer_range)
+
+
+def _faults(report: dict[str, Any], model: Any) -> list[str]:
+    """What transformers found to be wrong when it loaded, under the names that the checkpoint has."""
+    stored, faults = stored_factors(model), []
+    if missing := sorted(stored[name][0] if name in stored else name for name in report["missing_keys"]):
+        faults.append(f"it lacks {len(missing)} tensors: {shown(missing)}")
+    head = f"{model.config.block['head']}."  # which the base model leaves over
+    if unknown := sorted(name for name in report["unexpected_keys"] if not name.startswith(head) or model.has_head):
+        faults.append(f"it has {len(unknown)} tensors too many: {shown(unknown)}")
+    others = []
+    for name, found, meant in report["mismatched_keys"]:
+        if name in stored:  # conversion_lamina leaves what does not fit with one more dimension
+            others.append(f"{stored[name][0]} {tuple(found[1:])}, not {stored[name][1].shape}")
+        else:
+            others.append(f"{name} {tuple(found)}, not {tuple(meant)}")
+    return faults + ([f"{len(others)} tensors are of another shape: {shown(sorted(others))}"] if others else [])
 
 
 def old_buffers(modules: dict[str, str]) -> list[str]:
@@ -191,6 +214,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     """The base model under its source's name (`model`, `transformer`) and the language-model head."""
 
     _auto_class = "AutoModelForCausalLM"
+    has_head = True
 
     def __init__(self, config: LaminaConfig) -> None:
         super().__init__(config)
@@ -230,6 +254,8 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
         """None: generate() then leaves a static cache to its first update, where widths other than d show."""
         config = self.config
+        if any(config.layer_sizes):
+            return None
         for i in range(config.num_hidden_layers):
             shape, forms = config.layer_shape(i), [config.form_of(i, role) for role in ("k", "v")]
             if any(form.latent or form.head_width(shape, spec) != config.head_dim for form, spec in forms):

@@ -43,13 +43,20 @@ class SparseCore(Factored):
         initialization.copy_(self.mask, first_bits(self.mask.numel() * 8, self.nnz).to(self.mask.device))
 
     def forward(self) -> Tensor:
-        """The dense tensor. Raises ValueError when the bitmap does not have nnz bits."""
-        shifts = torch.arange(8, dtype=torch.uint8, device=self.mask.device)
-        bits = (self.mask.unsqueeze(1) >> shifts & 1).flatten()[: self.shape.numel()].bool()
-        if not torch.compiler.is_compiling() and not bits.is_meta and (found := int(bits.sum())) != self.nnz:
-            raise ValueError(f"the core's bitmap has {found} bits, config.json says {self.nnz}: a damaged checkpoint?")
+        """The dense tensor. Raises ValueError as `check_stored`."""
+        if not torch.compiler.is_compiling():
+            self.check_stored()
         zeros = torch.zeros(self.shape.numel(), dtype=self.values.dtype, device=self.values.device)
-        return zeros.masked_scatter(bits, self.values).view(self.shape)
+        return zeros.masked_scatter(self._bits(), self.values).view(self.shape)
+
+    def check_stored(self) -> None:
+        """Raises ValueError when the bitmap does not have nnz bits."""
+        if not self.mask.is_meta and (found := int(self._bits().sum())) != self.nnz:
+            raise ValueError(f"the core's bitmap has {found} bits, config.json says {self.nnz}: a damaged checkpoint?")
+
+    def _bits(self) -> Tensor:
+        shifts = torch.arange(8, dtype=torch.uint8, device=self.mask.device)
+        return (self.mask.unsqueeze(1) >> shifts & 1).flatten()[: self.shape.numel()].bool()
 
 
 @dataclass(frozen=True)

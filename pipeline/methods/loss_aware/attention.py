@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import LayerGeometry
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
 from pipeline.kernels.sensitivity import (
     change_loss,
@@ -24,6 +24,7 @@ from pipeline.kernels.sensitivity import (
     pulled,
     pushed,
     roots_of,
+    spread_directions,
 )
 from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.kernels.value_output import fit_value_output
@@ -53,7 +54,7 @@ class Reduced(NamedTuple):
     moment: Tensor
 
 
-def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
+def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Every rank of o on each of a few ranks of the value basis."""
     output_DF = weights["o.weight"].double()
     context_FF, metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
@@ -63,9 +64,8 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     for rank in steps(geometry.head_dim, entry.multiple(geometry.hidden), count=BASES):
         reduced = _reduced(output_DF, context_FF, solving_DD, heads_Gdd[:, :rank])
         stack = _stack(entry, geometry, rank)
-        directions = output_directions(reduced.output, reduced.moment, roots)
         spread_DD = pushed(reduced.output, reduced.moment)
-        losses = losses_by_rank(directions, spread_DD, metric_DD)
+        losses = losses_by_rank(spread_directions(spread_DD, roots), spread_DD, metric_DD)
         dropped = _dropped(output_DF, context_FF, metric_DD, reduced)
         numbers, cache = _other_numbers(geometry, rank), geometry.kv_heads * rank
         options += [
@@ -75,7 +75,7 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     return options
 
 
-def least_numbers(entry: LossAware, geometry: Geometry) -> int:
+def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     """Stored at the smallest ranks."""
     multiple = entry.multiple(geometry.hidden)
     rank = min(multiple, geometry.head_dim)
@@ -83,7 +83,7 @@ def least_numbers(entry: LossAware, geometry: Geometry) -> int:
 
 
 def solve(
-    entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
+    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:
     """v and o on the basis of rank `value`; then o at rank `output`."""
     rank, stack = ranks[VALUE], _stack(entry, geometry, ranks[VALUE])
@@ -99,7 +99,7 @@ def solve(
 
 def correct(
     entry: LossAware,
-    geometry: Geometry,
+    geometry: LayerGeometry,
     weights: Mapping[str, Tensor],
     found: Statistics,
     ranks: Ranks,
@@ -114,7 +114,7 @@ def correct(
 
 
 def _based(
-    entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics, rank: int
+    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, rank: int
 ) -> tuple[Reduced, Solution]:
     """v and o on the basis of a rank; o is not cut."""
     context_FF, metric_DD = found.mean(CONTEXT)[0], _solving_metric(entry, found.mean(METRIC)[0])
@@ -132,7 +132,7 @@ def _based(
 
 
 def _cut(
-    entry: LossAware, geometry: Geometry, output_DR: Tensor, moment_RR: Tensor, found: Statistics, ranks: Ranks
+    entry: LossAware, geometry: LayerGeometry, output_DR: Tensor, moment_RR: Tensor, found: Statistics, ranks: Ranks
 ) -> Solution:
     """o behind the basis at its own rank."""
     stack, rank = _stack(entry, geometry, ranks[VALUE]), ranks[OUTPUT]
@@ -148,7 +148,7 @@ def _without_output(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name != "o.weight"}
 
 
-def _other_numbers(geometry: Geometry, rank: int) -> int:
+def _other_numbers(geometry: LayerGeometry, rank: int) -> int:
     """Of v at a rank, and of the biases."""
     rows = geometry.kv_heads * rank
     return rows * (geometry.hidden + ("v" in geometry.biases)) + geometry.hidden * ("o" in geometry.biases)
@@ -161,7 +161,7 @@ def _solving_metric(entry: LossAware, metric_DD: Tensor) -> Tensor:
     return torch.eye(metric_DD.shape[0], dtype=metric_DD.dtype, device=metric_DD.device)
 
 
-def _directions_of_heads(geometry: Geometry, output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor) -> Tensor:
+def _directions_of_heads(geometry: LayerGeometry, output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor) -> Tensor:
     """(G, d, d): of each KV head by itself, leading rows first; where the fit of all heads together starts."""
     heads, groups = geometry.heads, geometry.kv_heads
     gram_Gdd = diagonal_blocks(pulled(output_DF, metric_DD), heads, groups)
@@ -188,7 +188,7 @@ def _dropped(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, reduced: 
     return max(0.0, change_loss(output_DF - by_heads(reduced.output, wide_Hrd), context_FF, metric_DD))
 
 
-def _stack(entry: LossAware, geometry: Geometry, rank: int) -> Stack:
+def _stack(entry: LossAware, geometry: LayerGeometry, rank: int) -> Stack:
     widths = {} if rank >= geometry.head_dim else {"value_rank": rank}
     inputs = geometry.heads * rank
     return Stack(OUTPUT, ("o",), geometry.hidden, inputs, geometry.bits, entry.factors == "pivoted", widths)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import Curve
-from pipeline.families.family import Geometry
+from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.base import MethodBase
 from pipeline.methods.loss_aware import attention, mlp, query_key
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
@@ -25,12 +25,12 @@ class Part(Protocol):
     """A module that knows one group."""
 
     @property
-    def points(self) -> Callable[[LossAware, Geometry, Mapping[str, Tensor], Statistics], list[Point]]:
+    def points(self) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics], list[Point]]:
         """What there is to choose from."""
         ...
 
     @property
-    def least_numbers(self) -> Callable[[LossAware, Geometry], int]:
+    def least_numbers(self) -> Callable[[LossAware, LayerGeometry], int]:
         """What the smallest of it stores."""
         ...
 
@@ -42,12 +42,12 @@ class Part(Protocol):
     @property
     def correct(
         self,
-    ) -> Callable[[LossAware, Geometry, Mapping[str, Tensor], Statistics, Ranks, Mapping[str, Tensor]], Solution]:
+    ) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics, Ranks, Mapping[str, Tensor]], Solution]:
         """As `Correcting.correct`."""
         ...
 
     @property
-    def solve(self) -> Callable[[LossAware, Geometry, Mapping[str, Tensor], Statistics, Ranks], Solution]:
+    def solve(self) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics, Ranks], Solution]:
         """The factors at ranks chosen."""
         ...
 
@@ -63,37 +63,36 @@ class LossAwareMethod(MethodBase[LossAware]):
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """Groups `query_key` (q, k), `attention` (v, o) and `mlp` ((gate), up, down) of every chosen layer."""
-        whole = {
+        names = [name for name in PARTS if getattr(self.entry, name)]
+        return tuple(self._group(layer, name) for layer in self.chosen_layers(geometry) for name in names)
+
+    def _group(self, layer: LayerGeometry, name: str) -> Group:
+        roles, moments = {
             "query_key": (query_key.ROLES, query_key.MOMENTS),
             "attention": (attention.ROLES, attention.MOMENTS),
-            "mlp": (mlp.roles(geometry), mlp.moments(geometry)),
-        }
-        chosen = {name: parts for name, parts in whole.items() if getattr(self.entry, name)}
-        corrects = self.entry.correct == "output"
-        pieces = {"mlp": mlp.pieces(self.entry, geometry)}
-        return tuple(
-            Group(layer, name, roles, moments, PARTS[name].CORRECTIONS if corrects else (), pieces.get(name, 1))
-            for layer in self.entry.chosen_layers(geometry.num_layers)
-            for name, (roles, moments) in chosen.items()
-        )
+            "mlp": (mlp.roles(layer), mlp.moments(layer)),
+        }[name]
+        corrections = PARTS[name].CORRECTIONS if self.entry.correct == "output" else ()
+        pieces = mlp.pieces(self.entry, layer) if name == "mlp" else 1
+        return Group(layer.index, name, roles, moments, corrections, pieces)
 
-    def least_numbers(self, group: Group, geometry: Geometry) -> int:
+    def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """All ranks at one step."""
         return PARTS[group.name].least_numbers(self.entry, geometry)
 
-    def curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> Curve:
+    def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Every choice of ranks that no other undercuts in both size and loss."""
         points = PARTS[group.name].points(self.entry, geometry, weights, statistics)
         return to_columns(frontier(points))
 
-    def begin_curve(self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics) -> mlp.Begun:
+    def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> mlp.Begun:
         """The MLP's: see `mlp.begin`."""
         return mlp.begin(self.entry, geometry, weights, statistics)
 
     def curve_pieces(
         self,
         group: Group,
-        geometry: Geometry,
+        geometry: LayerGeometry,
         weights: Weights,
         statistics: Statistics,
         begun: mlp.Begun,
@@ -102,11 +101,11 @@ class LossAwareMethod(MethodBase[LossAware]):
         """The MLP's: see `mlp.piece`."""
         return mlp.piece(self.entry, geometry, weights, statistics, begun, numbers)
 
-    def join_curve(self, group: Group, geometry: Geometry, begun: mlp.Begun, pieces: Sequence[mlp.Piece]) -> Curve:
+    def join_curve(self, group: Group, geometry: LayerGeometry, begun: mlp.Begun, pieces: Sequence[mlp.Piece]) -> Curve:
         """As `curve`, of the MLP."""
         return to_columns(frontier(mlp.join(self.entry, geometry, begun, pieces)))
 
-    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """None: ranks are points of curves."""
         return ()
 
@@ -115,7 +114,7 @@ class LossAwareMethod(MethodBase[LossAware]):
         return {}
 
     def compress(
-        self, group: Group, geometry: Geometry, weights: Weights, statistics: Statistics, ranks: Ranks
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """Dispatches on the group; see the modules beside."""
         return PARTS[group.name].solve(self.entry, geometry, weights, statistics, ranks)
@@ -123,7 +122,7 @@ class LossAwareMethod(MethodBase[LossAware]):
     def correct(
         self,
         group: Group,
-        geometry: Geometry,
+        geometry: LayerGeometry,
         weights: Weights,
         statistics: Statistics,
         ranks: Ranks,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
-from pipeline.families.family import Geometry
+from pipeline.families.family import LayerGeometry
 from pipeline.kernels.interpolation import interpolated
 from pipeline.methods.loss_aware.mlp_solver import (
     DOWN,
@@ -60,22 +60,22 @@ class Piece(TypedDict):
     bends: list[float]
 
 
-def roles(geometry: Geometry) -> tuple[str, ...]:
+def roles(geometry: LayerGeometry) -> tuple[str, ...]:
     """(gate), up, down."""
     return (*readers(geometry), "down")
 
 
-def moments(geometry: Geometry) -> tuple[Moment, ...]:
+def moments(geometry: LayerGeometry) -> tuple[Moment, ...]:
     """The diagonal suffices for the gradient at gate and up."""
     return (INPUT, HIDDEN, METRIC, sample_of(geometry), *(gradient_of(role) for role in readers(geometry)))
 
 
-def pieces(entry: LossAware, geometry: Geometry) -> int:
+def pieces(entry: LossAware, geometry: LayerGeometry) -> int:
     """Into how many the curve may be cut: one for each width."""
     return len(widths_of(entry, geometry))
 
 
-def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
+def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Ranks of gate/up and of down on each of a few widths."""
     solver = Solver(entry, geometry, weights, found)
     begun = _begun(solver)
@@ -83,14 +83,14 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     return join(entry, geometry, begun, each)
 
 
-def begin(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> Begun:
+def begin(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> Begun:
     """Eliminates channels. Holds the statistics, and as many numbers again as their largest moment has."""
     return _begun(Solver(entry, geometry, weights, found))
 
 
 def piece(
     entry: LossAware,
-    geometry: Geometry,
+    geometry: LayerGeometry,
     weights: Mapping[str, Tensor],
     found: Statistics,
     begun: Begun,
@@ -106,7 +106,7 @@ def piece(
     return [_piece(solver, begun, widths[number]) for number in numbers]
 
 
-def join(entry: LossAware, geometry: Geometry, begun: Begun, each: Sequence[Piece]) -> list[Point]:
+def join(entry: LossAware, geometry: LayerGeometry, begun: Begun, each: Sequence[Piece]) -> list[Point]:
     """The points of all widths, from all `pieces` in their order."""
     by_width = dict(zip(_by_work(entry, geometry), each, strict=True))
     return list(_options(entry, geometry, begun, by_width))
@@ -130,7 +130,7 @@ def _piece(solver: Solver, begun: Begun, width: int) -> Piece:
     return Piece(gate_up=linear.tolist(), down=solver.down_losses(kept_k).tolist(), bends=bends)
 
 
-def _options(entry: LossAware, geometry: Geometry, begun: Begun, each: Mapping[int, Piece]) -> Iterator[Point]:
+def _options(entry: LossAware, geometry: LayerGeometry, begun: Begun, each: Mapping[int, Piece]) -> Iterator[Point]:
     multiple = entry.multiple(geometry.hidden)
     for width, loss in zip(widths_of(entry, geometry), begun["losses"], strict=True):
         pruned = Point({WIDTH: width}, bias_numbers(geometry, width), loss)
@@ -139,7 +139,7 @@ def _options(entry: LossAware, geometry: Geometry, begun: Begun, each: Mapping[i
         yield from merged([pruned], merged(upper, lower))
 
 
-def _bent(geometry: Geometry, begun: Begun, each: Mapping[int, Piece], width: int) -> Tensor:
+def _bent(geometry: LayerGeometry, begun: Begun, each: Mapping[int, Piece], width: int) -> Tensor:
     """What gate and up lose by rank: the linear prediction, times what a few ranks are seen to lose by it; at widths
     between those that were looked at, what is in between."""
     linear, ranks = _column(each[width]["gate_up"]), probed_ranks(geometry, width)
@@ -157,14 +157,14 @@ def _column(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _by_work(entry: LossAware, geometry: Geometry) -> list[int]:
+def _by_work(entry: LossAware, geometry: LayerGeometry) -> list[int]:
     """The widths, those first that are looked at where the sample has tokens enough, and of the others the largest."""
     widths = widths_of(entry, geometry)
     probed = probed_widths(entry, geometry)
     return sorted(widths, key=lambda width: (width not in probed, -width))
 
 
-def least_numbers(entry: LossAware, geometry: Geometry) -> int:
+def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     """Stored at the smallest width and ranks."""
     width, multiple = min(widths_of(entry, geometry)), entry.multiple(geometry.hidden)
     stacks = (reader_stack(entry, geometry, width), down_stack(entry, geometry, width))
@@ -172,7 +172,7 @@ def least_numbers(entry: LossAware, geometry: Geometry) -> int:
 
 
 def solve(
-    entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
+    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:
     """Prunes to `width`, refits down, then cuts gate/up and down to their ranks."""
     solver, width = Solver(entry, geometry, weights, found), ranks[WIDTH]
@@ -193,7 +193,7 @@ def solve(
 
 def correct(
     entry: LossAware,
-    geometry: Geometry,
+    geometry: LayerGeometry,
     weights: Mapping[str, Tensor],
     found: Statistics,
     ranks: Ranks,

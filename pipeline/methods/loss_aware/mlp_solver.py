@@ -14,9 +14,10 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from manifests.records import FormSpec
-from pipeline.families.family import Geometry
+from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
+from pipeline.kernels.moments import wide_product
 from pipeline.kernels.nystrom import nested_losses, nystrom_refit
 from pipeline.kernels.refit import Refit, refit
 from pipeline.kernels.sensitivity import (
@@ -28,6 +29,7 @@ from pipeline.kernels.sensitivity import (
     pulled,
     pushed,
     roots_of,
+    spread_directions,
 )
 from pipeline.kernels.spectra import symmetric_root
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
@@ -44,7 +46,7 @@ TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sampl
 BATCH = 4096  # tokens that pass the MLP at a time
 
 
-def readers(geometry: Geometry) -> tuple[str, ...]:
+def readers(geometry: LayerGeometry) -> tuple[str, ...]:
     """The roles that read the MLP's input."""
     return tuple(role for role in ("gate", "up") if role in geometry.roles)
 
@@ -55,7 +57,7 @@ class Solver:
     def __init__(
         self,
         entry: LossAware,
-        geometry: Geometry,
+        geometry: LayerGeometry,
         weights: Mapping[str, Tensor],
         found: Statistics,
         order: Sequence[int] | None = None,
@@ -135,8 +137,10 @@ class Solver:
 
     def reader_losses(self, kept_k: Tensor) -> Tensor:
         """Predicted loss by rank of gate/up, as if the activation were linear."""
-        found = self.reader_directions(kept_k)
-        return losses_by_rank(found, self.input_DD, self._pull(kept_k, by_loss=True))
+        pull_DD = self._pull(kept_k, by_loss=True)
+        if self.by_loss:
+            self._directions = {kept_k.numel(): input_directions(self._input_roots, pull_DD)}
+        return losses_by_rank(self.reader_directions(kept_k), self.input_DD, pull_DD)
 
     def bends(self, kept_k: Tensor, linear: Tensor, pruned: float) -> list[float]:
         """By share of `PROBES`: what a rank of gate/up is seen to cost on the probe, by what `linear` says.
@@ -180,9 +184,8 @@ class Solver:
     def down_losses(self, kept_k: Tensor) -> Tensor:
         """Predicted loss by rank of down."""
         refit_Dk, _ = self.refit(kept_k)
-        moment_kk = self.moment(kept_k)
-        found, spread_DD = self.down_directions(refit_Dk, moment_kk), pushed(refit_Dk, moment_kk)
-        return losses_by_rank(found, spread_DD, self.metric_DD)
+        spread_DD = pushed(refit_Dk, self.moment(kept_k))
+        return losses_by_rank(spread_directions(spread_DD, self._output_roots), spread_DD, self.metric_DD)
 
     def moment(self, kept_k: Tensor) -> Tensor:
         """Of the channels that stay."""
@@ -200,7 +203,7 @@ class Solver:
         """What the dense MLP gives, batch by batch."""
         for part_TD in sample_TD.split(BATCH):
             hidden_TN = self._hidden(part_TD, self._readers, self._biases)
-            yield hidden_TN @ self.down_DN.to(hidden_TN.dtype).T
+            yield wide_product(hidden_TN, self.down_DN.to(hidden_TN.dtype).T)
 
     @cached_property
     def _readers(self) -> dict[str, Tensor]:
@@ -220,10 +223,10 @@ class Solver:
         return {role: self.weights[name] for role, name in names.items() if name in self.weights}
 
     def _hidden(self, inputs_TD: Tensor, parts: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> Tensor:
-        """act(gate) ⊙ up, or act(up); float32, or float64 for a float64 sample."""
-        kept = torch.promote_types(inputs_TD.dtype, torch.float32)
-        read = {role: inputs_TD.to(kept) @ part.to(kept).T for role, part in parts.items()}
-        read = {role: values + biases[role].to(kept) if role in biases else values for role, values in read.items()}
+        """act(gate) ⊙ up, or act(up), as the forward pass computes them: in the dtype of the sample."""
+        dtype = inputs_TD.dtype
+        read = {role: inputs_TD @ part.to(dtype).T for role, part in parts.items()}
+        read = {role: values + biases[role].to(dtype) if role in biases else values for role, values in read.items()}
         activation = activation_of(self.geometry)
         return activation(read["gate"]) * read["up"] if "gate" in read else activation(read["up"])
 
@@ -235,7 +238,7 @@ class Solver:
         return pull_DD
 
 
-def sample_of(geometry: Geometry) -> Moment:
+def sample_of(geometry: LayerGeometry) -> Moment:
     """Inputs of the MLP, whole tokens."""
     return Moment("mlp.in", kind="sample", tokens=SAMPLE_TOKENS * geometry.intermediate)
 
@@ -245,7 +248,7 @@ def gradient_of(role: str) -> Moment:
     return Moment(f"{role}.out", kind="gradient", diagonal=True)
 
 
-def probed_widths(entry: LossAware, geometry: Geometry, tokens: int | None = None) -> list[int]:
+def probed_widths(entry: LossAware, geometry: LayerGeometry, tokens: int | None = None) -> list[int]:
     """The widths at which the activation is looked at, with a sample of so many tokens, or with a whole one: what it
     bends changes little from width to width."""
     tokens = sample_of(geometry).tokens if tokens is None else tokens
@@ -255,42 +258,42 @@ def probed_widths(entry: LossAware, geometry: Geometry, tokens: int | None = Non
     return [fitted[place * (len(fitted) - 1) // max(1, count - 1)] for place in range(count)]
 
 
-def probed_ranks(geometry: Geometry, width: int) -> dict[int, int]:
+def probed_ranks(geometry: LayerGeometry, width: int) -> dict[int, int]:
     """Of gate and up, at a width: rank -> place of its share among `PROBES`."""
     full = min(len(readers(geometry)) * width, geometry.hidden)
     ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
     return {rank: place for rank, place in ranks.items() if rank < full}
 
 
-def _probe_stride(geometry: Geometry, tokens: int) -> int:
+def _probe_stride(geometry: LayerGeometry, tokens: int) -> int:
     """The probe is an even part of the sample."""
     return max(1, tokens // (PROBE_TOKENS * geometry.intermediate))
 
 
-def reader_stack(entry: LossAware, geometry: Geometry, width: int) -> Stack:
+def reader_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
     """gate and up at a width."""
     names, pivoted = readers(geometry), entry.factors == "pivoted"
     rows = len(names) * width
     return Stack(GATE_UP, names, rows, geometry.hidden, geometry.bits, pivoted, _width_of_form(geometry, width))
 
 
-def down_stack(entry: LossAware, geometry: Geometry, width: int) -> Stack:
+def down_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
     """down at a width."""
     pivoted, widths = entry.factors == "pivoted", _width_of_form(geometry, width)
     return Stack(DOWN, (DOWN,), geometry.hidden, width, geometry.bits, pivoted, widths)
 
 
-def _width_of_form(geometry: Geometry, width: int) -> dict[str, int]:
+def _width_of_form(geometry: LayerGeometry, width: int) -> dict[str, int]:
     return {} if width >= geometry.intermediate else {"width": width}
 
 
-def bias_numbers(geometry: Geometry, width: int) -> int:
+def bias_numbers(geometry: LayerGeometry, width: int) -> int:
     """Of all roles."""
     biased = geometry.biases
     return width * sum(role in biased for role in readers(geometry)) + geometry.hidden * (DOWN in biased)
 
 
-def widths_of(entry: LossAware, geometry: Geometry) -> list[int]:
+def widths_of(entry: LossAware, geometry: LayerGeometry) -> list[int]:
     """A few widths, evenly up to the full one."""
     whole, multiple, count = geometry.intermediate, entry.multiple(geometry.hidden), entry.widths
     even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}

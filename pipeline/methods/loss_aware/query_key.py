@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
-from pipeline.families.family import Geometry
+from pipeline.families.family import LayerGeometry
 from pipeline.kernels.sensitivity import Directions, input_directions, losses_by_rank
 from pipeline.methods.loss_aware.pairs import carry, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
@@ -27,7 +27,7 @@ PAIR = pair("attention.in")
 CORRECTIONS = (PAIR,)
 
 
-def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
+def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """One point for each rank of the stack [q; k]."""
     directions = _directions(entry, weights, found)
     pull_DD, input_DD = found.mean(PULL)[0], found.mean(INPUT)[0]
@@ -37,13 +37,13 @@ def points(entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], 
     return [Point(point.ranks, point.numbers + biases, point.loss, cache) for point in found_points]
 
 
-def least_numbers(entry: LossAware, geometry: Geometry) -> int:
+def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     """Stored at the smallest rank."""
     return _stack(entry, geometry).least(entry.multiple(geometry.hidden)) + _bias_numbers(geometry)
 
 
 def solve(
-    entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
+    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:
     """The stack at its rank; biases as they are."""
     if ranks[NAME] >= _stack(entry, geometry).full:
@@ -53,7 +53,7 @@ def solve(
 
 def correct(
     entry: LossAware,
-    geometry: Geometry,
+    geometry: LayerGeometry,
     weights: Mapping[str, Tensor],
     found: Statistics,
     ranks: Ranks,
@@ -71,7 +71,7 @@ def correct(
 
 
 def _stored(
-    entry: LossAware, geometry: Geometry, weights: Mapping[str, Tensor], directions: Directions, rank: int
+    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], directions: Directions, rank: int
 ) -> Solution:
     stack = _stack(entry, geometry)
     parts = {role: weights[f"{role}.weight"] for role in ROLES}
@@ -92,10 +92,10 @@ def _gram(weights: Mapping[str, Tensor]) -> Tensor:
     return stacked_mD.T @ stacked_mD
 
 
-def _stack(entry: LossAware, geometry: Geometry) -> Stack:
+def _stack(entry: LossAware, geometry: LayerGeometry) -> Stack:
     rows = sum(geometry.weight_shape(role)[0] for role in ROLES)
     return Stack(NAME, ROLES, rows, geometry.hidden, geometry.bits, entry.factors == "pivoted")
 
 
-def _bias_numbers(geometry: Geometry) -> int:
+def _bias_numbers(geometry: LayerGeometry) -> int:
     return sum(geometry.weight_shape(role)[0] for role in ROLES if role in geometry.biases)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -22,9 +24,12 @@ from lamina.checking_lamina import check_checkpoint, shown
 from lamina.configuration_lamina import LaminaConfig
 from lamina.engine_vllm.attention import CachedHeads, VllmAttention
 from lamina.engine_vllm.parallel import Cut, Parallel, Place, check_cut
-from lamina.factored_lamina import stored_state
+from lamina.engine_vllm.rounded import scheme_of
+from lamina.factored_lamina import PivotedLinears, stored_state
 from lamina.layers_lamina import LaminaDecoderLayer, attach, find, make_norm
 from lamina.modeling_lamina import LaminaForCausalLM, old_buffers
+
+logger = init_logger("vllm.lamina")
 
 
 class VllmDecoderLayer(LaminaDecoderLayer):
@@ -50,8 +55,13 @@ class LaminaBase(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, config: LaminaConfig, prefix: str) -> None:
         super().__init__()
         self.config, block = config, config.block
+        if any(config.layer_sizes):
+            raise ValueError(
+                "config.json: layer_sizes: layers of different sizes are not served by vLLM yet; use transformers"
+            )
         quant, cache = vllm_config.quant_config, vllm_config.cache_config
         self.places: dict[str, Place] = {}
+        self.unpacked: dict[str, str] = {}
         self._names = {key: tuple(in_base(block[key]).split(".")) for key in ("embed", "layers", "final_norm")}
         table = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=block["embed"])
         attach(self, in_base(block["embed"]), table)
@@ -66,6 +76,11 @@ class LaminaBase(nn.Module):
         layers = (self._layer(i, heads, cache, quant, f"{prefix}.{path}.{i}") for i in range(config.num_hidden_layers))
         attach(self, path, nn.ModuleList(layers))
         attach(self, in_base(block["final_norm"]), make_norm(config))
+        if self.unpacked:
+            logger.warning(
+                "%d rounded matrices have no kernel here and are multiplied out: as large in memory as unrounded ones. "
+                "The first is %s: %s", len(self.unpacked), *next(iter(self.unpacked.items())),
+            )  # fmt: skip
 
     def _layer(self, index: int, heads: CachedHeads, cache: Any, quant: Any, prefix: str) -> VllmDecoderLayer:
         with torch.device("meta"):
@@ -73,6 +88,7 @@ class LaminaBase(nn.Module):
         parallel = Parallel(self.config, index, quant, prefix)
         parallel.convert(layer)
         self.places |= {f"{prefix}.{name}": place for name, place in parallel.places.items()}
+        self.unpacked |= {f"{prefix}.{path}": reason for path, reason in parallel.unpacked.items()}
         attention = cast(VllmAttention, find(layer, layer._attention))
         attention.connect(heads, parallel.cut.parts, cache, quant, f"{prefix}.{'.'.join(layer._attention)}")
         attention.rotary = _rotary(self.config)
@@ -110,7 +126,6 @@ class LaminaForVllm(nn.Module):
         folder = Path(vllm_config.model_config.model)
         if folder.is_dir():
             check_checkpoint(folder)
-        self.quantised = vllm_config.quant_config is not None
         base, self._head = config.block["embed"].partition(".")[0], tuple(config.block["head"].split("."))
         self._base = base
         self.add_module(base, LaminaBase(vllm_config=vllm_config, config=config, prefix=base))
@@ -156,16 +171,18 @@ class LaminaForVllm(nn.Module):
         missing ones: no model is served with numbers that nobody stored.
         """
         expected, mine = self._expected(), {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        places = self.base.places
+        places, head = self.base.places, f"{self.config.block['head']}.weight"
         old = [re.compile(pattern) for pattern in old_buffers(self.config.block["modules"])]
-        tied = f"{self.config.block['head']}.weight" if self.config.tie_word_embeddings else None
+        ends: dict[str, Tensor] = {}  # of a model that ties them, where they are stored twice
         seen: set[str] = set()
         for name, tensor in weights:
-            if name == tied or any(pattern.search(name) for pattern in old):
+            if self.config.tie_word_embeddings and name in (head, f"{self.config.block['embed']}.weight"):
+                ends[name] = tensor
+            if (self.config.tie_word_embeddings and name == head) or any(p.search(name) for p in old):
                 continue
-            if name not in mine and name not in places:
+            if name not in expected:
                 raise ValueError(f"the checkpoint has {name}, which config.json's forms do not ask for")
-            if (shape := expected.get(name)) is not None and shape != tuple(tensor.shape):
+            if (shape := expected[name]) is not None and shape != tuple(tensor.shape):
                 raise ValueError(f"{name} is of shape {tuple(tensor.shape)}, config.json's forms ask for {shape}")
             if name in places:
                 places[name](tensor)
@@ -174,21 +191,35 @@ class LaminaForVllm(nn.Module):
             else:
                 mine[name].data.copy_(tensor)
             seen.add(name)
-        if not self.quantised and (missing := sorted({*expected} - seen)):
+        if missing := sorted({*expected} - seen):
             raise ValueError(
                 f"the checkpoint lacks {len(missing)} tensors that its config.json describes: {shown(missing)}. "
                 "A shard may be missing, or the files are of different checkpoints; copy it again."
             )
+        if len(ends) == 2 and not torch.equal(*ends.values()):
+            raise ValueError(f"{head} differs from the embedding that tie_word_embeddings of config.json says it is")
+        for module in self.modules():
+            if isinstance(module, PivotedLinears):
+                module.check_stored()
         return {*mine}
 
-    def _expected(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of what the checkpoint stores."""
+    def _expected(self) -> dict[str, tuple[int, ...] | None]:
+        """Name → shape of what the checkpoint stores; None for what only vLLM's quantisation knows."""
         with torch.device("meta"):
             model = LaminaForCausalLM(self.config)
-        shapes = {name: tuple(tensor.shape) for name, tensor in stored_state(model).items()}
+        expected: dict[str, tuple[int, ...] | None] = {n: tuple(t.shape) for n, t in stored_state(model).items()}
         if self.config.tie_word_embeddings:
-            shapes.pop(f"{self.config.block['head']}.weight", None)
-        return shapes
+            expected.pop(f"{self.config.block['head']}.weight", None)
+        for path, module in self.named_modules():
+            quantised = isinstance(module, LinearBase) and not isinstance(module.quant_method, UnquantizedLinearMethod)
+            if not quantised and path not in self.base.unpacked:
+                continue
+            shape = expected.pop(f"{path}.weight")
+            if (scheme := scheme_of(self.config, path)) is not None:
+                expected |= {f"{path}.{part}": size for part, size in scheme.shapes(*cast(Any, shape)).items()}
+            else:
+                expected |= {f"{path}.{name}": None for name, _ in module.named_parameters() if name != "bias"}
+        return expected
 
 
 def _own_config(config: Any) -> LaminaConfig:

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLi
 
 from lamina.block_lamina import LINEAR_ROLES, QKVO_ROLES, ROWWISE_ROLES, LayerShape
 from lamina.configuration_lamina import LaminaConfig
+from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, check_dtype, scheme_of
 from lamina.factored_lamina import Factored, HeadLowRankLinear, LowRankLinear, PivotedLinears, RoleOutput
 from lamina.layers_lamina import LaminaDecoderLayer, LaminaRMSNorm, attach
 from lamina.tucker_lamina import SparseCore, TuckerLinears
@@ -94,6 +95,7 @@ class Parallel:
         self.shape: LayerShape = config.layer_shape(layer)
         self.cut = Cut.mine()
         self.places: dict[str, Place] = {}
+        self.unpacked: dict[str, str] = {}  # path of a rounded linear -> why vLLM has no kernel for it
 
     def convert(self, layer: LaminaDecoderLayer) -> None:
         """Replaces the linears of a layer that lies on the meta device, and gives memory to the rest."""
@@ -135,9 +137,24 @@ class Parallel:
             self._cut_bias(module, path)
 
     def _linear(self, style: Any, linear: nn.Linear, path: str) -> nn.Module:
-        options = {"quant_config": self.quant_config, "prefix": f"{self.prefix}.{path}", "return_bias": False}
-        made: nn.Module = style(linear.in_features, linear.out_features, bias=linear.bias is not None, **options)
+        sizes, name = (linear.in_features, linear.out_features), f"{self.prefix}.{path}"
+        options = {"bias": linear.bias is not None, "prefix": name, "return_bias": False}
+        scheme = scheme_of(self.config, name) if self.quant_config else None
+        try:
+            if scheme is not None:
+                check_dtype()
+            made: nn.Module = style(*sizes, quant_config=self.quant_config, **options)
+        except ValueError as error:  # no kernel of the platform takes these bits and widths
+            if scheme is None:
+                raise
+            made = style(*sizes, **options)
+            self._unpack(made, path, scheme)
+            self.unpacked[path] = str(error)
         return made
+
+    def _unpack(self, linear: Any, path: str, scheme: Scheme) -> None:
+        unpacking = Unpacking(scheme, lambda stored: linear.weight.weight_loader(linear.weight, stored))
+        self.places |= {f"{path}.{part}": partial(unpacking.take, part) for part in PARTS}
 
     def _cut_bias(self, module: Any, path: str) -> None:
         module.bias = nn.Parameter(self.cut.of(module.bias, 0).contiguous())

@@ -1,0 +1,80 @@
+"""Weights of a few bits in the pack-quantized layout of compressed-tensors (docs/formats.md#rounded-tensors).
+
+vLLM's kernels take them where the platform has one for the bits, the group and the widths; elsewhere a matrix is
+multiplied out at loading: right, but as large as one that was never rounded. O outputs, I inputs, W words of a row.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+
+PACKED, SCALE, SHAPE = PARTS = ("weight_packed", "weight_scale", "weight_shape")
+LAYOUT, EVERY, WORD_BITS = "pack-quantized", "Linear", 32
+ROWS = 1024  # unpacked at a time
+
+
+class Scheme(NamedTuple):
+    """Codes of `bits` bits, and a scale for each `group` columns of a row; None: for each row."""
+
+    bits: int
+    group: int | None
+
+    def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that stand for a weight (O, I)."""
+        scales = 1 if self.group is None else inputs // self.group
+        return {PACKED: (outputs, math.ceil(inputs * self.bits / WORD_BITS)), SCALE: (outputs, scales), SHAPE: (2,)}
+
+
+def scheme_of(config: Any, path: str) -> Scheme | None:
+    """What `quantization_config` says of a module; None where it is not rounded, or in another layout."""
+    field = getattr(config, "quantization_config", None) or {}
+    if field.get("format") != LAYOUT or path in field.get("ignore", ()):
+        return None
+    for group in field.get("config_groups", {}).values():
+        if path in group["targets"] or EVERY in group["targets"]:
+            return Scheme(group["weights"]["num_bits"], group["weights"].get("group_size"))
+    return None
+
+
+def check_dtype() -> None:
+    """Raises ValueError for the model's dtype where vLLM would take it and fail in the first forward pass."""
+    if current_platform.is_cpu() and torch.get_default_dtype() == torch.float32:
+        raise ValueError("CPU kernels for packed weights compute in bfloat16 or float16, not in float32")
+
+
+def multiplied_out(packed_OW: Tensor, scales_OS: Tensor, shape: Tensor, bits: int) -> Tensor:
+    """The weight (O, I): code · scale, in the scales' dtype.
+
+    A code is in two's excess of 2^(bits-1), lowest bits first, and may go on in the next word.
+    """
+    columns = int(shape[1])
+    begins_I = torch.arange(columns, device=packed_OW.device) * bits
+    word_I, shift_I = begins_I // WORD_BITS, begins_I % WORD_BITS
+    parts = []
+    for packed_oW, scales_oS in zip(packed_OW.split(ROWS), scales_OS.split(ROWS), strict=True):
+        words_oW = torch.nn.functional.pad(packed_oW.long() & 0xFFFFFFFF, (0, 1))
+        both_oI = words_oW[:, word_I] | words_oW[:, word_I + 1] << WORD_BITS
+        codes_oI = (both_oI >> shift_I & 2**bits - 1) - 2 ** (bits - 1)
+        grouped_oSg = codes_oI.unflatten(1, (scales_oS.shape[1], -1)).to(scales_oS.dtype)
+        parts.append((grouped_oSg * scales_oS[..., None]).flatten(1))
+    return torch.cat(parts)
+
+
+class Unpacking:
+    """Puts a weight where it belongs as soon as all that stands for it has come, in any order."""
+
+    def __init__(self, scheme: Scheme, place: Callable[[Tensor], None]) -> None:
+        self.scheme, self.place = scheme, place
+        self.found: dict[str, Tensor] = {}
+
+    def take(self, part: str, tensor: Tensor) -> None:
+        """One of the stored tensors."""
+        self.found[part] = tensor
+        if len(self.found) == len(PARTS):
+            packed, scale, shape = (self.found[part] for part in PARTS)
+            self.place(multiplied_out(packed, scale, shape, self.scheme.bits))
+            self.found.clear()

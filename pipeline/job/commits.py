@@ -1,0 +1,49 @@
+"""How often a job commits its hidden states. docs/plan.md#commits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from manifests.entries import ScheduleEntry
+from pipeline.job.context import JobContext
+from pipeline.job.planning import pass_of
+from pipeline.keys import SCHEDULE
+from pipeline.plan.phases import layers_per_commit
+from pipeline.plan.rates import GPUS, Rates, measured_rates
+from pipeline.plan.work import layer_work
+
+
+def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
+    """Layers between two commits: `resume.every`, or for `auto` what the plan chose when the run directory was new.
+
+    `hardware`: of the workers (`workers.hardware`), at whose rates it is planned.
+    """
+    asked = job.manifest.resume.every
+    if asked != "auto" or job.manifest.calibration is None:
+        return 1 if asked == "auto" else asked  # without text there are no hidden states
+    entered = job.ledger.get(SCHEDULE)
+    if entered is None:
+        inputs, layers = job.inputs, job.inputs.geometry.num_layers
+        work = layer_work(inputs.manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize)
+        every = layers_per_commit(work, _rates(job, hardware["device"]), pass_of(inputs.manifest, layers))
+        entered = ScheduleEntry(every=every)
+        job.ledger.commit(SCHEDULE, entered)
+    job.observer.say(f"resume.every: auto: hidden states are committed every {entered.every} layers")
+    return entered.every
+
+
+def _rates(job: JobContext, device: str) -> Rates:
+    """Of the workers' GPU by its name, or of this machine's CPU, measured."""
+    workers = job.manifest.workers
+    if not workers.gpus:
+        return measured_rates(torch.device("cpu"), job.inputs.dtype, workers.cpus, workers.max)
+    if device in GPUS:
+        return GPUS[device]
+    fastest = max(GPUS, key=lambda name: GPUS[name].products)
+    job.observer.say(
+        f"resume.every: auto: no rates of {device} are known; those of {fastest} are taken", logging.WARNING
+    )
+    return GPUS[fastest]

@@ -1,0 +1,114 @@
+"""`resume.every: auto`: how often hidden states are committed, and that a run directory keeps to it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.schema import Manifest
+from pipeline.job import commits
+from pipeline.job.commits import commit_interval
+from pipeline.keys import SCHEDULE
+from pipeline.methods.registry import build_methods, claim_tasks
+from pipeline.plan.phases import (
+    COMMIT_SHARE,
+    REPEATED_SECONDS,
+    Pass,
+    committed_bytes,
+    layers_per_commit,
+    phase_seconds,
+)
+from pipeline.plan.rates import Rates, rates_of
+from pipeline.plan.work import LayerWork, layer_work
+from stores.ledger import Ledger
+from tests.pipeline.geometries import llama, manifest
+
+TEXT = {"text": {"files": ["text.txt"]}, "samples": 256, "sequence_length": 4096, "shards": 256}
+LARGE = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+LAYERS = 80
+
+
+def work_of(**calibration: Any) -> LayerWork:
+    job, geometry = manifest(keep=0.8, calibration={**TEXT, **calibration}), llama("gqa", **LARGE)
+    return layer_work(job, geometry, claim_tasks(build_methods(job), geometry), 2)
+
+
+def walk(propagate: str, workers: int, importance: bool = False) -> Pass:
+    return Pass(LAYERS, 256, workers, importance, propagate == "compressed", offload=True)
+
+
+@pytest.mark.parametrize("propagate", ["dense", "compressed"])
+@pytest.mark.parametrize("workers", [1, 8, 64])
+@pytest.mark.parametrize("slower", [1.0, 30.0, 1000.0])
+def test_the_fewest_layers_whose_commits_cost_little(propagate: str, workers: int, slower: float) -> None:
+    """Writing takes 5 % of a pass or less, and would not with one layer less; unless too much would be lost."""
+    work, fast, way = work_of(propagate=propagate), rates_of("H200"), walk(propagate, workers)
+    rates = replace(fast, products=fast.products / slower, double=fast.double / slower, memory=fast.memory / slower)
+    every = layers_per_commit(work, rates, way)
+    phases = phase_seconds(work, rates, way)
+    names = ("statistics", "reduce", "solve", "propagate") if propagate == "compressed" else ("statistics",)
+    layer_s = sum(phases[name] for name in names) / LAYERS
+    share = work.hidden_bytes / way.nodes(rates) / rates.disk / layer_s
+    assert 1 <= every <= LAYERS
+    assert every == 1 or every * layer_s <= REPEATED_SECONDS
+    assert every == 1 or share / (every - 1) > COMMIT_SHARE
+    assert share / every <= COMMIT_SHARE or every == LAYERS or (every + 1) * layer_s > REPEATED_SECONDS
+
+
+def test_the_quickest_pass_decides() -> None:
+    """Importance alone takes a forward pass a layer, and writes as much as the walk."""
+    work, rates = work_of(propagate="compressed"), rates_of("H200")
+    alone, both = (layers_per_commit(work, rates, walk("compressed", 1, importance)) for importance in (False, True))
+    assert 1 < alone < both < LAYERS
+    assert committed_bytes(work, walk("compressed", 1), 8) == 9 * work.hidden_bytes  # before layers 8, 16, … 72
+    assert committed_bytes(work, walk("compressed", 1, importance=True), 80) == 0
+
+
+def job_of(ledger: Ledger, every: int | str, said: list[str], **fields: Any) -> Any:
+    asked: Manifest = manifest(keep=0.8, **{"calibration": TEXT, "resume": {"every": every}, **fields})
+    geometry = llama("gqa", **LARGE)
+    tasks = claim_tasks(build_methods(asked), geometry)
+    inputs = SimpleNamespace(manifest=asked, geometry=geometry, tasks=tasks, dtype=torch.bfloat16)
+    observer = SimpleNamespace(say=lambda line, level=logging.INFO: said.append(line))
+    return SimpleNamespace(manifest=asked, inputs=inputs, ledger=ledger, observer=observer)
+
+
+def test_a_run_directory_keeps_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the rates are when it goes on; a number that is given goes before."""
+    ledger, said = Ledger(tmp_path), []  # type: tuple[Ledger, list[str]]
+    gpus: dict[str, Any] = {"workers": {"max": 8, "gpus": 1}}
+    assert commit_interval(job_of(ledger, 3, said), {"device": "CPU"}) == 3
+    assert ledger.get(SCHEDULE) is None
+    assert said == []
+    chosen = commit_interval(job_of(ledger, "auto", said, **gpus), {"device": "NVIDIA H200"})
+    assert 1 < chosen <= LAYERS
+    assert said == [f"resume.every: auto: hidden states are committed every {chosen} layers"]
+
+    def slow(*_: object) -> Rates:
+        return replace(rates_of("H200"), products=1e12, double=1e11)
+
+    monkeypatch.setattr(commits, "measured_rates", slow)
+    assert commit_interval(job_of(ledger, "auto", said), {"device": "CPU"}) == chosen
+    assert commit_interval(job_of(ledger, 2, said), {"device": "CPU"}) == 2
+    assert commit_interval(job_of(Ledger(tmp_path / "other"), "auto", said), {"device": "CPU"}) < chosen
+
+
+def test_a_gpu_without_rates_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    job = job_of(Ledger(tmp_path), "auto", said, workers={"gpus": 1})
+    assert commit_interval(job, {"device": "NVIDIA B300"}) >= 1
+    assert said[0].startswith("resume.every: auto: no rates of NVIDIA B300 are known; those of NVIDIA H200")
+
+
+def test_without_text_there_is_nothing_to_commit(tmp_path: Path) -> None:
+    job = job_of(Ledger(tmp_path), "auto", [], calibration=None)
+    assert commit_interval(job, {"device": "CPU"}) == 1
