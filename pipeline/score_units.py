@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.samples import shard_range
+from pipeline.unit_parts import Replaying
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class WindowForward:
+class WindowForward(Replaying):
     """One shard of windows through one layer, for its outputs alone: a `pipeline.units.ForwardDone`.
 
     Attributes:
         model: names what is scored among all that the same windows go through.
         keep_inputs: whether what goes into the layer is stored, too.
-        staged, store, base, base_record, replay, ahead: as in `pipeline.units.Forward`.
+        staged, store, ahead: as in `pipeline.units.Forward`.
     """
 
     windows: Windows
@@ -56,9 +57,6 @@ class WindowForward:
     staged: StagedLayer | None = None
     store: bool = False
     keep_inputs: bool = False
-    base: int = 0
-    base_record: ArrayRecord | None = None
-    replay: tuple[StagedLayer | None, ...] = ()
     ahead: int | None = None
 
     @property
@@ -68,7 +66,7 @@ class WindowForward:
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Replaying):
     """What the head makes of one shard of windows behind the last layer: a `Scored`.
 
     `layer` is one past the last. `dense`: record of the dense model's last outputs, to measure the divergence from.
@@ -80,9 +78,6 @@ class Score:
     layer: int
     shard: int
     dense: ArrayRecord | None = None
-    base: int = 0
-    base_record: ArrayRecord | None = None
-    replay: tuple[StagedLayer | None, ...] = ()
 
     @property
     def key(self) -> str:

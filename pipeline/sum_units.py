@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from manifests.records import ArrayRecord
 from pipeline.methods.method import Moment
+from pipeline.unit_parts import HoldsPartials, TakesMoments
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ChooseGridsDone:
 
 
 @dataclass(frozen=True)
-class Collect:
+class Collect(TakesMoments):
     """Takes over what one worker has summed in a pass; the worker keeps nothing of it.
 
     The result is a `CollectDone`, or None if the worker is gone, and its sums with it.
@@ -80,22 +81,12 @@ class Collect:
         """Names the unit in logs and results."""
         return f"collect/{self.lineage}/{self.layer}/{self.sums}/{self.worker}"
 
-    @property
-    def handles(self) -> int:
-        """How many handles its result holds."""
-        return len(self.moments)
-
 
 @dataclass(frozen=True)
-class CollectDone:
+class CollectDone(HoldsPartials):
     """Handles of the sums, by moment, and the shards that are in each of them; none, if the worker had no such sums."""
 
     shards: tuple[int, ...]
-    partials: Mapping[Moment, Any]
-
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of each handle."""
-        return replace(self, partials={moment: made(handle) for moment, handle in self.partials.items()})
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from manifests.records import ArrayRecord, FormSpec, GradientRecord, Scheme, Sta
 from pipeline.methods.method import Moment, Task
 from pipeline.score_units import Score, WindowForward
 from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
+from pipeline.unit_parts import HoldsPartials, Replaying, TakesMoments
 
 Lineage = Literal["dense", "compressed", "paired"]
 
 
 @dataclass(frozen=True)
-class Forward:
+class Forward(Replaying):
     """One calibration shard through one layer.
 
     Attributes:
@@ -30,8 +31,6 @@ class Forward:
         emit: whether the outputs become the hidden states of the next layer.
         store: whether these outputs are written to the activation store.
         keep_inputs: whether the inputs of the shard's gradient samples are written there, for the backward pass.
-        base: the layer whose inputs are committed (0: the token embeddings); a worker that does not hold the inputs
-            starts there, and goes through the layers of `replay` (staged records, or None for dense weights).
         ahead: the layer to read next, if any.
     """
 
@@ -45,9 +44,6 @@ class Forward:
     emit: bool = True
     store: bool = False
     keep_inputs: bool = False
-    base: int = 0
-    base_record: ArrayRecord | None = None
-    replay: tuple[StagedLayer | None, ...] = ()
     ahead: int | None = None
 
     @property
@@ -62,26 +58,21 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class ForwardDone:
+class ForwardDone(HoldsPartials):
     """What came of a `Forward`: handles of the samples of values, (sum, count) of cosines, the activation record.
 
     `worker`: who did it, and keeps the sums that the shard was added to.
     """
 
-    partials: Mapping[Moment, Any]
     cosine: tuple[float, int] | None
     activation: ArrayRecord | None
     tokens: int
     inputs: ArrayRecord | None = None
     worker: str = ""
 
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of each handle."""
-        return replace(self, partials={moment: made(handle) for moment, handle in self.partials.items()})
-
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Replaying, TakesMoments):
     """One calibration shard through the dense layer and through what has been made of it, side by side.
 
     docs/methods.md#corrections. Both models' hidden states travel together: (M, S, 2·D), the dense ones first.
@@ -90,7 +81,7 @@ class Pair:
         step: how many corrections of the layer came before.
         staged: the record of the layer as it is by now; None: its dense weights.
         moments: pairs to take, all at one point.
-        emit, store, base, base_record, replay, ahead: as in `Forward`.
+        emit, store, ahead: as in `Forward`.
     """
 
     layer: int
@@ -100,9 +91,6 @@ class Pair:
     moments: tuple[Moment, ...] = ()
     emit: bool = False
     store: bool = False
-    base: int = 0
-    base_record: ArrayRecord | None = None
-    replay: tuple[StagedLayer | None, ...] = ()
     ahead: int | None = None
 
     @property
@@ -110,14 +98,9 @@ class Pair:
         """Names the unit in logs and results."""
         return f"pair/{self.layer}/{self.step}/{self.shard}"
 
-    @property
-    def handles(self) -> int:
-        """How many handles its result holds."""
-        return len(self.moments)
-
 
 @dataclass(frozen=True)
-class Backward:
+class Backward(TakesMoments):
     """The gradient samples of one calibration shard back through a layer, by its dense weights.
 
     docs/methods.md#gradient-moments.
@@ -161,24 +144,14 @@ class Backward:
         """Names the unit in logs and results."""
         return f"backward/{self.layer}/{self.shard}"
 
-    @property
-    def handles(self) -> int:
-        """How many handles its result holds."""
-        return len(self.moments)
-
 
 @dataclass(frozen=True)
-class BackwardDone:
+class BackwardDone(HoldsPartials):
     """What came of a `Backward`: handles of the partial moments of gradients, records of what was stored."""
 
-    partials: Mapping[Moment, Any]
     activation: ArrayRecord | None
     tokens: int
     labels: ArrayRecord | None = None
-
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of each handle."""
-        return replace(self, partials={moment: made(handle) for moment, handle in self.partials.items()})
 
 
 @dataclass(frozen=True)
@@ -334,6 +307,7 @@ class Compare:
         return "compare"
 
 
+Onward = Forward | Pair | WindowForward | Score  # takes a shard on from the inputs of a layer
 SumUnit = ChooseGrids | Collect | Total | Reduce
 CurveUnit = BeginCurve | CurvePieces | Predict
 Unit = Forward | Pair | Backward | SumUnit | Measure | CurveUnit | Solve | Write | WindowForward | Score | Compare

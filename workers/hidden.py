@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import ArrayRecord, StagedLayer
+from pipeline.units import Onward
 from stores.activations import ActivationStore
 from stores.background import Background
 
@@ -23,40 +24,6 @@ class HiddenReader(Protocol):
 
     def read(self, start: int, stop: int) -> Tensor:
         """Samples start to stop, (B, S, D)."""
-        ...
-
-
-class Onward(Protocol):
-    """A unit that takes a shard onward from the inputs of its layer. See `pipeline.units.Forward`."""
-
-    @property
-    def key(self) -> str:
-        """Names it."""
-        ...
-
-    @property
-    def layer(self) -> int:
-        """Whose inputs it needs."""
-        ...
-
-    @property
-    def shard(self) -> int:
-        """Of the samples or windows."""
-        ...
-
-    @property
-    def base(self) -> int:
-        """The layer whose inputs are committed; 0: the embeddings."""
-        ...
-
-    @property
-    def base_record(self) -> ArrayRecord | None:
-        """Of these inputs."""
-        ...
-
-    @property
-    def replay(self) -> tuple[StagedLayer | None, ...]:
-        """The layers from `base` on, up to the unit's own."""
         ...
 
 

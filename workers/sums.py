@@ -85,9 +85,9 @@ class LayerSums:
     def collect(self, unit: Collect) -> CollectDone:
         """Gives the sums away."""
         if self.name != unit.sums:
-            return CollectDone((), {})
+            return CollectDone({}, ())
         partials = {moment: self.transfer.put(_packed(self.bands[moment])) for moment in unit.moments}
-        done = CollectDone(tuple(sorted(self.shards)), partials)
+        done = CollectDone(partials, tuple(sorted(self.shards)))
         self.forget()
         return done
 

@@ -15,20 +15,15 @@ from pipeline.ranks.budget import RankVariable
 E = TypeVar("E", bound=MethodEntry)
 
 
-@dataclass(frozen=True)
-class MethodBase(ABC, Generic[E]):
-    """A method bound to its manifest entry, without `target_ranks` and `compress`: the defaults of `Method`.
+class MethodDefaults(ABC):
+    """What a method says of itself unless it says otherwise: see `Method`."""
 
-    With a `curve` besides, it is a `Predicting` one, for entries with `allocation: loss`.
-    """
-
-    entry: E
     name: ClassVar[str]
 
     @property
     def keep(self) -> float | None:
-        """A budget of its own, if the entry gives one."""
-        return self.entry.keep
+        """No budget of its own."""
+        return None
 
     @property
     def fixed_ranks(self) -> bool:
@@ -50,10 +45,6 @@ class MethodBase(ABC, Generic[E]):
         """The forms say all."""
         return {}
 
-    def chosen_layers(self, geometry: Geometry) -> tuple[LayerGeometry, ...]:
-        """The layers that the entry means, ascending. Raises ValueError if one does not exist."""
-        return tuple(geometry.layers[layer] for layer in self.entry.chosen_layers(geometry.num_layers))
-
     @abstractmethod
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
         """As `Method.claims`."""
@@ -70,10 +61,6 @@ class MethodBase(ABC, Generic[E]):
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """The integers to choose for one group."""
 
-    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All that is claimed, where ranks follow predicted loss."""
-        return self.claims(geometry) if self.entry.follows_curves else ()
-
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """Stored at the smallest rank, of a group with one."""
         (variable,) = self.group_variables(group, geometry)
@@ -82,3 +69,26 @@ class MethodBase(ABC, Generic[E]):
     def cache_target(self, geometry: Geometry) -> float | None:
         """Stored numbers are what is budgeted."""
         return None
+
+
+@dataclass(frozen=True)
+class MethodBase(MethodDefaults, Generic[E]):
+    """A method bound to its manifest entry, without `target_ranks` and `compress`.
+
+    With a `curve` besides, it is a `Predicting` one, for entries with `allocation: loss`.
+    """
+
+    entry: E
+
+    @property
+    def keep(self) -> float | None:
+        """A budget of its own, if the entry gives one."""
+        return self.entry.keep
+
+    def chosen_layers(self, geometry: Geometry) -> tuple[LayerGeometry, ...]:
+        """The layers that the entry means, ascending. Raises ValueError if one does not exist."""
+        return tuple(geometry.layers[layer] for layer in self.entry.chosen_layers(geometry.num_layers))
+
+    def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
+        """All that is claimed, where ranks follow predicted loss."""
+        return self.claims(geometry) if self.entry.follows_curves else ()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 from torch import Tensor
 
 from manifests.records import Curve
 from pipeline.families.family import Geometry, LayerGeometry
+from pipeline.methods.base import MethodDefaults
 from pipeline.methods.method import Group, Key, Method, Ranks, Scores, Solution, Statistics
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, to_columns
@@ -20,17 +21,13 @@ WHOLE = "whole"
 
 
 @dataclass(frozen=True)
-class Unchanged:
+class Unchanged(MethodDefaults):
     """Claims every linear role that `others` leave, but those of `skip`; roles that read the same go together."""
 
     others: Sequence[Method]
     skip: tuple[str, ...] = ()
-    name: str = "quantize"
-    config_fields: Mapping[str, Any] = field(default_factory=dict)
-    keep: float | None = None
     chosen_bits: bool = False
-    uniform: bool = False
-    scores: frozenset[str] = frozenset()
+    name: ClassVar[str] = "quantize"
 
     @property
     def fixed_ranks(self) -> bool:
@@ -40,14 +37,6 @@ class Unchanged:
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
         """All of it, where bits are chosen."""
         return self.claims(geometry) if self.chosen_bits else ()
-
-    def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
-        """All of them."""
-        return geometry.numbers(group.roles)
-
-    def cache_target(self, geometry: Geometry) -> float | None:
-        """Stored numbers are what is budgeted."""
-        return None
 
     def curve(
         self, group: Group, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics
@@ -68,14 +57,9 @@ class Unchanged:
                     groups.append(Group(layer.index, name, left))
         return tuple(groups)
 
-    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
-        """One of a single value for each group: it is there."""
-        return tuple(
-            RankVariable(
-                group.layer, group.name, WHOLE, 1, 1, partial(_numbers, geometry.layers[group.layer], group.roles)
-            )
-            for group in self.claims(geometry)
-        )
+    def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
+        """One of a single value: it is there."""
+        return (RankVariable(group.layer, group.name, WHOLE, 1, 1, partial(_numbers, geometry, group.roles)),)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """All of it."""

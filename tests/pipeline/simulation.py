@@ -364,7 +364,7 @@ class SimulatedPool:
             moment: self._handle(json.dumps({shard: values[moment.key] for shard, values in shards.items()}))
             for moment in unit.moments
         }
-        return CollectDone(tuple(shards), found)
+        return CollectDone(found, tuple(shards))
 
     def _total(self, unit: Total) -> TotalDone:
         if unit.moment.key in self.narrow and self._open(unit.grid) != "wider":

@@ -312,7 +312,7 @@ def test_what_is_summed_is_known_by_its_handle(make: Any) -> None:
         moments[0]: Handle(chosen.key, "tensors 1"),
     }
     collect = Collect("dense", 2, "worker-0", "pass-0", moments)
-    found = answer(pool, collect, CollectDone((3, 5), {moments[0]: 0, moments[1]: 1}))
+    found = answer(pool, collect, CollectDone({moments[0]: 0, moments[1]: 1}, (3, 5)))
     assert found.shards == (3, 5)
     assert found.partials == {moment: Handle(collect.key, f"tensors {n}") for n, moment in enumerate(moments)}
     total = Total("dense", 2, moments[0], "grid", ())

@@ -1,0 +1,47 @@
+"""What several units, and several of their results, say alike. See `pipeline.units`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from manifests.records import ArrayRecord, StagedLayer
+from pipeline.methods.method import Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replaying:
+    """A unit that takes a shard onward from the inputs of its layer, which its worker holds, or makes again.
+
+    Attributes:
+        base: the layer whose inputs are committed (0: the token embeddings); a worker that does not hold the inputs
+            starts there, and goes through the layers of `replay` (staged records, or None for dense weights).
+        base_record: of these committed inputs; None: the embeddings.
+    """
+
+    base: int = 0
+    base_record: ArrayRecord | None = None
+    replay: tuple[StagedLayer | None, ...] = ()
+
+
+class TakesMoments:
+    """A unit whose result holds a handle for each of its moments."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return len(self.moments)
+
+
+@dataclass(frozen=True)
+class HoldsPartials:
+    """A result with handles of sums, or of samples, by moment: `partials`."""
+
+    partials: Mapping[Moment, Any]
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of each handle."""
+        return replace(self, partials={moment: made(handle) for moment, handle in self.partials.items()})
