@@ -42,7 +42,7 @@ tests() {
 
 case ${1:-} in
 vllm)
-    build vllm "$VLLM" "${TESTS[@]}"
+    build vllm "$VLLM" accelerate "${TESTS[@]}" # accelerate: `transformers serve` and rounded weights ask for it
     tests vllm tests/vllm "${@:2}"
     ;;
 transformers)

@@ -1,6 +1,6 @@
 """`python -m tools.simulate`: what jobs on large models would take, on the clock of `pipeline.plan.simulator`.
 
-docs/plan.md holds the arithmetic; its table of predictions is what this prints.
+docs/plan.md holds the arithmetic; its tables of predictions are what this prints.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from manifests.loading import parse_manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.registry import build_methods, claim_tasks
+from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients
 from pipeline.plan.phases import START_SECONDS, Pass, phase_seconds
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Simulated, job_units, simulate
-from pipeline.plan.work import LayerWork, layer_work
+from pipeline.plan.work import HELD_OUT, LayerWork, layer_work
+from pipeline.samples import gradient_samples
 
 LLAMA = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -25,7 +26,7 @@ LLAMA = {
              "num_key_value_heads": 8},
 }  # fmt: skip
 ITEMSIZE = 2  # bfloat16
-SHARDS = 256
+SHARDS, LENGTH = 256, 4096  # a sample each
 
 
 def geometry(model: str) -> Geometry:
@@ -34,31 +35,34 @@ def geometry(model: str) -> Geometry:
     return geometry_of(standard_config(config))
 
 
-def work_of(model: str, propagate: str) -> LayerWork:
-    """A layer's work in a job of 256 × 4096 tokens by `flat_llm` at keep 0.8."""
-    calibration = {"text": {"files": ["text.txt"]}, "samples": 256, "sequence_length": 4096, "shards": SHARDS}
+def work_of(model: str, propagate: str, **entry: str) -> LayerWork:
+    """A layer's work in a job of 256 × 4096 tokens by one method, `flat_llm` if none is given, at keep 0.8."""
+    calibration = {"text": {"files": ["text.txt"]}, "samples": 256, "sequence_length": LENGTH, "shards": SHARDS}
     manifest = parse_manifest({
         "version": 1, "model": {"source": "model"}, "output": "output", "run_dir": "run", "budget": {"keep": 0.8},
-        "calibration": {**calibration, "propagate": propagate}, "methods": [{"method": "flat_llm"}],
+        "calibration": {**calibration, "propagate": propagate}, "methods": [{"method": "flat_llm", **entry}],
     })  # fmt: skip
     shape = geometry(model)
-    return layer_work(manifest, shape, claim_tasks(build_methods(manifest), shape), ITEMSIZE, kept=0.8)
+    tasks = claim_tasks(build_methods(manifest), shape)
+    samples = gradient_samples(None, SHARDS, LENGTH, shape.hidden) if layer_gradients(tasks, 0) else 0
+    return layer_work(manifest, shape, tasks, ITEMSIZE, samples * LENGTH, kept=0.8)
 
 
 def predict(
-    model: str, propagate: str, workers: int, rates: Rates, cached: bool = False
+    model: str, propagate: str, workers: int, rates: Rates, cached: bool = False, beside: bool = True, **entry: str
 ) -> tuple[Simulated, dict[str, float]]:
     """On the simulator's clock, and by the plan's closed form."""
-    compressed = propagate == "compressed"
-    way = Pass(geometry(model).num_layers, SHARDS, workers, compressed, compressed, cached=cached)
-    work = work_of(model, propagate)
+    compressed, shape = propagate == "compressed", geometry(model)
+    gradients, held_out = gradient_samples(None, SHARDS, LENGTH, shape.hidden), SHARDS // HELD_OUT
+    way = Pass(shape.num_layers, SHARDS, workers, compressed, compressed, False, cached, gradients, held_out, beside)
+    work = work_of(model, propagate, **entry)
     return simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
 
 
 def rows(rates: Rates) -> Iterator[str]:
     """The table of predictions."""
-    yield "| model | propagate | moments solved from | GPUs | minutes, simulated | by `plan` | idle share |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| model | propagate | moments solved from | GPUs | minutes beside | in closed form | idle share | as built |"
+    yield "|---|---|---|---|---|---|---|---|"
     for model, propagate, workers, cached in (
         ("70B", "dense", 1, False), ("70B", "dense", 8, False), ("70B", "dense", 8, True), ("70B", "dense", 64, True),
         ("70B", "compressed", 1, True), ("70B", "compressed", 8, True), ("405B", "dense", 8, False),
@@ -66,17 +70,34 @@ def rows(rates: Rates) -> Iterator[str]:
     ):  # fmt: skip
         found, phases = predict(model, propagate, workers, rates, cached)
         place = "the device" if propagate == "compressed" else "memory" if cached else "disk"
-        after_start = (found.seconds - START_SECONDS) / 60
-        planned = (sum(phases.values()) - START_SECONDS) / 60
-        figures = f"{after_start:.1f} | {planned:.1f} | {found.idle_share:.0%}"
-        yield f"| {model} | {propagate} | {place} | {workers} | {figures} |"
+        built, _ = predict(model, propagate, workers, rates, cached, beside=False)
+        as_built = (built.seconds - START_SECONDS) / 60
+        yield f"| {model} | {propagate} | {place} | {workers} | {_figures(found, phases)} | {as_built:.1f} |"
+
+
+def loss_rows(rates: Rates) -> Iterator[str]:
+    """The same of jobs that follow the loss, 70B, dense statistics, and where their workers' minutes go."""
+    kinds = ("statistics", "gradient", "reduce", "curves", "solve", "correct", "held-out")
+    yield f"| `loss_aware` | GPUs | minutes beside | in closed form | idle share | {' | '.join(kinds)} |"
+    yield f"|---|---|---|---|---|{'---|' * len(kinds)}"
+    for entry, workers in ((entry, workers) for entry in ({}, {"correct": "output"}) for workers in (1, 8)):
+        found, phases = predict("70B", "dense", workers, rates, cached=True, method="loss_aware", **entry)
+        named = ", ".join(f"`{name}: {value}`" for name, value in entry.items()) or "as it is"
+        spent = " | ".join(f"{found.busy.get(kind, 0.0) / 60 / workers:.1f}" for kind in kinds)
+        yield f"| {named} | {workers} | {_figures(found, phases)} | {spent} |"
+
+
+def _figures(found: Simulated, phases: dict[str, float]) -> str:
+    after_start = (found.seconds - START_SECONDS) / 60
+    return f"{after_start:.1f} | {(sum(phases.values()) - START_SECONDS) / 60:.1f} | {found.idle_share:.0%}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = argparse.ArgumentParser(prog="python -m tools.simulate", description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--gpu", default="H200", help="whose rates (pipeline/plan/rates.py)")
-    for row in rows(rates_of(options.parse_args(argv).gpu)):
+    rates = rates_of(options.parse_args(argv).gpu)
+    for row in (*rows(rates), "", *loss_rows(rates)):
         print(row)
     return 0
 

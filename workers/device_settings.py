@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,8 +14,9 @@ WORKSPACE = ":4096:8"  # a cuBLAS workspace with which products are deterministi
 def settle_device(gpu_share: float) -> None:
     """For this process, once, before its first CUDA call; `gpu_share`: `workers.gpus`, 0 on a CPU.
 
-    Deterministic algorithms (an operation that has none warns), float32 products in float32 (no TF32), sums of half
-    precision products in float32. A share below 1 caps what the allocator takes of the GPU's memory.
+    Deterministic algorithms (an operation that has none warns), float32 products in float32 (TF32 in `tensor_cores`
+    alone), sums of half precision products in float32. A share below 1 caps what the allocator takes of the GPU's
+    memory.
     """
     if gpu_share == 0:
         return
@@ -24,6 +27,21 @@ def settle_device(gpu_share: float) -> None:
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
     if gpu_share < 1:
         torch.cuda.set_per_process_memory_fraction(gpu_share)
+
+
+@contextmanager
+def tensor_cores(stored: torch.dtype) -> Iterator[None]:
+    """Lets float32 products of a GPU round what they multiply to TF32's 10 bits, of a model stored in half precision.
+
+    Its weights are exact in them, and so are values that its own forward pass has made; others lose 2⁻¹¹ of themselves,
+    an eighth of what that pass loses. Sums stay float32. A model stored in float32 is multiplied in it.
+    """
+    matmul, exact = torch.backends.cuda.matmul, torch.finfo(stored).bits == 16
+    before, matmul.allow_tf32 = matmul.allow_tf32, exact or matmul.allow_tf32
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
 
 
 def device_settings() -> dict[str, str]:

@@ -21,6 +21,7 @@ from pipeline.kernels.checks import all_finite
 from pipeline.score_units import Score, Scored, WindowForward, Windows
 from stores.activations import ActivationStore
 from workers.config import WorkerConfig
+from workers.device_settings import tensor_cores
 from workers.embedding_and_head import embedding, head
 from workers.hidden import HiddenReader, HiddenStates, InMemory
 from workers.layers import LayerReader
@@ -137,7 +138,7 @@ class _Shard:
 
         def outputs() -> Iterator[Tensor]:
             for start, stop in self._micro_batches():
-                with self.owner.computing():
+                with self.owner.computing(), tensor_cores(self.owner.setup.dtype):
                     output_BSD = block.run(inputs.read(start, stop).to(self.layers.device))
                 assert output_BSD is not None
                 yield output_BSD

@@ -56,6 +56,7 @@ from workers.block import Tap
 from workers.comparing import compare_models
 from workers.config import WorkerConfig
 from workers.curves import made_of_curve
+from workers.device_settings import tensor_cores
 from workers.embedding_and_head import embedding
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
 from workers.layers import LayerReader
@@ -197,7 +198,8 @@ class Worker:
         )
 
     def _pair(self, unit: Pair) -> ForwardDone:
-        totals, record = self.pairs.run(unit)
+        with tensor_cores(self.setup.dtype):
+            totals, record = self.pairs.run(unit)
         return ForwardDone(
             partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
             cosine=None,
@@ -290,7 +292,7 @@ class Worker:
 
     def _curve(self, unit: CurveUnit) -> Any:
         (method, quantize), weights = self.methods[unit.task.method], self._group_weights(unit.task)
-        with self._computing():
+        with self._computing(), tensor_cores(self.setup.dtype):
             return made_of_curve(unit, method, quantize, self._geometry(unit.task), weights, self._statistics)
 
     def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
@@ -317,7 +319,7 @@ class Worker:
         weights, statistics = self._group_weights(unit.task), self._statistics(unit.statistics)
         before = self.transfer.get(unit.before) if unit.before is not None else {}
         (method, quantize), geometry = self.methods[unit.task.method], self._geometry(unit.task)
-        with self._computing():
+        with self._computing(), tensor_cores(self.setup.dtype):
             factors, found, rounded = solve_group(
                 method, unit.task, geometry, weights, statistics, unit.ranks, before, quantize
             )

@@ -21,7 +21,7 @@ from pipeline.methods.registry import build_methods, claim_tasks, layer_gradient
 from pipeline.plan.estimate import make_plan
 from pipeline.plan.phases import Pass, committed_bytes, layers_per_commit, phase_seconds
 from pipeline.plan.rates import Rates, measured_rates, rates_of
-from pipeline.plan.work import layer_work
+from pipeline.plan.work import HELD_OUT, layer_work
 from pipeline.samples import gradient_samples
 from workers.cluster import connect, probe_worker
 
@@ -51,7 +51,10 @@ def plan_report(manifest: Manifest, config: Path | None, ask: Asked) -> dict[str
     rates = _rates(manifest, dtype, ask)
     tokens = _gradient_tokens(manifest, geometry, tasks)
     kept = plan.expected_numbers / plan.dense_numbers
-    work, way = layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept), pass_of(manifest, plan.layers)
+    work, way = (
+        layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept),
+        pass_of(manifest, plan.layers, tokens),
+    )
     phases = phase_seconds(work, rates, way)
     asked = manifest.resume.every
     every = layers_per_commit(work, rates, way) if asked == "auto" else asked
@@ -89,10 +92,11 @@ def _rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:
     measured = measured_rates(torch.device("cpu"), dtype, workers.cpus, workers.max)
     if asked.tflops is None:
         return measured
-    return replace(measured, products=asked.tflops * 1e12, double=asked.tflops * 1e12)
+    rate = asked.tflops * 1e12
+    return replace(measured, products=rate, single=rate, double=rate)
 
 
-def pass_of(manifest: Manifest, layers: int) -> Pass:
+def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:
     """How the job goes through its layers."""
     calibration = manifest.calibration
     compressed = calibration is not None and calibration.propagate == "compressed"
@@ -101,7 +105,17 @@ def pass_of(manifest: Manifest, layers: int) -> Pass:
         for entry in manifest.methods
     )
     shards = calibration.shards if calibration else layers
-    return Pass(layers, shards, min(manifest.workers.max, shards), importance and compressed, compressed, offload=True)
+    samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
+    return Pass(
+        layers,
+        shards,
+        min(manifest.workers.max, shards),
+        importance and compressed,
+        compressed,
+        offload=True,
+        gradient_shards=max(1, min(shards, gradient_tokens // length)),
+        held_out_shards=max(1, min(shards, samples // HELD_OUT)),
+    )
 
 
 def _gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: tuple[Task, ...]) -> int:

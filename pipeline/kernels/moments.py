@@ -145,6 +145,14 @@ def exact_halves(rows: Tensor, product_dtype: torch.dtype) -> bool:
     return halves and rows.is_cuda and torch.version.hip is None and product_dtype == torch.float32
 
 
+def wide_product(left_TF: Tensor, right_FO: Tensor) -> Tensor:
+    """Left · right in float32 or better, of 16-bit numbers exactly as `exact_halves` says."""
+    dtype = torch.promote_types(left_TF.dtype, torch.float32)
+    if left_TF.dtype == right_FO.dtype and exact_halves(left_TF, dtype):
+        return torch.bmm(left_TF[None], right_FO[None], out_dtype=dtype)[0]
+    return left_TF.to(dtype) @ right_FO.to(dtype)
+
+
 def _add_products_(total_Gdd: Tensor, rows_GRd: Tensor, product_dtype: torch.dtype, factor: float | None) -> None:
     width = total_Gdd.shape[-1]
     blocks = [slice(start, min(start + BLOCK_COLUMNS, width)) for start in range(0, width, BLOCK_COLUMNS)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
+from pipeline.kernels.moments import ROWS_PER_PRODUCT, add_head_moment_
 
 
 class Refit(NamedTuple):
@@ -24,8 +25,9 @@ def refit(pairs: Iterable[tuple[Tensor, Tensor]], start_Dk: Tensor, ridge: float
     """The weight W of least Σ‖t − W x‖² + λ‖W − `start`‖² over (targets (T, D), inputs (T, k)), batch by batch.
 
     λ = `ridge` · mean of the inputs' diagonal moment. What is left is corrected for the k numbers that each output
-    fitted to so many tokens: divided by 1 − k / T, of at most twice. float64. Raises ValueError on shapes that do not
-    fit, NaN or infinity, no token at all, or a ridge that is not positive.
+    fitted to so many tokens: divided by 1 − k / T, of at most twice. float64; batches of less are multiplied in
+    float32, and the products summed in float64. Raises ValueError on shapes that do not fit, NaN or infinity, no token
+    at all, or a ridge that is not positive.
     """
     if not 0.0 < ridge < float("inf"):
         raise ValueError(f"ridge must be positive, not {ridge}")
@@ -39,10 +41,13 @@ def refit(pairs: Iterable[tuple[Tensor, Tensor]], start_Dk: Tensor, ridge: float
             raise ValueError(f"targets (T, D) and inputs (T, k) do not fit a weight {outputs} x {inputs}: {shapes}")
         require_finite("targets", targets_TD)
         require_finite("inputs", inputs_Tk)
-        targets_TD, inputs_Tk = targets_TD.to(torch.float64), inputs_Tk.to(torch.float64)
-        moment_kk.addmm_(inputs_Tk.T, inputs_Tk)
-        cross_Dk.addmm_(targets_TD.T, inputs_Tk)
-        power_DD.addmm_(targets_TD.T, targets_TD)
+        dtype = torch.promote_types(torch.promote_types(targets_TD.dtype, inputs_Tk.dtype), torch.float32)
+        add_head_moment_(moment_kk[None], inputs_Tk, product_dtype=dtype)
+        add_head_moment_(power_DD[None], targets_TD, product_dtype=dtype)
+        for targets_tD, inputs_tk in zip(
+            targets_TD.split(ROWS_PER_PRODUCT), inputs_Tk.split(ROWS_PER_PRODUCT), strict=True
+        ):
+            cross_Dk += targets_tD.to(dtype).T @ inputs_tk.to(dtype)
         tokens += len(targets_TD)
     if tokens == 0:
         raise ValueError("a refit needs tokens")

@@ -70,8 +70,12 @@ def output_directions(
     With R = G^{1/2} and U the eigenvectors of R W C Wᵀ R, decode = R⁻¹ U and encode = Uᵀ R. G, or its `roots_of`.
     float64. Raises ValueError on shapes that do not fit, NaN or infinity.
     """
+    return spread_directions(pushed(weight_mF, moment_FF), metric_mm, floor)
+
+
+def spread_directions(spread_mm: Tensor, metric_mm: Tensor | Roots, floor: float = FLOOR) -> Directions:
+    """`output_directions`, from the moment W C Wᵀ of the outputs (`pushed`). Raises ValueError as it does."""
     roots = metric_mm if isinstance(metric_mm, Roots) else roots_of(metric_mm, floor)
-    spread_mm = pushed(weight_mF, moment_FF)
     _same_order("metric", roots.root, "outputs", spread_mm)
     values_m, vectors_mm = eigh_descending(roots.root @ spread_mm @ roots.root)
     return Directions(values_m * roots.scale, vectors_mm.T @ roots.root, roots.inverse @ vectors_mm)

@@ -19,6 +19,7 @@ class Rates:
 
     Attributes:
         products: floating-point operations in products of the checkpoint's dtype.
+        single: of them in float32, which tensor cores may round (`workers.device_settings.tensor_cores`).
         double: of them in float64.
         memory: bytes that a worker's device memory moves, as far as elementwise kernels get.
         link: bytes between host and device, pinned.
@@ -30,6 +31,7 @@ class Rates:
     """
 
     products: float
+    single: float
     double: float
     memory: float
     link: float
@@ -46,6 +48,7 @@ class Rates:
 
 _H200 = Rates(
     products=500 * TERA,
+    single=250 * TERA,
     double=60 * TERA,
     memory=0.7 * 4.8 * TERA,
     link=40 * GIGA,
@@ -60,7 +63,13 @@ GPUS: dict[str, Rates] = {
     "NVIDIA H200": _H200,
     "NVIDIA H100 80GB HBM3": replace(_H200, memory=0.7 * 3.35 * TERA, device_bytes=80 * GIGA),
     "NVIDIA A100-SXM4-80GB": replace(
-        _H200, products=160 * TERA, double=15 * TERA, memory=0.7 * 2.0 * TERA, link=20 * GIGA, device_bytes=80 * GIGA
+        _H200,
+        products=160 * TERA,
+        single=80 * TERA,
+        double=15 * TERA,
+        memory=0.7 * 2.0 * TERA,
+        link=20 * GIGA,
+        device_bytes=80 * GIGA,
     ),
 }
 
@@ -92,7 +101,7 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int) -
     import torch
 
     size = 4096 if device.type == "cuda" else 512
-    products, double = (_product_rate(device, kind, size) for kind in (dtype, torch.float64))
+    products, single, double = (_product_rate(device, kind, size) for kind in (dtype, torch.float32, torch.float64))
     source = torch.zeros(32 * size * 512, dtype=torch.uint8, device=device)
     copies, seconds = _repeated(lambda: source.clone(), device)
     memory = 2 * source.numel() * copies / seconds
@@ -102,7 +111,7 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int) -
         copies, seconds = _repeated(lambda: source.copy_(pinned, non_blocking=True), device)
         link = source.numel() * copies / seconds
     step_s = 1e-4 if device.type == "cuda" else 5e-5
-    return Rates(products, double, memory, link, 1.25 * GIGA, 1 * GIGA, step_s, workers_per_node)
+    return Rates(products, single, double, memory, link, 1.25 * GIGA, 1 * GIGA, step_s, workers_per_node)
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:

@@ -12,13 +12,16 @@ from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from pipeline.plan.loss_units import Units, corrected_units, last_units, loss_units
 from pipeline.plan.phases import (
     START_SECONDS,
     Pass,
     forward_seconds,
     give_seconds,
+    reread_seconds,
     solve_seconds,
     statistics_seconds,
+    stored_bytes,
 )
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork
@@ -115,7 +118,10 @@ class _Run:
                 self._finish_worker(int(which), now)
             else:
                 self.serving.discard(str(which))
-                self._finish(self.queues[str(which)].popleft(), now)
+                done = self.queues[str(which)].popleft()
+                if not self.queues[str(which)]:
+                    del self.queues[str(which)]  # places come and go; only those with something to do are looked at
+                self._finish(done, now)
             self._start(now)
         if missing := self.units.keys() - self.done:
             raise ValueError(f"{len(missing)} units wait for ever, such as {min(missing, key=self.order.__getitem__)}")
@@ -129,7 +135,7 @@ class _Run:
 
     def _start(self, now: float) -> None:
         for place, queue in self.queues.items():
-            if queue and place not in self.serving:
+            if place not in self.serving:
                 self.serving.add(place)
                 seconds = self.units[queue[0]].seconds
                 self.result.transfers[place] += seconds
@@ -218,20 +224,39 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
             "statistics", layer, statistics_seconds(work, rates, way), before, rates, way, given
         )
         yield Unit(given, "reduce", give_seconds(work, rates, way), forward, on="link")
-        nodes = way.nodes(rates)
-        for node in range(nodes):
-            seconds = work.moment_bytes / nodes / rates.disk
-            yield Unit(f"store {layer} {node}", "store", seconds, (given,), f"disk {node}")
-        before = forward
+        stores = [f"store {layer} {node}" for node in range(way.nodes(rates) if way.beside else 1)]
+        for node, name in enumerate(stores):
+            yield Unit(name, "store", stored_bytes(work, rates, way) / rates.disk, (given,), f"disk {node}")
+        before = forward if way.beside else tuple(stores)
         if way.compressed:
-            yield from _solves(layer, work, rates, way, (given,))
+            yield from _solves(layer, work, rates, way, (given,) if way.beside else tuple(stores))
             names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
+            names = names if way.beside else (f"write {layer}",)
             seconds = forward_seconds(work, rates, way)
             before = yield from _forward("propagate", layer, seconds, names, rates, way, None)
         solved.append(given)
-    if not way.compressed:
+    if way.compressed:
+        written = tuple(f"write {layer}" for layer in range(way.layers))
+        yield from _timed(last_units(work, rates, way, (*before, *written)))
+        return
+    ready = yield from _timed(loss_units(work, rates, way, (*before, *solved)))
+    if work.correction_flops:
+        written = yield from _timed(corrected_units(work, rates, way, ready))
+    else:
         for layer in range(way.layers):
-            yield from _solves(layer, work, rates, way, (*before, *solved))
+            yield from _solves(layer, work, rates, way, ready)
+        written = tuple(f"write {layer}" for layer in range(way.layers))
+    yield from _timed(last_units(work, rates, way, written))
+
+
+def _timed(units: Units) -> Generator[Unit, None, tuple[str, ...]]:
+    while True:
+        try:
+            name, kind, seconds, after, place, shard = next(units)
+        except StopIteration as end:
+            last: tuple[str, ...] = end.value
+            return last
+        yield Unit(name, kind, seconds, after, place or WORKER, shard)
 
 
 def _forward(
@@ -261,13 +286,15 @@ def _solves(layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[s
     """A layer's tasks, each by one worker, and writing what came of them. Moments of a dense pass are read again."""
     nodes, names = way.nodes(rates), []
     for number, solve in enumerate(work.solves):
-        waits = after
-        if not way.compressed:
+        waits, seconds_before = after, 0.0
+        if not way.compressed and not way.beside:
+            seconds_before = reread_seconds(work, rates, way)
+        elif not way.compressed:
             reading = f"reread {layer} {number}"
             seconds = work.moment_bytes / len(work.solves) / (rates.link if way.cached else rates.disk)
             place = f"memory {number}" if way.cached else f"disk {layer % nodes}"
             yield Unit(reading, "reread", seconds, after, place)
             waits = (reading,)
         names.append(f"solve {layer} {number}")
-        yield Unit(names[-1], "solve", solve_seconds(solve, rates), waits)
+        yield Unit(names[-1], "solve", seconds_before + solve_seconds(solve, rates), waits)
     yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, tuple(names), f"disk {layer % nodes}")

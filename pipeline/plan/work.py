@@ -6,7 +6,7 @@ Legend: D hidden, H heads, d head_dim, N intermediate, F width of a moment, T ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
@@ -19,18 +19,27 @@ COSINE_BYTES = 48  # for each hidden number: read, widened to float64, scaled, m
 REMOVED_SHARE = 0.25  # of an MLP's channels, where ranks are not known yet
 EIGEN_FLOPS = 10.0  # times n³
 BACK, BACK_AGAIN = 3, 3 + 7  # forward passes that a backward pass costs; with a second: once forth, and two blocks
+WALKED, WALKED_SHORT = 4, 4  # layers that a walk of corrections goes through, to the end and to their attention's
 HELD_OUT = 10  # one window held out for so many samples
+WIDTH_FLOPS, BASE_FLOPS = 52.0, 46.0  # times D³: what a width of an MLP takes, or a basis of values, with its losses
+BASES = 16  # ranks of the value basis that are compared at most
 PROBED = 12  # runs of an MLP whose gate and up are cut, by which a curve is scaled: three widths, four ranks
-PROBE_SHARE = 4  # of the sample's tokens, one in so many
+PROBE_TOKENS = 4  # of the sample, for each channel
 
 
 @dataclass(frozen=True)
 class SolveWork:
-    """One task: float64 operations, and removals that wait for one another."""
+    """One task: float64 operations, those on a sample in the checkpoint's dtype, removals that wait for one another.
+
+    Of a curve: `pieces` into which it may be cut, and of the above what is done before (`begun`, None: it is not cut).
+    """
 
     name: str
     flops: float
     steps: int
+    sample_flops: float = 0.0
+    pieces: int = 1
+    begun: SolveWork | None = None
 
 
 @dataclass(frozen=True)
@@ -43,8 +52,9 @@ class LayerWork:
         moment_bytes: what the sums of a layer take, one triangle each.
         gradient_flops: of the backward pass, or of both where there are two rounds; 0 without one.
         curves: of each task whose sizes are compared by predicted loss, in every round.
-        correction_flops: of the walk of `correct: output`: five passes of two layers, and their pairs.
-        held_out_flops: of both models on what is held out, in float32.
+        gradient_bytes: of the moments that one shard of the backward pass sums.
+        correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
+        held_out_flops: of both models on what is held out, in float32 on tensor cores.
     """
 
     weight_bytes: int
@@ -59,6 +69,7 @@ class LayerWork:
     gradient_flops: float
     solves: tuple[SolveWork, ...]
     curves: tuple[SolveWork, ...] = ()
+    gradient_bytes: int = 0
     correction_flops: float = 0.0
     held_out_flops: float = 0.0
 
@@ -89,6 +100,8 @@ def layer_work(
     busy = [task for task in tasks if task.layer == busiest]
     pairs = {moment for task in busy for moment in task.corrections}
     predicted = {task.name for task in predict_tasks(build_methods(manifest), geometry) if task.layer == busiest}
+    mlp = 2.0 * layer.numbers(tuple(role for role in layer.roles if role in ("gate", "up", "down")))
+    walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
     skipped = 2.0 * layer.hidden * layer.intermediate if any(m.point == "down.in" for m in moments) else 0.0
     sizes = [triangle_numbers(moment, layer) for moment in moments]
     weight_bytes = layer.numbers() * itemsize
@@ -112,8 +125,14 @@ def layer_work(
             )
         ),
         solves=tuple(solve_work(task, layer) for task in busy for _ in range(1 + two_rounds)),
-        curves=tuple(curve_work(task, layer) for task in busy if task.name in predicted for _ in range(1 + two_rounds)),
-        correction_flops=float(tokens * (10 * forward + sum(_pair_flops(moment, layer) for moment in pairs)))
+        curves=tuple(
+            curve_work(task, layer, _multiple(task, manifest, layer))
+            for task in busy
+            if task.name in predicted
+            for _ in range(1 + two_rounds)
+        ),
+        gradient_bytes=8 * sum(2 * triangle_numbers(moment, layer) for moment in gradients),
+        correction_flops=float(tokens * (walked + sum(_pair_flops(moment, layer) for moment in pairs)))
         if pairs
         else 0.0,
         held_out_flops=2.0 * -(-calibration.samples // HELD_OUT) * sequence * forward if calibration else 0.0,
@@ -147,43 +166,84 @@ def forward_flops(geometry: LayerGeometry, sequence: int) -> float:
     return 2.0 * geometry.numbers() + 2.0 * sequence * geometry.heads * geometry.head_dim
 
 
-def curve_work(task: Task, geometry: LayerGeometry) -> SolveWork:
-    """What solving a task takes; of an MLP that is looked at on a sample, besides the runs with parts of it cut.
+def curve_work(task: Task, geometry: LayerGeometry, multiple: int = 1) -> SolveWork:
+    """What comparing a task's sizes takes. docs/plan.md#work-of-a-layer.
 
-    A run of T tokens at 0.56 of the channels on average: 6 T D k of products, and 2 T k² of the moment that down is
-    fitted again to.
+    Of an MLP whose widths are compared: an elimination down to the smallest, and of each width a Cholesky factor, the
+    products of gate, up and down, and two eigenproblems with what leads to losses by rank; a sample at three of them.
+    Of v and o: what each rank of the basis takes. Of others, what solving them takes.
     """
-    found = solve_work(task, geometry)
     samples = [moment for moment in task.moments if moment.kind == "sample"]
-    probes = 0.0
-    for moment in samples:
-        probed = moment.tokens / PROBE_SHARE
-        width = geometry.intermediate
-        probes += PROBED * probed * (6 * 0.56 * geometry.hidden * width + 2 * 0.44 * width**2)
-    return SolveWork(task.name, found.flops + probes, found.steps)
+    hidden, inner = geometry.hidden, geometry.intermediate
+    if samples:
+        share = [place / task.pieces for place in range(1, task.pieces + 1)]
+        mean = [sum(part**power for part in share) / task.pieces for power in (1, 2, 3)]
+        of_width = (
+            WIDTH_FLOPS * hidden**3
+            + 8.0 * mean[0] * inner * hidden**2
+            + 4.0 * mean[1] * hidden * inner**2
+            + mean[2] * inner**3 / 3
+        )
+        begun = _elimination("begun", geometry, 1 - 1 / task.pieces, EIGEN_FLOPS * hidden**3)
+        seen = PROBE_TOKENS * inner * (_sample_flops(geometry, 0.0) + PROBED * (_cut_flops(geometry, 0.54, 0.42)))
+        return SolveWork(task.name, begun.flops + task.pieces * of_width, begun.steps, seen, task.pieces, begun)
+    if any(moment.point == "o.in" and moment.heads == 1 for moment in task.moments):
+        bases = min(BASES, max(1, geometry.head_dim // multiple))
+        return SolveWork(task.name, bases * BASE_FLOPS * hidden**3, 0)
+    return solve_work(task, geometry)
+
+
+def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
+    """What the ranks of a task are multiples of; of one that only bits are chosen for, no matter."""
+    entries = [entry.in_steps_of(manifest.rank_multiple) for entry in manifest.methods]
+    return entries[task.method].multiple(geometry.hidden) if task.method < len(entries) else 1
+
+
+def _elimination(name: str, geometry: LayerGeometry, share: float, others: float) -> SolveWork:
+    """Of a share of an MLP's channels, and other operations besides. kernels/elimination.py.
+
+    N³ for the inverse, 3 N² for each removal, 2 D N² for W_down's gram and energy, 2 D N for each removal in the refit.
+    """
+    width = geometry.intermediate
+    removed = int(share * width)
+    flops = width**3 + 3.0 * removed * width**2 + 2.0 * geometry.hidden * width * (width + removed)
+    return SolveWork(name, flops + others, removed)
+
+
+def _sample_flops(geometry: LayerGeometry, kept: float) -> float:
+    """Per token of the sample: what the dense MLP gives and, where channels are kept, what a cut one does."""
+    return 6.0 * geometry.hidden * geometry.intermediate + (_cut_flops(geometry, kept, kept**2) if kept else 0.0)
+
+
+def _cut_flops(geometry: LayerGeometry, width: float, square: float) -> float:
+    """Per token: gate and up on a share of the channels, and the sums that down is fitted by; means of k and of k².
+
+    One triangle of moments. The product with the targets, of float32, counts twice.
+    """
+    hidden, inner = geometry.hidden, geometry.intermediate
+    return 8.0 * width * hidden * inner + square * inner**2 + hidden**2
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:
-    """Of Σ x xᵀ and Σ e xᵀ, for a token."""
+    """Of one triangle of Σ x xᵀ, and of Σ e xᵀ, in float32 at half the rate, for a token."""
     features = point_features(moment.point, geometry)
-    return 2.0 * features * (features + geometry.hidden)
+    return features * (features + 4.0 * geometry.hidden)
 
 
 def solve_work(task: Task, geometry: LayerGeometry) -> SolveWork:
     """The moments' eigenproblems; for a whole moment of the MLP's channels, an elimination with its refit.
 
-    N³ for the inverse, 3 N² for each removal (kernels/elimination.py), 2 D N² for W_down's gram and energy, and 2 D N
-    for each removal in the refit.
+    For a sample what the MLP gives on it, whole and cut, and the fit of down.
     """
-    flops, steps = 0.0, 0
+    found = SolveWork(task.name, 0.0, 0)
     for moment in task.moments:
         width = moment_width(moment, geometry)
         if moment.kind == "sample":
-            flops += 2.0 * moment.tokens * width * (width + 2 * geometry.intermediate)
+            single = moment.tokens * _sample_flops(geometry, 1 - REMOVED_SHARE)
+            found = replace(found, sample_flops=found.sample_flops + single)
         elif moment.point == "down.in" and moment.heads == 1:
-            removed = int(REMOVED_SHARE * width)
-            flops += width**3 + 3.0 * removed * width**2 + 2.0 * geometry.hidden * width * (width + removed)
-            steps += removed
+            removing = _elimination(task.name, geometry, REMOVED_SHARE, 0.0)
+            found = replace(found, flops=found.flops + removing.flops, steps=found.steps + removing.steps)
         elif not moment.diagonal:
-            flops += EIGEN_FLOPS * moment.groups * width**3
-    return SolveWork(task.name, flops, steps)
+            found = replace(found, flops=found.flops + EIGEN_FLOPS * moment.groups * width**3)
+    return found

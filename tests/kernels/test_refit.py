@@ -64,6 +64,17 @@ def test_wrong_input() -> None:
         refit([(targets.fill_(float("nan")), inputs)], start)
 
 
+def test_products_of_float32_are_summed_in_float64() -> None:
+    """A thousand batches: what one adds is rounded, the sum is not."""
+    targets, inputs, start = problem()
+    exact = refit([(targets, inputs)] * 1000, start)
+    single = refit([(targets.float(), inputs.float())] * 1000, start)
+    sizes = start.abs().max(), exact.moment.max(), targets.square().mean()  # what is left is of the targets' size
+    for found, expected, size in zip(single, exact, sizes, strict=True):
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6 * float(size))
+
+
 @pytest.mark.parametrize(("total", "wanted"), [(100, 7), (100, 100), (100, 1), (64, 1000), (97, 50)])
 @pytest.mark.parametrize("batch", [1, 8, 33, 1000])
 def test_a_sample_is_the_same_however_the_tokens_are_cut(total: int, wanted: int, batch: int) -> None:

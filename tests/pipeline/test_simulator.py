@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.plan.phases import START_SECONDS, Pass, give_seconds, phase_seconds
+from pipeline.plan.phases import START_SECONDS, Pass, give_seconds, phase_seconds, solve_seconds
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Failure, Unit, job_units, simulate
 from pipeline.plan.work import LayerWork, SolveWork
 from tools.simulate import geometry, work_of
 
-RATES = Rates(products=100, double=10, memory=1e9, link=50, network=20, disk=1000, step_s=0.5, workers_per_node=2)
+RATES = Rates(
+    products=100, single=50, double=10, memory=1e9, link=50, network=20, disk=1000, step_s=0.5, workers_per_node=2
+)
 WORK = LayerWork(
     weight_bytes=100, written_bytes=80, hidden_bytes=0, forward_flops=800, statistics_flops=400, moment_flops=400,
     added_bytes=0, cosine_bytes=0, moment_bytes=200, gradient_flops=0,
@@ -62,7 +64,7 @@ def test_what_a_dead_worker_had_summed_is_done_again() -> None:
 
 
 def test_a_dense_job_by_hand() -> None:
-    way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
+    way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False, beside=True)
     found = simulate(list(job_units(WORK, RATES, way)), 2)
     # Reads a layer (0.1), statistics at (8 + 4) / 2, gives (2 * 200 / 2 / 50), then solves 2 x (4 + 1) on two.
     assert give_seconds(WORK, RATES, way) == 4.0
@@ -71,20 +73,62 @@ def test_a_dense_job_by_hand() -> None:
 
 
 def test_a_compressed_job_waits_for_each_layer() -> None:
-    way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
+    way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True, beside=True)
     found = simulate(list(job_units(WORK, RATES, way)), 2)
     layer = 8 / 2 + 8 / 2 + 4 + 4 + 8 / 2  # importance, statistics, giving, the longer solve, propagating
     assert found.seconds == pytest.approx(START_SECONDS + 2 * layer, abs=0.5)
 
 
+def test_as_built_the_driver_waits_for_what_is_stored_and_written() -> None:
+    """Whole triangles of both workers go to one, 2 * 200 / 50, and are stored, in 0.2; a layer is written in 0.08."""
+    dense = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
+    assert give_seconds(WORK, RATES, dense) == 8.0
+    found = simulate(list(job_units(WORK, RATES, dense)), 2)
+    solving = (4 + 0.2) + (1 + 0.2)  # on each of the two, who read 200 bytes of moments at half the disk's rate
+    assert found.seconds == pytest.approx(START_SECONDS + 0.1 + 2 * (6 + 8 + 0.2) + solving, abs=0.2)
+    walk = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
+    found = simulate(list(job_units(WORK, RATES, walk)), 2)
+    layer = 4 + 4 + 8 + 0.2 + 4 + 0.08 + 4
+    assert found.seconds == pytest.approx(START_SECONDS + 0.1 + 2 * layer, abs=0.2)
+    for way in (dense, walk):
+        simulated = simulate(list(job_units(WORK, RATES, way)), 2).seconds
+        assert sum(phase_seconds(WORK, RATES, way).values()) == pytest.approx(simulated, rel=0.02)
+
+
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
-def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
+def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int, beside: bool) -> None:
     rates, compressed = rates_of("H200"), propagate == "compressed"
-    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed)
+    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed, held_out_shards=26, beside=beside)
     work = work_of("70B", propagate)
     simulated = simulate(list(job_units(work, rates, way)), workers).seconds
     phases = phase_seconds(work, rates, way)
-    assert sum(phases.values()) - phases["held-out"] == pytest.approx(simulated, rel=0.25)  # which it leaves out
+    assert sum(phases.values()) == pytest.approx(simulated, rel=0.25)
+
+
+@pytest.mark.parametrize(("correct", "workers"), [("none", 1), ("none", 8), ("none", 16), ("output", 8)])
+def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int) -> None:
+    rates = rates_of("H200")
+    way = Pass(16, 32, workers, False, False, cached=True, gradient_shards=32, held_out_shards=26)
+    work = work_of("70B", "dense", method="loss_aware", correct=correct)
+    found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
+    assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.3)
+    assert found.busy["curves"] == pytest.approx(16 * sum(solve_seconds(curve, rates) for curve in work.curves))
+    assert found.busy["held-out"] == pytest.approx(16 * work.held_out_flops / rates.single)
+    assert (found.busy["correct"] > 0) == (correct == "output")
+
+
+def test_workers_without_a_layer_share_its_long_curve() -> None:
+    """Two layers of one curve of 2 + 12 seconds on two workers, and on eight: 2, then four parts of 3."""
+    begun = SolveWork("mlp", 20, 0)
+    work = replace(WORK, curves=(SolveWork("mlp", 140, 0, pieces=6, begun=begun),))
+    seconds = {}
+    for workers in (2, 8):
+        way = Pass(layers=2, shards=1, workers=workers, importance=False, compressed=False, cached=True)
+        plain = simulate(list(job_units(WORK, RATES, way)), workers).seconds
+        seconds[workers] = simulate(list(job_units(work, RATES, way)), workers).seconds - plain
+    reading = 200 / 50
+    assert seconds == pytest.approx({2: reading + 14.0, 8: reading + 2.0 + reading + 3.0})
 
 
 def test_the_work_of_a_70b_layer() -> None:

@@ -46,12 +46,17 @@ def main(impl: str, parts: int, kind: str, folders: list[str]) -> None:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The model's class, and the numbers that a token takes in the caches of its attention layers on this device."""
+    """The model's class, its numbers, those of a token in its caches on this device, and its packed matrices."""
     from vllm.model_executor.layers.attention import Attention
 
     found = [module for module in model.modules() if isinstance(module, Attention)]
     cached = sum(a.num_kv_heads * (a.head_size + a.head_size_v) for a in found)
-    return {"class": type(model).__name__, "cached": cached, "numbers": sum(p.numel() for p in model.parameters())}
+    return {
+        "class": type(model).__name__,
+        "cached": cached,
+        "numbers": sum(parameter.numel() for parameter in model.parameters()),
+        "packed": sum(name.endswith(".weight_packed") for name, _ in model.named_parameters()),
+    }
 
 
 if __name__ == "__main__":

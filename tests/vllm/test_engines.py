@@ -23,6 +23,8 @@ from tests.vllm.generate import LENGTH, PROMPTS
 SCRIPT = "tests.vllm.generate"
 BACKEND = [name for name in CASES if name != "lorc-wide"]  # vLLM's Transformers backend knows no values beyond d
 SPLIT = ("flat_llm-mha", "lorc", "lestd", "loss_aware", "opt")
+ROUNDED = {"flat_llm": 8, "loss_aware": 8, "lorc": 4, "joint_rank_k": 4}  # bits
+COMPILED = ("loss_aware", "lorc")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,24 @@ def on_two(root: Path) -> dict[str, Any]:
     return run("auto", 2, [root / name for name in SPLIT])
 
 
+@pytest.fixture(scope="module")
+def rounded_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rounded")
+    for name, bits in ROUNDED.items():
+        write(folder / name, name, bits=bits)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rounded(rounded_root: Path) -> dict[str, Any]:
+    return run("auto", 1, [rounded_root / name for name in ROUNDED])
+
+
+@pytest.fixture(scope="module")
+def compiled(root: Path, rounded_root: Path) -> dict[str, Any]:
+    return run("auto", 1, [*(root / name for name in COMPILED), rounded_root / "flat_llm"], "float32-compiled")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_our_class_says_the_same(native: dict[str, Any], root: Path, name: str) -> None:
     assert native[name].get("error") is None
@@ -87,6 +107,31 @@ def test_the_transformers_backend_says_the_same(backend: dict[str, Any], root: P
 def test_two_devices_say_the_same(on_two: dict[str, Any], root: Path, name: str) -> None:
     assert on_two[name].get("error") is None
     assert on_two[name]["tokens"] == expected(root / name)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounded_weights_say_the_same(rounded: dict[str, Any], rounded_root: Path, name: str) -> None:
+    """No CPU kernel computes with codes in float32: they are multiplied out."""
+    assert rounded[name].get("error") is None
+    assert rounded[name]["class"] == "LaminaForVllm"
+    assert rounded[name]["packed"] == 0
+    assert rounded[name]["tokens"] == expected(rounded_root / name)
+
+
+@pytest.mark.parametrize("name", [*COMPILED, "flat_llm"])
+def test_compiled_it_says_the_same(compiled: dict[str, Any], root: Path, rounded_root: Path, name: str) -> None:
+    assert compiled[name].get("error") is None
+    assert compiled[name]["tokens"] == expected((root if name in COMPILED else rounded_root) / name)
+
+
+def test_kernels_take_factors_of_four_bits(root: Path, rounded_root: Path) -> None:
+    """In bfloat16, those with widths that 32 divides: 26 of 28. Most of the tokens are those of float32."""
+    said = run("auto", 1, [root / "flat_llm", rounded_root / "joint_rank_k"], "bfloat16")
+    assert (said["flat_llm"].get("packed"), said["joint_rank_k"].get("packed")) == (0, 26), said
+    for name, folder in (("flat_llm", root), ("joint_rank_k", rounded_root)):
+        both = zip(said[name]["tokens"], expected(folder / name), strict=True)
+        pairs = [pair for found, meant in both for pair in zip(found, meant, strict=True)]
+        assert sum(found == meant for found, meant in pairs) > 0.6 * len(PROMPTS) * LENGTH, said[name]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,28 +157,50 @@ def strange(tensors: dict[str, Any]) -> None:
     tensors["model.layers.1.self_attn.q_proj.third"] = torch.zeros(3)
 
 
-def test_wrong_input(root: Path, tmp_path: Path) -> None:
+def without_a_scale(tensors: dict[str, Any]) -> None:
+    del tensors["model.layers.1.self_attn.q_proj.first.weight_scale"]
+
+
+def with_few_scales(tensors: dict[str, Any]) -> None:
+    name = "model.layers.1.self_attn.q_proj.first.weight_scale"
+    tensors[name] = tensors[name][:, :1].contiguous()
+
+
+def of_other_positions(tensors: dict[str, Any]) -> None:
+    tensors["model.layers.0.self_attn.query_key.pivoted.indices"].zero_()
+
+
+Q = "model.layers.1.self_attn.q_proj"
+WRONG: list[tuple[str, str, int | None, Any]] = [  # message, case, bits, change
+    (f"lacks 1 tensors that its config.json describes: {Q}.second", "flat_llm", None, without),
+    ("v_proj.weight is of shape (34, 128), config.json's forms ask for (32, 128)", "flat_llm", None, of_another_shape),
+    (f"the checkpoint has {Q}.third, which config.json's forms do not", "flat_llm", None, strange),
+    (f"lacks 1 tensors that its config.json describes: {Q}.first.weight_scale", "flat_llm", 8, without_a_scale),
+    (f"{Q}.first.weight_scale is of shape (64, 1), config.json's forms ask", "flat_llm", 4, with_few_scales),
+    ("the indices of pivoted q, k are not 64 ascending positions below 192", "loss_aware", None, of_other_positions),
+]
+
+
+def test_wrong_input(tmp_path: Path) -> None:
     """An error that says what is wrong, and no model."""
-    changes = {
-        "lacks 1 tensors that its config.json describes: model.layers.1.self_attn.q_proj.second": without,
-        "v_proj.weight is of shape (34, 128), config.json's forms ask for (32, 128)": of_another_shape,
-        "the checkpoint has model.layers.1.self_attn.q_proj.third, which config.json's forms do not": strange,
-    }
-    for index, change in enumerate(changes.values()):
-        folder = write(tmp_path / str(index), "flat_llm")
-        tensors = load_file(folder / "model.safetensors")
+    messages, folders = [], []
+    for index, (message, name, bits, change) in enumerate(WRONG):
+        folders.append(write(tmp_path / str(index), name, bits=bits))
+        messages.append(message)
+        tensors = load_file(folders[-1] / "model.safetensors")
         change(tensors)
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    forms = write(tmp_path / "form", "flat_llm")
+        save_file(tensors, folders[-1] / "model.safetensors", {"format": "pt"})
+    forms, record, short = (write(tmp_path / name, "flat_llm") for name in ("form", "record", "short"))
     config = json.loads((forms / "config.json").read_text())
     config["forms"][1]["q"]["form"] = "of tomorrow"
     (forms / "config.json").write_text(json.dumps(config))
-    record = write(tmp_path / "record", "flat_llm")
     (record / "compression.json").write_text(json.dumps({"version": 1, "tensors": {}, "shards": {"a": {"size": 1}}}))
-    said = run("auto", 1, [tmp_path / "0", tmp_path / "1", tmp_path / "2", forms, record])
-    messages = [*changes, "layer 1, q: unknown form 'of tomorrow'", "a: missing"]
+    with (short / "model.safetensors").open("r+b") as shard:
+        shard.truncate(shard.seek(0, 2) - 100)
+    messages += ["layer 1, q: unknown form 'of tomorrow'", "a: missing", "bytes, its header describes"]
+    said = run("auto", 1, [*folders, forms, record, short])
     for message, one in zip(messages, said.values(), strict=True):
-        assert "tokens" not in one
+        assert "tokens" not in one, message
         assert message in one["error"]
 
 

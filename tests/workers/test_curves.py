@@ -31,7 +31,9 @@ class _Making:
 
     def do(self, unit: CurveUnit) -> object:
         weights = make_weights(self.where, self.task.roles)
-        made = made_of_curve(unit, self.method, self.quantize, self.where, weights, lambda _: self._statistics())
+        made = made_of_curve(
+            unit, self.method, self.quantize, self.where.layers[0], weights, lambda _: self._statistics()
+        )
         return made if isinstance(made, Curve) else json.loads(json.dumps(made))
 
     def _statistics(self) -> Statistics:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
 
-from workers.device_settings import device_settings, settle_device
+from workers.device_settings import device_settings, settle_device, tensor_cores
 
 
 @pytest.fixture
@@ -43,3 +44,12 @@ def test_a_whole_gpu_and_none(shares: list[float]) -> None:
     settle_device(1)
     assert device_settings()["deterministic"] == "True"
     assert shares == []
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_tensor_cores_are_for_what_is_exact_in_them(shares: list[float], stored: torch.dtype) -> None:
+    settle_device(1)
+    with suppress(KeyError), tensor_cores(stored):
+        assert device_settings()["tf32"] == str(stored != torch.float32)
+        raise KeyError
+    assert device_settings()["tf32"] == "False"

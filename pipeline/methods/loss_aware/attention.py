@@ -24,6 +24,7 @@ from pipeline.kernels.sensitivity import (
     pulled,
     pushed,
     roots_of,
+    spread_directions,
 )
 from pipeline.kernels.spectra import weighted_head_pca
 from pipeline.kernels.value_output import fit_value_output
@@ -63,9 +64,8 @@ def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tens
     for rank in steps(geometry.head_dim, entry.multiple(geometry.hidden), count=BASES):
         reduced = _reduced(output_DF, context_FF, solving_DD, heads_Gdd[:, :rank])
         stack = _stack(entry, geometry, rank)
-        directions = output_directions(reduced.output, reduced.moment, roots)
         spread_DD = pushed(reduced.output, reduced.moment)
-        losses = losses_by_rank(directions, spread_DD, metric_DD)
+        losses = losses_by_rank(spread_directions(spread_DD, roots), spread_DD, metric_DD)
         dropped = _dropped(output_DF, context_FF, metric_DD, reduced)
         numbers, cache = _other_numbers(geometry, rank), geometry.kv_heads * rank
         options += [

@@ -17,6 +17,7 @@ from manifests.records import FormSpec
 from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
+from pipeline.kernels.moments import wide_product
 from pipeline.kernels.nystrom import nested_losses, nystrom_refit
 from pipeline.kernels.refit import Refit, refit
 from pipeline.kernels.sensitivity import (
@@ -28,6 +29,7 @@ from pipeline.kernels.sensitivity import (
     pulled,
     pushed,
     roots_of,
+    spread_directions,
 )
 from pipeline.kernels.spectra import symmetric_root
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
@@ -37,6 +39,7 @@ WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
 INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
 METRIC = Moment("out", kind="gradient")
 SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
+LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
 PROBE_TOKENS = 4  # for each channel; enough to see what a rank of gate and up costs
 PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up
 PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
@@ -135,8 +138,10 @@ class Solver:
 
     def reader_losses(self, kept_k: Tensor) -> Tensor:
         """Predicted loss by rank of gate/up, as if the activation were linear."""
-        found = self.reader_directions(kept_k)
-        return losses_by_rank(found, self.input_DD, self._pull(kept_k, by_loss=True))
+        pull_DD = self._pull(kept_k, by_loss=True)
+        if self.by_loss:
+            self._directions = {kept_k.numel(): input_directions(self._input_roots, pull_DD)}
+        return losses_by_rank(self.reader_directions(kept_k), self.input_DD, pull_DD)
 
     def bends(self, kept_k: Tensor, linear: Tensor, pruned: float) -> list[float]:
         """By share of `PROBES`: what a rank of gate/up is seen to cost on the probe, by what `linear` says.
@@ -180,9 +185,8 @@ class Solver:
     def down_losses(self, kept_k: Tensor) -> Tensor:
         """Predicted loss by rank of down."""
         refit_Dk, _ = self.refit(kept_k)
-        moment_kk = self.moment(kept_k)
-        found, spread_DD = self.down_directions(refit_Dk, moment_kk), pushed(refit_Dk, moment_kk)
-        return losses_by_rank(found, spread_DD, self.metric_DD)
+        spread_DD = pushed(refit_Dk, self.moment(kept_k))
+        return losses_by_rank(spread_directions(spread_DD, self._output_roots), spread_DD, self.metric_DD)
 
     def moment(self, kept_k: Tensor) -> Tensor:
         """Of the channels that stay."""
@@ -200,7 +204,7 @@ class Solver:
         """What the dense MLP gives, batch by batch."""
         for part_TD in sample_TD.split(BATCH):
             hidden_TN = self._hidden(part_TD, self._readers, self._biases)
-            yield hidden_TN @ self.down_DN.to(hidden_TN.dtype).T
+            yield wide_product(hidden_TN, self.down_DN.to(hidden_TN.dtype).T)
 
     @cached_property
     def _readers(self) -> dict[str, Tensor]:
@@ -220,10 +224,10 @@ class Solver:
         return {role: self.weights[name] for role, name in names.items() if name in self.weights}
 
     def _hidden(self, inputs_TD: Tensor, parts: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> Tensor:
-        """act(gate) ⊙ up, or act(up); float32, or float64 for a float64 sample."""
-        kept = torch.promote_types(inputs_TD.dtype, torch.float32)
-        read = {role: inputs_TD.to(kept) @ part.to(kept).T for role, part in parts.items()}
-        read = {role: values + biases[role].to(kept) if role in biases else values for role, values in read.items()}
+        """act(gate) ⊙ up, or act(up), as the forward pass computes them: in the dtype of the sample."""
+        dtype = inputs_TD.dtype
+        read = {role: inputs_TD @ part.to(dtype).T for role, part in parts.items()}
+        read = {role: values + biases[role].to(dtype) if role in biases else values for role, values in read.items()}
         activation = activation_of(self.geometry)
         return activation(read["gate"]) * read["up"] if "gate" in read else activation(read["up"])
 
@@ -237,7 +241,7 @@ class Solver:
 
 def sample_of(geometry: LayerGeometry) -> Moment:
     """Inputs of the MLP, whole tokens."""
-    return Moment("mlp.in", kind="sample", tokens=SAMPLE_TOKENS * geometry.intermediate)
+    return Moment("mlp.in", kind="sample", tokens=max(LEAST_SAMPLE, SAMPLE_TOKENS * geometry.intermediate))
 
 
 def gradient_of(role: str) -> Moment:

@@ -1,0 +1,161 @@
+"""Units of a job that follows the loss, for the simulator: gradients, curves, corrections, held-out text.
+
+As `pipeline.gradient_pass`, `curve_taking`, `correction` and `scoring` hand them out. docs/plan.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from typing import NamedTuple
+
+from pipeline.plan.phases import Pass, solve_seconds
+from pipeline.plan.rates import Rates
+from pipeline.plan.work import LayerWork, SolveWork
+
+CORRECTED = 5  # passes of both layers: to each of four points, and to the end
+
+
+class Timed(NamedTuple):
+    """As `pipeline.plan.simulator.Unit`, which is made of it."""
+
+    name: str
+    kind: str
+    seconds: float
+    after: tuple[str, ...]
+    on: str | None = None  # None: a worker
+    shard: int | None = None
+
+
+Units = Generator[Timed, None, tuple[str, ...]]  # gives what comes after them to wait for
+
+
+def loss_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+    """Gradients and curves, between the dense pass and the solves."""
+    if work.gradient_flops:
+        after = yield from _gradients(work, rates, way, after)
+    if work.curves:
+        after = yield from _curves(work, rates, way, after)
+    return after
+
+
+def last_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+    """Held-out text through both models, when all layers are written."""
+    seconds = work.held_out_flops / 2 / rates.single
+    for model, stored in (("dense", work.weight_bytes), ("compressed", work.written_bytes)) if seconds else ():
+        for layer in range(way.layers):
+            kind = f"held-out {model}"
+            yield from _reads(kind, layer, stored, rates, way, after)
+            after = yield from _passes(kind, "held-out", layer, seconds, way.held_out_shards, after, rates, way)
+    return after
+
+
+def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+    """Layer by layer: both models to a point, then what is solved there; at last both to the end."""
+    seconds = work.correction_flops / rates.products / CORRECTED
+    for layer in range(way.layers):
+        yield from _reads("correct", layer, work.weight_bytes, rates, way, after)
+        for step in range(CORRECTED):
+            kind = f"correct {step}"
+            after = yield from _passes(kind, "correct", layer, seconds, way.shards, after, rates, way, "correct")
+            if step < CORRECTED - 1:
+                names = tuple(f"solve {layer} {step} {number}" for number in range(len(work.solves)))
+                for name, solve in zip(names, work.solves, strict=True):
+                    yield Timed(name, "solve", solve_seconds(solve, rates) / (CORRECTED - 1), after)
+                yield Timed(f"write {layer} {step}", "write", work.written_bytes / rates.disk, names, "disk 0")
+                after = (f"write {layer} {step}",)
+    return after
+
+
+def _gradients(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+    """The layers in reverse; what each shard has summed goes to one worker a moment, before the next layer."""
+    seconds, given = work.gradient_flops / rates.products, work.gradient_bytes * way.gradient_shards / rates.link
+    moments = max(1, min(3, way.workers))
+    for layer in range(way.layers):  # counted from the last
+        yield from _reads("gradient", layer, work.weight_bytes, rates, way, after)
+        after = yield from _passes("gradient", "gradient", layer, seconds, way.gradient_shards, after, rates, way)
+        names = tuple(f"gradient sum {layer} {number}" for number in range(moments))
+        for name in names:
+            yield Timed(name, "reduce", given / moments, after)
+        after = names
+    return after
+
+
+def _curves(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
+    """As many layers at a time as there are workers; long curves are cut where workers would have none."""
+    for first in range(0, way.layers, way.workers):
+        layers = range(first, min(first + way.workers, way.layers))
+        long = len(layers) * sum(curve.pieces > 1 for curve in work.curves)
+        share = way.workers // long if long else 1
+        joined: list[str] = []
+        for layer in layers:
+            read = _reread(layer, work, rates, way)
+            for number, curve in enumerate(work.curves):
+                name = f"curve {layer} {number}"
+                if share == 1 or curve.begun is None:
+                    yield from read(name, after)
+                    yield Timed(name, "curves", solve_seconds(curve, rates), (f"{name} reread",))
+                else:
+                    yield from _cut(name, curve, min(share, curve.pieces), rates, after, read)
+                joined.append(name)
+        after = tuple(joined)
+    return after
+
+
+def _cut(
+    name: str,
+    curve: SolveWork,
+    parts: int,
+    rates: Rates,
+    after: tuple[str, ...],
+    read: Callable[[str, tuple[str, ...]], Iterator[Timed]],
+) -> Iterator[Timed]:
+    """What all pieces follow from, then a part of them for each of some workers."""
+    assert curve.begun is not None
+    begun, whole = solve_seconds(curve.begun, rates), solve_seconds(curve, rates)
+    yield from read(f"{name} begun", after)
+    yield Timed(f"{name} begun", "curves", begun, (f"{name} begun reread",))
+    names = tuple(f"{name} part {part}" for part in range(parts))
+    for each in names:
+        yield from read(each, (f"{name} begun",))
+        yield Timed(each, "curves", (whole - begun) / parts, (f"{each} reread",))
+    yield Timed(name, "barrier", 0.0, names, f"barrier {name}")
+
+
+def _reread(layer: int, work: LayerWork, rates: Rates, way: Pass) -> Callable[[str, tuple[str, ...]], Iterator[Timed]]:
+    """A task's moments, from a node's memory or its disk."""
+    seconds = work.moment_bytes / max(1, len(work.curves)) / (rates.link if way.cached else rates.disk)
+
+    def read(name: str, after: tuple[str, ...]) -> Iterator[Timed]:
+        place = f"memory of {name}" if way.cached else f"disk {layer % way.nodes(rates)}"
+        yield Timed(f"{name} reread", "reread", seconds, after, place)
+
+    return read
+
+
+def _reads(kind: str, layer: int, stored: int, rates: Rates, way: Pass, after: tuple[str, ...]) -> Iterator[Timed]:
+    """Each node reads a layer while the one before is computed."""
+    for node in range(way.nodes(rates)):
+        waits = (f"{kind} barrier {layer - 2}",) if layer >= 2 and kind != "correct" else after
+        yield Timed(f"read {kind} {layer} {node}", "read", stored / rates.disk, waits, f"disk {node}")
+
+
+def _passes(
+    kind: str,
+    phase: str,
+    layer: int,
+    seconds: float,
+    shards: int,
+    after: tuple[str, ...],
+    rates: Rates,
+    way: Pass,
+    read: str | None = None,
+) -> Units:
+    """All shards through a layer, and a barrier."""
+    names = tuple(f"{kind} {layer} {shard}" for shard in range(shards))
+    for shard, name in enumerate(names):
+        node = shard % way.workers // rates.workers_per_node
+        waits = (*after, f"read {read or kind} {layer} {node}")
+        yield Timed(name, phase, seconds / shards, waits, shard=shard)
+    barrier = f"{kind} barrier {layer}"
+    yield Timed(barrier, "barrier", 0.0, names, barrier)
+    return (barrier,)

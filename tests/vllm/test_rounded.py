@@ -1,0 +1,46 @@
+"""Packed weights as the compress side stores them, multiplied out by the package that serves them."""
+
+import pytest
+import torch
+
+from lamina import LaminaConfig
+from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, multiplied_out, scheme_of
+from manifests.records import Scheme as Stored
+from pipeline.kernels.packing import code_range, scaled
+from pipeline.rounding.schemes import packed_shapes, packed_tensors, quantization_config
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("columns", "group"), [(64, 32), (48, 16), (37, None), (1, None)])
+def test_codes_come_back(bits: int, columns: int, group: int | None) -> None:
+    """Of words that numbers end and begin in, and of more rows than are unpacked at a time."""
+    low, high = code_range(bits)
+    codes_OI = torch.randint(low, high + 1, (1030, columns), dtype=torch.int8)
+    codes_OI[0, 0], codes_OI[-1, -1] = low, high
+    scales_OS = torch.rand(1030, 1 if group is None else columns // group) + 0.5
+    stored = packed_tensors("p", codes_OI, scales_OS, Stored(bits=bits, group=group))
+    parts = [stored[f"p.{part}"] for part in PARTS]
+    meant = scaled(codes_OI, scales_OS)
+    assert torch.equal(multiplied_out(*parts, bits), meant)
+    found: list[torch.Tensor] = []
+    unpacking = Unpacking(Scheme(bits, group), found.append)
+    for part, tensor in reversed([*zip(PARTS, parts, strict=True)]):
+        assert not found
+        unpacking.take(part, tensor)
+    assert torch.equal(found[0], meant)
+    shapes = packed_shapes({"p.weight": tuple(codes_OI.shape)}, {"p": Stored(bits=bits, group=group)})
+    assert Scheme(bits, group).shapes(*codes_OI.shape) == {part: shapes[f"p.{part}"] for part in PARTS}
+
+
+def test_schemes() -> None:
+    """As config.json says them: one for each linear but those ignored, or by name; other layouts are vLLM's affair."""
+    one, other = Stored(bits=4, group=32), Stored(bits=8, group=None)
+    same = LaminaConfig(quantization_config=quantization_config({"a": one, "b": one}, ["a", "b", "head"]))
+    assert [scheme_of(same, path) for path in ("a", "b", "head")] == [Scheme(4, 32), Scheme(4, 32), None]
+    both = LaminaConfig(quantization_config=quantization_config({"a": one, "b": other}, ["a", "b", "head"]))
+    assert [scheme_of(both, path) for path in ("a", "b", "head")] == [Scheme(4, 32), Scheme(8, None), None]
+    assert scheme_of(LaminaConfig(), "a") is None
+    assert (
+        scheme_of(LaminaConfig(quantization_config={**both.quantization_config, "format": "int-quantized"}), "a")
+        is None
+    )
