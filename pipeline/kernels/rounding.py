@@ -16,6 +16,7 @@ DAMPING = 0.01  # of the moment's mean diagonal, added to its diagonal
 MOST_DAMPING = 1e6  # beyond this the moment says nothing
 BLOCK = 128  # columns whose errors are fed on together
 CLIPS = tuple(1.0 - step / 40 for step in range(20))  # of the largest magnitude; tried below CLIPPED_BELOW bits
+FED_CLIPS = 6  # of these, where errors are fed on: what is clipped more burdens the columns to come
 CLIPPED_BELOW = 8
 BLOCK_ROWS = 2048  # for which scales are searched at a time
 
@@ -58,7 +59,8 @@ def round_with_feedback(
     Columns are rounded one after another, those of large diagonal first; what rounding column j changes is made up for
     by the columns still to come: with M + λI = R Rᵀ, R upper triangular in that order, and U = R⁻¹, they take
     -(error / U_jj) · U_j. Errors are fed on at once within BLOCK columns, then to all others by one product. Scales are
-    chosen before, by groups of neighbouring columns, so that the order is not stored. A moment of zeros rounds to
+    chosen before, by groups of neighbouring columns, so that the order is not stored; in them the error of column j
+    counts 1 / U_jj², what is left of it once it is made up for. A moment of zeros rounds to
     nearest. float64. Raises ValueError as `round_to_nearest`, and on a moment that does not fit.
     """
     weight_OI = _checked(weight_OI, bits, group)
@@ -70,9 +72,10 @@ def round_with_feedback(
         return round_to_nearest(weight_OI, bits, group, dtype)
     moment_II = moment_II.detach().to(torch.float64) / peak
     diagonal_I = moment_II.diagonal().clamp_min(0.0)
-    scales_OS = choose_scales(weight_OI, bits, group, dtype, diagonal_I)
     order_I = torch.argsort(diagonal_I, descending=True, stable=True)
     feed_II, damping = _feedback(moment_II[order_I][:, order_I])
+    left_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, feed_II.diagonal().pow(-2))
+    scales_OS = choose_scales(weight_OI, bits, group, dtype, left_I)
     steps_OI = scales_OS.to(torch.float64).repeat_interleave(_width(weight_OI, group), dim=1)[:, order_I]
     codes_OI = _fed_codes(weight_OI[:, order_I], steps_OI, feed_II, code_range(bits))
     return Rounded(torch.empty_like(codes_OI).index_copy_(1, order_I, codes_OI), scales_OS, damping)
@@ -82,10 +85,11 @@ def choose_scales(
     weight_OI: Tensor, bits: int, group: int | None, dtype: torch.dtype, importance_I: Tensor | None = None
 ) -> Tensor:
     """(O, S) of `dtype`: for each row and group the scale of least Σ importance · error², of those that clip the
-    largest magnitude by up to a half (at 8 bits it is never clipped). Groups of zeros get the scale 1."""
+    largest magnitude by up to a half; with importance, of what error feedback leaves, by up to an eighth; at 8 bits
+    never. Groups of zeros get the scale 1."""
     low, high = code_range(bits)
     width = _width(weight_OI, group)
-    clips = CLIPS if bits < CLIPPED_BELOW else CLIPS[:1]
+    clips = CLIPS[: len(CLIPS) if importance_I is None else FED_CLIPS] if bits < CLIPPED_BELOW else CLIPS[:1]
     importance_Sg = None if importance_I is None else importance_I.reshape(-1, width)
     found = []
     for rows_OI in weight_OI.split(BLOCK_ROWS):

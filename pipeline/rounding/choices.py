@@ -17,15 +17,15 @@ from manifests.records import Curve
 from pipeline.kernels.interpolation import interpolated
 from pipeline.kernels.rounding import round_with_feedback
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
-from pipeline.methods.rounded_size import beside, rounded_share
+from pipeline.methods.rounded_size import INDEX_BITS, beside, rounded_share
 from pipeline.ranks.curves import Point, from_columns, frontier, to_columns
 from pipeline.rounding.solutions import INPUTS, RoundedSolution, fitting_group, multiplied, round_solution
 
 BITS = "bits"  # among the ranks of a point
 CHOICES = (3, 4, 8)
 METRICS = {"o": Moment("mid", kind="gradient"), "down": Moment("out", kind="gradient")}  # of what enters the stream
-SAMPLED = (0.35, 0.5, 0.65, 0.8, 1.0)  # of a curve's most numbers
-UNDERSTATED = 1.7  # measured divergence over what ranks are predicted to lose, where rounding's comes out as predicted
+SAMPLED = 3  # sizes of points that have the same ranks full; factors lose more by rounding than what stays whole
+UNDERSTATED = 1.3  # measured divergence over what ranks are predicted to lose, where rounding's comes out as predicted
 
 
 def gradient_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
@@ -46,43 +46,49 @@ def with_bits(
 
     `numbers` become bytes in numbers of the dtype (of `bits` bits), codes, scales and shapes counted. The loss is what
     the ranks lose, times UNDERSTATED, and what rounding with error feedback loses, ½ tr(G Δ C Δᵀ). That is known at
-    SAMPLED sizes of the curve, at which the group is solved and rounded, and interpolated between them. `solve`:
-    ranks -> solution.
+    SAMPLED sizes, at which the group is solved and rounded, and interpolated between them, among points of which the
+    same matrices are factors. `solve`: ranks -> solution.
     """
     roles = [role for role in group.roles if role in QUANTIZED_ROLES and role not in quantize.skip]
     plain = sum(weights[name].numel() for name in weights if name.removesuffix(".weight") not in roles)
     shapes = [tuple(weights[f"{role}.weight"].shape) for role in roles]
-    ranked = from_columns(curve)
-    sizes = torch.tensor([point.numbers for point in ranked])
-    sampled = _sampled(ranked)
     readers = {choice: _Readers.rounded(roles, weights, statistics, quantize, choice) for choice in CHOICES}
-    known: dict[int, list[float]] = {choice: [] for choice in CHOICES}
-    for point in sampled:  # one at a time: dense matrices
-        solution = solve(point.ranks)
-        before = multiplied(solution, {})
-        for choice in CHOICES:
-            rounded = round_solution(solution, quantize, choice, statistics.moments, weights)
-            known[choice].append(readers[choice].loss_of(solution, before, rounded, statistics))
     points = []
-    for choice in CHOICES:
-        share = rounded_share(choice, quantize.group, bits)
-        extra = math.ceil(beside(shapes, choice, quantize.group, bits))
-        losses_n = torch.tensor(known[choice], dtype=torch.float64)
-        losses = interpolated([point.numbers for point in sampled], losses_n, sizes)
-        for point, loss in zip(ranked, losses.tolist(), strict=True):
-            codes = max(0, point.numbers - plain)
-            numbers = math.ceil(codes * share) + min(plain, point.numbers) + extra
-            ranks = {**point.ranks, BITS: choice}
-            points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
+    for line in _alike(from_columns(curve)):
+        sampled, known, indexed = _sampled(line), [], set[str]()
+        for point in sampled:  # one at a time: dense matrices
+            solution = solve(point.ranks)
+            indexed |= {form.group for form in solution.forms.values() if form.form == "pivoted" and form.group}
+            before = multiplied(solution, {})
+            each = (
+                (choice, round_solution(solution, quantize, choice, statistics.moments, weights)) for choice in CHOICES
+            )
+            known.append([readers[choice].loss_of(solution, before, rounded, statistics) for choice, rounded in each])
+        sizes = torch.tensor([point.numbers for point in line])
+        losses_PB = interpolated([point.numbers for point in sampled], torch.tensor(known, dtype=torch.float64), sizes)
+        for point, lost in zip(line, losses_PB.tolist(), strict=True):
+            kept = plain + sum(math.ceil(INDEX_BITS * point.ranks[name] / bits) for name in indexed)
+            for choice, loss in zip(CHOICES, lost, strict=True):
+                codes = math.ceil(max(0, point.numbers - kept) * rounded_share(choice, quantize.group, bits))
+                numbers = codes + min(kept, point.numbers) + math.ceil(beside(shapes, choice, quantize.group, bits))
+                ranks = {**point.ranks, BITS: choice}
+                points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
     return to_columns(frontier(points))
 
 
+def _alike(points: Sequence[Point]) -> list[list[Point]]:
+    """The points by which of their ranks are at the most, each ascending."""
+    most = {name: max(point.ranks[name] for point in points) for name in points[0].ranks}
+    found: dict[tuple[bool, ...], list[Point]] = {}
+    for point in points:
+        found.setdefault(tuple(rank == most[name] for name, rank in point.ranks.items()), []).append(point)
+    return list(found.values())
+
+
 def _sampled(points: Sequence[Point]) -> list[Point]:
-    """The points nearest to SAMPLED shares of the most numbers, ascending, each size once."""
-    most = points[-1].numbers
-    nearest = (min(points, key=lambda point: abs(point.numbers - share * most)) for share in SAMPLED)
-    found = {point.numbers: point for point in nearest}
-    return [found[numbers] for numbers in sorted(found)]
+    """SAMPLED of them at most, from the first to the last."""
+    last, count = len(points) - 1, min(SAMPLED, len(points))
+    return [points[last * place // max(1, count - 1)] for place in range(count)]
 
 
 class _Readers(NamedTuple):

@@ -102,11 +102,10 @@ def test_no_other_clip_is_better() -> None:
 
 def test_moments_that_say_little() -> None:
     weight, moment = problem(4, 32)
-    nearest = round_to_nearest(weight, 4, 16, torch.float32)
-    for found in (
-        round_with_feedback(weight, torch.zeros(32, 32), 4, 16, torch.float32),
-        round_with_feedback(weight, 1e-300 * torch.eye(32, dtype=torch.float64), 4, 16, torch.float32),
-    ):
+    alike = torch.ones(32, dtype=torch.float64)
+    for tiny, importance in ((torch.zeros(32, 32), None), (1e-300 * alike.diag(), alike)):
+        nearest = round_to_nearest(weight, 4, 16, torch.float32, importance)
+        found = round_with_feedback(weight, tiny, 4, 16, torch.float32)
         assert torch.equal(found.codes, nearest.codes)
         assert torch.equal(found.scales, nearest.scales)
     dead = moment.clone()

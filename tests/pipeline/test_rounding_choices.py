@@ -116,3 +116,21 @@ def test_what_cut_layers_read_is_said_per_token(method: LossAwareMethod | FlatLL
             dense = found.mean(input_moments((role,))[0])[0]
             assert 0.1 < read.trace() / dense.trace() < 10.0  # half of it, in another basis; not TOKENS times that
         assert solution.inputs.keys() == {"attention": {"o"}, "mlp": {"down"}}.get(group.name, set())
+
+
+@pytest.mark.parametrize("name", ["query_key", "mlp"])
+def test_points_never_store_more_than_they_say(name: str) -> None:
+    where = llama("gqa", hidden_size=64, intermediate_size=96, bits=16)
+    method = LossAwareMethod(LossAware(method="loss_aware", rank_multiple=32))
+    group = next(group for group in method.claims(where) if group.name == name)
+    asked = replace(group, moments=tuple({*group.moments, *input_moments(group.roles), *gradient_moments(group.roles)}))
+    found, weights = make_statistics(where, asked), make_weights(where, group.roles)
+    solve_it = partial(method.compress, group, where.layers[0], weights, found)
+    ranked = method.curve(group, where.layers[0], weights, found)
+    points = from_columns(with_bits(ranked, group, QUANTIZE, weights, found, solve_it, where.bits))
+    assert {point.ranks[BITS] for point in points} == set(CHOICES)
+    dtype = {key: tensor.to(torch.bfloat16) for key, tensor in weights.items()}
+    for point in points:
+        rounded = round_solution(solve_it(point.ranks), QUANTIZE, point.ranks[BITS], found.moments, dtype).solution
+        stored = sum(tensor.nbytes for tensor in rounded.tensors.values()) / 2
+        assert point.numbers - 200 <= stored <= point.numbers, point
