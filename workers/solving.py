@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from manifests.quantize import Quantize
@@ -48,7 +50,25 @@ def solve_group(
     factors = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
     for key, tensor in solution.tensors.items():
         factors[geometry.tensor_name(key, group.roles)] = tensor.to(stored_dtype(key, tensor, weights))
+    if refitted := _refitted(group, geometry, weights, factors, solution):
+        solution = replace(solution, report={**solution.report, "refitted": refitted})
     return factors, solution, rounded
+
+
+def _refitted(
+    group: Group,
+    geometry: LayerGeometry,
+    weights: Mapping[str, Tensor],
+    factors: Mapping[str, Tensor],
+    solution: Solution,
+) -> list[str]:
+    """The roles that stay dense with other numbers: what they read, or what is behind them, has changed."""
+    changed = set()
+    for key, dense in weights.items():
+        role, found = key.partition(".")[0], factors.get(geometry.tensor_name(key, group.roles))
+        if role not in solution.forms and found is not None and not torch.equal(found, dense.to(found)):
+            changed.add(role)
+    return sorted(changed)
 
 
 def _changes(solution: Solution, role: str) -> bool:

@@ -95,9 +95,12 @@ def check_coverage(
             faults.append(f"{name}: claimed by {claimed[name]!r}, which is no method of the manifest that could")
             continue
         layer, role = roles[name]
-        form = compression["layers"][layer.index]["forms"].get(role)
+        described = compression["layers"][layer.index]
+        form = described["forms"].get(role)
         if form is None and name not in checkpoint.tensors and packed_names(name) <= checkpoint.tensors.keys():
             faults += _packed_faults(compression, packed_names(name), claimed[name])
+        elif form is None and any(role in report.get("refitted", ()) for report in described["groups"].values()):
+            faults += _refitted_faults(original, compression, name, claimed[name])
         elif form is None:  # looked at and left as it was
             kept += 1
             faults += _copy_faults(original, checkpoint, compression, name, claimed[name])
@@ -120,6 +123,15 @@ def _copy_faults(
     pieces = zip(original.copy_bytes(name), checkpoint.copy_bytes(name), strict=False)
     if (record.dtype, record.shape) != (found.dtype, found.shape) or any(ours != theirs for ours, theirs in pieces):
         yield f"{found.file}: {name}: should be the source's bit for bit, but differs"
+
+
+def _refitted_faults(
+    original: SourceCheckpoint, compression: Mapping[str, Any], name: str, method: str
+) -> Iterator[str]:
+    """A dense tensor with other numbers: as the source's but for them."""
+    entry, record = compression["tensors"].get(name, {}), original.tensors[name]
+    if (entry.get("origin"), entry.get("dtype"), entry.get("shape")) != (method, record.dtype, list(record.shape)):
+        yield f"{name}: refitted by {method}, but stored as {entry or 'nothing'}; the source has {record}"
 
 
 def _factor_faults(

@@ -115,3 +115,21 @@ def test_other_ranks_are_measured_again(job: MakeJob) -> None:
     assert third.code == 0
     again = json.loads((made.root / "third" / "compression.json").read_text())["compared"]["error"]
     assert again < first
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_dense_matrix_with_other_numbers_is_named_as_that(job: MakeJob) -> None:
+    """An MLP at its full width, gate and up cut: down is fitted to what it reads now, at full rank, and has no form."""
+    made = job(methods=[{"method": "loss_aware", "widths": 3}], **{"calibration.propagate": "dense"})
+    made.run().json  # noqa: B018 - asserts the exit code
+    layers = made.compression()["layers"]
+    refitted = {
+        (n, role)
+        for n, layer in enumerate(layers)
+        for one in layer["groups"].values()
+        for role in one.get("refitted", ())
+    }
+    assert refitted, "the case is not met"
+    assert not any(role in layers[n]["forms"] for n, role in refitted)
+    verified = command("verify", str(made.output), "--source", str(made.source))
+    assert verified.code == 0, verified.out + verified.err
