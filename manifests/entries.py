@@ -24,6 +24,7 @@ from manifests.records import (
     Scheme,
     Sha256,
     ShardRecord,
+    SourceFile,
     StagedRecord,
 )
 
@@ -237,6 +238,8 @@ class TaskScoreEntry(Record):
 KINDS: Mapping[str, TypeAdapter[Any]] = {
     kind: TypeAdapter(entry)
     for kind, entry in {
+        "source": Mapping[str, SourceFile],
+        "hardware": Mapping[str, str],
         "layer": LayerEntry,
         "dense": DenseEntry,
         "statistics": StatisticsEntry,

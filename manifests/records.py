@@ -83,6 +83,13 @@ class TensorDescription(Record):
     sha256: Sha256
 
 
+class SourceFile(Record):
+    """A file of the source, with what its storage knows it by besides: of a disk times and inode."""
+
+    size: NonNegativeInt
+    sha256: Sha256
+
+
 class ShardRecord(Record):
     """A safetensors file, by the tensors in it."""
 

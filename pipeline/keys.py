@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from manifests.entries import (
     ActivationsEntry,
@@ -37,7 +36,7 @@ from manifests.entries import (
     TokensEntry,
     TryEntry,
 )
-from manifests.records import E, Key, ShardRecord
+from manifests.records import E, Key, ShardRecord, SourceFile
 
 RANKS: Key[RanksEntry] = Key("ranks")
 HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration samples, and the dense model's outputs
@@ -47,8 +46,8 @@ TRIES = "tries/"  # what was measured at a size, by its thousandths
 SCORED = "scored/"  # what enters a layer of a model that is being scored
 TOKENS: Key[TokensEntry] = Key("tokens")
 SCHEDULE: Key[ScheduleEntry] = Key("schedule")  # how often hidden states are committed, where the plan chose
-SOURCE: Key[Mapping[str, Mapping[str, Any]]] = Key("source")  # file -> size, times and sha256
-HARDWARE: Key[dict[str, str]] = Key("hardware")
+SOURCE: Key[Mapping[str, SourceFile]] = Key("source")  # by name
+HARDWARE: Key[Mapping[str, str]] = Key("hardware")
 COMPARED: Key[ComparedEntry] = Key("compared")
 ASSEMBLING: Key[AssemblingEntry] = Key("assembling")
 COMPLETE: Key[CompleteEntry] = Key("complete")

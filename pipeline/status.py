@@ -127,6 +127,8 @@ def _print(state: dict[str, Any]) -> None:
             where.append(f"layer {progress['layer']}")
         if progress.get("of"):
             where.append(f"{progress['done']} of {progress['of']} units")
+        if progress.get("seconds_left") is not None:
+            where.append(f"about {progress['seconds_left']:,.0f} s of the job left")
         print(", ".join(where))
         if pool := progress.get("pool"):
             print(f"workers: {pool['ready']} ready, {pool['wanted']} wanted")

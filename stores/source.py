@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError, StorageError
+from manifests.records import SourceFile
 from stores.backend import PIECE_BYTES
 from stores.durable import storage_error
 from stores.headers import TensorRecord, read_header, without_duplicates
@@ -116,7 +117,7 @@ class SourceCheckpoint:
         except (FileNotFoundError, ValueError) as error:
             raise StorageError(f"reading {self.storage.at(file)}: {error}; restore it, then start again") from error
 
-    def file_digests(self, known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    def file_digests(self, known: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
         """Stamp and sha256 of config.json, the index and every safetensors file: of files on a disk size, mtime_ns,
         ctime_ns and inode.
 
@@ -127,20 +128,19 @@ class SourceCheckpoint:
         """
         names = [CONFIG_FILE, *([INDEX_FILE] if self.indexed else []), *self.files]
         with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="digest") as pool:
-            records = pool.map(lambda name: self._digest(name, known.get(name, {})), names)
+            records = pool.map(lambda name: self._digest(name, known.get(name)), names)
             return dict(zip(names, records, strict=True))
 
-    def _digest(self, file_name: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    def _digest(self, file_name: str, known: SourceFile | None) -> SourceFile:
         stamp = self.file_stamp(file_name)
-        known = known if isinstance(known, Mapping) else {}
-        if all(known.get(field) == value for field, value in stamp.items()) and isinstance(known.get("sha256"), str):
-            return dict(known)
+        if known is not None and known.as_json() == {**stamp, "sha256": known.sha256}:
+            return known
         with self.storage.reader(file_name) as file:
             sha256 = file.sha256()
         if self.file_stamp(file_name) != stamp:
             path = self.storage.at(file_name)
             raise StorageError(f"{path}: changed while it was read; let nothing write to the source, then start again")
-        return {**stamp, "sha256": sha256}
+        return SourceFile.model_validate({**stamp, "sha256": sha256})
 
     def _record(self, name: str) -> TensorRecord:
         if name not in self.tensors:

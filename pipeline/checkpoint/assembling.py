@@ -14,7 +14,7 @@ from lamina import MODELLING_FILES, modelling_source
 from manifests import VERSION
 from manifests.entries import LayerEntry
 from manifests.errors import CorruptError, InputError
-from manifests.records import Scheme, ShardRecord
+from manifests.records import Scheme, ShardRecord, SourceFile
 from pipeline.checkpoint.compression_record import (
     RECORD_FILE,
     RECORD_VERSION,
@@ -94,10 +94,10 @@ class Assembler:
         inputs: Inputs,
         journal: Journal,
         run_dir: Place,
-        source_files: Mapping[str, Any],
+        source_files: Mapping[str, SourceFile],
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`source_files`: file -> size and sha256, for the record. `guard`: raises if RUN_DIR is no longer ours."""
+        """`source_files`: by name, for the record. `guard`: raises if RUN_DIR is no longer ours."""
         self.guard = guard
         self.inputs = inputs
         self.journal = journal
@@ -223,7 +223,7 @@ class Assembler:
                 "revision": self.inputs.manifest.model.revision,
                 "model_type": geometry.model_type,
                 "files": {
-                    file: {key: found[key] for key in ("size", "sha256")} for file, found in self.source_files.items()
+                    file: {"size": found.size, "sha256": found.sha256} for file, found in self.source_files.items()
                 },
             },
             "manifest": self.inputs.manifest.semantic(),

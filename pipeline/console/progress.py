@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.entries import GroupReport
 from manifests.errors import StorageError
+from pipeline.console.outlook import Outlook
 from pipeline.score_units import WindowForward
 from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Pair, Unit
 from stores.durable import storage_errors
@@ -39,6 +40,7 @@ class JobObserver:
         self.tokens = 0
         self.total_units = self.done_units = 0
         self.started = time.monotonic()
+        self.outlook: Outlook | None = None
         self.progress: Progress | None = None
         self.bar: TaskID | None = None
 
@@ -56,9 +58,9 @@ class JobObserver:
 
     def stage(self, name: str | None) -> None:
         """Something without layers begins (None: nothing more), and what was before ends."""
-        self._close_phase()
-        self.started, self.tokens, self.done_units, self.total_units = time.monotonic(), 0, 0, 0
-        self.state = {"phase": name} if name else {}
+        self._open(name)
+        if self.outlook is not None and name is not None:
+            self.outlook.begin(name)
 
     def show_memory_of(self, peak_bytes: Mapping[str, int]) -> None:
         """Worker -> peak bytes, which may change meanwhile: the largest is shown."""
@@ -66,7 +68,9 @@ class JobObserver:
 
     def phase(self, name: str, layers: int, units_per_layer: int) -> None:
         """A phase begins: `layers` layers of `units_per_layer` forward units."""
-        self.stage(name)
+        self._open(name)
+        if self.outlook is not None:
+            self.outlook.begin(name, layers)
         self.total_units = max(1, layers * units_per_layer)
         self.state |= {"layers": layers, "layer": None}
         self.say(f"phase {SHOWN.get(name, name)}: {layers} layers")
@@ -104,6 +108,15 @@ class JobObserver:
         elif not self.quiet:
             print(line, file=self.stream, flush=True)
 
+    def expect(self, outlook: Outlook | None) -> None:
+        """What is ahead of the job, if it can be told."""
+        self.outlook = outlook
+
+    def _open(self, name: str | None) -> None:
+        self._close_phase()
+        self.started, self.tokens, self.done_units, self.total_units = time.monotonic(), 0, 0, 0
+        self.state = {"phase": name} if name else {}
+
     def _update(self) -> None:
         if self.progress is not None and self.bar is not None:
             where = f"layer {self.state.get('layer')} shard {self.state.get('shard')}"
@@ -112,9 +125,13 @@ class JobObserver:
 
     def _rate(self) -> str:
         spent = time.monotonic() - self.started
+        share = self.done_units / max(1, self.total_units)
         parts = [f", {self.tokens / spent:,.0f} tokens/s"] if self.tokens and spent > 0 else []
         if 0 < self.done_units < self.total_units:
-            parts.append(f", {spent / self.done_units * (self.total_units - self.done_units):,.0f} s left")
+            parts.append(f", {spent / share * (1 - share):,.0f} s left")
+        if self.outlook is not None and (left := self.outlook.left(spent, min(1.0, share))) is not None:
+            self.state["seconds_left"] = round(left, 1)
+            parts.append(f", job {left:,.0f} s left")
         if self.peak_bytes:
             parts.append(f", worker {max(self.peak_bytes.values()) / 2**30:.2f} GiB")
         return "".join(parts)
@@ -122,7 +139,10 @@ class JobObserver:
     def _close_phase(self) -> None:
         name = self.state.get("phase")
         if name:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - self.started
+            spent = time.monotonic() - self.started
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            if self.outlook is not None:
+                self.outlook.end(spent)
         if self.progress is not None and self.bar is not None:
             self.progress.remove_task(self.bar)
             self.bar = None

@@ -23,9 +23,11 @@ from pipeline.job.calibration import sample_tokens
 from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
+from pipeline.job.outlook import job_outlook
 from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
+from pipeline.plan.rates import known_rates
 from pipeline.ports import Pool
 from pipeline.repair import REPAIRS
 from pipeline.scoring import Scorer
@@ -159,6 +161,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     ):
         job.ledger.commit(HARDWARE, dict(pool.hardware))
         job.observer.show_memory_of(pool.peak_bytes)
+        job.observer.expect(job_outlook(job, known_rates(pool.hardware["device"])))
         yield JobWorkers(pool, always, commit_interval(job, pool.hardware))
 
 

@@ -16,7 +16,7 @@ import torch
 from manifests.entries import ReusedEntry
 from manifests.errors import InputError
 from manifests.loading import dump_manifest
-from manifests.records import Key
+from manifests.records import Key, SourceFile
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.computation import Job
@@ -45,7 +45,7 @@ class JobContext:
         tokens: calibration token ids (samples, sequence); None for a data-free job.
         held_out: token ids (windows, sequence) of the same texts beyond the samples; None where there are none.
         evaluation: token ids (windows, window) that OUTPUT is scored on; None: no perplexity is asked for.
-        source_files: file of the source -> size, times and sha256.
+        source_files: what the job reads, by name.
         locks: of the run directory and of OUTPUT, held.
         output_files: what OUTPUT held at the start.
         stop: set by a signal, or when a lock is lost.
@@ -57,7 +57,7 @@ class JobContext:
     tokens: torch.Tensor | None
     held_out: torch.Tensor | None
     evaluation: torch.Tensor | None
-    source_files: Mapping[str, Any]
+    source_files: Mapping[str, SourceFile]
     run_dir: RunDirectory
     locks: tuple[RunLock, ...]
     output_files: OutputFiles

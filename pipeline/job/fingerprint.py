@@ -11,14 +11,17 @@ from typing import Any
 import torch
 
 from manifests import VERSION
+from manifests.records import SourceFile
 from pipeline.job.calibration import tokens_digest
 from pipeline.job.inputs import Inputs
 
 
-def job_fingerprint(inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapping[str, Any]) -> dict[str, Any]:
+def job_fingerprint(
+    inputs: Inputs, tokens: torch.Tensor | None, source_files: Mapping[str, SourceFile]
+) -> dict[str, Any]:
     """Field -> value; fields are compared one by one, so that what differs can be named."""
     return {
-        "source": {file: {"size": found["size"], "sha256": found["sha256"]} for file, found in source_files.items()},
+        "source": {file: {"size": found.size, "sha256": found.sha256} for file, found in source_files.items()},
         "config": inputs.source.config,
         "calibration_tokens": tokens_digest(tokens),
         "manifest": semantic_fields(inputs),

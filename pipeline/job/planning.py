@@ -15,13 +15,14 @@ from manifests.errors import InputError
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.job.inputs import read_inputs
+from pipeline.job.calibration import evaluation_tokens
+from pipeline.job.inputs import Inputs, read_inputs
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients, layers_of
 from pipeline.plan.estimate import make_plan
-from pipeline.plan.phases import Pass, committed_bytes, layers_per_commit, phase_seconds
+from pipeline.plan.phases import Pass, committed_bytes, evaluate_seconds, layers_per_commit, phase_seconds
 from pipeline.plan.rates import Rates, measured_rates, rates_of
-from pipeline.plan.work import HELD_OUT, layer_work
+from pipeline.plan.work import HELD_OUT, layer_work, scoring_flops
 from pipeline.samples import gradient_samples
 from workers.cluster import connect, probe_worker
 
@@ -39,23 +40,24 @@ class Asked:
 
 def plan_report(manifest: Manifest, config: Path | None, ask: Asked) -> dict[str, Any]:
     """As JSON. With `config`, from that file alone: no source is looked at. Raises InputError."""
-    if config is None:
-        inputs = read_inputs(manifest, weights=False)
+    inputs = read_inputs(manifest, weights=False) if config is None else None
+    if inputs is not None:
         geometry, tasks, dtype, remarks = inputs.geometry, inputs.tasks, inputs.dtype, list(inputs.remarks)
         source_bytes = inputs.source_bytes
     else:
+        assert config is not None
         geometry, dtype = _of_config(config)
         tasks, remarks = claim_tasks(build_methods(manifest), geometry), []
         source_bytes = geometry.model_numbers() * dtype.itemsize
     plan = make_plan(manifest, geometry, tasks, dtype.itemsize, source_bytes)
     rates = _rates(manifest, dtype, ask)
-    tokens = _gradient_tokens(manifest, geometry, tasks)
+    tokens = gradient_tokens(manifest, geometry, tasks)
     kept = plan.expected_numbers / plan.dense_numbers
     work, way = (
         layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept),
         pass_of(manifest, plan.layers, tokens),
     )
-    phases = phase_seconds(work, rates, way)
+    phases = phase_seconds(work, rates, way) | _scoring(inputs, rates, way.workers)
     asked = manifest.resume.every
     every = layers_per_commit(work, rates, way) if asked == "auto" else asked
     report = plan.report() | {
@@ -66,6 +68,17 @@ def plan_report(manifest: Manifest, config: Path | None, ask: Asked) -> dict[str
         "estimated_seconds": sum(phases.values()),
     }
     return report | {"remarks": remarks + _what_does_not_fit(manifest, report, ask)}
+
+
+def _scoring(inputs: Inputs | None, rates: Rates, workers: int) -> dict[str, float]:
+    """The phase of evaluation, where the text is here to be counted. Raises InputError about it."""
+    tokens = evaluation_tokens(inputs) if inputs else None
+    if inputs is None or tokens is None:
+        return {}
+    perplexity = inputs.manifest.evaluation.perplexity
+    models = 1 + (perplexity is not None and perplexity.dense)
+    flops = models * tokens.numel() * scoring_flops(inputs.geometry, tokens.shape[-1])
+    return {"evaluate": evaluate_seconds(flops, rates, workers)}
 
 
 def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
@@ -118,7 +131,8 @@ def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:
     )
 
 
-def _gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: tuple[Task, ...]) -> int:
+def gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: tuple[Task, ...]) -> int:
+    """Of the calibration samples that go back through the model; 0 where none do."""
     calibration = manifest.calibration
     if calibration is None or not any(layer_gradients(tasks, layer) for layer in layers_of(tasks)):
         return 0

@@ -125,7 +125,7 @@ def _wanted_tasks(job: JobContext, seal: str) -> dict[Key[TaskScoreEntry], str]:
     """Ledger key -> the model to be scored on the manifest's tasks: the compressed one, and the dense one beside it."""
     if not (tasks := job.manifest.evaluation.tasks):
         return {}
-    digest, source = tasks_digest(tasks), {file: found["sha256"] for file, found in job.source_files.items()}
+    digest, source = tasks_digest(tasks), {file: found.sha256 for file, found in job.source_files.items()}
     return {
         task_score_key("output", _digest(seal, digest)): job.manifest.output,
         task_score_key("dense", _digest(source, digest)): job.inputs.source.place,
@@ -136,7 +136,7 @@ def dense_score_key(job: JobContext) -> tuple[Key[ScoreEntry], ...]:
     """Where the score of the source on these tokens is, or would be."""
     if job.evaluation is None:
         return ()
-    source = {file: found["sha256"] for file, found in job.source_files.items()}
+    source = {file: found.sha256 for file, found in job.source_files.items()}
     return (score_key("dense", _digest(source, tokens_digest(job.evaluation))),)
 
 

@@ -25,6 +25,8 @@ class Pass:
         offload: whether hidden states leave the device between layers.
         cached: whether the moments of a dense pass are still in the nodes' memory (page cache) when they are solved.
         gradient_shards, held_out_shards: those of the backward pass's samples, and of held-out text.
+        beside: whether sums go to owners of bands and are stored, and layers written, while others are computed. As
+            built, one worker adds a moment and stores it, and the driver waits for that before it goes on.
     """
 
     layers: int
@@ -36,6 +38,7 @@ class Pass:
     cached: bool = False
     gradient_shards: int = 1
     held_out_shards: int = 1
+    beside: bool = False
 
     @property
     def rounds(self) -> float:
@@ -71,10 +74,16 @@ def solve_seconds(solve: SolveWork, rates: Rates) -> float:
 
 
 def give_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """A layer's sums to the owners of their bands: over the worker's link, and between nodes over the network."""
+    """A layer's sums to whoever adds them: over the worker's link, and between nodes over the network.
+
+    To the owners of their bands; or whole, all to one.
+    """
     if way.workers == 1:
         return 0.0
     nodes = way.nodes(rates)
+    if not way.beside:
+        abroad = work.moment_bytes * way.workers * (1 - 1 / nodes) / rates.network
+        return max(work.moment_bytes * way.workers / rates.link, abroad)
     abroad = work.moment_bytes * min(way.workers, rates.workers_per_node) * (1 - 1 / nodes) / rates.network
     return max(2 * work.moment_bytes * (1 - 1 / way.workers) / rates.link, abroad)
 
@@ -86,7 +95,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     forward = max(forward_seconds(work, rates, way) * way.rounds, reading)
     statistics = max(statistics_seconds(work, rates, way) * way.rounds, reading)
     solves = [solve_seconds(solve, rates) for solve in work.solves]
-    giving, storing = give_seconds(work, rates, way), work.moment_bytes / nodes / rates.disk
+    giving, storing = give_seconds(work, rates, way), stored_bytes(work, rates, way) / rates.disk
     writing = work.written_bytes / nodes / rates.disk
     found = {"start": START_SECONDS}
     if way.compressed:
@@ -94,16 +103,23 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         if way.importance:
             found["importance"] = layers * (forward + cosine)
         found["statistics"] = layers * statistics
-        found["reduce"] = layers * giving
+        found["reduce"] = layers * (giving if way.beside else giving + storing)
         found["solve"] = layers * _spread(solves, way.workers)
-        found["propagate"] = layers * max(forward, storing + writing)
+        alone = work.written_bytes / rates.disk
+        found["propagate"] = layers * (max(forward, storing + writing) if way.beside else alone + forward)
+    elif not way.beside:
+        found["statistics"] = layers * statistics
+        found["reduce"] = layers * (giving + storing)
+        rereading = reread_seconds(work, rates, way)
+        found["solve"] = _spread([seconds + rereading for seconds in solves for _ in range(layers)], way.workers)
+        found["solve"] += layers * writing
     else:
         # Sums are given away, and stored, while the next layer is computed.
         found["statistics"] = layers * max(statistics, giving, storing)
         every = [seconds for seconds in solves for _ in range(layers)]
         found["solve"] = max(_spread(every, way.workers), layers * ((0.0 if way.cached else storing) + writing))
-        if work.correction_flops:  # a layer at a time, and what has become of it written at each point
-            found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
+    if work.correction_flops:  # a layer at a time, and what has become of it written at each point
+        found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
     if work.gradient_flops:
         computing = work.gradient_flops / rates.products * way.rounds_of(way.gradient_shards)
         summing = work.gradient_bytes * way.gradient_shards / rates.link / min(3, way.workers)  # three large moments
@@ -117,6 +133,22 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["held-out"] = layers * max(scoring, reading + work.written_bytes / rates.disk)
     found["assemble"] = work.written_bytes / rates.disk
     return found
+
+
+def evaluate_seconds(flops: float, rates: Rates, workers: int) -> float:
+    """To score a model, by its operations on the whole text, in float32."""
+    return flops / rates.single / workers
+
+
+def stored_bytes(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """Of a layer's sums, what one node stores."""
+    return work.moment_bytes / way.nodes(rates) if way.beside else work.moment_bytes
+
+
+def reread_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """What a task of a dense pass waits for its moments, which the workers of a node read at once."""
+    rate = rates.link if way.cached else rates.disk / min(way.workers, rates.workers_per_node)
+    return work.moment_bytes / max(1, len(work.solves)) / rate
 
 
 def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:

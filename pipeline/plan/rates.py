@@ -58,6 +58,18 @@ _H200 = Rates(
     workers_per_node=8,
     device_bytes=141 * GIGA,
 )
+# A core of today, where how phases compare is enough.
+NOMINAL_CPU = Rates(
+    products=50 * GIGA,
+    single=50 * GIGA,
+    double=25 * GIGA,
+    memory=5 * GIGA,
+    link=5 * GIGA,
+    network=1.25 * GIGA,
+    disk=1 * GIGA,
+    step_s=5e-5,
+    workers_per_node=1,
+)
 # By the names that `torch.cuda.get_device_name` gives: about half of the published peak of dense products.
 GPUS: dict[str, Rates] = {
     "NVIDIA H200": _H200,
@@ -80,6 +92,11 @@ def rates_of(gpu: str) -> Rates:
     if len(fitting) != 1:
         raise ValueError(f"{gpu!r} is none, or several, of the GPUs whose rates are known: {', '.join(GPUS)}")
     return GPUS[fitting[0]]
+
+
+def known_rates(device: str) -> Rates:
+    """Of a GPU by its whole name, or those of a core: to compare the phases of one job."""
+    return GPUS.get(device, NOMINAL_CPU)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, threads: int, workers_per_node: int = 1) -> Rates:

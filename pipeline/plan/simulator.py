@@ -18,8 +18,10 @@ from pipeline.plan.phases import (
     Pass,
     forward_seconds,
     give_seconds,
+    reread_seconds,
     solve_seconds,
     statistics_seconds,
+    stored_bytes,
 )
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork
@@ -222,14 +224,14 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
             "statistics", layer, statistics_seconds(work, rates, way), before, rates, way, given
         )
         yield Unit(given, "reduce", give_seconds(work, rates, way), forward, on="link")
-        nodes = way.nodes(rates)
-        for node in range(nodes):
-            seconds = work.moment_bytes / nodes / rates.disk
-            yield Unit(f"store {layer} {node}", "store", seconds, (given,), f"disk {node}")
-        before = forward
+        stores = [f"store {layer} {node}" for node in range(way.nodes(rates) if way.beside else 1)]
+        for node, name in enumerate(stores):
+            yield Unit(name, "store", stored_bytes(work, rates, way) / rates.disk, (given,), f"disk {node}")
+        before = forward if way.beside else tuple(stores)
         if way.compressed:
-            yield from _solves(layer, work, rates, way, (given,))
+            yield from _solves(layer, work, rates, way, (given,) if way.beside else tuple(stores))
             names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
+            names = names if way.beside else (f"write {layer}",)
             seconds = forward_seconds(work, rates, way)
             before = yield from _forward("propagate", layer, seconds, names, rates, way, None)
         solved.append(given)
@@ -284,13 +286,15 @@ def _solves(layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[s
     """A layer's tasks, each by one worker, and writing what came of them. Moments of a dense pass are read again."""
     nodes, names = way.nodes(rates), []
     for number, solve in enumerate(work.solves):
-        waits = after
-        if not way.compressed:
+        waits, seconds_before = after, 0.0
+        if not way.compressed and not way.beside:
+            seconds_before = reread_seconds(work, rates, way)
+        elif not way.compressed:
             reading = f"reread {layer} {number}"
             seconds = work.moment_bytes / len(work.solves) / (rates.link if way.cached else rates.disk)
             place = f"memory {number}" if way.cached else f"disk {layer % nodes}"
             yield Unit(reading, "reread", seconds, after, place)
             waits = (reading,)
         names.append(f"solve {layer} {number}")
-        yield Unit(names[-1], "solve", solve_seconds(solve, rates), waits)
+        yield Unit(names[-1], "solve", seconds_before + solve_seconds(solve, rates), waits)
     yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, tuple(names), f"disk {layer % nodes}")

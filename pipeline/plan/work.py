@@ -24,7 +24,7 @@ HELD_OUT = 10  # one window held out for so many samples
 WIDTH_FLOPS, BASE_FLOPS = 52.0, 46.0  # times D³: what a width of an MLP takes, or a basis of values, with its losses
 BASES = 16  # ranks of the value basis that are compared at most
 PROBED = 12  # runs of an MLP whose gate and up are cut, by which a curve is scaled: three widths, four ranks
-PROBE_SHARE = 4  # of the sample's tokens, one in so many
+PROBE_TOKENS = 4  # of the sample, for each channel
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,11 @@ def forward_flops(geometry: LayerGeometry, sequence: int) -> float:
     return 2.0 * geometry.numbers() + 2.0 * sequence * geometry.heads * geometry.head_dim
 
 
+def scoring_flops(geometry: Geometry, window: int) -> float:
+    """Of one token in a window of the evaluation text, head included."""
+    return sum(forward_flops(layer, window) for layer in geometry.layers) + 2.0 * geometry.hidden * geometry.vocab
+
+
 def curve_work(task: Task, geometry: LayerGeometry, multiple: int = 1) -> SolveWork:
     """What comparing a task's sizes takes. docs/plan.md#work-of-a-layer.
 
@@ -185,8 +190,7 @@ def curve_work(task: Task, geometry: LayerGeometry, multiple: int = 1) -> SolveW
             + mean[2] * inner**3 / 3
         )
         begun = _elimination("begun", geometry, 1 - 1 / task.pieces, EIGEN_FLOPS * hidden**3)
-        probe = sum(moment.tokens for moment in samples) / PROBE_SHARE
-        seen = probe * (_sample_flops(geometry, 0.0) + PROBED * (_cut_flops(geometry, 0.54, 0.42)))
+        seen = PROBE_TOKENS * inner * (_sample_flops(geometry, 0.0) + PROBED * (_cut_flops(geometry, 0.54, 0.42)))
         return SolveWork(task.name, begun.flops + task.pieces * of_width, begun.steps, seen, task.pieces, begun)
     if any(moment.point == "o.in" and moment.heads == 1 for moment in task.moments):
         bases = min(BASES, max(1, geometry.head_dim // multiple))

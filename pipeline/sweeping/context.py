@@ -15,6 +15,7 @@ import torch
 
 from manifests.entries import PointsEntry
 from manifests.errors import InputError
+from manifests.records import SourceFile
 from manifests.strict_yaml import write_yaml
 from manifests.sweep import SWEEP_VERSION, Point, Sweep
 from pipeline.checkpoint.compression_record import quick_faults
@@ -125,7 +126,9 @@ def open_sweep(
         yield replace(found, job=replace(job, locks=tuple(locks)))
 
 
-def _fingerprint(inputs: SharedInputs, tokens: torch.Tensor | None, source_files: Mapping[str, Any]) -> dict[str, Any]:
+def _fingerprint(
+    inputs: SharedInputs, tokens: torch.Tensor | None, source_files: Mapping[str, SourceFile]
+) -> dict[str, Any]:
     """Of what all points share: points come and go."""
     fields = job_fingerprint(inputs, tokens, source_files)
     shared = {name: fields["manifest"][name] for name in ("seed", "calibration", "workers")}

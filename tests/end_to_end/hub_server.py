@@ -10,13 +10,34 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+ADDRESS = "/{repo_id}/resolve/{revision}/{filename}"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+
+
+@contextmanager
+def client_of(hub: HubServer, cache: Path, offline: bool = False) -> Iterator[None]:
+    """In here this process's huggingface_hub speaks with `hub`, as HF_ENDPOINT would have it from the start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", hub.endpoint)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + ADDRESS)
+        patch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        huggingface_hub.close_session()
+        yield
+    huggingface_hub.close_session()
 
 
 class HubServer:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.hub_server import COMMIT, HubServer
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.hub_server import COMMIT, HubServer, client_of
+from tests.end_to_end.jobs import Ended, Job, command, file_digests
 
 MakeJob = Callable[..., Job]
 DONE, WRONG_INPUT = 0, 2
@@ -47,12 +47,14 @@ def hub(files: dict[str, bytes]) -> Iterator[HubServer]:
         yield server
 
 
-def ask(name: str, made: Job, hub: HubServer, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command as a user gives it, with a cache of its own."""
-    home = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(made.root / "hub"), "HF_HUB_OFFLINE": "0"}
-    arguments = [sys.executable, "-m", f"pipeline.{name}", str(made.manifest), "--json"]
-    variables = {**os.environ, **home, "no_proxy": "*", **environment}
-    return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=300, check=False)
+def ask(name: str, made: Job, hub: HubServer, offline: bool = False) -> Ended:
+    """A command, with a cache of its own."""
+    with client_of(hub, cache_of(made), offline):
+        return command(name, str(made.manifest), "--json")
+
+
+def cache_of(made: Job) -> Path:
+    return made.root / "hub"
 
 
 def on_hub(job: MakeJob, **changes: Any) -> Job:
@@ -66,15 +68,15 @@ def weight_bytes(files: Mapping[str, bytes]) -> int:
 def test_plan_reads_configs_and_headers_only(hub: HubServer, job: MakeJob, llama: Path) -> None:
     made = on_hub(job)
     ended = ask("plan", made, hub)
-    assert ended.returncode == DONE, ended.stderr
+    assert ended.code == DONE, ended.err
     local = command("plan", str(job(llama).manifest), "--json", "--tflops", "1").json
-    plan = json.loads(ended.stdout)
+    plan = ended.json
     for field in ("source_bytes", "expected_numbers", "dense_numbers", "read_bytes", "worker_peak_bytes"):
         assert plan[field] == local[field], field
     weights = [asked for asked in hub.asked if asked[1].endswith(".safetensors")]
     assert {name for _, name, _ in weights} == {name for name in hub.files if name.startswith("model-")}
     assert all(method == "GET" and part is not None for method, _, part in weights)
-    snapshot = made.root / "hub" / "hub" / f"models--{REPOSITORY.replace('/', '--')}" / "snapshots" / COMMIT
+    snapshot = cache_of(made) / f"models--{REPOSITORY.replace('/', '--')}" / "snapshots" / COMMIT
     assert not list(snapshot.glob("*.safetensors"))
 
 
@@ -86,7 +88,7 @@ def test_a_header_longer_than_the_first_request(job: MakeJob, files: dict[str, b
     files[name] = len(padded).to_bytes(8, "little") + padded + body
     with HubServer(REPOSITORY, files) as hub:
         ended = ask("plan", on_hub(job), hub)
-        assert ended.returncode == DONE, ended.stderr
+        assert ended.code == DONE, ended.err
         parts = [part for _, asked, part in hub.asked if asked == name]
         assert len(parts) == 2
         assert parts[1] == (8, 8 + len(padded) - 1)
@@ -96,7 +98,11 @@ def test_a_header_longer_than_the_first_request(job: MakeJob, files: dict[str, b
 @pytest.mark.usefixtures("inline")  # the local job
 def test_a_job_fetches_what_it_needs_and_takes_it_along(hub: HubServer, job: MakeJob, llama: Path) -> None:
     made, here = on_hub(job), job(llama)
-    ended = ask("run", made, hub)
+    where = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(cache_of(made)), "HF_HUB_OFFLINE": "0", "no_proxy": "*"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "pipeline.run", str(made.manifest)],
+        env={**os.environ, **where}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert ended.returncode == DONE, ended.stderr
     fetched = {name for method, name, part in hub.asked if method == "GET" and part is None}
     assert not fetched & UNWANTED.keys()
@@ -108,21 +114,21 @@ def test_a_job_fetches_what_it_needs_and_takes_it_along(hub: HubServer, job: Mak
     ours, theirs = file_digests(made.output), file_digests(here.output)
     assert {name for name in ours if name.endswith(".safetensors") and ours[name] != theirs[name]} == set()
     before = len(hub.asked)
-    assert json.loads(ask("run", made, hub).stdout)["already_finished"] is True
+    assert ask("run", made, hub).json["already_finished"] is True
     assert not [asked for asked in hub.asked[before:] if asked[1].endswith(".safetensors") and asked[2] is None]
-    offline = ask("run", made, hub, HF_HUB_OFFLINE="1")
-    assert offline.returncode == DONE, offline.stderr
+    offline = ask("run", made, hub, offline=True)
+    assert offline.code == DONE, offline.err
 
 
 @pytest.mark.parametrize("name", ["plan", "run"])
 def test_a_wrong_manifest_ends_before_weights_are_fetched(name: str, hub: HubServer, job: MakeJob) -> None:
     ended = ask(name, on_hub(job, **{"calibration.sequence_length": 9999}), hub)
-    assert ended.returncode == WRONG_INPUT
-    assert "9999 is longer than the model's max_position_embeddings" in ended.stderr
+    assert ended.code == WRONG_INPUT
+    assert "9999 is longer than the model's max_position_embeddings" in ended.err
     assert not [asked for asked in hub.asked if asked[1].endswith(".safetensors") and asked[2] is None]
     hub.asked.clear()
     ended = ask(name, on_hub(job, **{"budget.keep": 7}), hub)
-    assert ended.returncode == WRONG_INPUT
+    assert ended.code == WRONG_INPUT
     assert hub.asked == []
 
 
@@ -131,18 +137,18 @@ def test_pickles_only_is_said(job: MakeJob, files: dict[str, bytes]) -> None:
     with HubServer(REPOSITORY, kept) as hub:
         for name in ("plan", "run"):
             ended = ask(name, on_hub(job), hub)
-            assert ended.returncode == WRONG_INPUT
-            assert "only pickled weights (pytorch_model.bin): refused" in ended.stderr, ended.stderr
+            assert ended.code == WRONG_INPUT
+            assert "only pickled weights (pytorch_model.bin): refused" in ended.err, ended.err
         assert not [asked for asked in hub.asked if asked[1] == "pytorch_model.bin"]
 
 
 def test_a_server_without_range_requests_is_named(job: MakeJob, files: dict[str, bytes]) -> None:
     with HubServer(REPOSITORY, files, ranges=False) as hub:
         ended = ask("plan", on_hub(job), hub)
-        assert (ended.returncode, "answers no range requests" in ended.stderr) == (WRONG_INPUT, True), ended.stderr
+        assert (ended.code, "answers no range requests" in ended.err) == (WRONG_INPUT, True), ended.err
 
 
 def test_no_such_model(hub: HubServer, job: MakeJob) -> None:
     ended = ask("plan", on_hub(job, **{"model.source": "someone/nothing"}), hub)
-    assert ended.returncode == WRONG_INPUT
-    assert "the hub does not give it" in ended.stderr
+    assert ended.code == WRONG_INPUT
+    assert "the hub does not give it" in ended.err

@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 
-from tests.end_to_end.hub_server import COMMIT, HubServer
+from tests.end_to_end.hub_server import COMMIT, HubServer, client_of
 from tests.end_to_end.jobs import Ended, Job, command
 
 pytestmark = [
@@ -25,17 +24,10 @@ DONE, WRONG_INPUT, FAILED = 0, 2, 1
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    with HubServer(REPOSITORY, {".gitattributes": b"*.safetensors filter=lfs\n"}) as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-        where = "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.endpoint + where)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        huggingface_hub.close_session()
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    server = HubServer(REPOSITORY, {".gitattributes": b"*.safetensors filter=lfs\n"})
+    with server, client_of(server, tmp_path / "cache"):
         yield server
-    huggingface_hub.close_session()
 
 
 @pytest.fixture

@@ -91,13 +91,13 @@ def test_kept_statistics_take_room() -> None:
 
 
 def test_what_following_the_loss_takes() -> None:
-    """By hand, of an MLP whose sample has 16 tokens for each of 80 channels: 16 · 80 · 48 numbers of two bytes."""
+    """By hand, of an MLP whose sample has 65,536 tokens at most: as many times 48 numbers of two bytes."""
     dense = calibration(propagate="dense")
     job = manifest({"method": "loss_aware"}, keep=0.8, calibration=dense)
     tasks = claim_tasks(build_methods(job), llama())
     (mlp,) = (task for task in tasks if (task.layer, task.name) == (0, "mlp"))
     square = 8 * (80 * 80 + 2 * 48 * 48 + 2 * 80)  # of what down reads; of what gate and up read, and the metric
-    assert _solve_bytes(mlp, llama().layers[0], 2) == 4 * square + 2 * 16 * 80 * 48 + 3 * 80 * 48 * (8 + 2)
+    assert _solve_bytes(mlp, llama().layers[0], 2) == 4 * square + 2 * 65_536 * 48 + 3 * 80 * 48 * (8 + 2)
     one = layer_work(job, llama(), tasks, 2, gradient_tokens=100)
     forward = 2 * LAYER + 2 * 32 * 64
     triangles = 3 * (48 * 49 // 2) + 2 * 80
@@ -112,7 +112,7 @@ def test_what_following_the_loss_takes() -> None:
     each = [52 * inputs + 8 * k * 48**2 + 4 * 48 * k**2 + k**3 / 3 for k in widths]
     assert rest == pytest.approx([16 * 46 * inputs, begun + sum(each), one.solves[2].flops])
     cut = 8 * 0.54 * 48 * 80 + 0.42 * 80**2 + 48**2
-    assert seen == pytest.approx([0, 16 * 80 / 4 * (6 * 48 * 80 + 12 * cut), 0])
+    assert seen == pytest.approx([0, 4 * 80 * (6 * 48 * 80 + 12 * cut), 0])
     assert (one.curves[1].pieces, one.curves[1].begun.flops if one.curves[1].begun else None) == (8, begun)
     again = manifest({"method": "loss_aware", "rounds": 2, "correct": "output"}, keep=0.8, calibration=dense)
     two = layer_work(again, llama(), claim_tasks(build_methods(again), llama()), 2, gradient_tokens=100)
@@ -250,6 +250,11 @@ def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixt
     ]
     assert found["estimated_seconds"] == pytest.approx(sum(found["phases"].values()))
     assert found["layers"] == 3
+    scored = {"perplexity": {"text": {"files": [str(text)]}, "window": 4, "dense": True}}
+    path.write_text(json.dumps({**document, "evaluation": scored}), encoding="utf-8")
+    assert main([str(path), "--json", "--tflops", "0.5"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)["phases"].pop("evaluate")
+    assert evaluated > 0
     assert main([str(path), "--tflops", "1"]) == 0
     shown = capsys.readouterr().out
     assert "worker peak bytes" in shown

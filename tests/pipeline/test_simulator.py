@@ -64,7 +64,7 @@ def test_what_a_dead_worker_had_summed_is_done_again() -> None:
 
 
 def test_a_dense_job_by_hand() -> None:
-    way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
+    way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False, beside=True)
     found = simulate(list(job_units(WORK, RATES, way)), 2)
     # Reads a layer (0.1), statistics at (8 + 4) / 2, gives (2 * 200 / 2 / 50), then solves 2 x (4 + 1) on two.
     assert give_seconds(WORK, RATES, way) == 4.0
@@ -73,16 +73,33 @@ def test_a_dense_job_by_hand() -> None:
 
 
 def test_a_compressed_job_waits_for_each_layer() -> None:
-    way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
+    way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True, beside=True)
     found = simulate(list(job_units(WORK, RATES, way)), 2)
     layer = 8 / 2 + 8 / 2 + 4 + 4 + 8 / 2  # importance, statistics, giving, the longer solve, propagating
     assert found.seconds == pytest.approx(START_SECONDS + 2 * layer, abs=0.5)
 
 
+def test_as_built_the_driver_waits_for_what_is_stored_and_written() -> None:
+    """Whole triangles of both workers go to one, 2 * 200 / 50, and are stored, in 0.2; a layer is written in 0.08."""
+    dense = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
+    assert give_seconds(WORK, RATES, dense) == 8.0
+    found = simulate(list(job_units(WORK, RATES, dense)), 2)
+    solving = (4 + 0.2) + (1 + 0.2)  # on each of the two, who read 200 bytes of moments at half the disk's rate
+    assert found.seconds == pytest.approx(START_SECONDS + 0.1 + 2 * (6 + 8 + 0.2) + solving, abs=0.2)
+    walk = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
+    found = simulate(list(job_units(WORK, RATES, walk)), 2)
+    layer = 4 + 4 + 8 + 0.2 + 4 + 0.08 + 4
+    assert found.seconds == pytest.approx(START_SECONDS + 0.1 + 2 * layer, abs=0.2)
+    for way in (dense, walk):
+        simulated = simulate(list(job_units(WORK, RATES, way)), 2).seconds
+        assert sum(phase_seconds(WORK, RATES, way).values()) == pytest.approx(simulated, rel=0.02)
+
+
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
-def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
+def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int, beside: bool) -> None:
     rates, compressed = rates_of("H200"), propagate == "compressed"
-    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed, held_out_shards=26)
+    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed, held_out_shards=26, beside=beside)
     work = work_of("70B", propagate)
     simulated = simulate(list(job_units(work, rates, way)), workers).seconds
     phases = phase_seconds(work, rates, way)

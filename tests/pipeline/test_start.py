@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HEAVY = ("torch", "transformers", "ray", "datasets", "zarr", "pyarrow", "pandas", "matplotlib", "numpy")
 PROGRAM = """
 import importlib, io, json, sys
@@ -24,6 +26,13 @@ for words in json.loads(sys.argv[1]):
     ended[" ".join(words[:2])] = [code, heavy, out.getvalue() + err.getvalue()]
 print(json.dumps(ended))
 """
+# What only a rare path needs: texts of a hub, tables, plots, scoring on tasks, other stores, other commands.
+RARE = (
+    "datasets", "pyarrow", "pandas", "matplotlib", "lm_eval", "obstore", "gguf", "sklearn", "zarr.testing", "ray.data",
+    "ray.train", "ray.serve", "ray.dashboard", "pipeline.verification", "pipeline.sweeping", "pipeline.reporting",
+    "pipeline.checkpoint.exporting", "lamina.engine_vllm", "tests",
+)  # fmt: skip
+OF_THE_DRIVER = ("rich", "pipeline.driver", "pipeline.job", "pipeline.console", "pipeline.checkpoint", "pipeline.plan")
 COMMANDS = ("run", "plan.__main__", "status", "scale", "verify", "evaluate", "report", "export")
 
 
@@ -41,3 +50,16 @@ def test_help_status_and_a_wrong_manifest_import_nothing_heavy(tmp_path: Path) -
         assert heavy == [], said
         assert code == (0 if said.endswith("--help") else 2), (said, shown)
     assert "budget.keep" in found[f"run {wrong}"][2]
+
+
+@pytest.mark.slow
+def test_workers_and_the_driver_import_nothing_that_only_rare_paths_need() -> None:
+    """Each does so once a job; a worker besides nothing that is the driver's alone."""
+    program = "import sys, json, workers.actor; there = list(sys.modules); import pipeline.job.stages\n"
+    program += "print(json.dumps([there, list(sys.modules)]))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    worker, driver = map(set, json.loads(ended.stdout))
+    assert {"workers.worker", "pipeline.methods.registry"} <= worker
+    assert set(OF_THE_DRIVER) <= driver
+    assert driver.isdisjoint(RARE)
+    assert worker.isdisjoint(OF_THE_DRIVER)

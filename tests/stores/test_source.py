@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from manifests.errors import InputError, StorageError
+from manifests.records import SourceFile
 from stores import source as source_module
 from stores.disk import Disk, DiskFile
 from stores.headers import TensorRecord
@@ -244,21 +245,21 @@ def test_digests_are_of_the_content_and_cached_by_stat(directory: Path, monkeypa
     digests = source.file_digests({})
     assert set(digests) == {"config.json", "model.safetensors.index.json", *source.files}
     for file, record in digests.items():
-        assert record["sha256"] == hashlib.sha256((directory / file).read_bytes()).hexdigest()
-        assert {key: record[key] for key in record if key != "sha256"} == source.file_stamp(file)
+        assert record.sha256 == hashlib.sha256((directory / file).read_bytes()).hexdigest()
+        assert {key: value for key, value in record.as_json().items() if key != "sha256"} == source.file_stamp(file)
     hashed: list[str] = []
     opened = Disk.reader
     monkeypatch.setattr(Disk, "reader", lambda self, name: hashed.append(name) or opened(self, name))
-    assert source.file_digests(json.loads(json.dumps(digests))) == digests
+    assert source.file_digests({name: SourceFile(**record.as_json()) for name, record in digests.items()}) == digests
     assert hashed == []
     path = directory / source.files[0]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    os.utime(path, ns=(digests[path.name]["mtime_ns"], digests[path.name]["mtime_ns"]))  # ctime tells all the same
+    os.utime(path, ns=(digests[path.name].as_json()["mtime_ns"],) * 2)  # ctime tells all the same
     again = source.file_digests(digests)
     assert hashed == [path.name]
-    assert again[path.name]["sha256"] == hashlib.sha256(data).hexdigest()
+    assert again[path.name].sha256 == hashlib.sha256(data).hexdigest()
 
 
 def test_a_file_that_changes_while_it_is_hashed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

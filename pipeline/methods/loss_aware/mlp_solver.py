@@ -39,6 +39,7 @@ WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
 INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
 METRIC = Moment("out", kind="gradient")
 SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
+LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
 PROBE_TOKENS = 4  # for each channel; enough to see what a rank of gate and up costs
 PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up
 PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
@@ -240,7 +241,7 @@ class Solver:
 
 def sample_of(geometry: LayerGeometry) -> Moment:
     """Inputs of the MLP, whole tokens."""
-    return Moment("mlp.in", kind="sample", tokens=SAMPLE_TOKENS * geometry.intermediate)
+    return Moment("mlp.in", kind="sample", tokens=max(LEAST_SAMPLE, SAMPLE_TOKENS * geometry.intermediate))
 
 
 def gradient_of(role: str) -> Moment:

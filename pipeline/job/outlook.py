@@ -1,0 +1,43 @@
+"""The phases of a job as the plan has them, for the time that is left."""
+
+from __future__ import annotations
+
+from pipeline.console.outlook import Outlook
+from pipeline.job.context import JobContext
+from pipeline.job.planning import gradient_tokens, pass_of
+from pipeline.plan.phases import evaluate_seconds, phase_seconds
+from pipeline.plan.rates import NOMINAL_CPU, Rates
+from pipeline.plan.work import layer_work, scoring_flops
+
+WALK = ("statistics", "reduce", "solve", "propagate")
+
+
+def job_outlook(job: JobContext, rates: Rates = NOMINAL_CPU) -> Outlook | None:
+    """What is ahead of a job that begins. None for a job whose phases come several times."""
+    inputs, manifest = job.inputs, job.manifest
+    if inputs.max_loss is not None or any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods):
+        return None
+    geometry, tasks = inputs.geometry, inputs.tasks
+    tokens = gradient_tokens(manifest, geometry, tasks)
+    work = layer_work(manifest, geometry, tasks, inputs.dtype.itemsize, tokens)
+    way = pass_of(manifest, geometry.num_layers, tokens)
+    seconds = phase_seconds(work, rates, way)
+    has_moments = any(task.moments for task in tasks)
+    if way.compressed and has_moments:
+        solving = [("walk", sum(seconds[name] for name in WALK))]
+    elif any(task.corrections for task in tasks):
+        solving = [("correct", seconds["solve"] + seconds.get("correct", 0.0))]
+    else:
+        solving = [("compress", seconds["solve"])]
+    first = "importance" if way.compressed else "statistics"
+    planned = [(first, seconds[first])] if first in seconds and has_moments else []
+    planned += [(name, seconds[name]) for name in ("gradient", "curves") if name in seconds]
+    planned += solving
+    if job.held_out is not None and "held-out" in seconds:
+        planned += [(f"score {name}", seconds["held-out"] / 2) for name in ("held-out-dense", "held-out")]
+    planned.append(("assemble", seconds["assemble"]))
+    if job.evaluation is not None and manifest.evaluation.perplexity is not None:
+        flops = job.evaluation.numel() * scoring_flops(geometry, job.evaluation.shape[-1])
+        scoring = evaluate_seconds(flops, rates, way.workers)
+        planned += [("evaluate", scoring)] * (1 + manifest.evaluation.perplexity.dense)
+    return Outlook(planned, geometry.num_layers)

@@ -1,0 +1,64 @@
+"""How long a job still takes: planned phases, held against what was measured."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+
+from pipeline.console.outlook import Outlook
+from pipeline.console.progress import JobObserver
+from pipeline.units import Forward, ForwardDone
+
+PLANNED = (("statistics", 10.0), ("compress", 20.0), ("assemble", 5.0), ("evaluate", 4.0), ("evaluate", 4.0))
+
+
+def test_the_rest_of_the_phase_and_all_later_ones_at_the_pace_of_those_before() -> None:
+    outlook = Outlook(PLANNED, layers=8)
+    outlook.begin("statistics", 8)
+    assert outlook.left(0.0, 0.0) is None
+    assert outlook.left(10.0, 0.5) == pytest.approx(10.0 + 2 * 33.0)  # twice as slow as planned
+    outlook.end(20.0)
+    outlook.begin("compress", 8)
+    assert outlook.left(10.0, 0.25) == pytest.approx(30.0 + (20 + 10) / (10 + 5) * 13.0)
+    outlook.end(40.0)
+    outlook.begin("assemble")
+    outlook.end(10.0)
+    outlook.begin("evaluate", 8)
+    assert outlook.left(4.0, 0.5) == pytest.approx(4.0 + 2 * 4.0)
+    outlook.end(8.0)
+    outlook.begin("evaluate", 8)
+    assert outlook.left(6.0, 0.75) == pytest.approx(2.0)
+
+
+def test_what_an_earlier_run_did_is_not_counted_as_pace() -> None:
+    """Two of eight layers were left: ten planned seconds are two and a half."""
+    outlook = Outlook(PLANNED, layers=8)
+    outlook.begin("statistics", 2)
+    outlook.end(5.0)
+    outlook.begin("compress", 8)
+    assert outlook.left(20.0, 0.5) == pytest.approx(20.0 + 25.0 / 12.5 * 13.0)
+
+
+def test_a_phase_that_was_not_planned_tells_nothing() -> None:
+    outlook = Outlook(PLANNED, layers=8)
+    outlook.begin("verify")
+    assert outlook.left(1.0, 0.5) is None
+    outlook.end(100.0)
+    outlook.begin("compress", 8)  # statistics were there
+    assert outlook.left(10.0, 0.5) == pytest.approx(10.0 + 13.0)
+
+
+def test_it_is_shown_and_given_to_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, clock = io.StringIO(), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    observer = JobObserver(shown)
+    observer.expect(Outlook((("statistics", 1.0), ("compress", 3.0)), layers=2))
+    with observer:
+        observer.phase("statistics", 2, 1)
+        clock[0] += 5.0
+        observer.unit_done(Forward("dense", 0, 0), ForwardDone({}, None, None, tokens=100))
+        observer.layer_done("statistics", 0, {})
+        assert observer.state["seconds_left"] == 5.0 + 30.0
+    assert "20 tokens/s, 5 s left, job 35 s left" in shown.getvalue()
