@@ -23,7 +23,7 @@ from tests.end_to_end.jobs import Job, command
 from tests.faults import Proxy
 
 MakeJob = Callable[..., Job]
-WRITES_IN_A_LIFE = 67
+WRITES_IN_A_LIFE = 59
 SAYS_WHERE = ("compression.json", "README.md", ".lamina.lock")  # they name the model's place
 
 
