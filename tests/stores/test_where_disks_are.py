@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DISK = {"disk.py", "durable.py"}
 PRIMITIVES = re.compile(r"\bos\.(link|fsync|rename|replace|open)\b|\bfcntl\b|\bshutil\.rmtree\b|\bO_EXCL\b")
-BY_PATH = {"hub.py", "hub_upload.py", "source.py"}  # the folder of this machine that the hub's client fetches models into
+BY_PATH = {"hub.py", "hub_upload.py", "source.py"}  # the folder of this machine that the hub's client reads and writes
 
 
 def test_primitives_of_disks() -> None:
