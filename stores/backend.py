@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -76,6 +76,10 @@ class Readable(ABC):
         data = self.read(begin, begin + len(view))
         view[: len(data)] = data
         return len(data)
+
+    def read_spans(self, spans: Sequence[tuple[int, memoryview]]) -> list[int]:
+        """`read_into` of several, ascending: in the fewest requests, where reading is requests. Raises StorageError."""
+        return [self.read_into(begin, view) for begin, view in spans]
 
     def pieces(self, begin: int = 0, end: int | None = None, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
         """Bytes `begin` to `end`, or as many as there are, a piece at a time. Raises StorageError."""
@@ -213,8 +217,13 @@ class Storage(ABC):
         """Removes a folder with all that is in it, durably; nothing when there is none. "" is all of the storage."""
         self.delete(self.names(folder))
 
+    def delete_folders(self, folders: Mapping[str, Sequence[str]]) -> None:
+        """Removes folders, durably, of which the names of all that is in them are known."""
+        self.delete([name for names in folders.values() for name in names])
+
     def sweep(self, below: bool = True) -> int:
-        """Removes what killed writers left, and makes durable what they published. Returns how many were removed.
+        """Removes what killed writers left, empty folders among it, and makes durable what they published. Returns how
+        many files were removed.
 
         `below`: in all folders; else at the top. Only while nobody writes.
         """

@@ -89,7 +89,7 @@ class SourceCheckpoint:
         for file_name in sorted({record.file for record in records}):
             with self.storage.reader(file_name) as file:
                 self._check_size(file_name, file.size)
-                tensors |= {record.name: read_tensor(file, record) for record in records if record.file == file_name}
+                tensors |= read_tensors(file, [record for record in records if record.file == file_name])
         return {name: tensors[name] for name in wanted}
 
     def copy_bytes(self, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
@@ -330,14 +330,18 @@ def _shard_tensors(
     return {name: records[name] for name in names if name in records}
 
 
-def read_tensor(file: Readable, record: TensorRecord) -> torch.Tensor:
-    """A tensor of the shape and dtype that the header says. Raises StorageError when the file has become shorter."""
+def read_tensors(file: Readable, records: Sequence[TensorRecord]) -> dict[str, torch.Tensor]:
+    """Tensors of one file, of the shapes and dtypes that its header says, each in memory of its own; their records
+    ascending. Raises StorageError when the file has become shorter."""
     # torch's allocator aligns to 64 bytes; a file's offsets need not be aligned, so that mapping it would not do.
-    buffer = torch.empty(record.num_bytes, dtype=torch.uint8)
-    done_bytes = file.read_into(record.begin, buffer.numpy().data)
-    if done_bytes < record.num_bytes:
-        raise _short_read(record, done_bytes)
-    return buffer.view(record.torch_dtype).reshape(record.shape)
+    buffers = [torch.empty(record.num_bytes, dtype=torch.uint8) for record in records]
+    spans = [(record.begin, buffer.numpy().data) for record, buffer in zip(records, buffers, strict=True)]
+    tensors: dict[str, torch.Tensor] = {}
+    for record, buffer, done_bytes in zip(records, buffers, file.read_spans(spans), strict=True):
+        if done_bytes < record.num_bytes:
+            raise _short_read(record, done_bytes)
+        tensors[record.name] = buffer.view(record.torch_dtype).reshape(record.shape)
+    return tensors
 
 
 def _short_read(record: TensorRecord, done_bytes: int) -> StorageError:
