@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from manifests.errors import StorageError
+from manifests.errors import LaminaError, StorageError
 
 PIECE_BYTES = 8 * 1024 * 1024
 SHOWN_EVERY_S = 10.0
@@ -176,7 +176,12 @@ class Storage(ABC):
     @contextmanager
     def reader(self, name: str) -> Iterator[Readable]:
         """Many ranges of one name. Raises StorageError, also when there is no such name."""
-        yield _Ranges(self, name)
+        yield Ranges(self, name)
+
+    def sha256(self, name: str) -> str:
+        """The hex SHA-256 of a name's bytes. Raises StorageError."""
+        with self.reader(name) as file:
+            return file.sha256()
 
     def names(self, folder: str = "") -> list[str]:
         """The names of a folder and of those below it, ascending; without those of writers at work."""
@@ -278,7 +283,7 @@ class Storage(ABC):
         return self.at()
 
 
-class _Ranges(Readable):
+class Ranges(Readable):
     """See `Storage.reader`, by `Storage.read`."""
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -295,6 +300,8 @@ class _Ranges(Readable):
     def _there(self) -> Iterator[None]:
         try:
             yield
+        except LaminaError:  # an InputError is a ValueError, too
+            raise
         except (FileNotFoundError, ValueError) as error:
             at = self._storage.at(self._name)
             raise StorageError(f"reading {at}: it was removed or never made; check the address") from error
