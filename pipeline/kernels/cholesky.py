@@ -70,8 +70,8 @@ def jittered_factor(
     )
 
 
-def inverse_factor_(factor_nn: Tensor) -> None:
-    """L⁻¹ in place of L, n³/3 multiplications and additions."""
+def inverse_(factor_nn: Tensor) -> None:
+    """The lower triangle of (L Lᵀ)⁻¹ in place of L, 2 n³/3 multiplications and additions."""
     blocks = blocks_of(factor_nn.shape[0])
     for number in reversed(range(len(blocks))):
         block = blocks[number]
@@ -81,12 +81,7 @@ def inverse_factor_(factor_nn: Tensor) -> None:
         for rows in reversed(blocks[number + 1 :]):  # from below: each row block needs those above it as they were
             between = slice(block.stop, rows.stop)
             factor_nn[rows, block] = -(factor_nn[rows, between] @ factor_nn[between, block]) @ corner_bb
-
-
-def inverse_(factor_nn: Tensor) -> None:
-    """The lower triangle of (L Lᵀ)⁻¹ in place of L, 2 n³/3 multiplications and additions."""
-    inverse_factor_(factor_nn)
-    for rows in blocks_of(factor_nn.shape[0]):
+    for rows in blocks:
         below = slice(rows.stop, None)
         product_bn = factor_nn[rows, rows].mT @ factor_nn[rows, : rows.stop]
         factor_nn[rows, : rows.stop] = product_bn.addmm_(factor_nn[below, rows].mT, factor_nn[below, : rows.stop])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
-from pipeline.kernels.cholesky import factor_, inverse_factor_
+from pipeline.kernels.cholesky import factor_
 from pipeline.kernels.packing import code_range, scaled
 
 DAMPING = 0.01  # of the moment's mean diagonal, added to its diagonal
@@ -41,7 +41,8 @@ class Feedback(NamedTuple):
 
     Attributes:
         order: (I,) the columns, in the order in which they are rounded.
-        share: (I, I) float32, both in this order: row j is what the columns to come take of the error of the j-th.
+        share: (I, I) float32, both in this order: row j is what the columns to come take of the error of the j-th; its
+            diagonal and what is below mean nothing.
         left: (I,) float64: of a squared error of each column, in their own order, what is left then.
         damping: of the moment's mean diagonal, added to it.
     """
@@ -55,9 +56,10 @@ class Feedback(NamedTuple):
 def error_feedback(moment_II: Tensor) -> Feedback | None:
     """By M = Σ x xᵀ, the moment of what is read; None for one of zeros, which says nothing.
 
-    Columns of large diagonal come first. With M + λI = R Rᵀ, R upper triangular in that order, and U = R⁻¹, the columns
-    to come take −error · U_j / U_jj, and 1 / U_jj² of the squared error is left. Factor and inverse in float64. Raises
-    ValueError on a moment that is not square, finite and positive semidefinite.
+    Columns of large diagonal come first. With M + λI = R Rᵀ, R upper triangular in that order, column k is to be what
+    it was and Σ_j<k error_j · R_jk / R_kk, which makes up for the errors w_j − q_j before it; of its own, squared,
+    R_kk² is left. That is GPTQ without the inverse, whose factor is R⁻¹ (Chee et al. 2023, theorem 6). The factor is of
+    float64. Raises ValueError on a moment that is not square, finite and positive semidefinite.
     """
     if moment_II.ndim != 2:
         raise ValueError(f"moment: a matrix is needed, not shape {tuple(moment_II.shape)}")
@@ -68,10 +70,10 @@ def error_feedback(moment_II: Tensor) -> Feedback | None:
     moment_II = moment_II.detach().to(torch.float64) / peak
     diagonal_I = moment_II.diagonal().clamp_min(0.0)
     order_I = torch.argsort(diagonal_I, descending=True, stable=True)
-    inverse_II, damping = _inverse_factor(moment_II[order_I][:, order_I])
-    diagonal_I = inverse_II.diagonal().clone()
-    left_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, diagonal_I.pow(-2))
-    return Feedback(order_I, inverse_II.div_(diagonal_I[:, None]).to(torch.float32), left_I, damping)
+    factor_II, damping = _factor(moment_II[order_I][:, order_I])
+    diagonal_I = factor_II.diagonal().clone()
+    left_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, diagonal_I.square())
+    return Feedback(order_I, factor_II.div_(diagonal_I).to(torch.float32), left_I, damping)
 
 
 def round_to_nearest(
@@ -194,8 +196,8 @@ def _stored(scales_OS: Tensor, dtype: torch.dtype) -> Tensor:
     return stored_OS
 
 
-def _inverse_factor(moment_II: Tensor) -> tuple[Tensor, float]:
-    """U = R⁻¹ of M + λI = R Rᵀ, R upper triangular; and λ relative to the mean diagonal, raised until R exists."""
+def _factor(moment_II: Tensor) -> tuple[Tensor, float]:
+    """R of M + λI = R Rᵀ, upper triangular; and λ relative to the mean diagonal, raised until R exists."""
     mean = moment_II.diagonal().mean()
     damping = DAMPING
     if not mean > 0.0:
@@ -204,8 +206,7 @@ def _inverse_factor(moment_II: Tensor) -> tuple[Tensor, float]:
         lower_II = moment_II.flip(0, 1)
         lower_II.diagonal().add_(damping * mean)
         if factor_(lower_II) is None:
-            inverse_factor_(lower_II)
-            return lower_II.tril_().flip(0, 1), damping
+            return lower_II.flip(0, 1), damping
         damping *= 10.0
     raise ValueError(f"moment {tuple(moment_II.shape)} is far from positive semidefinite")
 
@@ -213,19 +214,20 @@ def _inverse_factor(moment_II: Tensor) -> tuple[Tensor, float]:
 def _fed_codes(weight_OI: Tensor, scales_OS: Tensor, feedback: Feedback, limits: tuple[int, int]) -> Tensor:
     """Codes of the columns, each in its place; columns lie in rows meanwhile, so that one is read as a whole."""
     order_I, share_II = feedback.order, feedback.share
-    left_IO = weight_OI.T.to(torch.float32)[order_I]
+    weight_IO = weight_OI.T.to(torch.float32)[order_I]
+    wanted_IO = weight_IO.clone()
     steps_SO = scales_OS.T.to(torch.float32).contiguous()
     places = (order_I // (len(order_I) // len(steps_SO))).tolist()
-    codes_IO = torch.empty(left_IO.shape, dtype=torch.int8, device=weight_OI.device)
-    for start in range(0, len(left_IO), BLOCK):
-        stop = min(start + BLOCK, len(left_IO))
-        errors_bO, share_bI = left_IO.new_empty(stop - start, left_IO.shape[1]), share_II[start:stop]
+    codes_IO = torch.empty(weight_IO.shape, dtype=torch.int8, device=weight_OI.device)
+    for start in range(0, len(weight_IO), BLOCK):
+        stop = min(start + BLOCK, len(weight_IO))
+        errors_bO, share_bI = weight_IO.new_empty(stop - start, weight_IO.shape[1]), share_II[start:stop]
         for place in range(stop - start):
             column = start + place
-            value_O = torch.addmv(left_IO[column], errors_bO[:place].T, share_bI[:place, column], alpha=-1.0)
+            value_O = torch.addmv(wanted_IO[column], errors_bO[:place].T, share_bI[:place, column])
             step_O = steps_SO[places[column]]
             code_O = (value_O / step_O).round_().clamp_(*limits)
             codes_IO[column] = code_O
-            errors_bO[place] = torch.addcmul(value_O, code_O, step_O, value=-1.0)
-        left_IO[stop:].addmm_(share_bI[:, stop:].T, errors_bO, alpha=-1.0)
+            errors_bO[place] = torch.addcmul(weight_IO[column], code_O, step_O, value=-1.0)
+        wanted_IO[stop:].addmm_(share_bI[:, stop:].T, errors_bO)
     return torch.empty_like(codes_IO).index_copy_(0, order_I, codes_IO).T.contiguous()
