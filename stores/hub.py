@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +58,7 @@ class Hub(Storage):
             tree = huggingface_hub.HfApi().list_repo_tree(self.repository, revision=self.commit)
             files: list[Any] = [entry for entry in tree if isinstance(entry, huggingface_hub.RepoFile)]
             return {file.path: (file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in files}
-        except Exception:  # as in `_asking`
+        except Exception:  # as in `hub_errors`
             config = self._here(CONFIG_FILE)
             paths = config.parent.iterdir() if config else ()
             return {path.name: (path.stat().st_size, path.resolve().name) for path in paths if path.is_file()}
@@ -116,7 +116,7 @@ class Hub(Storage):
         tag = str(self.stamp(name)["e_tag"])
         try:
             path = Path(huggingface_hub.hf_hub_download(self.repository, name, revision=self.commit))
-        except Exception as error:  # as in `_asking`
+        except Exception as error:  # as in `hub_errors`
             raise StorageError(
                 f"fetching {self.at(name)}: {type(error).__name__}: {error}; check the network, the access token and "
                 "the disk of the cache (HF_HOME) on this node, then run the same command again"
@@ -172,15 +172,21 @@ def _range(url: str, offset: int, count: int) -> bytes:
         return content
 
 
+def _asking(source: str, revision: str | None) -> AbstractContextManager[None]:
+    at = f" at revision {revision}" if revision else ""
+    return hub_errors(
+        f"model source {source}: no such directory, and the hub does not give it{at}",
+        "check the path or id, the network and the access token, or fetch it beforehand and give the directory",
+    )
+
+
 @contextmanager
-def _asking(source: str, revision: str | None) -> Iterator[Any]:
+def hub_errors(what: str, remedy: str) -> Iterator[None]:
+    """In here the hub's own errors and those of its HTTP client, which have nothing in common, are InputErrors."""
     try:
         yield
     except LaminaError:
         raise
-    except Exception as error:  # the hub's own errors and those of its HTTP client, which have nothing in common
-        raise InputError(
-            f"model source {source}: no such directory, and the hub does not give it"
-            f"{f' at revision {revision}' if revision else ''}: {type(error).__name__}: {error}; "
-            "check the path or id, the network and the access token, or fetch it beforehand and give the directory"
-        ) from error
+    except Exception as error:
+        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        raise InputError(f"{what}: {type(cause).__name__}: {cause}; {remedy}") from error

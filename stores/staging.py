@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -41,27 +41,27 @@ def sweep_staged(run_dir: Place, live: Iterable[StagedRecord]) -> int:
     return len(strays) + storage.below(STAGED).sweep()
 
 
-def read_staged(run_dir: Place, record: StagedRecord) -> dict[str, torch.Tensor]:
-    """The tensors of a staged layer, each held against its digest. Raises CorruptError."""
+def read_staged(run_dir: Place, record: StagedRecord, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a staged layer, or some of them, each held against its digest. Raises CorruptError."""
     storage, name = open_storage(run_dir), record.path
     path = storage.at(name)
     if not storage.has(name):
         raise CorruptError(f"staged layer missing: {path}", name)
     with storage.reader(name) as file:
         try:
-            found = parse_header(path, name, file.read, file.size)
+            there = parse_header(path, name, file.read, file.size)
         except InputError as error:
             raise CorruptError(f"staged layer damaged: {error}", name) from None
-        for key, committed in record.tensors.items():
-            at = found.get(key)
+        wanted = {key: found for key, found in record.tensors.items() if names is None or key in names}
+        for key, committed in wanted.items():
+            at = there.get(key)
             if at is None or (at.dtype, at.shape) != (committed.dtype, committed.shape):
                 raise _damaged(path, key, name)
-        wanted = sorted((found[key] for key in record.tensors), key=lambda at: at.begin)
-        tensors = read_tensors(file, wanted)
-    for key, committed in record.tensors.items():
+        tensors = read_tensors(file, sorted((there[key] for key in wanted), key=lambda at: at.begin))
+    for key, committed in wanted.items():
         if _digest(tensors[key]) != committed.sha256:
             raise _damaged(path, key, name)
-    return {key: tensors[key] for key in record.tensors}
+    return {key: tensors[key] for key in wanted}
 
 
 def _damaged(path: str, key: str, name: str) -> CorruptError:
