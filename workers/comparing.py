@@ -57,14 +57,15 @@ def compare_models(
     errors, sketches = [], []
     for layer, record in enumerate(staged):
         after_BSD = _run(dense.block(layer, None).run(dense_BSD))
-        dense.current = None
+        dense.release()
         block = packed.block(layer, record)
         alone_BSD, packed_BSD = _run(block.run(dense_BSD)), _run(block.run(packed_BSD))
         update_BSD = after_BSD - dense_BSD
         errors.append(relative(alone_BSD - after_BSD, update_BSD))
         sketches.append(sketch(alone_BSD - dense_BSD, update_BSD, layer))
         dense_BSD = after_BSD
-    dense.current = packed.current = None
+    dense.release()
+    packed.release()
     logits_TV = head(dense)(dense_BSD.flatten(0, 1))
     found_TV = head(packed, staged[-1])(packed_BSD.flatten(0, 1))
     spread_TV = logits_TV - logits_TV.mean(dim=0)

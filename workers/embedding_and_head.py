@@ -67,6 +67,11 @@ def tapped(
 
 def _outside_of_layers(layers: LayerReader, modules: list[str], staged: StagedLayer | None) -> LaminaForCausalLM:
     """The model without layers, these modules with their tensors on the device, the others empty."""
+    name = (*modules, staged.path if staged else "")
+    return layers.outside(name, lambda: _built(layers, modules, staged))
+
+
+def _built(layers: LayerReader, modules: list[str], staged: StagedLayer | None) -> LaminaForCausalLM:
     with torch.device("meta"):
         model = LaminaForCausalLM(_without_layers(layers.config))
     tied = {f"{layers.config.block['head']}.weight": f"{layers.config.block['embed']}.weight"}

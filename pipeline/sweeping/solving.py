@@ -108,7 +108,8 @@ def _stored_windows(job: JobContext, workers: JobWorkers) -> ArrayRecord:
 def _solve(sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows: Windows | None) -> None:
     job, started = sweep.of(point), time.monotonic()
     check_entries(job.ledger, driver_job(job.inputs), job.inputs.config)
-    own = JobWorkers(PointPool(workers.pool, point.first), workers.always, workers.every)
+    # What a point is scored on is not committed on the way: killed, it is scored again.
+    own = JobWorkers(PointPool(workers.pool, point.first), workers.always, job.inputs.geometry.num_layers + 1)
     scored = _compress_and_score(job, own, windows, compared=point.point.save)
     tensors, forms = stored_tensors(job.inputs, job.ledger)
     compression = assemble_output(job) if point.point.save else None
