@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from lamina import MODELLING_FILES, LaminaConfig
+from lamina import MODELLING_FILES, LayersConfig
 from manifests.errors import InputError
 from manifests.records import Scheme
 from pipeline.checkpoint.assembling import CARD_FILE, SHARD_SUFFIX
@@ -128,6 +128,6 @@ def common_width(config: Mapping[str, Any]) -> int:
 
 def mlp_widths(config: Mapping[str, Any]) -> list[int]:
     """The channels that the MLP of each layer has, before it is factored."""
-    described = LaminaConfig(**config)
+    described = LayersConfig(**config)
     forms = (described.form_of(layer, "up") for layer in range(described.num_hidden_layers))
     return [form.inner_width(described.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms)]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina import LaminaConfig
+from lamina import LayersConfig
 from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import InputError
 from pipeline.checkpoint.dense_weights import dense_weights
@@ -49,7 +49,7 @@ def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> d
     checkpoint, config = compressed_checkpoint(output)
     if destination.exists():
         raise InputError(f"{destination}: is there already; give a file that is not")
-    described = LaminaConfig(**config)
+    described = LayersConfig(**config)
     _check_family(described, config)
     import gguf
 
@@ -77,7 +77,7 @@ def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> d
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "architecture": writer.arch}
 
 
-def _check_family(described: LaminaConfig, config: Mapping[str, Any]) -> None:
+def _check_family(described: LayersConfig, config: Mapping[str, Any]) -> None:
     family, rope = described.source_model_type, described.rope_parameters or {}
     faults = [f"a {family} model; known are {', '.join(FAMILIES)}"] if family not in FAMILIES else []
     if described.block["biases"]:
@@ -95,7 +95,7 @@ def _check_family(described: LaminaConfig, config: Mapping[str, Any]) -> None:
         )
 
 
-def _describe_(writer: Any, described: LaminaConfig, width: int | list[int]) -> None:
+def _describe_(writer: Any, described: LayersConfig, width: int | list[int]) -> None:
     """The sizes; by layer where the widths are."""
     layers, heads, kv_heads = (
         described.num_hidden_layers,
@@ -118,7 +118,7 @@ def _describe_(writer: Any, described: LaminaConfig, width: int | list[int]) -> 
     writer.add_tokenizer_model("no_vocab")
 
 
-def _shapes(described: LaminaConfig, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(described: LayersConfig, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor, in the order of the file."""
     D, d = described.hidden_size, described.head_dim
     query, key = described.num_attention_heads * d, described.num_key_value_heads * d
@@ -139,7 +139,7 @@ def _shapes(described: LaminaConfig, widths: list[int]) -> Iterator[tuple[str, t
 def _tensors(
     checkpoint: SourceCheckpoint,
     config: Mapping[str, Any],
-    described: LaminaConfig,
+    described: LayersConfig,
     stored: torch.dtype,
     say: Callable[[str], None],
 ) -> Iterator[Tensor]:
@@ -168,7 +168,7 @@ def neighbours_first(weight: Tensor, heads: int) -> Tensor:
     return pairs_n2hD.transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def _frequency_factors(described: LaminaConfig) -> Tensor | None:
+def _frequency_factors(described: LayersConfig) -> Tensor | None:
     """(d/2,): what the default frequencies are divided by; None where these are the model's."""
     rotary = LaminaRotaryEmbedding(described)
     default, _ = LaminaRotaryEmbedding.compute_default_rope_parameters(described)
