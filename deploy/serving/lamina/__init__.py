@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
-from lamina.configuration_lamina import LaminaConfig, LayersConfig, publish_architecture
+from lamina.configuration_lamina import LaminaConfig, LayersConfig
 
 if TYPE_CHECKING:
     from lamina.modeling_lamina import LaminaForCausalLM, LaminaModel
@@ -50,19 +50,18 @@ def modelling_source(name: str) -> bytes:
 
 def register() -> None:
     """Registers the classes; safe to call again (vLLM calls it once in each of its processes)."""
-    publish_architecture()
     AutoConfig.register("lamina", LaminaConfig, exist_ok=True)
     LaminaConfig.when_made = staticmethod(_register_models)
 
 
 def _register_models() -> None:
     """The Auto classes have a config before they look for its model."""
-    import transformers
+    from transformers import AutoModel, AutoModelForCausalLM
 
     from lamina.modeling_lamina import LaminaForCausalLM, LaminaModel
 
-    transformers.AutoModel.register(LaminaConfig, LaminaModel, exist_ok=True)
-    transformers.AutoModelForCausalLM.register(LaminaConfig, LaminaForCausalLM, exist_ok=True)
+    AutoModel.register(LaminaConfig, LaminaModel, exist_ok=True)
+    AutoModelForCausalLM.register(LaminaConfig, LaminaForCausalLM, exist_ok=True)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ Needs transformers' configurations alone: its modelling code takes seconds to im
 """
 
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import field
@@ -120,7 +121,7 @@ class LayersConfig(PreTrainedConfig):
 class LaminaConfig(LayersConfig):
     """config.json of a checkpoint, as the models in transformers and its Auto classes take it. Raises as LayersConfig.
 
-    `when_made` is called at each creation: models are registered then, not by whoever needs the layers alone.
+    `when_made` is called at each creation: models are known to transformers then, not to who needs layers alone.
     """
 
     _auto_class: ClassVar[str | None] = "AutoConfig"  # so that save_pretrained copies this file
@@ -130,35 +131,38 @@ class LaminaConfig(LayersConfig):
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
         self.base_model_tp_plan = _tensor_parallel_plan(self)  # type: ignore[misc]
+        _publish_architecture()
         type(self).when_made()
 
 
-class ArchitectureByAutoMap:
-    """`transformers.LaminaForCausalLM`: loads the class that the checkpoint, or the installed package, names.
+@functools.cache
+def _architecture() -> Any:
+    from transformers import AutoModelForCausalLM, PreTrainedModel
 
-    For programs that look `architectures` up in transformers and know no `auto_map`, as `transformers serve` does.
+    class ArchitectureByAutoMap(PreTrainedModel):
+        """`transformers.LaminaForCausalLM`: loads the class that the checkpoint, or the installed package, names."""
+
+        _supports_attention_backend = True  # what vLLM asks of the class that it finds under this name
+
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            """As `AutoModelForCausalLM.from_pretrained`."""
+            return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+
+    return ArchitectureByAutoMap
+
+
+def _publish_architecture() -> None:
+    """Sets `transformers.LaminaForCausalLM` in every module `transformers`: its processing_utils makes a second one.
+
+    For programs that look `architectures` up in transformers and know no `auto_map`, as `transformers serve` and vLLM.
     """
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As `AutoModelForCausalLM.from_pretrained`."""
-        return transformers.AutoModelForCausalLM.from_pretrained(*args, **kwargs)
-
-    @staticmethod
-    def is_backend_compatible() -> bool:
-        """What vLLM asks of the class that it finds under this name."""
-        return True
-
-
-def publish_architecture() -> None:
-    """Sets `transformers.LaminaForCausalLM` in every module `transformers`: its processing_utils makes a second one."""
+    if "LaminaForCausalLM" in vars(sys.modules["transformers"]):
+        return
     used = [vars(module).get("transformers") for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
     for module in (transformers, sys.modules["transformers"], *used):
         if isinstance(module, ModuleType) and module.__name__ == "transformers":
-            module.LaminaForCausalLM = ArchitectureByAutoMap  # type: ignore[attr-defined]
-
-
-publish_architecture()
+            module.LaminaForCausalLM = _architecture()  # type: ignore[attr-defined]
 
 
 def _check_fields(config: LayersConfig) -> None:
