@@ -5,23 +5,30 @@ Legend: B batch, S sequence, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from lamina.decoder_layer_lamina import make_embedding, make_head, make_norm, make_positions
+from manifests.records import StagedLayer
+from workers.block import Block, Tap
 from workers.layers import LayerReader
 
+HEAD_INPUT = "head.in"
 
-def embedding(layers: LayerReader) -> Callable[[Tensor], Tensor]:
-    """Token ids (B, S) -> hidden states (B, S, D), learned positions added where the family has them."""
+
+def embedding(layers: LayerReader, first: StagedLayer | None = None) -> Callable[[Tensor], Tensor]:
+    """Token ids (B, S) -> hidden states (B, S, D), learned positions added where the family has them.
+
+    `first`: the staged layer 0, which holds the table where that is rounded.
+    """
     positions = layers.config.block["positions"]
     with torch.device("meta"):
-        paths: dict[str, nn.Module] = {layers.config.block["embed"]: make_embedding(layers.config)}
+        modules: dict[str, nn.Module] = {layers.config.block["embed"]: make_embedding(layers.config)}
         if positions:
-            paths[positions["module"]] = make_positions(layers.config)
-    table, *learned = _loaded(layers, paths)
+            modules[positions["module"]] = make_positions(layers.config)
+    table, *learned = _loaded(layers, modules, first)
 
     def embed(ids_BS: Tensor) -> Tensor:
         hidden_BSD: Tensor = table(ids_BS)
@@ -34,22 +41,54 @@ def embedding(layers: LayerReader) -> Callable[[Tensor], Tensor]:
     return embed
 
 
-def head(layers: LayerReader) -> Callable[[Tensor], Tensor]:
-    """Hidden states (T, D) that leave the last layer -> logits (T, V) in float32."""
-    block = layers.config.block
+def head(layers: LayerReader, last: StagedLayer | None = None) -> Callable[[Tensor], Tensor]:
+    """Hidden states (T, D) that leave the last layer -> logits (T, V) in float32.
+
+    `last`: that layer as staged, which holds the head's matrix where that is rounded.
+    """
+    normed = head_input(layers)
     with torch.device("meta"):
-        paths = {block["final_norm"]: make_norm(layers.config), block["head"]: make_head(layers.config)}
-    norm, to_logits = _loaded(layers, paths)
-    return lambda hidden_TD: to_logits(norm(hidden_TD)).float()
+        matrix = make_head(layers.config)
+    (to_logits,) = _loaded(layers, {layers.config.block["head"]: matrix}, last)
+    return lambda hidden_TD: to_logits(normed(hidden_TD)).float()
 
 
-def _loaded(layers: LayerReader, modules: dict[str, nn.Module]) -> list[nn.Module]:
+def head_input(layers: LayerReader) -> Callable[[Tensor], Tensor]:
+    """Hidden states (…, D) that leave the last layer -> what the head reads (…, D)."""
+    with torch.device("meta"):
+        norm = make_norm(layers.config)
+    return _loaded(layers, {layers.config.block["final_norm"]: norm}, None)[0]
+
+
+def tapped(
+    layers: LayerReader, block: Block, taps: Iterable[tuple[str, Tap]]
+) -> Callable[[Tensor, bool], Tensor | None]:
+    """Runs a layer, with taps inside of it and at `head.in`: (hidden states, whether the output is wanted) -> as
+    `Block.run`. What the head reads comes of the last layer alone."""
+    inside = [(point, tap) for point, tap in taps if point != HEAD_INPUT]
+    behind = [tap for point, tap in taps if point == HEAD_INPUT]
+    if not behind:
+        return lambda hidden_BSD, output: block.run(hidden_BSD, inside, output=output)
+    normed = head_input(layers)
+
+    def run(hidden_BSD: Tensor, output: bool) -> Tensor | None:
+        output_BSD = block.run(hidden_BSD, inside)
+        assert output_BSD is not None
+        read_BSD = normed(output_BSD)
+        for tap in behind:
+            tap(read_BSD)
+        return output_BSD if output else None
+
+    return run
+
+
+def _loaded(layers: LayerReader, modules: dict[str, nn.Module], staged: StagedLayer | None) -> list[nn.Module]:
     """Modules by their paths in the model, with their tensors on the device."""
     block = layers.config.block
     tied = {f"{block['head']}.weight": f"{block['embed']}.weight"} if layers.config.tie_word_embeddings else {}
     for path, module in modules.items():
         stored = {key: tied.get(f"{path}.{key}", f"{path}.{key}") for key in module.state_dict()}
-        tensors = layers.outer(*stored.values())
+        tensors = layers.outer(*stored.values(), staged=staged)
         module.load_state_dict({key: tensors[name] for key, name in stored.items()}, assign=True)
         module.requires_grad_(False)
     return [*modules.values()]
