@@ -7,6 +7,7 @@ data is dropped last.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,8 +42,11 @@ from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs, computed_keys
 from pipeline.second_round import SecondRound
 from pipeline.steps import Steps, write_unit
-from pipeline.summing import Summing
+from pipeline.sum_units import Summed
+from pipeline.summing import Summing, Taken
 from pipeline.units import Forward, Lineage, Measure, Solve, SolveDone, Unit
+
+AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
 
 
 class Driver:
@@ -76,7 +80,7 @@ class Driver:
             try:
                 return phases()
             except (CorruptError, LostInputError) as error:
-                self.pool.cancel_pending()
+                self.steps.cancel()
                 self.repairs.invalidate(error)
 
     def _prepare(self) -> None:
@@ -138,29 +142,40 @@ class Driver:
         base = next((layer for layer in range(missing[0], 0, -1) if self._activations("dense", layer)), 0)
         phase = "statistics" if with_moments else "importance"
         self.observer.phase(phase, len(missing), self.job.shards)
+        taken: deque[tuple[int, Taken]] = deque()  # layers whose sums are on their way to the store
         for layer in missing:
-            entered = self.journal.get(dense_key(layer))
-            found = entered.statistics if entered else {}
             wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
-            moments = tuple(moment for moment in wanted if moment.key not in found)
+            moments = tuple(moment for moment in wanted if moment.key not in self._dense_found(layer))
             store = self.job.is_boundary(layer + 1) and layer < last
             units = self._forward(
                 "dense", layer, None, moments, base, cosine=True, emit=layer < last, store=store, keep=layer in span
             )
-            done, statistics = self.summing.run(moments, units)
-            activations = tuple(result.activation for result in done) if store else None
-            entry = DenseEntry(
-                cosine=tuple(result.cosine for result in done),
-                statistics={**found, **statistics},
-                activations=activations,
-                inputs=tuple(result.inputs for result in done) if layer in span else None,
-            )
-            self.steps.enter(dense_key(layer), entry)
-            if activations is not None:
+            taken.append((layer, self.summing.take(moments, units)))
+            # What is to be begun from is entered before anything builds on it.
+            waiting = 1 + self.pool.size // AHEAD if moments and not store and layer != missing[-1] else 0
+            while len(taken) > waiting:
+                self._enter_dense(phase, *taken.popleft(), span)
+            if store:
                 base = layer + 1
-                self.cleaner.retain_activations((*activations, *self.gradients.stored_inputs(span)))
-            self.observer.layer_done(phase, layer, {})
         self.cleaner.retain_activations(tuple(self.gradients.stored_inputs(span)))
+
+    def _dense_found(self, layer: int) -> Mapping[str, ArrayRecord]:
+        entry = self.journal.get(dense_key(layer))
+        return entry.statistics if entry else {}
+
+    def _enter_dense(self, phase: str, layer: int, taken: Taken, span: range) -> None:
+        statistics = {**self._dense_found(layer), **self.summing.stored(taken)}
+        activations = tuple(result.activation for result in taken.done if result.activation)
+        entry = DenseEntry(
+            cosine=tuple(result.cosine for result in taken.done if result.cosine),
+            statistics=statistics,
+            activations=activations or None,
+            inputs=tuple(result.inputs for result in taken.done) if layer in span else None,
+        )
+        self.steps.enter(dense_key(layer), entry)
+        if activations:
+            self.cleaner.retain_activations((*activations, *self.gradients.stored_inputs(span)))
+        self.observer.layer_done(phase, layer, {})
 
     def _is_measured(self, layer: int, with_moments: bool, with_inputs: bool) -> bool:
         entry = self.journal.get(dense_key(layer))
@@ -249,21 +264,28 @@ class Driver:
         self.observer.phase("walk", last + 1 - base, 2 * self.job.shards)
         for layer in range(base, last + 1):
             if layer in pending:
-                statistics = {**self._walk_statistics(layer, base), **self._gradient_statistics(layer)}
-                self._compress({layer: statistics}, ranks)
+                self._compress_behind(layer, base, ranks)
                 if not self.job.keep_statistics:
                     self.cleaner.retain_statistics(())
             if layer < last and self.job.is_boundary(layer + 1):
                 base = self._propagate(layer, base)
 
-    def _walk_statistics(self, layer: int, base: int) -> Mapping[str, ArrayRecord]:
-        entered = self.journal.get(statistics_key(layer))
-        if entered is None:
-            moments = layer_moments(self.job.tasks, layer)
-            units = self._forward("compressed", layer, None, moments, base, emit=False)
-            entered = StatisticsEntry(statistics=self.summing.run(moments, units)[1] if moments else {})
-            self.steps.enter(statistics_key(layer), entered)
-        return entered.statistics
+    def _compress_behind(self, layer: int, base: int, ranks: RanksOf) -> None:
+        """Takes a layer's moments behind compressed layers, and compresses it from these; they are stored meanwhile, if
+        they are to outlive it."""
+        entered, gradients = self.journal.get(statistics_key(layer)), self._gradient_statistics(layer)
+        moments = layer_moments(self.job.tasks, layer)
+        if entered is not None or not moments:
+            return self._compress({layer: {**(entered.statistics if entered else {}), **gradients}}, ranks)
+        units = self._forward("compressed", layer, None, moments, base, emit=False)
+        taken = self.summing.take(moments, units, self.job.keep_statistics)
+
+        def enter() -> None:
+            if self.job.keep_statistics:
+                self.steps.enter(statistics_key(layer), StatisticsEntry(statistics=self.summing.stored(taken)))
+
+        statistics: dict[str, ArrayRecord | Summed] = {**taken.samples, **self.summing.summed(taken), **gradients}
+        self._compress({layer: statistics}, ranks, enter)
 
     def _propagate(self, layer: int, base: int) -> int:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
@@ -314,8 +336,13 @@ class Driver:
             for shard in range(self.job.shards)
         ]
 
-    def _compress(self, statistics: Mapping[int, Mapping[str, ArrayRecord]], ranks: RanksOf) -> None:
-        """Solves every group of some layers, then writes and enters each layer."""
+    def _compress(
+        self,
+        statistics: Mapping[int, Mapping[str, ArrayRecord | Summed]],
+        ranks: RanksOf,
+        enter: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Solves every group of some layers, then writes and enters each layer; before that, `enter` enters others."""
         solves: list[Unit] = [
             Solve(task, ranks[task.key], {moment: statistics[layer][moment.key] for moment in task.moments})
             for layer in statistics
@@ -330,6 +357,7 @@ class Driver:
         solutions, staged = self.steps.do_both(
             solves, lambda solutions: [write_unit(layer, parts(solutions, layer)) for layer in statistics]
         )
+        enter()
         for layer, record in zip(statistics, staged, strict=True):
             solved = parts(solutions, layer)
             self.steps.enter_layer(layer, solved, record)
