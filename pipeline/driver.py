@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from manifests.entries import (
@@ -38,15 +39,14 @@ from pipeline.keys import (
 )
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
+from pipeline.plan.phases import AHEAD
 from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs, computed_keys
 from pipeline.second_round import SecondRound
 from pipeline.steps import Steps, write_unit
 from pipeline.sum_units import Summed
 from pipeline.summing import Summing, Taken
-from pipeline.units import Forward, Lineage, Measure, Solve, SolveDone, Unit
-
-AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
+from pipeline.units import Forward, Lineage, Measure, Solve, SolveDone, Write
 
 
 class Driver:
@@ -229,14 +229,28 @@ class Driver:
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 
     def _solve_all(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
+        """Layer after layer, each written and entered while others are being solved."""
+        pending = deque(layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer))
         self.observer.phase("compress", len(pending), 1)
-        while pending:
-            batch, pending = self.steps.batch(pending)
-            self._compress({layer: self._dense_statistics(layer) for layer in batch}, ranks)
-            if not self.job.keep_statistics:
-                live = [self._dense_statistics(layer) for layer in pending]
-                self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
+        solving: deque[tuple[int, list[Solve]]] = deque()
+        writing: deque[tuple[int, list[Solve], list[SolveDone]]] = deque()
+        while pending or solving or writing:
+            while pending and len(solving) <= self.pool.size:
+                layer = pending.popleft()
+                solving.append((layer, self._solves(layer, self._dense_statistics(layer), ranks)))
+                self.steps.begin(solving[-1][1])
+            if solving:
+                layer, solves = solving.popleft()
+                writing.append((layer, solves, self.steps.results(solves)))
+                self.steps.begin(_writes(*writing[-1]))
+            while writing and (not solving or len(writing) > self.pool.size):
+                layer, solves, solutions = writing.popleft()
+                (record,) = self.steps.build_on(solutions, solves, partial(_writes, layer, solves), begun=True)
+                self.steps.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
+                if not self.job.keep_statistics:
+                    left = [*pending, *(layer for layer, _ in solving), *(layer for layer, _, _ in writing)]
+                    live = [self._dense_statistics(layer) for layer in left]
+                    self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
 
     def _dense_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
         """The moments of a layer that the dense pass and the backward pass have entered, by key."""
@@ -273,10 +287,11 @@ class Driver:
     def _compress_behind(self, layer: int, base: int, ranks: RanksOf) -> None:
         """Takes a layer's moments behind compressed layers, and compresses it from these; they are stored meanwhile, if
         they are to outlive it."""
-        entered, gradients = self.journal.get(statistics_key(layer)), self._gradient_statistics(layer)
-        moments = layer_moments(self.job.tasks, layer)
+        moments, gradients = layer_moments(self.job.tasks, layer), self._gradient_statistics(layer)
+        entered = self.journal.get(statistics_key(layer))
         if entered is not None or not moments:
-            return self._compress({layer: {**(entered.statistics if entered else {}), **gradients}}, ranks)
+            known = entered.statistics if entered else {}
+            return self._compress(layer, {**known, **gradients}, ranks, lambda: None)
         units = self._forward("compressed", layer, None, moments, base, emit=False)
         taken = self.summing.take(moments, units, self.job.keep_statistics)
 
@@ -284,8 +299,7 @@ class Driver:
             if self.job.keep_statistics:
                 self.steps.enter(statistics_key(layer), StatisticsEntry(statistics=self.summing.stored(taken)))
 
-        statistics: dict[str, ArrayRecord | Summed] = {**taken.samples, **self.summing.summed(taken), **gradients}
-        self._compress({layer: statistics}, ranks, enter)
+        self._compress(layer, {**taken.samples, **self.summing.summed(taken), **gradients}, ranks, enter)
 
     def _propagate(self, layer: int, base: int) -> int:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
@@ -337,30 +351,20 @@ class Driver:
         ]
 
     def _compress(
-        self,
-        statistics: Mapping[int, Mapping[str, ArrayRecord | Summed]],
-        ranks: RanksOf,
-        enter: Callable[[], None] = lambda: None,
+        self, layer: int, statistics: Mapping[str, ArrayRecord | Summed], ranks: RanksOf, enter: Callable[[], None]
     ) -> None:
-        """Solves every group of some layers, then writes and enters each layer; before that, `enter` enters others."""
-        solves: list[Unit] = [
-            Solve(task, ranks[task.key], {moment: statistics[layer][moment.key] for moment in task.moments})
-            for layer in statistics
+        """Solves every group of a layer, then writes and enters it; before that, `enter` enters something else."""
+        solves = self._solves(layer, statistics, ranks)
+        solutions, (record,) = self.steps.do_both(solves, partial(_writes, layer, solves))
+        enter()
+        self.steps.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
+
+    def _solves(self, layer: int, statistics: Mapping[str, ArrayRecord | Summed], ranks: RanksOf) -> list[Solve]:
+        return [
+            Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments})
             for task in self.job.tasks
             if task.layer == layer
         ]
-
-        def parts(solutions: Sequence[SolveDone], layer: int) -> list[tuple[Solve, SolveDone]]:
-            pairs = zip(solves, solutions, strict=True)
-            return [(unit, done) for unit, done in pairs if isinstance(unit, Solve) and unit.task.layer == layer]
-
-        solutions, staged = self.steps.do_both(
-            solves, lambda solutions: [write_unit(layer, parts(solutions, layer)) for layer in statistics]
-        )
-        enter()
-        for layer, record in zip(statistics, staged, strict=True):
-            solved = parts(solutions, layer)
-            self.steps.enter_layer(layer, solved, record)
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
@@ -373,3 +377,7 @@ class Driver:
             return dense.activations if dense else None
         walked = self.journal.get(activations_key(layer))
         return walked.activations if walked else None
+
+
+def _writes(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
+    return [write_unit(layer, list(zip(solves, solutions, strict=True)))]

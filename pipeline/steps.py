@@ -105,17 +105,25 @@ class Steps:
         return made, self.build_on(made, producers, consumers)
 
     def build_on(
-        self, made: list[Any], producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
+        self,
+        made: list[Any],
+        producers: Sequence[Unit],
+        consumers: Callable[[list[Any]], Sequence[Unit]],
+        begun: bool = False,
     ) -> list[Any]:
-        """Results of the units that build on what `producers` have `made`; there, what is lost is replaced."""
+        """Results of the units that build on what `producers` have `made`; there, what is lost is replaced.
+
+        `begun`: these units are under way.
+        """
         while True:
             try:
-                return self.do(consumers(made))
+                return self.results(consumers(made)) if begun else self.do(consumers(made))
             except LostInputError as error:
                 lost = [place for place, unit in enumerate(producers) if unit.key in error.producers]
                 if not lost:
                     raise
                 self.settle(consumers(made))
+                begun = False
                 self.repairs.invalidate(error)
                 for place, result in zip(lost, self.do([producers[place] for place in lost]), strict=True):
                     made[place] = result

@@ -106,8 +106,9 @@ class RayPool:
             resources["memory"] = self.memory_bytes
         elif setup.memory_bytes:
             note(f"workers are placed without regard to the {setup.memory_bytes / 2**30:.1f} GiB that the plan says")
-        beside: Any = ray.remote(concurrency_groups=BESIDE)
-        self.actor_class: Any = beside(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups=BESIDE)(WorkerActor)
+        self.actor_class: Any = actor.options(max_restarts=0, max_task_retries=0, **resources)
         self._await_members(min(workers.min, self.wanted))
 
     @property
