@@ -9,13 +9,16 @@ from pydantic import field_validator, model_validator
 from manifests.blocks import Block, Listed
 
 QUANTIZED_ROLES = ("q", "k", "v", "o", "gate", "up", "down")
+OUTER_ROLES = ("embed", "head")
+OUTER_BITS = 8  # of embeddings and head, where bits are chosen: no curve says what fewer would cost there
 
 
 class Quantize(Block):
     """Fewer bits for what is stored, on top of every method or of none. docs/methods.md#rounding.
 
     `bits: auto` chooses 8, 4 or 3 for each part of a layer, with its ranks, by predicted loss within `budget.bytes`.
-    `group`: columns that share a scale; null: a scale for each row. `skip`: roles that keep the checkpoint's dtype.
+    `group`: columns that share a scale; null: a scale for each row. `what: all`: token embeddings and the head, too, to
+    8 bits where bits are chosen. `skip`: roles that keep the checkpoint's dtype.
     `feedback`: the error of each column is made up for by those after it (GPTQ), which takes calibration text; null:
     where there is such text, else every number goes to the nearest code.
     """
@@ -23,8 +26,8 @@ class Quantize(Block):
     bits: Literal[8, 4, 3, "auto"]
     group: Literal[32, 64, 128] | None = 32
     symmetric: bool = True
-    what: Literal["factors"] = "factors"
-    skip: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], Listed] = ()
+    what: Literal["factors", "all"] = "factors"
+    skip: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down", "embed", "head"], ...], Listed] = ()
     feedback: bool | None = None
 
     @field_validator("symmetric")
@@ -42,6 +45,11 @@ class Quantize(Block):
 
     @model_validator(mode="after")
     def _rounds_something(self) -> Self:
-        if set(self.skip) >= set(QUANTIZED_ROLES):
+        if set(self.skip) >= {*QUANTIZED_ROLES, *self.outer_roles}:
             raise ValueError("skip: names every role, so that nothing would be rounded; leave out `quantize`")
         return self
+
+    @property
+    def outer_roles(self) -> tuple[str, ...]:
+        """What is rounded outside of the layers."""
+        return tuple(role for role in OUTER_ROLES if role not in self.skip) if self.what == "all" else ()

@@ -69,14 +69,15 @@ class WindowForward(Replaying):
 class Score(Replaying):
     """What the head makes of one shard of windows behind the last layer: a `Scored`.
 
-    `layer` is one past the last. `dense`: record of the dense model's last outputs, to measure the divergence from.
-    The rest as in `WindowForward`.
+    `layer` is one past the last, `staged` the last one, which may hold the head. `dense`: record of the dense model's
+    last outputs, to measure the divergence from. The rest as in `WindowForward`.
     """
 
     windows: Windows
     model: str
     layer: int
     shard: int
+    staged: StagedLayer | None = None
     dense: ArrayRecord | None = None
 
     @property

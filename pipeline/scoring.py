@@ -146,6 +146,7 @@ class _Model:
                 self.name,
                 len(self.layers),
                 shard,
+                staged=self.layers[-1],
                 dense=dense[shard] if dense else None,
                 base=base,
                 base_record=records[shard] if records else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +93,21 @@ def _snapshot(source: str, revision: str | None, patterns: list[str]) -> Path:
         return Path(fetch(source, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
 
 
+def _asking(source: str, revision: str | None) -> AbstractContextManager[None]:
+    at = f" at revision {revision}" if revision else ""
+    return hub_errors(
+        f"model source {source}: no such directory, and the hub does not give it{at}",
+        "check the path or id, the network and the access token, or fetch it beforehand and give the directory",
+    )
+
+
 @contextmanager
-def _asking(source: str, revision: str | None) -> Iterator[Any]:
+def hub_errors(what: str, remedy: str) -> Iterator[None]:
+    """In here the hub's own errors and those of its HTTP client, which have nothing in common, are InputErrors."""
     try:
         yield
     except LaminaError:
         raise
-    except Exception as error:  # the hub's own errors and those of its HTTP client, which have nothing in common
-        raise InputError(
-            f"model source {source}: no such directory, and the hub does not give it"
-            f"{f' at revision {revision}' if revision else ''}: {type(error).__name__}: {error}; "
-            "check the path or id, the network and the access token, or fetch it beforehand and give the directory"
-        ) from error
+    except Exception as error:
+        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        raise InputError(f"{what}: {type(cause).__name__}: {cause}; {remedy}") from error

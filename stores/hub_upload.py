@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import CorruptError, InputError, LaminaError
-from stores.hub import PICKLE_SUFFIXES
+from manifests.errors import CorruptError, InputError
+from stores.hub import PICKLE_SUFFIXES, hub_errors
 from stores.storage import Storage, on_this_machine
 
 WEIGHTS = (".safetensors", *PICKLE_SUFFIXES)
@@ -90,15 +90,9 @@ def _stale_weights(api: Any, repository: str, revision: str | None, record_file:
     return sorted(listed & present - coming)
 
 
-@contextmanager
-def _sending(repository: str) -> Iterator[None]:
-    try:
-        yield
-    except LaminaError:
-        raise
-    except Exception as error:  # the hub's own errors and those of its HTTP client, which have nothing in common
-        cause = error.__cause__ or error
-        raise InputError(
-            f"{repository}: the hub does not take it: {type(cause).__name__}: {cause}; check the name, the network and "
-            "that the access token may write (HF_TOKEN, or `hf auth login`). The same command goes on"
-        ) from error
+def _sending(repository: str) -> AbstractContextManager[None]:
+    return hub_errors(
+        f"{repository}: the hub does not take it",
+        "check the name, the network and that the access token may write (HF_TOKEN, or `hf auth login`). "
+        "The same command goes on",
+    )

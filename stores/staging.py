@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -41,8 +41,8 @@ def sweep_staged(run_dir: Place, live: Iterable[StagedRecord]) -> int:
     return len(strays) + storage.below(STAGED).sweep()
 
 
-def read_staged(run_dir: Place, record: StagedRecord) -> dict[str, torch.Tensor]:
-    """The tensors of a staged layer, each held against its digest. Raises CorruptError."""
+def read_staged(run_dir: Place, record: StagedRecord, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a staged layer, or some of them, each held against its digest. Raises CorruptError."""
     storage, name = open_storage(run_dir), record.path
     path = storage.at(name)
     if not storage.has(name):
@@ -54,6 +54,8 @@ def read_staged(run_dir: Place, record: StagedRecord) -> dict[str, torch.Tensor]
     tensors = {}
     with storage.reader(name) as file:
         for key, committed in record.tensors.items():
+            if names is not None and key not in names:
+                continue
             at = found.get(key)
             expected = (committed.dtype, committed.shape)
             tensor = read_tensor(file, at) if at and (at.dtype, at.shape) == expected else None

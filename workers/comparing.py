@@ -53,7 +53,7 @@ def compare_models(
 
     Both readers give float32. Raises as reading does.
     """
-    dense_BSD, packed_BSD = embedding(dense)(ids_BS), embedding(packed)(ids_BS)
+    dense_BSD, packed_BSD = embedding(dense)(ids_BS), embedding(packed, staged[0])(ids_BS)
     errors, sketches = [], []
     for layer, record in enumerate(staged):
         after_BSD = _run(dense.block(layer, None).run(dense_BSD))
@@ -66,7 +66,7 @@ def compare_models(
         dense_BSD = after_BSD
     dense.current = packed.current = None
     logits_TV = head(dense)(dense_BSD.flatten(0, 1))
-    found_TV = head(packed)(packed_BSD.flatten(0, 1))
+    found_TV = head(packed, staged[-1])(packed_BSD.flatten(0, 1))
     spread_TV = logits_TV - logits_TV.mean(dim=0)
     whole = sketch(found_TV - logits_TV.mean(dim=0), spread_TV, len(staged))
     return Comparison(tuple(errors), relative(found_TV - logits_TV, spread_TV), tuple(sketches), whole)

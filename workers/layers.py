@@ -16,7 +16,7 @@ from manifests.errors import NumericsError
 from manifests.records import Scheme, StagedLayer
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.checks import all_finite
-from pipeline.rounding.schemes import packed_modules, rounded_modules, unpacked
+from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from workers.block import Block
@@ -66,10 +66,20 @@ class LayerReader:
         if layer is not None and (self.ahead is None or self.ahead[0] != layer):
             self.ahead = (layer, self.thread.submit(self._read_layer, layer))
 
-    def outer(self, *names: str) -> dict[str, Tensor]:
-        """Tensors outside the layers (embeddings, final norm, head), on the device, in the forward's dtype."""
-        present = [name for name in names if name in self.setup.source.tensors]
-        return {name: tensor.to(self.device) for name, tensor in self._read(present).items()}
+    def outer(self, *names: str, staged: StagedLayer | None = None) -> dict[str, Tensor]:
+        """Tensors outside the layers (embeddings, final norm, head), on the device, in the forward's dtype.
+
+        `staged`: the layer that holds those of them that are rounded, where they are not the source's.
+        """
+        wanted = {part for name in names for part in (name, *packed_names(name))}
+        inside = {name for name in wanted if staged is not None and name in staged.tensors}
+        replaced = {name for name in names if packed_names(name) <= inside}
+        present = [name for name in wanted - replaced if name in self.setup.source.tensors]
+        tensors, rounded = self._read(present), rounded_modules(self.setup.config, packed_modules(present))
+        if staged is not None and inside:
+            tensors |= {name: self._converted(t) for name, t in read_staged(self.setup.run_dir, staged, inside).items()}
+            rounded |= staged.rounded
+        return {name: tensor.to(self.device) for name, tensor in unpacked(tensors, rounded).items()}
 
     def dense_weights(self, layer: int, names: Mapping[str, str]) -> dict[str, Tensor]:
         """`role.weight` -> source tensor, for {role.weight: tensor name}; in the source's dtype, on the device."""
@@ -107,7 +117,7 @@ class LayerReader:
     def _relative(self, layer: int, tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
         """By names inside the layer; rounded weights multiplied out in the forward's dtype, as transformers does."""
         prefix = self.setup.geometry.layers[layer].prefix
-        converted = {name: self._converted(tensor) for name, tensor in tensors.items()}
+        converted = {name: self._converted(tensor) for name, tensor in tensors.items() if name.startswith(prefix)}
         return {name.removeprefix(prefix): tensor for name, tensor in unpacked(converted, rounded).items()}
 
     def _converted(self, tensor: Tensor) -> Tensor:

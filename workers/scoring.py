@@ -89,10 +89,10 @@ class ScorePass:
     def score(self, unit: Score) -> Scored:
         """Of one shard. Raises as `Worker.execute` does."""
         shard = _Shard(self, unit)
-        inputs = shard.inputs()
+        inputs, last = shard.inputs(), unit.staged
         if unit.dense is None:
-            return summed_loss(shard.logits(inputs))
-        return summed_divergence(shard.logits(self.activations.open(unit.dense), inputs))
+            return summed_loss(shard.logits((inputs, last)))
+        return summed_divergence(shard.logits((self.activations.open(unit.dense), None), (inputs, last)))
 
     def layers(self, windows: Windows) -> LayerReader:
         """Layers in the dtype of the pass; one is held at a time."""
@@ -154,21 +154,25 @@ class _Shard:
                 writer.append(inputs.read(window, window + 1))
             return writer.commit()
 
-    def logits(self, *inputs: HiddenReader) -> Iterator[LogitRows]:
-        """Logits (T, V) behind each of some last outputs, and the tokens that came; some rows at a time."""
-        logits = head(self.layers)
+    def logits(self, *outputs: tuple[HiddenReader, StagedLayer | None]) -> Iterator[LogitRows]:
+        """Logits (T, V) behind each of some last layers' outputs, and the tokens that came; some rows at a time."""
+        heads = {last and last.path: head(self.layers, last) for _, last in outputs}
         for start, stop in self._micro_batches():
-            hidden = [reader.read(start, stop).to(self.layers.device)[:, :-1].flatten(0, 1) for reader in inputs]
+            hidden = [reader.read(start, stop).to(self.layers.device)[:, :-1].flatten(0, 1) for reader, _ in outputs]
             target_T = self._tokens(start, stop)[:, 1:].flatten()
             for rows in range(0, len(target_T), ROWS_PER_LOGITS):
                 part = slice(rows, rows + ROWS_PER_LOGITS)
-                found = tuple(logits(hidden_TD[part]) for hidden_TD in hidden)
+                found = tuple(
+                    heads[last and last.path](hidden_TD[part])
+                    for hidden_TD, (_, last) in zip(hidden, outputs, strict=True)
+                )
                 if not all(all_finite(logits_TV) for logits_TV in found):
                     raise NumericsError("evaluation: the logits hold NaN or infinity")
                 yield found, target_T[part]
 
     def _embedded(self) -> HiddenReader:
-        embed = embedding(self.layers)
+        first = self.unit.replay[0] if self.unit.layer else self.unit.staged
+        embed = embedding(self.layers, first)
         self._keep(0, (embed(self._tokens(start, stop)) for start, stop in self._micro_batches()))
         return self._held(0)
 

@@ -12,7 +12,7 @@ from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics, stored_dtype
-from pipeline.rounding.choices import BITS
+from pipeline.methods.unchanged import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import round_solution
 

@@ -57,7 +57,7 @@ from workers.comparing import compare_models
 from workers.config import WorkerConfig
 from workers.curves import made_of_curve
 from workers.device_settings import tensor_cores
-from workers.embedding_and_head import embedding
+from workers.embedding_and_head import embedding, tapped
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.pairing import PairPass
@@ -158,12 +158,13 @@ class Worker:
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)
         hidden_writer = self._hidden_writer(shard_key, unit.store) if unit.emit else None
         cosine = (0.0, 0)
+        run = tapped(self.layers, block, taps)
         kept_inputs = self._keep_inputs(unit, inputs) if unit.keep_inputs else None
         with self.sums.adding(unit):
             for start, stop in self._micro_batches(unit.shard):
                 hidden_BSD = inputs.read(start, stop).to(self.device)
                 with self._computing():
-                    output_BSD = block.run(hidden_BSD, taps, output=unit.emit or unit.cosine)
+                    output_BSD = run(hidden_BSD, unit.emit or unit.cosine)
                 if output_BSD is not None and unit.cosine:
                     total, count = cosine_sums(hidden_BSD, output_BSD)
                     cosine = (cosine[0] + total, cosine[1] + count)
@@ -247,7 +248,7 @@ class Worker:
         start, stop = self._micro_batches(forward.shard)[0]
         squares = Squares(self._calibration_tokens)
         with self._computing():
-            block.run(inputs.read(start, stop).to(self.device), squares.taps(forward), output=False)
+            tapped(self.layers, block, squares.taps(forward))(inputs.read(start, stop).to(self.device), False)
         return ChooseGridsDone({moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids().items()})
 
     def _sample_tap(self, unit: Forward, moment: Moment, samples: dict[Moment, Tensor]) -> Tap:

@@ -24,7 +24,7 @@ from pipeline.checkpoint.compression_record import (
     index_arguments,
     sealed,
 )
-from pipeline.checkpoint.counting import count
+from pipeline.checkpoint.counting import claimed_tensors, count
 from pipeline.checkpoint.decoding_cost import decoding_costs
 from pipeline.checkpoint.model_card import model_card
 from pipeline.checkpoint.reading import linear_modules
@@ -70,7 +70,7 @@ def plan_shards(inputs: Inputs) -> tuple[ShardPlan, ...]:
         for layer in layers
         for name in inputs.source.tensors
         if name.startswith(inputs.geometry.layers[layer].prefix)
-    }
+    } | claimed_tensors(inputs).keys()
     rest: dict[str, list[str]] = {}
     for name, record in inputs.source.tensors.items():
         if name not in taken:
@@ -232,15 +232,16 @@ class Assembler:
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
             "compared": compared.compared.as_json() if (compared := self.journal.get(COMPARED)) else None,
             "shards": {name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()},
-            "claimed": self._claimed(),
+            "claimed": claimed_tensors(self.inputs),
             "tensors": tensors,
         }
 
     def _places(self, layer: int, forms: Mapping[str, Any]) -> dict[str, str]:
         """Path of a module, with a trailing dot -> role; what a group shares counts as its first role's."""
         geometry = self.inputs.geometry.layers[layer]
-        places = {f"{geometry.path(role)}.": role for role in geometry.roles}
-        for task in (task for task in self.inputs.tasks if task.layer == layer):
+        tasks = [task for task in self.inputs.tasks if task.layer == layer]
+        places = {f"{geometry.path(role)}.": role for task in tasks for role in (*geometry.roles, *task.roles)}
+        for task in tasks:
             first = task.roles[0]
             if first in forms:
                 shared = geometry.group_path(task.roles, task.name)
@@ -249,15 +250,6 @@ class Assembler:
             if form["form"] == "pivoted":
                 places.setdefault(f"{geometry.group_path((role,), form['group'])}.pivoted.", role)
         return places
-
-    def _claimed(self) -> dict[str, str]:
-        """Source tensor -> the method that stores it in another form, or looked and left it."""
-        geometry = self.inputs.geometry
-        return {
-            name: self.inputs.methods[task.method].name
-            for task in self.inputs.tasks
-            for name, _ in geometry.layers[task.layer].tensors(task.roles).values()
-        }
 
     def _layer_report(self, layer: int) -> dict[str, Any]:
         entry = self._entry(layer)

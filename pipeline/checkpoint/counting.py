@@ -40,14 +40,25 @@ def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[st
     }
 
 
+def claimed_tensors(inputs: Inputs) -> dict[str, str]:
+    """Source tensor -> the method that stores it in another form, or looked and left it."""
+    layers = inputs.geometry.layers
+    return {
+        name: inputs.methods[task.method].name
+        for task in inputs.tasks
+        for name, _ in layers[task.layer].tensors(task.roles).values()
+    }
+
+
 def stored_tensors(inputs: Inputs, journal: Journal) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What a checkpoint of the committed layers would hold: tensor -> dtype and shape, and the forms of each layer."""
     entries = [journal.get(layer_key(layer)) for layer in range(inputs.geometry.num_layers)]
     staged = tuple(layer.prefix for layer, entry in zip(inputs.geometry.layers, entries, strict=True) if entry)
+    claimed = claimed_tensors(inputs)
     copied = {
         name: {"dtype": record.dtype, "shape": list(record.shape)}
         for name, record in inputs.source.tensors.items()
-        if not name.startswith(staged)
+        if not name.startswith(staged) and name not in claimed
     }
     found = [entry.as_json() if entry else {"staged": {"tensors": {}}, "forms": {}} for entry in entries]
     written = {name: tensor for layer in found for name, tensor in layer["staged"]["tensors"].items()}

@@ -7,6 +7,7 @@ keeps their codes where the projection is whole, or has fewer channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -75,11 +76,12 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
         say(f"layer {layer} written")
     outside = [name for name, _ in geometry.outer]
     file = f"model-{total:05d}-of-{total:05d}{SHARD_SUFFIX}"
-    copy_shard(written_to, file, checkpoint, outside)
+    if all(name in checkpoint.tensors for name in outside):
+        copy_shard(written_to, file, checkpoint, outside)
+    else:  # rounded: engines take codes of linears in layers, few of them a table's or a head's
+        write_shard(written_to, file, {name: tensor.to(stored) for name, tensor in reader.outer(*outside).items()})
     weight_map |= dict.fromkeys(outside, file)
-    numbers += sum(
-        checkpoint.tensors[name].num_bytes // checkpoint.tensors[name].torch_dtype.itemsize for name in outside
-    )
+    numbers += sum(math.prod(shape) for _, shape in geometry.outer)
     ours = {CARD_FILE, RECORD_FILE, *MODELLING_FILES}
     for name in matching(checkpoint.storage, COMPANIONS):
         if name not in ours:

@@ -147,11 +147,11 @@ def _tensors(
     geometry, block = geometry_of(config), described.block
     outer = [f"{block['embed']}.weight", f"{block['final_norm']}.weight"]
     outer += [] if described.tie_word_embeddings else [f"{block['head']}.weight"]
+    reader = cpu_reader(checkpoint, config, torch.float64)
     for name in outer:
-        yield checkpoint.read([name])[name]
+        yield reader.outer(name)[name]
     if (factors := _frequency_factors(described)) is not None:
         yield factors
-    reader = cpu_reader(checkpoint, config, torch.float64)
     for layer in range(geometry.num_layers):
         reader.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
         mine = geometry.layers[layer]

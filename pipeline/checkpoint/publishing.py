@@ -9,7 +9,15 @@ from typing import Any
 from manifests.errors import CorruptError, InputError
 from manifests.schema import Manifest
 from pipeline.checkpoint.assembling import CARD_FILE
-from pipeline.checkpoint.compression_record import RECORD_FILE, SEAL, quick_faults, read_record
+from pipeline.checkpoint.compression_record import (
+    RECORD_FILE,
+    SEAL,
+    describe_bytes,
+    encode_json,
+    quick_faults,
+    read_record,
+    sealed,
+)
 from pipeline.evaluation.tasks import read_scores
 from pipeline.keys import COMPLETE
 from stores.hub_upload import upload_model
@@ -30,6 +38,8 @@ def publish(
 ) -> str:
     """Uploads the checkpoint in `output`, and returns the address of the commit; see `upload_model`.
 
+    What arrives is as in `output` but for the card and what the compression record says of it.
+
     Raises:
         InputError: there is no such checkpoint, `run_dir` is of another one, or the hub refuses.
         CorruptError: the checkpoint is damaged.
@@ -38,12 +48,14 @@ def publish(
     if faults := quick_faults(output, compression[SEAL]):
         raise CorruptError("\n".join(faults))
     storage = open_storage(output)
-    small = {name: storage.read(name) for name in (*compression["files"], RECORD_FILE, INDEX_FILE)}
+    small = {name: storage.read(name) for name in (*compression["files"], INDEX_FILE)}
     evaluation, text = ({}, "") if run_dir is None else _scores(run_dir, compression[SEAL])
     source = compression["source"]["path"]
     origin = base_model or (source if is_hub_id(source) else None)
     metadata = card_metadata(compression, repository, origin, evaluation, text)
-    small[CARD_FILE] = with_metadata(small[CARD_FILE].decode(), metadata).encode()
+    card = with_metadata(small[CARD_FILE].decode(), metadata).encode()
+    record = sealed({**compression, "files": {**compression["files"], CARD_FILE: describe_bytes(card)}})
+    small |= {CARD_FILE: card, RECORD_FILE: encode_json(record)}
     weights = {name: record["sha256"] for name, record in compression["shards"].items()}
     return upload_model(storage, weights, small, RECORD_FILE, repository, revision, private, say)
 

@@ -13,7 +13,7 @@ from manifests.errors import InputError
 from pipeline.families.registry import check_fields, geometry_of
 from pipeline.job.inputs import STORED_NAMES
 from pipeline.job.sources import as_loaded, check_buildable, describe_dense
-from pipeline.rounding.schemes import FIELD, packed_shapes, rounded_modules
+from pipeline.rounding.schemes import FIELD, named_modules, packed_shapes, rounded_modules
 from stores.source import SourceCheckpoint, open_source
 
 
@@ -45,7 +45,8 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     expected = {name: tuple(tensor.shape) for name, tensor in stored_state(model).items()}
     if config["tie_word_embeddings"]:
         expected.pop(f"{config['block']['head']}.weight", None)
-    return packed_shapes(expected, rounded_modules(config, linear_modules(config)))
+    modules = {*linear_modules(config), *named_modules(config)}
+    return packed_shapes(expected, rounded_modules(config, modules))
 
 
 def build_on_meta(config: Mapping[str, Any]) -> LaminaForCausalLM:

@@ -12,8 +12,8 @@ class Outlook:
     comes ten times longer.
     """
 
-    def __init__(self, planned: Sequence[tuple[str, float]], layers: int) -> None:
-        """`planned`: (phase, seconds) in their order, each over all `layers`."""
+    def __init__(self, planned: Sequence[tuple[str, float]] = (), layers: int = 1) -> None:
+        """`planned`: (phase, seconds) in their order, each over all `layers`; without any, nothing is told."""
         self.planned = tuple(planned)
         self.layers = layers
         self.at: int | None = None  # the phase that runs

@@ -40,7 +40,7 @@ class JobObserver:
         self.tokens = 0
         self.total_units = self.done_units = 0
         self.started = time.monotonic()
-        self.outlook: Outlook | None = None
+        self.outlook = Outlook()
         self.progress: Progress | None = None
         self.bar: TaskID | None = None
 
@@ -56,11 +56,12 @@ class JobObserver:
         if self.progress is not None:
             self.progress.stop()
 
-    def stage(self, name: str | None) -> None:
-        """Something without layers begins (None: nothing more), and what was before ends."""
-        self._open(name)
-        if self.outlook is not None and name is not None:
-            self.outlook.begin(name)
+    def stage(self, name: str | None, layers: int | None = None) -> None:
+        """Something begins (None: nothing more), of so many layers if it has any, and what was before ends."""
+        self._close_phase()
+        self.started, self.tokens, self.done_units, self.total_units = time.monotonic(), 0, 0, 0
+        self.state = {"phase": name} if name else {}
+        self.outlook.begin(name or "", layers)
 
     def show_memory_of(self, peak_bytes: Mapping[str, int]) -> None:
         """Worker -> peak bytes, which may change meanwhile: the largest is shown."""
@@ -68,9 +69,7 @@ class JobObserver:
 
     def phase(self, name: str, layers: int, units_per_layer: int) -> None:
         """A phase begins: `layers` layers of `units_per_layer` forward units."""
-        self._open(name)
-        if self.outlook is not None:
-            self.outlook.begin(name, layers)
+        self.stage(name, layers)
         self.total_units = max(1, layers * units_per_layer)
         self.state |= {"layers": layers, "layer": None}
         self.say(f"phase {SHOWN.get(name, name)}: {layers} layers")
@@ -108,14 +107,9 @@ class JobObserver:
         elif not self.quiet:
             print(line, file=self.stream, flush=True)
 
-    def expect(self, outlook: Outlook | None) -> None:
-        """What is ahead of the job, if it can be told."""
+    def expect(self, outlook: Outlook) -> None:
+        """What is ahead of the job."""
         self.outlook = outlook
-
-    def _open(self, name: str | None) -> None:
-        self._close_phase()
-        self.started, self.tokens, self.done_units, self.total_units = time.monotonic(), 0, 0, 0
-        self.state = {"phase": name} if name else {}
 
     def _update(self) -> None:
         if self.progress is not None and self.bar is not None:
@@ -129,7 +123,7 @@ class JobObserver:
         parts = [f", {self.tokens / spent:,.0f} tokens/s"] if self.tokens and spent > 0 else []
         if 0 < self.done_units < self.total_units:
             parts.append(f", {spent / share * (1 - share):,.0f} s left")
-        if self.outlook is not None and (left := self.outlook.left(spent, min(1.0, share))) is not None:
+        if (left := self.outlook.left(spent, min(1.0, share))) is not None:
             self.state["seconds_left"] = round(left, 1)
             parts.append(f", job {left:,.0f} s left")
         if self.peak_bytes:
@@ -141,8 +135,7 @@ class JobObserver:
         if name:
             spent = time.monotonic() - self.started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
-            if self.outlook is not None:
-                self.outlook.end(spent)
+            self.outlook.end(spent)
         if self.progress is not None and self.bar is not None:
             self.progress.remove_task(self.bar)
             self.bar = None

@@ -46,6 +46,8 @@ class LayerGeometry:
         modules: role -> module path inside the layer, in the family's order.
         activation: of the MLP, by the name that transformers gives it.
         bits: of a stored number, by which indices are counted.
+        outer: role -> module path and shape of the matrices outside of the layers that go with this one: `embed` with
+            the first, `head` with the last. None of its own roles, they are part of it only where they are asked for.
     """
 
     model_type: str
@@ -61,6 +63,7 @@ class LayerGeometry:
     layer_norm: bool
     activation: str
     bits: int
+    outer: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -71,6 +74,7 @@ class LayerGeometry:
         """Shape of the dense weight of a role: (out, in) of a linear, (D,) or (d,) of a norm."""
         query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {
+            **{name: shape for name, _, shape in self.outer},
             "q": (query, self.hidden),
             "k": (key_value, self.hidden),
             "v": (key_value, self.hidden),
@@ -89,7 +93,8 @@ class LayerGeometry:
 
     def path(self, role: str) -> str:
         """Module path of a role, as the checkpoint names it."""
-        return self.prefix + dict(self.modules)[role]
+        outside = {name: path for name, path, _ in self.outer}
+        return outside.get(role) or self.prefix + dict(self.modules)[role]
 
     def group_path(self, roles: tuple[str, ...], name: str) -> str:
         """Module path of what the roles of a group share: NAME, below the deepest module that holds the attention's, or
@@ -104,7 +109,7 @@ class LayerGeometry:
 
     def tensor_name(self, key: str, roles: tuple[str, ...]) -> str:
         """Checkpoint name of `ROLE.PART`, or `GROUP.PART` for the group of `roles`; GROUP.pivoted may be a role's."""
-        for role in self.roles:
+        for role in (*self.roles, *self._outside(roles)):
             part = key.removeprefix(f"{role}.")
             if part != key and not part.startswith("pivoted."):
                 return f"{self.path(role)}.{part}"
@@ -115,10 +120,14 @@ class LayerGeometry:
         """`role.weight` / `role.bias` -> (tensor name in the checkpoint, shape), of all or only some of its roles."""
         return {
             f"{role}.{part}": (f"{self.path(role)}.{part}", shape)
-            for role in self.roles
+            for role in (*self.roles, *self._outside(roles or ()))
             if roles is None or role in roles
             for part, shape in self.role_shapes(role).items()
         }
+
+    def _outside(self, roles: Collection[str]) -> tuple[str, ...]:
+        """Those of some roles that lie outside of the layer."""
+        return tuple(role for role, _, _ in self.outer if role in roles)
 
     def numbers(self, roles: Collection[str] | None = None) -> int:
         """How many numbers the dense layer (or only some of its roles) stores."""

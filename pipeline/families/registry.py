@@ -145,6 +145,7 @@ def geometry_of(standard: Mapping[str, Any], bits: int = 16) -> Geometry:
             layer_norm=layer_norm,
             activation=standard["hidden_act"],
             bits=bits,
+            outer=_outer_matrices(standard, index),
         )
         for index, sizes in enumerate(sizes_by_layer(standard))
     )
@@ -157,6 +158,15 @@ def geometry_of(standard: Mapping[str, Any], bits: int = 16) -> Geometry:
         layers=layers,
         outer=tuple(outer),
     )
+
+
+def _outer_matrices(standard: Mapping[str, Any], layer: int) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """`LayerGeometry.outer`; nothing of a model that ties both."""
+    shape = (standard["vocab_size"], standard["hidden_size"])
+    owners = {"embed": 0, "head": standard["num_hidden_layers"] - 1}
+    if standard["tie_word_embeddings"]:
+        return ()
+    return tuple((role, standard["block"][role], shape) for role, owner in owners.items() if owner == layer)
 
 
 def sizes_by_layer(standard: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -6,17 +6,17 @@ from pipeline.console.outlook import Outlook
 from pipeline.job.context import JobContext
 from pipeline.job.planning import gradient_tokens, pass_of
 from pipeline.plan.phases import evaluate_seconds, phase_seconds
-from pipeline.plan.rates import NOMINAL_CPU, Rates
+from pipeline.plan.rates import Rates
 from pipeline.plan.work import layer_work, scoring_flops
 
 WALK = ("statistics", "reduce", "solve", "propagate")
 
 
-def job_outlook(job: JobContext, rates: Rates = NOMINAL_CPU) -> Outlook | None:
-    """What is ahead of a job that begins. None for a job whose phases come several times."""
+def job_outlook(job: JobContext, rates: Rates) -> Outlook:
+    """What is ahead of a job that begins; of one whose phases come several times, nothing is told."""
     inputs, manifest = job.inputs, job.manifest
     if inputs.max_loss is not None or any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods):
-        return None
+        return Outlook()
     geometry, tasks = inputs.geometry, inputs.tasks
     tokens = gradient_tokens(manifest, geometry, tasks)
     work = layer_work(manifest, geometry, tasks, inputs.dtype.itemsize, tokens)

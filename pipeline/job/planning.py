@@ -38,7 +38,7 @@ class Asked:
     connect_timeout_s: float = 30.0
 
 
-def plan_report(manifest: Manifest, config: Path | None, ask: Asked) -> dict[str, Any]:
+def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[str, Any]:
     """As JSON. With `config`, from that file alone: no source is looked at. Raises InputError."""
     inputs = read_inputs(manifest, weights=False) if config is None else None
     if inputs is not None:
@@ -50,16 +50,14 @@ def plan_report(manifest: Manifest, config: Path | None, ask: Asked) -> dict[str
         tasks, remarks = claim_tasks(build_methods(manifest), geometry), []
         source_bytes = geometry.model_numbers() * dtype.itemsize
     plan = make_plan(manifest, geometry, tasks, dtype.itemsize, source_bytes)
-    rates = _rates(manifest, dtype, ask)
+    rates = _rates(manifest, dtype, asked)
     tokens = gradient_tokens(manifest, geometry, tasks)
     kept = plan.expected_numbers / plan.dense_numbers
-    work, way = (
-        layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept),
-        pass_of(manifest, plan.layers, tokens),
-    )
+    work = layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept)
+    way = pass_of(manifest, plan.layers, tokens)
     phases = phase_seconds(work, rates, way) | _scoring(inputs, rates, way.workers)
-    asked = manifest.resume.every
-    every = layers_per_commit(work, rates, way) if asked == "auto" else asked
+    every = manifest.resume.every
+    every = layers_per_commit(work, rates, way) if every == "auto" else every
     report = plan.report() | {
         "layers_per_commit": every,
         "committed_bytes": committed_bytes(work, way, every),
@@ -67,7 +65,7 @@ def plan_report(manifest: Manifest, config: Path | None, ask: Asked) -> dict[str
         "phases": phases,
         "estimated_seconds": sum(phases.values()),
     }
-    return report | {"remarks": remarks + _what_does_not_fit(manifest, report, ask)}
+    return report | {"remarks": remarks + _what_does_not_fit(manifest, report, asked)}
 
 
 def _scoring(inputs: Inputs | None, rates: Rates, workers: int) -> dict[str, float]:

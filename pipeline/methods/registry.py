@@ -8,6 +8,7 @@ from typing import Any
 
 from manifests.errors import InputError
 from manifests.methods import FlatLLM, JointRankK, LeSTD, LoRC, LossAware, MethodEntry
+from manifests.quantize import OUTER_BITS, OUTER_ROLES
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.baselines import BASELINES
@@ -17,7 +18,7 @@ from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
-from pipeline.methods.rounded_size import bytes_of_keep, keep_of_bytes, scope_numbers
+from pipeline.methods.rounded_size import bytes_of_keep, keep_of_bytes, saved_outside, scope_numbers
 from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers, tied
 from pipeline.ranks.curves import from_columns
@@ -39,7 +40,8 @@ def build_methods(manifest: Manifest) -> tuple[Method, ...]:
     methods = tuple(METHODS[type(entry)](entry.in_steps_of(multiple)) for entry in manifest.methods)
     if manifest.quantize is None:
         return methods
-    return (*methods, Unchanged(methods, manifest.quantize.skip, chosen_bits=manifest.quantize.bits == "auto"))
+    quantize = manifest.quantize
+    return (*methods, Unchanged(methods, quantize.skip, quantize.bits == "auto", quantize.outer_roles))
 
 
 def claim_tasks(methods: Sequence[Method], geometry: Geometry) -> tuple[Task, ...]:
@@ -132,12 +134,23 @@ def allocate_ranks(
         if budget.bytes is None:
             return Budget("budget.keep", budget.share, total, untouched + own_numbers)
         if manifest.quantize is not None and manifest.quantize.bits == "auto" and scores.curves is not None:
-            return Budget("budget.bytes", budget.bytes, total, untouched + own_numbers)
+            saved = saved_outside(manifest, geometry)
+            return Budget("budget.bytes", budget.bytes, total, untouched - saved + own_numbers)
         return Budget("budget.bytes, as keep", keep_of_bytes(manifest, geometry), total, untouched + own_numbers)
 
     if manifest.budget is not None and manifest.budget.bytes and all(entry.fixed for entry in entries):
         _check_bytes(manifest, geometry, entries)
-    return allocate(entries, shared)
+    return allocate(entries, shared) | _outer_ranks(methods, geometry)
+
+
+def _outer_ranks(methods: Sequence[Method], geometry: Geometry) -> dict[str, dict[str, int]]:
+    """Of what is outside of the layers: it has no part in the budget."""
+    return {
+        task_key(layer, position, group): ranks
+        for position, method in enumerate(methods)
+        if isinstance(method, Unchanged)
+        for (layer, group), ranks in method.outer_ranks(geometry, OUTER_BITS).items()
+    }
 
 
 def _check_bytes(manifest: Manifest, geometry: Geometry, entries: Sequence[Entry]) -> None:
@@ -182,7 +195,9 @@ def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) ->
     variables = method.rank_variables(geometry)
     entry = Entry(
         where=f"methods.{position}",
-        dense_numbers=sum(geometry.layers[group.layer].numbers(group.roles) for group in method.claims(geometry)),
+        dense_numbers=sum(
+            geometry.layers[group.layer].numbers(set(group.roles) - {*OUTER_ROLES}) for group in method.claims(geometry)
+        ),
         keep=method.keep,
         fixed=method.fixed_ranks,
         variables=tuple(

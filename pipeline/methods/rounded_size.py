@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from manifests.methods import LossAware
-from manifests.quantize import QUANTIZED_ROLES, Quantize
+from manifests.quantize import OUTER_BITS, QUANTIZED_ROLES, Quantize
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.packing import WORD_BITS, words_of
@@ -74,7 +74,26 @@ def _unrounded(manifest: Manifest, geometry: Geometry, total: int) -> int:
     """Numbers in scope that keep the dtype."""
     if manifest.quantize is None:
         return total
-    return total - sum(math.prod(shape) for layer in geometry.layers for shape in _rounded_shapes(manifest, layer))
+    rounded = [shape for layer in geometry.layers for shape in _rounded_shapes(manifest, layer)]
+    return total - sum(math.prod(shape) for shape in (*rounded, *_outer_shapes(manifest, geometry)))
+
+
+def saved_outside(manifest: Manifest, geometry: Geometry) -> float:
+    """Numbers of the dtype that rounding saves outside of the layers, where the budget is of the whole model and bits
+    are chosen inside of them."""
+    if (shapes := _outer_shapes(manifest, geometry)) == [] or manifest.quantize is None:
+        return 0.0
+    group, bits = manifest.quantize.group, geometry.bits
+    share = 1.0 - rounded_share(OUTER_BITS, group, bits)
+    return sum(map(math.prod, shapes)) * share - beside(shapes, OUTER_BITS, group, bits)
+
+
+def _outer_shapes(manifest: Manifest, geometry: Geometry) -> list[tuple[int, ...]]:
+    """Of what is rounded outside of the layers, where that is in scope."""
+    if manifest.quantize is None or manifest.budget is None or manifest.budget.scope != "model":
+        return []
+    roles = manifest.quantize.outer_roles
+    return [shape for layer in geometry.layers for role, _, shape in layer.outer if role in roles]
 
 
 def _beside(manifest: Manifest, geometry: Geometry) -> float:
@@ -83,10 +102,11 @@ def _beside(manifest: Manifest, geometry: Geometry) -> float:
         return 0.0
     bits, group = least_bits(manifest.quantize), manifest.quantize.group
     extra = [beside(_rounded_shapes(manifest, layer), bits, group, geometry.bits) for layer in geometry.layers]
+    outside = beside(_outer_shapes(manifest, geometry), bits, group, geometry.bits)
     if any(isinstance(entry, LossAware) and entry.factors == "pivoted" for entry in manifest.methods):
         indices = PIVOTED * geometry.hidden * INDEX_BITS / geometry.bits  # no rank is above the hidden size
         extra = [numbers + indices for numbers in extra]
-    return math.fsum(extra)
+    return math.fsum((*extra, outside))
 
 
 def _rounded_shapes(manifest: Manifest, layer: LayerGeometry) -> list[tuple[int, ...]]:

@@ -17,16 +17,21 @@ from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, to_columns
 
 GROUPS = {"query_key_value": ("q", "k", "v"), "output": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-WHOLE = "whole"
+WHOLE, BITS = "whole", "bits"
 
 
 @dataclass(frozen=True)
 class Unchanged(MethodDefaults):
-    """Claims every linear role that `others` leave, but those of `skip`; roles that read the same go together."""
+    """Claims every linear role that `others` leave, but those of `skip`; roles that read the same go together.
+
+    `outer`: roles outside of the layers, claimed besides. They have no ranks to choose, and no part in the budget's
+    numbers; see `outer_ranks`.
+    """
 
     others: Sequence[Method]
     skip: tuple[str, ...] = ()
     chosen_bits: bool = False
+    outer: tuple[str, ...] = ()
     name: ClassVar[str] = "quantize"
 
     @property
@@ -35,8 +40,8 @@ class Unchanged(MethodDefaults):
         return not self.chosen_bits
 
     def predicts(self, geometry: Geometry) -> tuple[Group, ...]:
-        """All of it, where bits are chosen."""
-        return self.claims(geometry) if self.chosen_bits else ()
+        """All of the layers, where bits are chosen."""
+        return self._inside(geometry) if self.chosen_bits else ()
 
     def curve(
         self, group: Group, geometry: LayerGeometry, weights: Mapping[str, Tensor], statistics: Statistics
@@ -45,7 +50,27 @@ class Unchanged(MethodDefaults):
         return to_columns([Point({WHOLE: 1}, geometry.numbers(group.roles), 0.0)])
 
     def claims(self, geometry: Geometry) -> tuple[Group, ...]:
-        """The groups of GROUPS in every layer, without the roles that are claimed. Raises ValueError as they do."""
+        """The groups of GROUPS in every layer, without the roles that are claimed, and one for each outer role.
+
+        Raises ValueError as the others do.
+        """
+        return self._inside(geometry) + self._outside(geometry)
+
+    def _outside(self, geometry: Geometry) -> tuple[Group, ...]:
+        outer = [(layer.index, role) for layer in geometry.layers for role, _, _ in layer.outer if role in self.outer]
+        return tuple(Group(layer, role, (role,)) for layer, role in outer)
+
+    def outer_ranks(self, geometry: Geometry, bits: int) -> dict[tuple[int, str], dict[str, int]]:
+        """Layer and group -> ranks, of what is outside of the layers; with `bits`, where they are chosen."""
+        ranks = {WHOLE: 1, BITS: bits} if self.chosen_bits else {WHOLE: 1}
+        return {(group.layer, group.name): dict(ranks) for group in self._outside(geometry)}
+
+    def rank_variables(self, geometry: Geometry) -> tuple[RankVariable, ...]:
+        """Of the groups inside of the layers."""
+        inside = self._inside(geometry)
+        return tuple(v for group in inside for v in self.group_variables(group, geometry.layers[group.layer]))
+
+    def _inside(self, geometry: Geometry) -> tuple[Group, ...]:
         taken = {
             (group.layer, role) for method in self.others for group in method.claims(geometry) for role in group.roles
         }

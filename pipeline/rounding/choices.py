@@ -18,10 +18,10 @@ from pipeline.kernels.interpolation import interpolated
 from pipeline.kernels.rounding import round_with_feedback
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
 from pipeline.methods.rounded_size import INDEX_BITS, beside, rounded_share
+from pipeline.methods.unchanged import BITS
 from pipeline.ranks.curves import Point, from_columns, frontier, to_columns
 from pipeline.rounding.solutions import INPUTS, RoundedSolution, fitting_group, multiplied, round_solution
 
-BITS = "bits"  # among the ranks of a point
 CHOICES = (3, 4, 8)
 METRICS = {"o": Moment("mid", kind="gradient"), "down": Moment("out", kind="gradient")}  # of what enters the stream
 SAMPLED = 3  # sizes of points that have the same ranks full; factors lose more by rounding than what stays whole
@@ -29,8 +29,11 @@ UNDERSTATED = 1.3  # measured divergence over what ranks are predicted to lose, 
 
 
 def gradient_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
-    """What the loss feels of what these roles give: of each number, or of all together where they enter the stream."""
-    return tuple(METRICS.get(role, _felt(role)) for role in roles if role in INPUTS)
+    """What the loss feels of what these roles give: of each number, or of all together where they enter the stream; and
+    of what reads the MLP's input together, what it feels of that. (Who factors q and k asks for theirs.)"""
+    felt = [METRICS.get(role, _felt(role)) for role in roles if role in QUANTIZED_ROLES]
+    reading = tuple(role for role in ("gate", "up") if role in roles)
+    return (*felt, _pull(reading)) if reading else tuple(felt)
 
 
 def with_bits(
@@ -151,6 +154,10 @@ class _Readers(NamedTuple):
 def _squares(matrix_OI: Tensor, moment_II: Tensor) -> Tensor:
     """(O,) mean squares of what each row gives."""
     return ((matrix_OI @ moment_II) * matrix_OI).sum(dim=1).clamp_min(0.0)
+
+
+def _pull(roles: Sequence[str]) -> Moment:
+    return Moment(f"pull:{'+'.join(roles)}", kind="gradient")
 
 
 def _felt(role: str) -> Moment:

@@ -64,14 +64,16 @@ def packed_shapes(shapes: Mapping[str, tuple[int, ...]], rounded: Mapping[str, S
 def quantization_config(rounded: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:
     """The field of config.json. `linears`: the paths of all modules that are `torch.nn.Linear`.
 
-    One scheme for all that are rounded is that of each Linear but those ignored; several name their modules.
+    One scheme for all that are rounded is that of each Linear but those ignored; several name their modules. A table of
+    embeddings is named.
     """
+    linears = set(linears)
     schemes = sorted({(scheme.bits, scheme.group) for scheme in rounded.values()}, key=str)
     groups = {}
     for number, (bits, group) in enumerate(schemes):
         paths = sorted(path for path, scheme in rounded.items() if (scheme.bits, scheme.group) == (bits, group))
         groups[f"group_{number}"] = {
-            "targets": [EVERY] if len(schemes) == 1 else paths,
+            "targets": [EVERY, *sorted({*paths} - linears)] if len(schemes) == 1 else paths,
             "weights": {
                 "num_bits": bits,
                 "type": "int",
@@ -85,7 +87,7 @@ def quantization_config(rounded: Mapping[str, Scheme], linears: Iterable[str]) -
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": sorted(set(linears) - rounded.keys()),
+        "ignore": sorted(linears - rounded.keys()),
     }
 
 
@@ -99,6 +101,12 @@ def rounded_modules(config: Mapping[str, Any], paths: Iterable[str]) -> dict[str
         every = EVERY in chosen
         found |= {path: scheme for path in paths if path in chosen or (every and path not in field["ignore"])}
     return found
+
+
+def named_modules(config: Mapping[str, Any]) -> set[str]:
+    """The paths that config.json names as rounded, whatever they hold."""
+    groups = (config.get(FIELD) or {}).get("config_groups", {}).values()
+    return {target for group in groups for target in group["targets"]} - {EVERY}
 
 
 def packed_names(name: str) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manifests.quantize import QUANTIZED_ROLES, Quantize
+from manifests.quantize import OUTER_ROLES, QUANTIZED_ROLES, Quantize
 from manifests.records import Scheme
 from pipeline.kernels.pivoted import Pivoted, expand
 from pipeline.kernels.rounding import Rounded, round_to_nearest, round_with_feedback, rounding_error
@@ -25,6 +25,7 @@ INPUTS = {
     "o": Moment("o.in"),
     **dict.fromkeys(("gate", "up"), Moment("mlp.in")),
     "down": Moment("down.in"),
+    "head": Moment("head.in"),
 }
 FIRST, SECOND, ROWS, COEFFICIENTS = (
     "first.weight",
@@ -144,7 +145,7 @@ def _matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
         owner, _, part = key.partition(".")
         shared = tuple(role for role, form in solution.forms.items() if form.group == owner)
         roles = shared if part in (ROWS, COEFFICIENTS) else (owner,)
-        if not all(role in QUANTIZED_ROLES and role not in skip for role in roles):
+        if not all(role in (*QUANTIZED_ROLES, *OUTER_ROLES) and role not in skip for role in roles):
             continue
         if part in ("weight", FIRST, ROWS):
             found.append(Matrix(key, roles))
@@ -184,7 +185,7 @@ def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor]) -> T
     """The moment of what a role's stored matrix reads, float64."""
     if role in solution.inputs:
         return solution.inputs[role].to(torch.float64)
-    dense = moments.get(INPUTS[role])
+    dense = moments.get(INPUTS[role]) if role in INPUTS else None
     return None if dense is None else dense[0].to(torch.float64)
 
 

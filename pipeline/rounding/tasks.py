@@ -25,7 +25,8 @@ def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry)
     assert manifest.quantize is not None
     _refuse_methods(manifest)
     _check_multiples(manifest, manifest.quantize.group)
-    _check_groups(manifest.quantize.group, manifest.quantize.skip, geometry)
+    _check_ends(manifest.quantize, geometry)
+    _check_groups(manifest.quantize, geometry)
     return tuple(with_moments(task, manifest) for task in tasks)
 
 
@@ -75,10 +76,19 @@ def _check_ranks(position: int, entry: MethodEntry, group: int | None) -> None:
             )
 
 
-def _check_groups(group: int | None, skip: Sequence[str], geometry: Geometry) -> None:
+def _check_ends(quantize: Quantize, geometry: Geometry) -> None:
+    if quantize.what == "all" and geometry.tied:
+        raise InputError(
+            "quantize.what: all: this model ties its head to its embeddings (tie_word_embeddings), and the "
+            "pack-quantized layout holds codes for a table or for a linear, not for both; use what: factors"
+        )
+
+
+def _check_groups(quantize: Quantize, geometry: Geometry) -> None:
+    group = quantize.group
     faults = [
         f"{role} reads {width} numbers"
-        for role, width in _odd_widths(group, skip, geometry)
+        for role, width in _odd_widths(quantize, geometry)
         if group and math.gcd(width, group) < LEAST_GROUP
     ]
     if faults:
@@ -88,15 +98,16 @@ def _check_groups(group: int | None, skip: Sequence[str], geometry: Geometry) ->
         )
 
 
-def _odd_widths(group: int | None, skip: Sequence[str], geometry: Geometry) -> list[tuple[str, int]]:
+def _odd_widths(quantize: Quantize, geometry: Geometry) -> list[tuple[str, int]]:
     """Role and what it reads in the dense model, where groups do not divide it; each once."""
+    rounded = {*QUANTIZED_ROLES, *quantize.outer_roles} - {*quantize.skip}
     widths = {
         (role, layer.weight_shape(role)[1]): None
         for layer in geometry.layers
-        for role in layer.roles
-        if role in QUANTIZED_ROLES
+        for role in (*layer.roles, *(outer for outer, _, _ in layer.outer))
+        if role in rounded
     }
-    return [(role, width) for role, width in widths if group and role not in skip and width % group]
+    return [(role, width) for role, width in widths if quantize.group and width % quantize.group]
 
 
 def rounding_remarks(quantize: Quantize, geometry: Geometry) -> tuple[str, ...]:
@@ -105,5 +116,5 @@ def rounding_remarks(quantize: Quantize, geometry: Geometry) -> tuple[str, ...]:
     return tuple(
         f"quantize.group: {group} does not divide the {width} numbers that {role} reads; its groups, where it stays "
         f"that wide, are of {math.gcd(width, group)}, which not every engine's kernels take"
-        for role, width in _odd_widths(quantize.group, quantize.skip, geometry)
+        for role, width in _odd_widths(quantize, geometry)
     )

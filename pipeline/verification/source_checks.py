@@ -77,7 +77,7 @@ def check_coverage(
     roles = {
         name: (layer, role)
         for layer in geometry.layers
-        for role in layer.roles
+        for role in (*layer.roles, *(outer for outer, _, _ in layer.outer))
         for name, _ in layer.tensors((role,)).values()
     }
     methods = {entry["method"] for entry in compression["manifest"]["methods"]}

@@ -32,8 +32,7 @@ def test_phases_come_as_they_are_planned(
     observers: list[JobObserver] = []
     expect = JobObserver.expect
 
-    def kept(self: JobObserver, outlook: Outlook | None) -> None:
-        assert outlook is not None
+    def kept(self: JobObserver, outlook: Outlook) -> None:
         seen.append(outlook)
         observers.append(self)
         expect(self, outlook)

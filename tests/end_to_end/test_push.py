@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,7 +59,11 @@ def test_all_of_it_arrives_in_one_commit_with_scores_on_the_card(hub: HubServer,
     local, sent = files_of(made), dict(hub.files)
     card, own_card = sent.pop("README.md").decode(), local.pop("README.md").decode()
     del sent[".gitattributes"]
+    record, own_record = (json.loads(files.pop("compression.json")) for files in (sent, local))
     assert sent == local
+    assert record["files"].pop("README.md")["sha256"] == hashlib.sha256(card.encode()).hexdigest()
+    del own_record["files"]["README.md"], record["sha256"], own_record["sha256"]
+    assert record == own_record
     assert card.partition("---\n#")[2] == own_card.partition("---\n#")[2]
     data = ModelCard(card).data
     summary = command("status", str(made.run_dir), "--json").json["summary"]["evaluation"]
@@ -70,6 +75,16 @@ def test_all_of_it_arrives_in_one_commit_with_scores_on_the_card(hub: HubServer,
         ("perplexity", summary["perplexity"]["perplexity"]),
         ("perplexity, dense model", summary["dense"]["perplexity"]),
     }
+
+
+def test_what_arrives_is_a_whole_checkpoint(hub: HubServer, made: Job, tmp_path: Path) -> None:
+    assert push(made, "--run-dir", str(made.run_dir)).code == DONE
+    arrived = tmp_path / "arrived"
+    arrived.mkdir()
+    for name in hub.files.keys() - {".gitattributes"}:
+        (arrived / name).write_bytes(hub.files[name])
+    verified = command("verify", str(arrived), "--source", str(made.source))
+    assert verified.code == DONE, verified.out + verified.err
 
 
 def test_an_interrupted_push_goes_on_where_it_was(hub: HubServer, made: Job) -> None:

@@ -120,13 +120,13 @@ def hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, job: MakeJob) -> None:
     """The same bytes whether solved at once, from the ledger, or from the statistics of a job of other bits."""
-    whole = job(wide, methods=[], budget=None, **rounding(4))
+    whole = job(wide, methods=[], budget=None, **rounding(4, what="all"))
     assert whole.run().code == 0
-    again = job(wide, methods=[], budget=None, **rounding(8))
+    again = job(wide, methods=[], budget=None, **rounding(8, what="all"))
     assert again.run().code == 0
-    for entry in (again.run_dir / "ledger").glob("layer.00001.*"):
+    for entry in (again.run_dir / "ledger").glob("layer.00002.*"):
         entry.unlink()
-    again.changes = {**again.changes, **rounding(4)}
+    again.changes = {**again.changes, **rounding(4, what="all")}
     found = again.run().json
     assert found["seconds_saved"] > 0.0
     assert file_digests(again.output) == file_digests(whole.output)
@@ -137,6 +137,7 @@ def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, 
     [
         ({"calibration": None, "quantize.feedback": True}, "quantize.feedback: true needs calibration"),
         ({"model.source": "thin"}, "has less than 16 in common with what is read: q reads 40 numbers, k reads"),
+        ({"model.source": "tied", "quantize.what": "all"}, "quantize.what: all: this model ties its head"),
         ({"quantize.bits": 5}, "quantize.bits: should be 8, 4, 3 or 'auto'"),
         ({"quantize.symmetric": False}, "only symmetric codes are stored"),
         ({"methods": [{"method": "lestd", "keep": 0.8}]}, "methods.0 (lestd) stores a sparse core"),
@@ -152,7 +153,9 @@ def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, 
 def test_what_cannot_be_rounded_is_refused(
     wide: Path, job: MakeJob, tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
-    source = make_source(tmp_path / "thin", "llama", 1, hidden_size=40) if "model.source" in changes else wide
+    others = {"thin": {"hidden_size": 40}, "tied": {**SIZES, "tie_word_embeddings": True}}
+    own = others.get(changes.get("model.source", ""))
+    source = wide if own is None else make_source(tmp_path / "other", "llama", 1, **own)
     changes = {name: value for name, value in changes.items() if name != "model.source"}
     ended = job(source, **{"methods": [], "budget": None, **rounding(4), **changes}).run()
     assert ended.code == 2
@@ -258,3 +261,34 @@ def test_bits_that_cannot_be_chosen(wide: Path, job: MakeJob, changes: dict[str,
     base = {"methods": [], "budget": {"bytes": 0.2}, **rounding("auto")}
     ended = job(wide, **{**base, **changes}).run()
     assert (ended.code, says in ended.err) == (2, True), ended.err
+
+
+@pytest.mark.parametrize("bits", [4, "auto"])
+def test_embeddings_and_head_too(wide: Path, job: MakeJob, bits: int | str) -> None:
+    """`what: all`: transformers loads them, `verify` and exports follow; the budget of the whole model counts them."""
+    budget = {"bytes": 0.24, "scope": "model"} if bits == "auto" else {"bytes": 0.5, "scope": "model"}
+    made = job(wide, methods=[], budget=budget, **rounding(bits, what="all"))
+    ended = made.run()
+    assert ended.code == 0, ended.err
+    assert 0.0 < ended.json["held_out"]["divergence"] < 0.5
+    tensors, config = read_tensors(made.output), json.loads((made.output / "config.json").read_text())
+    assert {name.partition(".weight_")[0] for name in tensors if name.endswith("_packed")} >= {
+        "model.embed_tokens",
+        "lm_head",
+    }
+    stored, dense = (sum(tensor.nbytes for tensor in read_tensors(place).values()) for place in (made.output, wide))
+    assert stored / dense <= budget["bytes"]
+    groups = made.compression()["layers"][-1]["groups"]
+    assert 0.0 < groups["head"]["rounding_error"] < 0.1
+    assert "nearest" not in groups["head"]
+    verified = command("verify", str(made.output), "--source", str(wide), "--json")
+    assert verified.code == 0, verified.out + verified.err
+    ids = some_tokens(320)
+    meant = logits_of(load_plain(made.output, config), ids)
+    for target in ("dense", "stock"):
+        assert command("export", str(made.output), "--to", target, str(made.root / target)).code == 0
+    assert "lm_head.weight" in read_tensors(made.root / "stock")
+    assert relative_error(logits_of(load(made.root / "dense"), ids), meant) < 1e-5
+    if find_spec("compressed_tensors"):
+        assert relative_error(logits_of(load(made.output), ids), meant) < 1e-5
+        assert relative_error(logits_of(load(made.root / "stock"), ids), meant) < 1e-5

@@ -17,8 +17,9 @@ from pipeline.kernels.packing import scaled, unpack
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Group, Ranks, Solution, Statistics
+from pipeline.methods.unchanged import BITS
 from pipeline.ranks.curves import Point, from_columns, to_columns
-from pipeline.rounding.choices import BITS, CHOICES, METRICS, UNDERSTATED, gradient_moments, with_bits
+from pipeline.rounding.choices import CHOICES, METRICS, UNDERSTATED, gradient_moments, with_bits
 from pipeline.rounding.solutions import input_moments, round_solution
 from tests.pipeline.geometries import llama
 from tests.pipeline.loss_aware_weights import features, make_statistics, make_weights

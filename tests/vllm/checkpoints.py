@@ -112,8 +112,11 @@ def round_(described: dict[str, Any], tensors: dict[str, torch.Tensor], bits: in
         model = LaminaForCausalLM(LaminaConfig(**described))
     linears = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
     found, schemes = dict(tensors), {}
-    for path in linears:
-        if ".layers." not in path or (weight_OI := found.pop(f"{path}.weight", None)) is None:
+    block, tied = described["block"], described["tie_word_embeddings"]
+    for path in [*linears, block["embed"]]:
+        if (tied and path in (block["embed"], block["head"])) or (
+            weight_OI := found.pop(f"{path}.weight", None)
+        ) is None:
             continue
         scheme = Scheme(bits=bits, group=None if weight_OI.shape[1] % GROUP else GROUP)
         grouped_OSg = weight_OI.unflatten(1, (-1, scheme.group or weight_OI.shape[1]))

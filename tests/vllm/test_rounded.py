@@ -39,6 +39,9 @@ def test_schemes() -> None:
     assert [scheme_of(same, path) for path in ("a", "b", "head")] == [Scheme(4, 32), Scheme(4, 32), None]
     both = LaminaConfig(quantization_config=quantization_config({"a": one, "b": other}, ["a", "b", "head"]))
     assert [scheme_of(both, path) for path in ("a", "b", "head")] == [Scheme(4, 32), Scheme(8, None), None]
+    ends = LaminaConfig(quantization_config=quantization_config({"a": one, "table": one, "head": one}, ["a", "head"]))
+    assert [scheme_of(ends, path, path != "table") for path in ("head", "table")] == [Scheme(4, 32)] * 2
+    assert scheme_of(same, "table", False) is None
     assert scheme_of(LaminaConfig(), "a") is None
     assert (
         scheme_of(LaminaConfig(quantization_config={**both.quantization_config, "format": "int-quantized"}), "a")

@@ -44,19 +44,16 @@ class SparseCore(Factored):
 
     def forward(self) -> Tensor:
         """The dense tensor. Raises ValueError as `check_stored`."""
-        if not torch.compiler.is_compiling():
-            self.check_stored()
         zeros = torch.zeros(self.shape.numel(), dtype=self.values.dtype, device=self.values.device)
-        return zeros.masked_scatter(self._bits(), self.values).view(self.shape)
+        return zeros.masked_scatter(self.check_stored(), self.values).view(self.shape)
 
-    def check_stored(self) -> None:
-        """Raises ValueError when the bitmap does not have nnz bits."""
-        if not self.mask.is_meta and (found := int(self._bits().sum())) != self.nnz:
-            raise ValueError(f"the core's bitmap has {found} bits, config.json says {self.nnz}: a damaged checkpoint?")
-
-    def _bits(self) -> Tensor:
+    def check_stored(self) -> Tensor:
+        """The bitmap, a boolean for each number of the core. Raises ValueError when it does not have nnz bits."""
         shifts = torch.arange(8, dtype=torch.uint8, device=self.mask.device)
-        return (self.mask.unsqueeze(1) >> shifts & 1).flatten()[: self.shape.numel()].bool()
+        bits = (self.mask.unsqueeze(1) >> shifts & 1).flatten()[: self.shape.numel()].bool()
+        if not torch.compiler.is_compiling() and not bits.is_meta and (found := int(bits.sum())) != self.nnz:
+            raise ValueError(f"the core's bitmap has {found} bits, config.json says {self.nnz}: a damaged checkpoint?")
+        return bits
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from lamina.block_lamina import in_base
 from lamina.checking_lamina import check_checkpoint, shown
 from lamina.configuration_lamina import LaminaConfig
 from lamina.engine_vllm.attention import CachedHeads, VllmAttention
-from lamina.engine_vllm.parallel import Cut, Parallel, Place, check_cut
-from lamina.engine_vllm.rounded import scheme_of
+from lamina.engine_vllm.parallel import Cut, Parallel, Place, check_cut, unpacked_places
+from lamina.engine_vllm.rounded import Scheme, scheme_of
 from lamina.factored_lamina import PivotedLinears, stored_state
 from lamina.layers_lamina import LaminaDecoderLayer, attach, find, make_norm
 from lamina.modeling_lamina import LaminaForCausalLM, old_buffers
@@ -136,6 +136,11 @@ class LaminaForVllm(nn.Module):
             table = find(self, tuple(config.block["embed"].split(".")))
             head = head.tie_weights(cast(VocabParallelEmbedding, table))
         attach(self, config.block["head"], head)
+        self._rounded_ends: dict[str, Scheme] = {}  # multiplied out: vLLM has kernels for linears of layers
+        for path, linear in ((config.block["embed"], False), (config.block["head"], True)):
+            if (scheme := scheme_of(config, path, linear)) is not None:
+                self._rounded_ends[path] = scheme
+                self.base.places |= unpacked_places(find(self, tuple(path.split("."))), path, scheme)
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     @property
@@ -210,6 +215,9 @@ class LaminaForVllm(nn.Module):
         expected: dict[str, tuple[int, ...] | None] = {n: tuple(t.shape) for n, t in stored_state(model).items()}
         if self.config.tie_word_embeddings:
             expected.pop(f"{self.config.block['head']}.weight", None)
+        for path, rounded in self._rounded_ends.items():
+            shape = expected.pop(f"{path}.weight")
+            expected |= {f"{path}.{part}": size for part, size in rounded.shapes(*cast(Any, shape)).items()}
         for path, module in self.named_modules():
             quantised = isinstance(module, LinearBase) and not isinstance(module.quant_method, UnquantizedLinearMethod)
             if not quantised and path not in self.base.unpacked:

@@ -84,6 +84,12 @@ class SummedRole(RoleOutput):
         return total if self.bias is None else total + self.bias
 
 
+def unpacked_places(module: Any, path: str, scheme: Scheme) -> dict[str, Place]:
+    """Where the tensors go that stand for the weight of a linear or a table which is multiplied out."""
+    unpacking = Unpacking(scheme, lambda stored: module.weight.weight_loader(module.weight, stored))
+    return {f"{path}.{part}": partial(unpacking.take, part) for part in PARTS}
+
+
 class Parallel:
     """Puts vLLM's layers in the place of a layer's linears; `places` is where stored tensors go, by name below it.
 
@@ -148,13 +154,9 @@ class Parallel:
             if scheme is None:
                 raise
             made = style(*sizes, **options)
-            self._unpack(made, path, scheme)
+            self.places |= unpacked_places(made, path, scheme)
             self.unpacked[path] = str(error)
         return made
-
-    def _unpack(self, linear: Any, path: str, scheme: Scheme) -> None:
-        unpacking = Unpacking(scheme, lambda stored: linear.weight.weight_loader(linear.weight, stored))
-        self.places |= {f"{path}.{part}": partial(unpacking.take, part) for part in PARTS}
 
     def _cut_bias(self, module: Any, path: str) -> None:
         module.bias = nn.Parameter(self.cut.of(module.bias, 0).contiguous())

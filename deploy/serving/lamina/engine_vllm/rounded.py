@@ -29,13 +29,16 @@ class Scheme(NamedTuple):
         return {PACKED: (outputs, math.ceil(inputs * self.bits / WORD_BITS)), SCALE: (outputs, scales), SHAPE: (2,)}
 
 
-def scheme_of(config: Any, path: str) -> Scheme | None:
-    """What `quantization_config` says of a module; None where it is not rounded, or in another layout."""
+def scheme_of(config: Any, path: str, linear: bool = True) -> Scheme | None:
+    """What `quantization_config` says of a module; None where it is not rounded, or in another layout.
+
+    `linear`: what is said of every linear is said of it; a table is named.
+    """
     field = getattr(config, "quantization_config", None) or {}
     if field.get("format") != LAYOUT or path in field.get("ignore", ()):
         return None
     for group in field.get("config_groups", {}).values():
-        if path in group["targets"] or EVERY in group["targets"]:
+        if path in group["targets"] or (linear and EVERY in group["targets"]):
             return Scheme(group["weights"]["num_bits"], group["weights"].get("group_size"))
     return None
 
