@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipeline.kernels.packing import code_range
-from pipeline.kernels.rounding import round_with_feedback, rounding_error
+from pipeline.kernels.rounding import error_feedback, round_with_feedback, rounding_error
 
 TOLERANCE = 1.02
 TOKENS, LENGTH = 8192, 256
@@ -46,7 +46,7 @@ def main() -> None:
 def _errors(weight_OI: Tensor, moment_II: Tensor, bits: int, group: int) -> tuple[float, float, float]:
     low, high = code_range(bits)
     peaks_OS = weight_OI.reshape(len(weight_OI), -1, group).abs().amax(dim=-1)
-    ours = round_with_feedback(weight_OI, moment_II, bits, group, torch.float32)
+    ours = round_with_feedback(weight_OI, error_feedback(moment_II), bits, group, torch.float32)
     scales = (peaks_OS * 2.0 / (high - low), ours.scales)
     references = [_reference(weight_OI, moment_II, scales_OS, bits, group) for scales_OS in scales]
     own, shared, found = (rounding_error(weight_OI, values, moment_II) for values in (*references, ours.values))

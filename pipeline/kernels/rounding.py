@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
+from pipeline.kernels.cholesky import factor_
 from pipeline.kernels.packing import code_range, scaled
 
 DAMPING = 0.01  # of the moment's mean diagonal, added to its diagonal
@@ -18,7 +19,8 @@ BLOCK = 128  # columns whose errors are fed on together
 CLIPS = tuple(1.0 - step / 40 for step in range(20))  # of the largest magnitude; tried below CLIPPED_BELOW bits
 FED_CLIPS = 6  # of these, where errors are fed on: what is clipped more burdens the columns to come
 CLIPPED_BELOW = 8
-BLOCK_ROWS = 2048  # for which scales are searched at a time
+FED_NUMBERS = 2**28  # of a weight, in float32, that are rounded at a time
+TRIED_NUMBERS = 2**18, 2**26  # for which scales are tried at a time: what stays in a CPU's cache; elsewhere
 
 
 class Rounded(NamedTuple):
@@ -34,6 +36,46 @@ class Rounded(NamedTuple):
         return scaled(self.codes, self.scales.to(torch.float64))
 
 
+class Feedback(NamedTuple):
+    """How the errors of columns are made up for, of everything that reads the same input.
+
+    Attributes:
+        order: (I,) the columns, in the order in which they are rounded.
+        share: (I, I) float32, both in this order: row j is what the columns to come take of the error of the j-th; its
+            diagonal and what is below mean nothing.
+        left: (I,) float64: of a squared error of each column, in their own order, what is left then.
+        damping: of the moment's mean diagonal, added to it.
+    """
+
+    order: Tensor
+    share: Tensor
+    left: Tensor
+    damping: float
+
+
+def error_feedback(moment_II: Tensor) -> Feedback | None:
+    """By M = Σ x xᵀ, the moment of what is read; None for one of zeros, which says nothing.
+
+    Columns of large diagonal come first. With M + λI = R Rᵀ, R upper triangular in that order, column k is to be what
+    it was and Σ_j<k error_j · R_jk / R_kk, which makes up for the errors w_j − q_j before it; of its own, squared,
+    R_kk² is left. That is GPTQ without the inverse, whose factor is R⁻¹ (Chee et al. 2023, theorem 6). The factor is of
+    float64. Raises ValueError on a moment that is not square, finite and positive semidefinite.
+    """
+    if moment_II.ndim != 2:
+        raise ValueError(f"moment: a matrix is needed, not shape {tuple(moment_II.shape)}")
+    require_square("moment", moment_II)
+    peak = require_finite("moment", moment_II)
+    if peak == 0.0:
+        return None
+    moment_II = moment_II.detach().to(torch.float64) / peak
+    diagonal_I = moment_II.diagonal().clamp_min(0.0)
+    order_I = torch.argsort(diagonal_I, descending=True, stable=True)
+    factor_II, damping = _factor(moment_II[order_I][:, order_I])
+    diagonal_I = factor_II.diagonal().clone()
+    left_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, diagonal_I.square())
+    return Feedback(order_I, factor_II.div_(diagonal_I).to(torch.float32), left_I, damping)
+
+
 def round_to_nearest(
     weight_OI: Tensor, bits: int, group: int | None, dtype: torch.dtype, importance_I: Tensor | None = None
 ) -> Rounded:
@@ -43,42 +85,38 @@ def round_to_nearest(
     the columns in the search for scales; none: all alike. Raises ValueError on NaN or infinity, a group that does not
     divide the columns, or a weight that scales of this dtype do not reach.
     """
-    weight_OI = _checked(weight_OI, bits, group)
+    _check(weight_OI, bits, group)
     scales_OS = choose_scales(weight_OI, bits, group, dtype, importance_I)
     low, high = code_range(bits)
-    steps_OI = scales_OS.to(torch.float64).repeat_interleave(_width(weight_OI, group), dim=1)
-    codes_OI = (weight_OI / steps_OI).round_().clamp_(low, high).to(torch.int8)
+    steps_OS = scales_OS.to(torch.float64)[..., None]
+    grouped_OSg = weight_OI.detach().to(torch.float64).unflatten(1, (scales_OS.shape[1], -1))
+    codes_OI = (grouped_OSg / steps_OS).round_().clamp_(low, high).to(torch.int8).flatten(1)
     return Rounded(codes_OI, scales_OS, 0.0)
 
 
 def round_with_feedback(
-    weight_OI: Tensor, moment_II: Tensor, bits: int, group: int | None, dtype: torch.dtype
+    weight_OI: Tensor, feedback: Feedback | None, bits: int, group: int | None, dtype: torch.dtype
 ) -> Rounded:
-    """Codes of small tr(Δ M Δᵀ), Δ the change of the weight and M = Σ x xᵀ the moment of what it reads.
+    """Codes of small tr(Δ M Δᵀ), Δ the change of the weight and M the moment that `error_feedback` was given.
 
-    Columns are rounded one after another, those of large diagonal first; what rounding column j changes is made up for
-    by the columns still to come: with M + λI = R Rᵀ, R upper triangular in that order, and U = R⁻¹, they take
-    -(error / U_jj) · U_j. Errors are fed on at once within BLOCK columns, then to all others by one product. Scales are
-    chosen before, by groups of neighbouring columns, so that the order is not stored; in them the error of column j
-    counts 1 / U_jj², what is left of it once it is made up for. A moment of zeros rounds to
-    nearest. float64. Raises ValueError as `round_to_nearest`, and on a moment that does not fit.
+    Columns are rounded one after another, and what rounding one changes is made up for by those to come: at once within
+    BLOCK columns, then in all others by one product, in float32. Scales are chosen before, by groups of neighbouring
+    columns, so that the order is not stored; in them an error counts as what is left of it once it is made up for.
+    Without feedback every number goes to the nearest code. Raises ValueError as `round_to_nearest`, and on feedback of
+    another width.
     """
-    weight_OI = _checked(weight_OI, bits, group)
-    columns = weight_OI.shape[1]
-    if require_square("moment", moment_II) != columns or moment_II.ndim != 2:
-        raise ValueError(f"moment {tuple(moment_II.shape)} does not fit a weight {tuple(weight_OI.shape)}")
-    peak = require_finite("moment", moment_II)
-    if peak == 0.0:
+    if feedback is None:
         return round_to_nearest(weight_OI, bits, group, dtype)
-    moment_II = moment_II.detach().to(torch.float64) / peak
-    diagonal_I = moment_II.diagonal().clamp_min(0.0)
-    order_I = torch.argsort(diagonal_I, descending=True, stable=True)
-    feed_II, damping = _feedback(moment_II[order_I][:, order_I])
-    left_I = torch.empty_like(diagonal_I).index_copy_(0, order_I, feed_II.diagonal().pow(-2))
-    scales_OS = choose_scales(weight_OI, bits, group, dtype, left_I)
-    steps_OI = scales_OS.to(torch.float64).repeat_interleave(_width(weight_OI, group), dim=1)[:, order_I]
-    codes_OI = _fed_codes(weight_OI[:, order_I], steps_OI, feed_II, code_range(bits))
-    return Rounded(torch.empty_like(codes_OI).index_copy_(1, order_I, codes_OI), scales_OS, damping)
+    _check(weight_OI, bits, group)
+    columns = weight_OI.shape[1]
+    if len(feedback.order) != columns:
+        width = len(feedback.order)
+        raise ValueError(f"moment ({width}, {width}) does not fit a weight {tuple(weight_OI.shape)}")
+    scales_OS = choose_scales(weight_OI, bits, group, dtype, feedback.left)
+    rows = max(1, FED_NUMBERS // columns)
+    parts = zip(weight_OI.detach().split(rows), scales_OS.split(rows), strict=True)
+    codes = [_fed_codes(weight_oI, scales_oS, feedback, code_range(bits)) for weight_oI, scales_oS in parts]
+    return Rounded(torch.cat(codes), scales_OS, feedback.damping)
 
 
 def choose_scales(
@@ -86,25 +124,47 @@ def choose_scales(
 ) -> Tensor:
     """(O, S) of `dtype`: for each row and group the scale of least Σ importance · error², of those that clip the
     largest magnitude by up to a half; with importance, of what error feedback leaves, by up to an eighth; at 8 bits
-    never. Groups of zeros get the scale 1."""
+    never. Groups of zeros get the scale 1. Errors are compared in float32, as shares of the largest magnitude."""
     low, high = code_range(bits)
-    width = _width(weight_OI, group)
+    columns = weight_OI.shape[1]
+    width = columns if group is None else group
     clips = CLIPS[: len(CLIPS) if importance_I is None else FED_CLIPS] if bits < CLIPPED_BELOW else CLIPS[:1]
-    importance_Sg = None if importance_I is None else importance_I.reshape(-1, width)
+    importance_Sg = None
+    if importance_I is not None:
+        importance_Sg = (importance_I / importance_I.max()).to(torch.float32).reshape(-1, width)
     found = []
-    for rows_OI in weight_OI.split(BLOCK_ROWS):
-        groups_OSg = rows_OI.reshape(len(rows_OI), -1, width)
-        peaks_OS = groups_OSg.abs().amax(dim=-1)
-        best_OS, least_OS = torch.ones_like(peaks_OS), torch.full_like(peaks_OS, torch.inf)
-        for clip in clips:
-            scales_OS = _stored(peaks_OS * (2.0 * clip / (high - low)), dtype)
-            codes_OSg = (groups_OSg / scales_OS[..., None]).round_().clamp_(low, high)
-            errors_OSg = (codes_OSg.mul_(scales_OS[..., None]) - groups_OSg).square_()
-            errors_OS = (errors_OSg if importance_Sg is None else errors_OSg * importance_Sg).sum(dim=-1)
-            better_OS = errors_OS < least_OS
-            best_OS, least_OS = best_OS.where(~better_OS, scales_OS), least_OS.where(~better_OS, errors_OS)
-        found.append(best_OS.masked_fill(peaks_OS == 0.0, 1.0).to(dtype))
+    numbers = TRIED_NUMBERS[weight_OI.device.type != "cpu"]
+    for weight_oI in weight_OI.detach().split(max(1, numbers // columns)):
+        groups_oSg = weight_oI.to(torch.float64).reshape(len(weight_oI), -1, width)
+        peaks_oS = groups_oSg.abs().amax(dim=-1)
+        unit_oS = peaks_oS.where(peaks_oS > 0.0, 1.0)
+        best_oS = _stored(unit_oS * (2.0 / (high - low)), dtype)
+        if len(clips) > 1:
+            shares_oSg = (groups_oSg / unit_oS[..., None]).to(torch.float32)
+            best_oS = _least_error(shares_oSg, unit_oS, clips, (low, high), dtype, importance_Sg)
+        found.append(best_oS.masked_fill(peaks_oS == 0.0, 1.0).to(dtype))
     return torch.cat(found)
+
+
+def _least_error(
+    shares_oSg: Tensor,
+    unit_oS: Tensor,
+    clips: tuple[float, ...],
+    limits: tuple[int, int],
+    dtype: torch.dtype,
+    importance_Sg: Tensor | None,
+) -> Tensor:
+    """(o, S) float64: the stored scale of each group of `unit` · `shares` that leaves least."""
+    low, high = limits
+    best_oS, least_oS = torch.ones_like(unit_oS), torch.full_like(unit_oS, torch.inf, dtype=torch.float32)
+    for clip in clips:
+        scales_oS = _stored(unit_oS * (2.0 * clip / (high - low)), dtype)
+        steps_oS = (scales_oS / unit_oS).to(torch.float32)[..., None]
+        errors_oSg = (shares_oSg / steps_oS).round_().clamp_(low, high).mul_(steps_oS).sub_(shares_oSg).square_()
+        errors_oS = (errors_oSg if importance_Sg is None else errors_oSg.mul_(importance_Sg)).sum(dim=-1)
+        better_oS = errors_oS < least_oS
+        best_oS, least_oS = best_oS.where(~better_oS, scales_oS), least_oS.where(~better_oS, errors_oS)
+    return best_oS
 
 
 def rounding_error(weight_OI: Tensor, rounded_OI: Tensor, moment_II: Tensor | None) -> float:
@@ -119,19 +179,13 @@ def rounding_error(weight_OI: Tensor, rounded_OI: Tensor, moment_II: Tensor | No
     return max(0.0, size(change_OI)) / whole if whole > 0.0 else 0.0
 
 
-def _checked(weight_OI: Tensor, bits: int, group: int | None) -> Tensor:
-    """The weight in float64."""
+def _check(weight_OI: Tensor, bits: int, group: int | None) -> None:
     code_range(bits)
     if weight_OI.ndim != 2 or 0 in weight_OI.shape:
         raise ValueError(f"weight: a matrix is needed, not shape {tuple(weight_OI.shape)}")
     require_finite("weight", weight_OI)
     if group is not None and (group < 1 or weight_OI.shape[1] % group):
         raise ValueError(f"groups of {group} do not divide {weight_OI.shape[1]} columns")
-    return weight_OI.detach().to(torch.float64)
-
-
-def _width(weight_OI: Tensor, group: int | None) -> int:
-    return weight_OI.shape[1] if group is None else group
 
 
 def _stored(scales_OS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,36 +196,38 @@ def _stored(scales_OS: Tensor, dtype: torch.dtype) -> Tensor:
     return stored_OS
 
 
-def _feedback(moment_II: Tensor) -> tuple[Tensor, float]:
-    """U = R⁻¹ of M + λI = R Rᵀ, R upper triangular; and λ relative to the mean diagonal, raised until R exists."""
+def _factor(moment_II: Tensor) -> tuple[Tensor, float]:
+    """R of M + λI = R Rᵀ, upper triangular; and λ relative to the mean diagonal, raised until R exists."""
     mean = moment_II.diagonal().mean()
     damping = DAMPING
     if not mean > 0.0:
         raise ValueError(f"moment {tuple(moment_II.shape)} is far from positive semidefinite")
     while damping <= MOST_DAMPING:
-        damped_II = moment_II + damping * mean * torch.eye(len(moment_II), dtype=moment_II.dtype, device=mean.device)
-        lower_II, failed = torch.linalg.cholesky_ex(damped_II.flip(0, 1))
-        if not int(failed):
-            upper_II = lower_II.flip(0, 1)
-            identity_II = torch.eye(len(upper_II), dtype=upper_II.dtype, device=upper_II.device)
-            return torch.linalg.solve_triangular(upper_II, identity_II, upper=True), damping
+        lower_II = moment_II.flip(0, 1)
+        lower_II.diagonal().add_(damping * mean)
+        if factor_(lower_II) is None:
+            return lower_II.flip(0, 1), damping
         damping *= 10.0
     raise ValueError(f"moment {tuple(moment_II.shape)} is far from positive semidefinite")
 
 
-def _fed_codes(weight_OI: Tensor, steps_OI: Tensor, feed_II: Tensor, limits: tuple[int, int]) -> Tensor:
-    """Codes of the columns, from the first to the last; `steps_OI`: the scale of every number."""
-    left_OI = weight_OI.clone()
-    codes_OI = torch.empty(weight_OI.shape, dtype=torch.int8, device=weight_OI.device)
-    for start in range(0, left_OI.shape[1], BLOCK):
-        stop = min(start + BLOCK, left_OI.shape[1])
-        block_Ob, errors_Ob = left_OI[:, start:stop], left_OI.new_empty(left_OI.shape[0], stop - start)
-        feed_bb = feed_II[start:stop, start:stop]
-        for column in range(stop - start):
-            step_O = steps_OI[:, start + column]
-            code_O = (block_Ob[:, column] / step_O).round_().clamp_(*limits)
-            codes_OI[:, start + column] = code_O.to(torch.int8)
-            errors_Ob[:, column] = (block_Ob[:, column] - code_O * step_O) / feed_bb[column, column]
-            block_Ob[:, column:].addr_(errors_Ob[:, column], feed_bb[column, column:], alpha=-1.0)
-        left_OI[:, stop:].addmm_(errors_Ob, feed_II[start:stop, stop:], alpha=-1.0)
-    return codes_OI
+def _fed_codes(weight_OI: Tensor, scales_OS: Tensor, feedback: Feedback, limits: tuple[int, int]) -> Tensor:
+    """Codes of the columns, each in its place; columns lie in rows meanwhile, so that one is read as a whole."""
+    order_I, share_II = feedback.order, feedback.share
+    weight_IO = weight_OI.T.to(torch.float32)[order_I]
+    wanted_IO = weight_IO.clone()
+    steps_SO = scales_OS.T.to(torch.float32).contiguous()
+    places = (order_I // (len(order_I) // len(steps_SO))).tolist()
+    codes_IO = torch.empty(weight_IO.shape, dtype=torch.int8, device=weight_OI.device)
+    for start in range(0, len(weight_IO), BLOCK):
+        stop = min(start + BLOCK, len(weight_IO))
+        errors_bO, share_bI = weight_IO.new_empty(stop - start, weight_IO.shape[1]), share_II[start:stop]
+        for place in range(stop - start):
+            column = start + place
+            value_O = torch.addmv(wanted_IO[column], errors_bO[:place].T, share_bI[:place, column])
+            step_O = steps_SO[places[column]]
+            code_O = (value_O / step_O).round_().clamp_(*limits)
+            codes_IO[column] = code_O
+            errors_bO[place] = torch.addcmul(weight_IO[column], code_O, step_O, value=-1.0)
+        wanted_IO[stop:].addmm_(share_bI[:, stop:].T, errors_bO)
+    return torch.empty_like(codes_IO).index_copy_(0, order_I, codes_IO).T.contiguous()

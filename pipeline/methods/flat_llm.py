@@ -208,7 +208,8 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         form = FormSpec(form="pruned", rank=rank)
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
         inputs = {"down": moment_NN[kept_k][:, kept_k] / statistics.tokens}
-        return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), report, inputs)
+        outputs = dict.fromkeys((role for role in _mlp_roles(geometry) if role != "down"), kept_k)
+        return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), report, inputs, outputs)
 
 
 def _compress_query_key(

@@ -167,12 +167,15 @@ class Solution:
         report: figures for the summary: errors, fallbacks, condition numbers.
         inputs: role -> second moment (F, F), per token, of what its stored matrix reads, where that is not what the
             dense one reads and calibration text tells: `o` behind a value basis, `down` behind channels that stay.
+        outputs: role -> which of the dense one's outputs it gives, where that is some of them: gate and up of those
+            channels.
     """
 
     tensors: dict[str, Tensor]
     forms: dict[str, FormSpec]
     report: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 def stored_dtype(key: str, tensor: Tensor, weights: Weights) -> torch.dtype:

@@ -20,10 +20,22 @@ from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, 
 from pipeline.methods.rounded_size import INDEX_BITS, beside, rounded_share
 from pipeline.methods.unchanged import BITS
 from pipeline.ranks.curves import Point, from_columns, frontier, to_columns
-from pipeline.rounding.solutions import INPUTS, RoundedSolution, fitting_group, multiplied, round_solution
+from pipeline.rounding.solutions import (
+    INPUTS,
+    RIDGE,
+    Feedbacks,
+    RoundedSolution,
+    fitting_group,
+    multiplied,
+    readers_of_firsts,
+    round_solution,
+)
 
 CHOICES = (3, 4, 8)
 METRICS = {"o": Moment("mid", kind="gradient"), "down": Moment("out", kind="gradient")}  # of what enters the stream
+CHANNELS = ("gate", "up")
+MOST_GAIN = 100.0  # of a channel that down hardly read before it was fitted again
+TINY = 1e-150
 SAMPLED = 3  # sizes of points that have the same ranks full; factors lose more by rounding than what stays whole
 UNDERSTATED = 1.3  # measured divergence over what ranks are predicted to lose, where rounding's comes out as predicted
 
@@ -55,7 +67,8 @@ def with_bits(
     roles = [role for role in group.roles if role in QUANTIZED_ROLES and role not in quantize.skip]
     plain = sum(weights[name].numel() for name in weights if name.removesuffix(".weight") not in roles)
     shapes = [tuple(weights[f"{role}.weight"].shape) for role in roles]
-    readers = {choice: _Readers.rounded(roles, weights, statistics, quantize, choice) for choice in CHOICES}
+    feedbacks = Feedbacks()
+    predictors = {choice: _Predictor(roles, weights, statistics, quantize, choice, feedbacks) for choice in CHOICES}
     points = []
     for line in _alike(from_columns(curve)):
         sampled, known, indexed = _sampled(line), [], set[str]()
@@ -64,9 +77,10 @@ def with_bits(
             indexed |= {form.group for form in solution.forms.values() if form.form == "pivoted" and form.group}
             before = multiplied(solution, {})
             each = (
-                (choice, round_solution(solution, quantize, choice, statistics.moments, weights)) for choice in CHOICES
+                (choice, round_solution(solution, quantize, choice, statistics.moments, weights, feedbacks))
+                for choice in CHOICES
             )
-            known.append([readers[choice].loss_of(solution, before, rounded, statistics) for choice, rounded in each])
+            known.append([predictors[choice].loss_of(solution, before, rounded) for choice, rounded in each])
         sizes = torch.tensor([point.numbers for point in line])
         losses_PB = interpolated([point.numbers for point in sampled], torch.tensor(known, dtype=torch.float64), sizes)
         for point, lost in zip(line, losses_PB.tolist(), strict=True):
@@ -94,61 +108,139 @@ def _sampled(points: Sequence[Point]) -> list[Point]:
     return [points[last * place // max(1, count - 1)] for place in range(count)]
 
 
-class _Readers(NamedTuple):
-    """Dense matrices that read the stream, rounded: by role the predicted loss, and the squares of what they give wrong
-    and of what they give, all per token."""
+class _Predictor:
+    """What rounding solutions of a group to some bits is predicted to lose, in nats per token.
 
-    losses: dict[str, float]
-    lost: dict[str, float]
-    given: dict[str, float]
+    ½ tr(G Δ C Δᵀ). Of what is written to the stream G is whole. Of what reads it G is known of the dense outputs, one
+    by one: right for errors that are each row's own, as those of whole matrices and of second factors are. The error
+    of a first factor errs in all outputs together, and counts by what the loss feels of their common input. Behind gate
+    and up, channels that stay are felt more where down is fitted again for those that went: by how much, its columns
+    tell. Value heads in another basis, whose G is not known, count by the share of their squares that is lost.
+    """
 
-    @classmethod
-    def rounded(
-        cls, roles: Sequence[str], weights: Weights, statistics: Statistics, quantize: Quantize, bits: int
-    ) -> _Readers:
-        """With error feedback."""
-        found = cls({}, {}, {})
+    def __init__(
+        self,
+        roles: Sequence[str],
+        weights: Weights,
+        statistics: Statistics,
+        quantize: Quantize,
+        bits: int,
+        feedbacks: Feedbacks,
+    ) -> None:
+        self.weights, self.statistics = weights, statistics
+        self.whole: dict[
+            str, tuple[float, float]
+        ] = {}  # role -> predicted loss, share of squares lost, of the dense one
         for role in (role for role in roles if role not in METRICS):
             weight_OI = weights[f"{role}.weight"].to(torch.float64)
-            (moment_II,), felt_O = statistics.mean(INPUTS[role]), statistics.mean(_felt(role))[0]
-            fitting = fitting_group(weight_OI.shape[1], quantize.group)
-            rounded = round_with_feedback(weight_OI, moment_II, bits, fitting, weights[f"{role}.weight"].dtype)
+            moment_II, felt_O = statistics.mean(INPUTS[role])[0], statistics.mean(_felt(role))[0]
+            group = fitting_group(weight_OI.shape[1], quantize.group)
+            feedback, dtype = feedbacks.of(INPUTS[role], moment_II), weights[f"{role}.weight"].dtype
+            rounded = round_with_feedback(weight_OI, feedback, bits, group, dtype)
             errors_O = _squares(rounded.values - weight_OI, moment_II)
-            found.losses[role] = 0.5 * float(errors_O @ felt_O)
-            found.lost[role] = float(errors_O.sum())
-            found.given[role] = float(_squares(weight_OI, moment_II).sum())
-        return found
+            share = float(errors_O.sum()) / max(float(_squares(weight_OI, moment_II).sum()), TINY)
+            self.whole[role] = 0.5 * float(errors_O @ felt_O), share
 
-    def loss_of(
-        self,
-        solution: Solution,
-        before: Mapping[tuple[str, ...], Tensor],
-        rounded: RoundedSolution,
-        statistics: Statistics,
-    ) -> float:
-        """What a rounded solution is predicted to lose; `before`: the exact one, multiplied out.
-
-        What reads the stream may give other numbers than those that G is known of: it counts in proportion to the
-        errors of the dense matrices, value heads in another basis to the relative ones.
-        """
-        total = 0.0
-        for roles, after_OI in multiplied(solution, rounded.values).items():
+    def loss_of(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor], rounded: RoundedSolution) -> float:
+        """Of a rounded solution; `before`: the exact one, multiplied out."""
+        felt = self._felt_outputs(solution, before)
+        firsts = self._first_errors(solution, rounded, felt)
+        total = sum(first.loss for first in firsts.values())
+        for roles, after_OI in multiplied(solution, rounded.rounded).items():
             role, change_OI = roles[0], after_OI - before[roles]
-            moment_II = statistics.mean(INPUTS[role])[0]
+            moment_II = self.statistics.mean(INPUTS[role])[0]
             if role in solution.inputs:
                 moment_II = solution.inputs[role].to(torch.float64)
             if not change_OI.any():
                 continue  # a role that is skipped
             if role in METRICS:
-                felt_OO = statistics.mean(METRICS[role])[0]
+                felt_OO = self.statistics.mean(METRICS[role])[0]
                 total += 0.5 * float(((felt_OO @ change_OI) * (change_OI @ moment_II)).sum())
                 continue
-            lost, scale = float(_squares(change_OI, moment_II).sum()), 1.0
-            if roles == ("v",) and "o" in solution.inputs:
-                scale = self.given["v"] / float(_squares(before[roles], moment_II).sum())
-            dense = sum(self.lost[role] for role in roles)
-            total += sum(self.losses[role] for role in roles) * (scale * lost / dense if dense > 0.0 else 0.0)
+            if role in firsts:
+                change_OI = change_OI - before[roles] @ firsts[role].turn
+            errors_O = _squares(change_OI, moment_II)
+            felt_O = torch.cat([felt[role] for role in roles])
+            if len(felt_O) == len(errors_O):
+                total += 0.5 * float(errors_O @ felt_O)
+            else:
+                loss, share = self.whole[role]
+                lost = float(errors_O.sum()) / max(float(_squares(before[roles], moment_II).sum()), TINY)
+                total += loss * lost / share if share > 0.0 else 0.0
         return max(0.0, total)
+
+    def _felt_outputs(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
+        """By role that reads the stream, G of each output that the solution gives."""
+        found = {}
+        gain_k = self._gain(solution, before)
+        for role in self.whole:
+            felt_O = self.statistics.mean(_felt(role))[0]
+            if role in solution.outputs:
+                felt_O = felt_O[solution.outputs[role]]
+            found[role] = felt_O * gain_k if role in CHANNELS and gain_k is not None else felt_O
+        return found
+
+    def _gain(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor]) -> Tensor | None:
+        """(k,): how much more the loss feels of each channel that stays, by the columns of down before and now."""
+        if ("down",) not in before:
+            return None
+        felt_DD, dense_DN = self.statistics.mean(METRICS["down"])[0], self.weights["down.weight"].to(torch.float64)
+        kept = solution.outputs.get("up")
+        dense_Dk = dense_DN if kept is None else dense_DN[:, kept]
+        if dense_Dk.shape != before["down",].shape:
+            return None
+        now_k, then_k = (((felt_DD @ down_Dk) * down_Dk).sum(dim=0) for down_Dk in (before["down",], dense_Dk))
+        return (now_k / then_k.clamp_min(TINY)).clamp(max=MOST_GAIN)
+
+    def _first_errors(
+        self, solution: Solution, rounded: RoundedSolution, felt: Mapping[str, Tensor]
+    ) -> dict[str, _FirstError]:
+        """By role, of those whose first factor is rounded and of whose common input the gradient is known.
+
+        With P_A = C Aᵀ (A C Aᵀ)⁻¹ A, the second factors are W P_A of the dense W, and W' T x = W Q x with T = P_Â − I
+        and Q = P_A T: the loss is ½ tr(J Q C Qᵀ), J = E[j jᵀ] of the pull j = Wᵀ g, times the share of what the loss
+        feels of the dense outputs that it feels of those that the solution gives.
+        """
+        found: dict[str, _FirstError] = {}
+        for key, roles in readers_of_firsts(solution).items():
+            pull = _pull(roles)
+            if key not in rounded.rounded or pull not in self.statistics.moments:
+                continue
+            moment_II, pull_II = self.statistics.mean(INPUTS[roles[0]])[0], self.statistics.mean(pull)[0]
+            turn_II = _projection(rounded.rounded[key].values, moment_II)
+            turn_II.diagonal().sub_(1.0)
+            change_II = _projection(solution.tensors[key].to(torch.float64), moment_II) @ turn_II
+            loss = 0.5 * float(((pull_II @ change_II) * (change_II @ moment_II)).sum())
+            share = self._share(solution, roles, moment_II, felt)
+            found |= {role: _FirstError(share * loss if role == roles[0] else 0.0, turn_II) for role in roles}
+        return found
+
+    def _share(self, solution: Solution, roles: Sequence[str], moment_II: Tensor, felt: Mapping[str, Tensor]) -> float:
+        """Of Σ_o G_o E[y_o²] over the dense outputs y, what the outputs that the solution gives have."""
+        now = dense = 0.0
+        for role in roles:
+            squares_O = _squares(self.weights[f"{role}.weight"].to(torch.float64), moment_II)
+            dense += float(squares_O @ self.statistics.mean(_felt(role))[0])
+            squares_O = squares_O[solution.outputs[role]] if role in solution.outputs else squares_O
+            now += float(squares_O @ felt[role]) if len(squares_O) == len(felt[role]) else 0.0
+        return now / dense if dense > 0.0 else 1.0
+
+
+class _FirstError(NamedTuple):
+    """Of a first factor A that is rounded to Â: `turn` T (I, I), so that second factors that are fitted again give
+    W' + W' T of W' = B A; and of the first role of those that share it the predicted loss, of others 0."""
+
+    loss: float
+    turn: Tensor
+
+
+def _projection(first_rI: Tensor, moment_II: Tensor) -> Tensor:
+    """C Aᵀ (A C Aᵀ)⁻¹ A."""
+    read_Ir = moment_II @ first_rI.T
+    latents_rr = first_rI @ read_Ir
+    latents_rr.diagonal().add_(RIDGE * latents_rr.diagonal().mean())
+    solved_rI: Tensor = torch.linalg.solve(latents_rr, first_rI)
+    return read_Ir @ solved_rI
 
 
 def _squares(matrix_OI: Tensor, moment_II: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from manifests.quantize import OUTER_ROLES, QUANTIZED_ROLES, Quantize
 from manifests.records import Scheme
+from pipeline.kernels.packing import scaled
 from pipeline.kernels.pivoted import Pivoted, expand
-from pipeline.kernels.rounding import Rounded, round_to_nearest, round_with_feedback, rounding_error
+from pipeline.kernels.rounding import Feedback, Rounded, error_feedback, round_with_feedback, rounding_error
 from pipeline.methods.method import Moment, Solution, Weights, stored_dtype
 from pipeline.rounding.schemes import WEIGHT, packed_tensors
 
@@ -34,6 +35,7 @@ FIRST, SECOND, ROWS, COEFFICIENTS = (
     "pivoted.coefficients.weight",
 )
 LEAST_GROUP = 16  # smaller ones would store more in scales than they save
+ERROR_ROWS = 512
 RIDGE = 1e-6  # of the latents' mean moment, towards the second factor as it was
 
 
@@ -46,12 +48,29 @@ class Matrix(NamedTuple):
 
 
 class RoundedSolution(NamedTuple):
-    """With packed tensors in place of its matrices; their schemes by key, without `.weight`; and the values that they
-    hold by key, float64."""
+    """With packed tensors in place of its matrices; their schemes by key, without `.weight`; and by key what they
+    are."""
 
     solution: Solution
     schemes: dict[str, Scheme]
-    values: dict[str, Tensor]
+    rounded: dict[str, Rounded]
+
+
+class Feedbacks:
+    """What errors are made up for by, once for all that reads the same moment of the calibration text."""
+
+    def __init__(self) -> None:
+        self.known: dict[Moment, Feedback | None] = {}
+
+    def of(self, point: Moment | None, moment_II: Tensor | None) -> Feedback | None:
+        """Of `moment`, which is that of `point`; None where it is nobody else's. None without a moment, or of zeros."""
+        if moment_II is None:
+            return None
+        if point is None:
+            return error_feedback(moment_II)
+        if point not in self.known:
+            self.known[point] = error_feedback(moment_II)
+        return self.known[point]
 
 
 def input_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
@@ -65,48 +84,50 @@ def round_solution(
     bits: int,
     moments: Mapping[Moment, Tensor],
     weights: Weights,
+    feedbacks: Feedbacks | None = None,
 ) -> RoundedSolution:
     """Rounds every matrix of a solution.
 
     First factors, and what is no factor, are rounded by the moment of the role's input, of the solution's own `inputs`
     before the dense one's; then second factors and pivoted coefficients are fitted again to what the rounded first ones
     give, B' = B A C Â' (Â C Â')⁻¹, and rounded by the moment Â C Â' of these latents. Without a moment, every number
-    goes to the nearest code. `weights`: dense, in the dtype of the scales. What no linear module holds (biases,
-    norms, factors per head, Tucker cores) stays.
+    goes to the nearest code. What no linear module or table holds (biases, norms, factors per head, Tucker cores)
+    stays. `weights`: dense, in the dtype of the scales. `feedbacks`: those of these moments that are known already.
 
     Raises ValueError, naming the matrix, where no group fits its columns, or on NaN and the like.
     """
     tensors, worst = dict(solution.tensors), 0.0
     schemes: dict[str, Scheme] = {}
-    values: dict[str, Tensor] = {}
+    found: dict[str, Rounded] = {}
     nearest: list[str] = []
+    feedbacks = Feedbacks() if feedbacks is None else feedbacks
     for matrix in _matrices(solution, quantize.skip):
-        weight_OI, moment_II = _as_read(matrix, solution, moments, values)
+        weight_OI, moment_II = _as_read(matrix, solution, moments, found)
+        dtype = stored_dtype(matrix.key, solution.tensors[matrix.key], weights)
         try:
             scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
-            rounded = _round(
-                weight_OI, moment_II, scheme, stored_dtype(matrix.key, solution.tensors[matrix.key], weights)
-            )
+            feedback = feedbacks.of(_read_by(matrix, solution), moment_II)
+            rounded = round_with_feedback(weight_OI, feedback, bits, scheme.group, dtype)
         except ValueError as error:
             raise ValueError(f"{matrix.key}: {error}") from error
         path = matrix.key.removesuffix(WEIGHT)
         del tensors[matrix.key]
         tensors |= packed_tensors(path, rounded.codes, rounded.scales, scheme)
-        schemes[path], values[matrix.key] = scheme, rounded.values
-        worst = max(worst, rounding_error(weight_OI, rounded.values, moment_II))
+        schemes[path], found[matrix.key] = scheme, rounded
+        worst = max(worst, _error(weight_OI, rounded, moment_II))
         nearest += [path] if moment_II is None else []
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
     if nearest and moments:
         report["nearest"] = sorted(nearest)
-    return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, values)
+    return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, found)
 
 
-def multiplied(solution: Solution, values: Mapping[str, Tensor]) -> dict[tuple[str, ...], Tensor]:
-    """The matrices (O, I) float64 that a solution's are factors of, by the roles that share them; `values`: what its
-    tensors hold, where that is not what it says."""
+def multiplied(solution: Solution, rounded: Mapping[str, Rounded]) -> dict[tuple[str, ...], Tensor]:
+    """The matrices (O, I) float64 that a solution's are factors of, by the roles that share them; `rounded`: what is
+    stored of its tensors, where that is not what it says."""
 
     def held(key: str) -> Tensor:
-        return values.get(key, solution.tensors[key]).to(torch.float64)
+        return rounded[key].values if key in rounded else solution.tensors[key].to(torch.float64)
 
     found = {}
     for matrix in _matrices(solution, ()):
@@ -121,6 +142,15 @@ def multiplied(solution: Solution, values: Mapping[str, Tensor]) -> dict[tuple[s
     return found
 
 
+def readers_of_firsts(solution: Solution) -> dict[str, tuple[str, ...]]:
+    """The key of each first factor, and of pivot rows -> the roles whose second ones read what it gives, in order."""
+    found: dict[str, set[str]] = {}
+    for matrix in _matrices(solution, ()):
+        if matrix.behind is not None:
+            found.setdefault(matrix.behind, set()).update(matrix.roles)
+    return {key: tuple(role for role in QUANTIZED_ROLES if role in roles) for key, roles in found.items()}
+
+
 def fitting_group(columns: int, group: int | None) -> int | None:
     """The columns that share a scale in a matrix of so many: `group`, or what it has in common with them.
 
@@ -130,12 +160,6 @@ def fitting_group(columns: int, group: int | None) -> int | None:
     if common and common < LEAST_GROUP:
         raise ValueError(f"groups of {group} have only {common} in common with {columns} columns")
     return common
-
-
-def _round(weight_OI: Tensor, moment_II: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> Rounded:
-    if moment_II is None:
-        return round_to_nearest(weight_OI, scheme.bits, scheme.group, dtype)
-    return round_with_feedback(weight_OI, moment_II, scheme.bits, scheme.group, dtype)
 
 
 def _matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
@@ -164,10 +188,10 @@ def _owner_of_first(role: str, solution: Solution) -> str:
 
 
 def _as_read(
-    matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], values: Mapping[str, Tensor]
+    matrix: Matrix, solution: Solution, moments: Mapping[Moment, Tensor], found: Mapping[str, Rounded]
 ) -> tuple[Tensor, Tensor | None]:
-    """The weight to round, float64, and the moment of what it reads, or None."""
-    weight_OI = solution.tensors[matrix.key].to(torch.float64)
+    """The weight to round, and the moment of what it reads, float64, or None."""
+    weight_OI = solution.tensors[matrix.key]
     input_II = _input(matrix.roles[0], solution, moments)
     before_rI = None if matrix.behind is None else solution.tensors[matrix.behind].to(torch.float64)
     columns = (weight_OI if before_rI is None else before_rI).shape[1]
@@ -175,10 +199,23 @@ def _as_read(
         return weight_OI, None
     if before_rI is None:
         return weight_OI, input_II
-    rounded_rI = values.get(matrix.behind or "", before_rI)
+    rounded_rI = found[matrix.behind].values if matrix.behind and matrix.behind in found else before_rI
     read_Ir = input_II @ rounded_rI.T
     latents_rr = rounded_rI @ read_Ir
-    return _refit(weight_OI, before_rI @ read_Ir, latents_rr), latents_rr
+    return _refit(weight_OI.to(torch.float64), before_rI @ read_Ir, latents_rr), latents_rr
+
+
+def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> float:
+    """As `rounding_error`, of some rows, evenly spread: products with the moment are more work than rounding."""
+    rows = slice(None, None, max(1, len(weight_OI) // ERROR_ROWS))
+    stored_oI = scaled(rounded.codes[rows], rounded.scales[rows].to(torch.float64))
+    return rounding_error(weight_OI[rows], stored_oI, moment_II)
+
+
+def _read_by(matrix: Matrix, solution: Solution) -> Moment | None:
+    """The moment of what a matrix reads, where that is calibration text's."""
+    own = matrix.behind is not None or matrix.roles[0] in solution.inputs
+    return None if own else INPUTS.get(matrix.roles[0])
 
 
 def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor]) -> Tensor | None:

@@ -188,7 +188,8 @@ def solve(
         refit_Dk, moment_kk = again.weight, again.moment
         report = {**report, "refit_tokens": len(solver.sample_TD)}
     written = solver.written(refit_Dk, moment_kk, ranks)
-    return Solution(read.tensors | written.tensors, read.forms | written.forms, report, {"down": moment_kk})
+    inputs, outputs = {"down": moment_kk}, dict.fromkeys(readers(geometry), kept)
+    return Solution(read.tensors | written.tensors, read.forms | written.forms, report, inputs, outputs)
 
 
 def correct(
