@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.plan.rates import Rates
+from pipeline.plan.rounding_work import round_seconds
 from pipeline.plan.work import LayerWork, SolveWork
 
 START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
@@ -134,6 +135,8 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["gradient"] = layers * (max(computing, again) + summing)
     if work.curves:
         found["curves"] = _spread([solve_seconds(curve, rates) for curve in work.curves] * layers, way.workers)
+    if work.rounding:
+        found["round"] = _spread([round_seconds(task, rates) for task in work.rounding], way.workers)
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
     if work.held_out_flops:
