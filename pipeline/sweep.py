@@ -12,14 +12,12 @@ import logging
 import sys
 import threading
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.sweep import Point, Sweep, load_sweep
-from pipeline.console.arguments import CONNECT_TIMEOUT_S, add_address, parser, run_command
-from pipeline.console.places import settle_places
+from manifests.sweep import Point, Sweep
+from pipeline.console.arguments import CONNECT_TIMEOUT_S, add_address, add_manifest, parser, read_sweep, run_command
 from stores.storage import open_storage
 
 
@@ -72,11 +70,7 @@ def write_plots(folder: Path, found: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = parser("sweep", "Compares methods at several sizes from one calibration; run again, it goes on.")
-    options.add_argument("sweep", help="what is compared, in YAML")
-    options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a field")
-    options.add_argument(
-        "--base", type=Path, metavar="DIR", help="what relative paths in the sweep are relative to; default: here"
-    )
+    add_manifest(options, "what is compared")
     options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
     options.add_argument("--plots", type=Path, metavar="DIR", help="write each plot there as an SVG file, besides")
     add_address(options)
@@ -87,8 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 def _body(arguments: Any) -> int:
     stop = threading.Event()
     interrupt_on_signals(stop)
-    sweep, points = load_sweep(arguments.sweep, arguments.set)
-    points = tuple(replace(point, manifest=settle_places(point.manifest, arguments.base)) for point in points)
+    sweep, points = read_sweep(arguments)
     with redirect_stdout(sys.stderr):  # Ray prints what its nodes say, which is no JSON
         found = run_sweep(
             sweep,

@@ -15,15 +15,17 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
 import zarr
+from zarr.abc.store import ByteRequest
 from zarr.codecs import Crc32cCodec
+from zarr.core.buffer import Buffer, BufferPrototype
 
 from manifests.errors import CorruptError, InputError, StorageError
 from manifests.records import ARRAY_DTYPES, ArrayRecord
@@ -48,6 +50,7 @@ class ArrayStore:
 
     def __init__(self, place: Place) -> None:
         self.storage = open_storage(place)
+        self._groups: set[str] = set()  # whose metadata is there
 
     def create(
         self, prefix: str, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[int], upper_tiles: bool = False
@@ -82,29 +85,23 @@ class ArrayStore:
         Only for the one process that holds the run's lock, while no worker writes. Raises StorageError.
         """
         kept = {record.path for record in live}
-        doomed = [path for path in self._generations("") if path not in kept]
-        for path in doomed:
-            self.storage.delete_folder(path)
+        doomed: dict[str, list[str]] = {}  # generation -> its files
+        for name in self.storage.names():
+            path = name.rpartition("/")[0]
+            if GENERATION.fullmatch(path.rpartition("/")[2]) and path not in kept:
+                doomed.setdefault(path, []).append(name)
+        self.storage.delete_folders(doomed)
         self.storage.sweep()
         return len(doomed)
-
-    def _generations(self, folder: str) -> Iterable[str]:
-        for child in self.storage.folders(folder):
-            path = f"{folder}/{child}" if folder else child
-            if GENERATION.fullmatch(child):
-                yield path
-            else:
-                yield from self._generations(path)
 
     def _make_groups(self, prefix: str) -> None:
         """Group metadata on the way down, so that any Zarr reader can walk the store."""
         parts = prefix.split("/")
         for depth in range(len(parts), -1, -1):
             name = "/".join([*parts[:depth], METADATA_FILE])
-            try:
-                self.storage.size(name)
-            except FileNotFoundError:
+            if name not in self._groups and not self.storage.has(name):
                 self.storage.replace(name, GROUP_METADATA)
+            self._groups.add(name)
 
 
 class ArrayWriter:
@@ -120,8 +117,9 @@ class ArrayWriter:
         self.dtype = dtype
         self.upper_tiles = upper_tiles
         self._committed = False
+        self._store = _Fresh(storage)
         self._array = zarr.create_array(
-            store=ZarrStore(storage),
+            store=self._store,
             shape=shape,
             dtype=ZARR_NAMES[dtype],
             chunks=chunks,
@@ -148,11 +146,10 @@ class ArrayWriter:
             StorageError: no room, or a failing device.
         """
         keys = [_chunk_name(at) for at in _coordinates(self.shape, self.chunks, self.upper_tiles)]
-        checksums = [checksum for key in keys if (checksum := _checksum(self.storage, key)) is not None]
+        checksums = [self._store.ends[key].hex() for key in keys if key in self._store.ends]
         if missing := len(keys) - len(checksums):
             raise ValueError(f"array {self.path}: {missing} of {len(keys)} chunks were never written")
         self.storage.sync([METADATA_FILE, *keys])
-        metadata = self.storage.read(METADATA_FILE)
         self._committed = True
         return ArrayRecord(
             version=ARRAY_VERSION,
@@ -161,7 +158,7 @@ class ArrayWriter:
             dtype=self.dtype,
             chunks=self.chunks,
             symmetric=self.upper_tiles,
-            metadata_sha256=hashlib.sha256(metadata).hexdigest(),
+            metadata_sha256=self._store.metadata_sha256,
             checksums=tuple(checksums),
         )
 
@@ -192,9 +189,10 @@ class ArrayReader:
         coordinates = _coordinates(self.shape, self.chunks, self.symmetric)
         if len(coordinates) != len(record.checksums):
             raise self._corrupt("", f"{len(record.checksums)} checksums for {len(coordinates)} chunks")
-        self._checksums = dict(zip(coordinates, record.checksums, strict=True))
-        self._check_metadata(record)
-        self._array = zarr.open_array(store=ZarrStore(storage, read_only=True), mode="r")
+        self._checksums = dict(zip(map(_chunk_name, coordinates), record.checksums, strict=True))
+        self._metadata_sha256 = record.metadata_sha256
+        with self._damage():
+            self._array = zarr.open_array(store=_Committed(storage, self._check), mode="r", zarr_format=3)
         stored = (self._array.shape, self._array.chunks, self._array.dtype.name)
         if stored != (self.shape, self.chunks, ZARR_NAMES[record.dtype]):
             raise self._corrupt("", f"{stored}, its record says {self.shape}, {self.chunks}, {record.dtype}")
@@ -207,34 +205,71 @@ class ArrayReader:
             StorageError: it cannot be read.
         """
         selection = tuple(slice(*part.indices(size)) for part, size in zip(selection, self.shape, strict=True))
-        for at in self._touched(selection):
-            name = _chunk_name(at)
-            checksum = _checksum(self.storage, name)
-            if checksum is None:
-                raise self._corrupt(name, "missing or cut short")
-            if checksum != self._checksums[at]:
-                raise self._corrupt(name, f"checksum {checksum}, not the chunk that was committed")
-        try:
+        with self._damage():
             values = np.asarray(self._array[selection])
-        except ValueError as error:  # of the Crc32c codec
-            raise self._corrupt("", str(error)) from error
         tensor = torch.from_numpy(values)
         return tensor.view(self.dtype) if self.dtype == torch.bfloat16 else tensor
 
-    def _touched(self, selection: Selection) -> Iterable[Coordinates]:
-        axes = zip(selection, self.chunks, strict=True)
-        return itertools.product(*(range(part.start // edge, -(-part.stop // edge)) for part, edge in axes))
+    def _check(self, name: str, data: Buffer | None) -> None:
+        """What Zarr is about to be given. Raises CorruptError."""
+        if name == METADATA_FILE:
+            if not data or hashlib.sha256(data.to_bytes()).hexdigest() != self._metadata_sha256:
+                raise self._corrupt(name, "damaged" if data else "missing")
+        elif data is None or len(data) < CHECKSUM_BYTES:
+            raise self._corrupt(name, "missing or cut short")
+        elif (checksum := data[-CHECKSUM_BYTES:].to_bytes().hex()) != self._checksums[name]:
+            raise self._corrupt(name, f"checksum {checksum}, not the chunk that was committed")
 
-    def _check_metadata(self, record: ArrayRecord) -> None:
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
         try:
-            metadata = self.storage.read(METADATA_FILE)
-        except (FileNotFoundError, ValueError):
-            raise self._corrupt(METADATA_FILE, "missing") from None
-        if hashlib.sha256(metadata).hexdigest() != record.metadata_sha256:
-            raise self._corrupt(METADATA_FILE, "damaged" if metadata else "missing")
+            yield
+        except ValueError as error:  # of the Crc32c codec, or something there that holds no bytes
+            raise self._corrupt("", str(error)) from error
 
     def _corrupt(self, name: str, fault: str) -> CorruptError:
         return CorruptError(f"{self.storage.at(name)}: stored data is damaged: {fault}", self._name)
+
+
+class _Fresh(ZarrStore):
+    """Where an array is written: what was not set is not there, and nobody need ask.
+
+    Attributes:
+        ends: chunk -> the CRC32C that the codec appended to it.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage)
+        self.ends: dict[str, bytes] = {}
+        self.metadata_sha256 = ""
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        return await super().get(key, prototype, byte_range) if key in self.ends else None
+
+    async def set(self, key: str, value: Buffer) -> None:
+        await super().set(key, value)
+        if key == METADATA_FILE:
+            self.metadata_sha256 = hashlib.sha256(value.to_bytes()).hexdigest()
+        else:
+            self.ends[key] = value[-CHECKSUM_BYTES:].to_bytes()
+
+
+class _Committed(ZarrStore):
+    """A committed array's: `check` is shown everything on its way to Zarr, which asks for whole chunks only."""
+
+    def __init__(self, storage: Storage, check: Callable[[str, Buffer | None], None]) -> None:
+        super().__init__(storage, read_only=True)
+        self.check = check
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        assert byte_range is None
+        found = await super().get(key, prototype)
+        self.check(key, found)
+        return found
 
 
 def chunk_shape(shape: Sequence[int], edge: int = 1024) -> tuple[int, ...]:
@@ -260,15 +295,6 @@ def _chunk_counts(shape: Coordinates, chunks: Coordinates) -> list[int]:
 
 def _chunk_name(at: Coordinates) -> str:
     return ".".join(["c", *map(str, at)])
-
-
-def _checksum(storage: Storage, name: str) -> str | None:
-    """The CRC32C that the codec appended to a chunk, in hex; None when there is no chunk, or not enough of it."""
-    try:
-        checksum = storage.read(name, -CHECKSUM_BYTES)
-    except (FileNotFoundError, ValueError):
-        return None
-    return checksum.hex() if len(checksum) == CHECKSUM_BYTES else None
 
 
 def _bits(values: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -13,34 +13,22 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
-from obstore.store import S3Store
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from manifests.errors import InputError, StorageError
 from stores import lease
 from stores.backend import Readable, Storage, Writable
+from stores.bucket_client import Connection, reason, repeated
 from stores.lease import Lease, is_gone, take_lease
-
-if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig
 
 ADDRESS = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[^/?#]+)*)/?")
 TOKEN = "lamina-write"
@@ -48,51 +36,18 @@ PART_BYTES = 16 * 1024 * 1024  # of at most 10,000 in an object
 RANGE_BYTES = 16 * 1024 * 1024
 PARALLEL = 4
 COPY_BYTES = 5 * 1000**3  # what one request may copy
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-RETRIES: RetryConfig = {
-    "max_retries": 10,
-    "retry_timeout": timedelta(seconds=180),
-    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=15), "base": 2},
-}
-FEW_RETRIES: RetryConfig = {**RETRIES, "max_retries": 3, "retry_timeout": timedelta(seconds=20)}
-CUT_WAITS_S = (0.1, 1.0, 5.0, 10.0)  # before an answer that broke off is asked for again
-SHOWN_CHARACTERS = 300
-
-T = TypeVar("T")
-
-
-class _Connection:
-    """The clients of one bucket."""
-
-    def __init__(self, bucket: str) -> None:
-        self.bucket = bucket
-
-    @cached_property
-    def patient(self) -> S3Store:
-        """Tries for minutes."""
-        return S3Store(self.bucket, client_options=_client_options("120s"), retry_config=RETRIES)
-
-    @cached_property
-    def hasty(self) -> S3Store:
-        """For leases, and to see whether a bucket answers at all."""
-        return S3Store(self.bucket, client_options=_client_options("10s"), retry_config=FEW_RETRIES)
-
-
-def _client_options(timeout: str) -> ClientConfig:
-    plain = any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS)
-    return {"connect_timeout": "10s", "timeout": timeout, "allow_http": plain}
 
 
 class Bucket(Storage):
     """The objects of a bucket below a prefix, by the address `s3://bucket/prefix`."""
 
-    def __init__(self, address: str, connection: _Connection | None = None) -> None:
+    def __init__(self, address: str, connection: Connection | None = None) -> None:
         found = ADDRESS.fullmatch(address)
         if found is None:
             raise InputError(f"{address}: no address of a bucket; expected s3://BUCKET or s3://BUCKET/FOLDER")
         self.bucket = found["bucket"]
         self.prefix = found["prefix"].lstrip("/")
-        self._connection = connection or _Connection(self.bucket)
+        self._connection = connection or Connection(self.bucket)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Bucket, (self.at(),)
@@ -146,6 +101,13 @@ class Bucket(Storage):
                     return b""
                 raise
 
+    def read_whole(self, name: str, limit_bytes: int) -> bytes:
+        """In one request."""
+        data = self.read(name, end=limit_bytes + 1)
+        if len(data) > limit_bytes:
+            raise ValueError(f"more than {limit_bytes:,} bytes")
+        return data
+
     @contextmanager
     def reader(self, name: str) -> Iterator[Readable]:
         try:
@@ -164,7 +126,7 @@ class Bucket(Storage):
             ]
 
         with self._errors("listing", folder):
-            found = {self._name(head["path"]): head["last_modified"].timestamp() for head in _repeated(ask)}
+            found = {self._name(head["path"]): head["last_modified"].timestamp() for head in repeated(ask)}
         return dict(sorted(found.items()))
 
     def folders(self, folder: str = "") -> list[str]:
@@ -211,7 +173,7 @@ class Bucket(Storage):
         try:
             next(iter(obstore.list(self._connection.hasty, self._key("") or None)), None)
         except (BaseError, OSError) as error:
-            return f"not to be listed: {_reason(error)}"
+            return f"not to be listed: {reason(error)}"
         return None
 
     def hold(self, name: str) -> Lease:
@@ -272,7 +234,7 @@ class Bucket(Storage):
         def ask() -> bytes:
             return bytes(obstore.get(self._connection.patient, self._key(name), options=given).bytes())
 
-        return _repeated(ask)
+        return repeated(ask)
 
     def _head(self, name: str) -> Any:
         with self._errors("reading", name):
@@ -280,7 +242,7 @@ class Bucket(Storage):
 
     def _directly(self, folder: str) -> Any:
         with self._errors("listing", folder):
-            return _repeated(lambda: obstore.list_with_delimiter(self._connection.patient, self._key(folder) or None))
+            return repeated(lambda: obstore.list_with_delimiter(self._connection.patient, self._key(folder) or None))
 
     def read_lease(self, name: str) -> tuple[dict[str, Any], str] | None:
         """See `stores.lease.Conditional`."""
@@ -291,7 +253,7 @@ class Bucket(Storage):
 
         with self._errors("reading", name):
             try:
-                data, e_tag = _repeated(ask)
+                data, e_tag = repeated(ask)
             except FileNotFoundError:
                 return None
         try:
@@ -318,9 +280,9 @@ class Bucket(Storage):
         except FileNotFoundError as error:
             if "NoSuchBucket" not in str(error):
                 raise FileNotFoundError(errno.ENOENT, "no such object", self.at(name)) from None
-            raise StorageError(f"{action} {self.at(name)}: {_reason(error)}") from None
+            raise StorageError(f"{action} {self.at(name)}: {reason(error)}") from None
         except (BaseError, OSError) as error:
-            raise StorageError(f"{action} {self.at(name)}: {_reason(error)}") from None  # its text may show a key
+            raise StorageError(f"{action} {self.at(name)}: {reason(error)}") from None  # its text may show a key
 
 
 class _Upload:
@@ -350,16 +312,29 @@ class _Object(Readable):
         return self._range(begin, end) if begin < end else b""
 
     def read_into(self, begin: int, view: memoryview) -> int:
-        """Large ones in ranges, several at a time."""
-        count = max(0, min(len(view), self.size - begin))
+        return self.read_spans([(begin, view)])[0]
 
-        def fill(start: int) -> None:
-            stop = min(start + RANGE_BYTES, count)
-            view[start:stop] = self._range(begin + start, begin + stop)
+    def read_spans(self, spans: Sequence[tuple[int, memoryview]]) -> list[int]:
+        """Neighbours together, large ones in ranges, several at a time."""
+        counts = [max(0, min(len(view), self.size - begin)) for begin, view in spans]
+        requests: list[list[tuple[int, memoryview]]] = []
+        for (begin, view), count in zip(spans, counts, strict=True):
+            for start in range(0, count, RANGE_BYTES):
+                piece = (begin + start, view[start : min(start + RANGE_BYTES, count)])
+                if requests and _end(requests[-1]) == piece[0] and _end([piece]) - requests[-1][0][0] <= RANGE_BYTES:
+                    requests[-1].append(piece)
+                else:
+                    requests.append([piece])
+
+        def fill(pieces: list[tuple[int, memoryview]]) -> None:
+            first = pieces[0][0]
+            data = memoryview(self._range(first, _end(pieces)))
+            for begin, view in pieces:
+                view[:] = data[begin - first : begin - first + len(view)]
 
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="range") as pool:
-            list(pool.map(fill, range(0, count, RANGE_BYTES)))
-        return count
+            list(pool.map(fill, requests))
+        return counts
 
     def _range(self, begin: int, end: int) -> bytes:
         with self._bucket._errors("reading", self._name):
@@ -370,30 +345,5 @@ class _Object(Readable):
                 raise StorageError(f"reading {at}: it was replaced while it was read; start again") from None
 
 
-def _repeated(ask: Callable[[], T]) -> T:
-    """Asks again where an answer broke off in the middle; where none came, obstore does."""
-    for wait_s in CUT_WAITS_S:
-        try:
-            return ask()
-        except BaseError as error:
-            if "response body error" not in str(error):
-                raise
-            time.sleep(wait_s)
-    return ask()
-
-
-def _reason(error: BaseException) -> str:
-    """What the server said, without what it repeats of the request: that may be a key."""
-    text = str(error).partition("\n\nDebug source")[0]
-    said = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
-    code, message = (re.search(rf"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
-    if said is not None:
-        parts = [said[1].strip(), *(part[1] for part in (code, message) if part)]
-    else:
-        parts = [text.rpartition(" - ")[2]]
-    advice = "check network and endpoint, then run the same command again"
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or "403" in parts[0]:
-        advice = "check the credentials and what they may do in the bucket"
-    elif code is not None and code[1] == "NoSuchBucket":
-        advice = "check the bucket's name"
-    return f"{' '.join(': '.join(parts).split())[:SHOWN_CHARACTERS]}; {advice}"
+def _end(pieces: list[tuple[int, memoryview]]) -> int:
+    return pieces[-1][0] + len(pieces[-1][1])

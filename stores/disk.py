@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,8 +172,16 @@ class Disk(Storage):
                 shutil.rmtree(path)
                 fsync_directory(path.parent)
 
+    def delete_folders(self, folders: Mapping[str, Sequence[str]]) -> None:
+        for folder in folders:
+            self.delete_folder(folder)
+
     def sweep(self, below: bool = True) -> int:
         removed = sweep_partials(self.root, below)
+        for parent, folders, _ in os.walk(self.root, topdown=False) if below else ():
+            for folder in folders:
+                with suppress(OSError):  # something is in it
+                    os.rmdir(Path(parent, folder))
         if self.root.is_dir():
             fsync_directory(self.root)
         return removed

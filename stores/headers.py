@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from manifests.errors import InputError
+from stores.backend import Ranges
 from stores.storage import Place, open_storage
 
 LENGTH_BYTES = 8
@@ -73,8 +74,8 @@ def read_header(place: Place, name: str) -> dict[str, TensorRecord]:
         StorageError: the file cannot be read.
     """
     storage = open_storage(place)
-    with storage.reader(name) as file:
-        return parse_header(storage.at(name), name.rpartition("/")[2], file.read, file.size)
+    file = Ranges(storage, name)
+    return parse_header(storage.at(name), name.rpartition("/")[2], file.read, file.size)
 
 
 def parse_header(path: str, file: str, read: Callable[[int, int], bytes], file_bytes: int) -> dict[str, TensorRecord]:

@@ -1,4 +1,4 @@
-"""A model on the hub: which of its files are fetched, and the headers of its weights alone.
+"""A model on the hub as a storage: which of its files travel, and how they come to the nodes that read them.
 
 Weights are the safetensors files of the index, or the single one; pickles, other formats' copies of the weights and
 folders stay where they are. Everything comes from the one commit that the revision meant at first.
@@ -6,15 +6,23 @@ folders stay where they are. Everything comes from the one commit that the revis
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError, LaminaError
-from stores.headers import FIRST_BYTES, TensorRecord, parse_header
+from manifests.errors import InputError, LaminaError, StorageError
+from stores.backend import Readable, Storage
+from stores.disk import Disk
+from stores.durable import sha256_file
 
+HUB = "hub://"
+ADDRESS = re.compile(rf"{HUB}(?P<repository>[\w.-]+(/[\w.-]+)?)@(?P<commit>[0-9a-f]{{40}})")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -25,50 +33,129 @@ COMPANIONS = (  # what travels with the weights, from the hub and to OUTPUT
 )  # fmt: skip
 CODE = ("*.py",)  # travels where the manifest says trust_remote_code
 TIMEOUT_S = 30.0
-CONTENT_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
-def fetch_description(source: str, revision: str | None, code: bool) -> Path:
-    """A folder with config, index and companions of a model, no weights; its name is the commit. Raises InputError."""
+@dataclass(frozen=True)
+class Hub(Storage):
+    """The files of a model at a commit, by the address `hub://ORGANISATION/NAME@COMMIT`. Read, never written.
+
+    A `reader` is of the whole file: fetched once for each machine, into the cache that huggingface_hub keeps there
+    (`HF_HOME`). `read` asks for what is read alone, while the file is not there.
+    """
+
+    repository: str
+    commit: str
+
+    @cached_property
+    def listing(self) -> Mapping[str, tuple[int, str]]:
+        """Name -> size and entity tag, which of large files is their sha256; folders left out.
+
+        Where the hub is out of reach, of the files that are here: a model that was fetched whole serves as a directory.
+        """
+        import huggingface_hub
+
+        try:
+            tree = huggingface_hub.HfApi().list_repo_tree(self.repository, revision=self.commit)
+            files: list[Any] = [entry for entry in tree if isinstance(entry, huggingface_hub.RepoFile)]
+            return {file.path: (file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in files}
+        except Exception:  # as in `hub_errors`
+            config = self._here(CONFIG_FILE)
+            paths = config.parent.iterdir() if config else ()
+            return {path.name: (path.stat().st_size, path.resolve().name) for path in paths if path.is_file()}
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        size = self.size(name)
+        end = size if end is None else min(end, size)
+        begin = max(0, size + begin) if begin < 0 else begin
+        if (path := self._here(name)) is not None:
+            return Disk(path.parent).read(name, begin, end)
+        with _asking(self.repository, self.commit):
+            return _range(_url(self.repository, self.commit, name), begin, end - begin) if begin < end else b""
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[Readable]:
+        path = self._here(name) or self._fetched(name)
+        with Disk(path.parent).reader(path.name) as file:
+            yield file
+
+    def stamp(self, name: str) -> dict[str, int | str]:
+        if name not in self.listing:
+            raise FileNotFoundError(errno.ENOENT, "no such file", self.at(name))
+        size, tag = self.listing[name]
+        return {"size": size, "e_tag": tag}
+
+    def sha256(self, name: str) -> str:
+        tag = str(self.stamp(name)["e_tag"])
+        return tag if SHA256.fullmatch(tag) else super().sha256(name)
+
+    def written(self, folder: str = "") -> dict[str, float]:
+        return {} if folder else dict.fromkeys(sorted(self.listing), 0.0)
+
+    def below(self, folder: str) -> Storage:
+        raise StorageError(f"{self.at(folder)}: folders of a model on the hub are not read")
+
+    def at(self, name: str = "") -> str:
+        return f"{HUB}{self.repository}@{self.commit}{'/' if name else ''}{name}"
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise StorageError(f"{self.at()}: a model on the hub is read, not written to")
+
+    put_if_absent = writer = delete = hold = is_held = _refuse
+
+    def _here(self, name: str) -> Path | None:
+        """The file, if this machine has it."""
+        import huggingface_hub
+
+        found = huggingface_hub.try_to_load_from_cache(self.repository, name, revision=self.commit)
+        return Path(found) if isinstance(found, str) else None
+
+    def _fetched(self, name: str) -> Path:
+        """One process of a machine fetches it, while the others wait. Raises StorageError."""
+        import huggingface_hub
+
+        tag = str(self.stamp(name)["e_tag"])
+        try:
+            path = Path(huggingface_hub.hf_hub_download(self.repository, name, revision=self.commit))
+        except Exception as error:  # as in `hub_errors`
+            raise StorageError(
+                f"fetching {self.at(name)}: {type(error).__name__}: {error}; check the network, the access token and "
+                "the disk of the cache (HF_HOME) on this node, then run the same command again"
+            ) from error
+        if SHA256.fullmatch(tag) and sha256_file(path) != tag:
+            path.resolve().unlink()
+            path.unlink()
+            raise StorageError(f"fetching {self.at(name)}: it came damaged and was removed; run the same command again")
+        return path
+
+
+def open_hub(source: str, revision: str | None, code: bool) -> Hub:
+    """A model at the commit that `revision` means now; its config, index and companions are fetched, and Python beside
+    them where `code` is wanted. Raises InputError."""
+    import huggingface_hub
+
     patterns = [CONFIG_FILE, INDEX_FILE, *COMPANIONS, *(CODE if code else ())]
-    return _snapshot(source, revision, patterns)
+    fetch: Callable[..., str] = huggingface_hub.snapshot_download
+    with _asking(source, revision):
+        folder = fetch(source, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+    return Hub(source, Path(folder).name)
 
 
-def fetch_weights(source: str, directory: Path, files: Sequence[str]) -> None:
-    """The weights of the commit that `directory` holds the description of, into it. Raises InputError."""
-    _snapshot(source, directory.name, list(files))
+def hub_at(address: str) -> Hub:
+    """The model at an address that `Hub.at` gave. Raises InputError."""
+    found = ADDRESS.fullmatch(address)
+    if found is None:
+        raise InputError(f"{address}: no address of a model on the hub; give its id, and `revision` beside it")
+    return Hub(found["repository"], found["commit"])
 
 
-def repository_files(source: str, directory: Path) -> frozenset[str]:
-    """The names of all files of that commit, folders left out; those fetched before, where the hub is out of reach."""
+def _url(source: str, commit: str, name: str) -> str:
     import huggingface_hub
 
-    try:
-        names = huggingface_hub.HfApi().list_repo_files(source, revision=directory.name)
-    except Exception:  # as in `_asking`; without network a snapshot that was fetched whole serves as a directory does
-        names = [path.name for path in directory.iterdir()]
-    return frozenset(name for name in names if "/" not in name)
+    return huggingface_hub.hf_hub_url(source, name, revision=commit)
 
 
-def remote_header(source: str, directory: Path, file: str) -> dict[str, TensorRecord]:
-    """The tensors of a safetensors file on the hub, by range requests for its header. Raises InputError."""
-    import huggingface_hub
-
-    url = huggingface_hub.hf_hub_url(source, file, revision=directory.name)
-    with _asking(source, directory.name):
-        begin, file_bytes = _range(url, 0, FIRST_BYTES)
-
-    def read(start: int, end: int) -> bytes:
-        if end <= len(begin):
-            return begin[start:end]
-        with _asking(source, directory.name):
-            return _range(url, start, end - start)[0]
-
-    return parse_header(file, file, read, file_bytes)
-
-
-def _range(url: str, offset: int, count: int) -> tuple[bytes, int]:
-    """At most `count` bytes of a file from `offset` on, and the size of all of it."""
+def _range(url: str, offset: int, count: int) -> bytes:
+    """`count` bytes of a file from `offset` on."""
     import huggingface_hub
 
     utils: Any = huggingface_hub.utils
@@ -79,18 +166,10 @@ def _range(url: str, offset: int, count: int) -> tuple[bytes, int]:
     }
     with utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
         utils.hf_raise_for_status(response)
-        found = CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-        if response.status_code != 206 or found is None:
+        if response.status_code != 206:
             raise InputError(f"{url}: the server answers no range requests; fetch the model and give its directory")
-        return response.read(), int(found[1])
-
-
-def _snapshot(source: str, revision: str | None, patterns: list[str]) -> Path:
-    import huggingface_hub
-
-    fetch: Callable[..., str] = huggingface_hub.snapshot_download
-    with _asking(source, revision):
-        return Path(fetch(source, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        content: bytes = response.read()
+        return content
 
 
 def _asking(source: str, revision: str | None) -> AbstractContextManager[None]:

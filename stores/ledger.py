@@ -11,9 +11,10 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -29,6 +30,10 @@ ENTRY_NAME = re.compile(r"(?P<key>[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)\.(?P<genera
 OF_ONE_OWNER = 1_000_000  # generations of a key: what one owner of a lease commits is below all of the next one's
 RACES = 100
 MAX_ENTRY_BYTES = 256 * 1024 * 1024
+PARALLEL = 16
+
+Listing: TypeAlias = dict[str, dict[int, str]]  # key -> generation -> name
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +42,17 @@ class Ledger:
     """The entries of one place. One process commits (it holds the run's lock); any may read meanwhile.
 
     Data that a record names must be durable before `commit`, and may go only after a later `commit` or `retract`.
+    Entries never change: each is read once. The owner of the lock, who alone adds and removes them, lists them once,
+    and again where it commits, to see whether another has followed it; others list them whenever they ask.
     """
 
     def __init__(self, place: Place, lock: RunLock | None = None) -> None:
         """`lock`: under which it is committed to; see `RunLock.fence`."""
         self.storage = open_storage(place)
         self.lock = lock
-        self._told: set[str] = set()  # damaged entries are read again and again
+        self._entries: dict[str, dict[str, Any] | None] = {}  # by name; None: damaged
+        self._written: dict[str, bytes] = {}  # by name, what is committed here and was not asked for yet
+        self._known: tuple[str, Listing] | None = None  # by whom it is held, and what there is then
 
     def commit(self, key: Key[E], record: E) -> None:
         """Makes `record` the one of `key`, durably; then drops what it supersedes.
@@ -57,7 +66,7 @@ class Ledger:
 
     def retract(self, key: str) -> None:
         """Undoes the commit of `key`, durably; nothing when there is none. Raises StorageError."""
-        if self._generations(key):
+        if key in self._listing():
             self._append(key, None)
 
     def get(self, key: Key[E]) -> E | None:
@@ -68,30 +77,36 @@ class Ledger:
             InputError: the entry was written by a newer Lamina.
             StorageError: the entry cannot be read.
         """
-        for _ in range(RACES):
-            with suppress(_DroppedMeanwhileError):
-                entry = self._latest(key)
-                return None if entry is None else entry["record"]
-        raise StorageError(f"ledger {self.storage.at()}: entries of {key!r} vanish while read; what cleans up there?")
+        found: E | None = self._steadily(lambda listing: self._record(listing.get(key, {})), repr(key))
+        return found
 
     def keys(self, prefix: str = "") -> list[Key[Any]]:
         """The committed keys that begin with `prefix`, ascending."""
-        return [key for key in self._all_keys() if key.startswith(prefix) and self.get(key) is not None]
+
+        def committed(listing: Listing) -> list[Key[Any]]:
+            wanted = {key: names for key, names in listing.items() if key.startswith(prefix)}
+            self._read_ahead([names[max(names)] for names in wanted.values()])
+            return sorted(Key(key) for key, names in wanted.items() if self._record(names) is not None)
+
+        return self._steadily(committed, f"{prefix!r} and on")
 
     def sweep(self) -> None:
         """Removes temporary files, superseded generations, and retractions that nothing older needs."""
         self.storage.sweep()
-        for key in self._all_keys():
-            generations = self._generations(key)
-            valid = [number for number, name in generations if self._read(name, key, number) is not None]
+        listing, superseded, retractions = self._list(), [], []
+        self._read_ahead([name for names in listing.values() for name in names.values()])
+        for names in listing.values():
+            valid = [number for number in sorted(names) if self._read(names[number]) is not None]
             if valid:
-                self._drop_below(key, valid[-1])
-                if self.get(key) is None:  # only now: with an older one there, removing the retraction would undo it
-                    self.storage.delete([name for number, name in generations if number >= valid[-1]])
+                superseded += [names[number] for number in names if number < valid[-1]]
+                if self._record(names) is None:
+                    retractions += [names[number] for number in names if number >= valid[-1]]
+        self._delete(superseded)
+        self._delete(retractions)  # only now: with an older one there, this would undo the retraction
 
     def clear(self) -> None:
         """Forgets everything, durably. A crash halfway leaves entries that are still true."""
-        self.storage.delete([name for key in self._all_keys() for _, name in self._generations(key)])
+        self._delete([name for names in self._list().values() for name in names.values()])
         self.storage.sweep()
 
     def _append(self, key: str, record: object) -> None:
@@ -99,46 +114,83 @@ class Ledger:
             raise ValueError(f"ledger key {key!r}: expected parts of letters, digits, _ and - with / between them")
         for _ in range(RACES):
             fence = self.lock.fence() if self.lock else 0
-            last = max((number for number, _ in self._generations(key)), default=0)
+            older = dict(self._list().get(key, {}))
+            last = max(older, default=0)
             if self.lock and fence and last >= (fence + 1) * OF_ONE_OWNER:
                 self.lock.check()  # a later owner's, unless somebody removed the lock, whose generations began anew
             generation = max(last, fence * OF_ONE_OWNER) + 1
+            name, data = _name(key, generation), _encode(key, generation, record)
             with suppress(FileExistsError):
-                self.storage.put_if_absent(_name(key, generation), _encode(key, generation, record))
-                self._drop_below(key, generation)  # only after the new one is durable
+                self.storage.put_if_absent(name, data)
+                self._written[name] = data
+                self._entries.pop(name, None)  # of one that was removed since
+                if self._known is not None:
+                    self._known[1].setdefault(key, {})[generation] = name
+                self._delete(list(older.values()))  # only after the new one is durable
                 return
         raise StorageError(f"ledger {self.storage.at()}: others commit {key!r} meanwhile; is a second job running?")
 
-    def _drop_below(self, key: str, generation: int) -> None:
-        self.storage.delete([name for number, name in self._generations(key) if number < generation])
+    def _delete(self, names: list[str]) -> None:
+        self.storage.delete(names)
+        if self._known is not None:
+            for key, generation in map(_parts, names):
+                self._known[1].get(key, {}).pop(generation, None)
+                if not self._known[1].get(key, True):
+                    del self._known[1][key]
 
-    def _latest(self, key: str) -> dict[str, Any] | None:
-        entries = (self._read(name, key, generation) for generation, name in reversed(self._generations(key)))
-        return next((entry for entry in entries if entry is not None), None)
+    def _steadily(self, ask: Callable[[Listing], T], what: str) -> T:
+        """What `ask` makes of what there is; asked again where that goes while it is read."""
+        for _ in range(RACES):
+            with suppress(_DroppedMeanwhileError):
+                return ask(self._listing())
+            self._known = None
+        raise StorageError(f"ledger {self.storage.at()}: entries of {what} vanish while read; what cleans up there?")
 
-    def _read(self, name: str, key: str, generation: int) -> dict[str, Any] | None:
+    def _record(self, names: Mapping[int, str]) -> Any:
+        """The one that counts among the generations of a key."""
+        entries = (self._read(names[generation]) for generation in sorted(names, reverse=True))
+        entry = next((entry for entry in entries if entry is not None), None)
+        return None if entry is None else entry["record"]
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        if name not in self._entries:
+            self._entries[name] = self._checked(name)
+        return self._entries[name]
+
+    def _read_ahead(self, names: Sequence[str]) -> None:
+        """Reads several at once, where reading is waiting."""
+        new = [name for name in names if name not in self._entries and name not in self._written]
+        if len(new) > 1 and self.storage.folder is None:
+            with ThreadPoolExecutor(PARALLEL, thread_name_prefix="ledger") as pool:
+                list(pool.map(self._read, new))
+
+    def _checked(self, name: str) -> dict[str, Any] | None:
         try:
-            if (size := self.storage.size(name)) > MAX_ENTRY_BYTES:
-                raise _DamagedError(f"{size:,} bytes, more than {MAX_ENTRY_BYTES:,}")
-            return _decode(self.storage.read(name), key, generation)
+            data = self._written.pop(name, None) or self.storage.read_whole(name, MAX_ENTRY_BYTES)
+            return _decode(data, *_parts(name))
         except FileNotFoundError as error:
             raise _DroppedMeanwhileError(name) from error
         except InputError as error:
             raise InputError(f"{self.storage.at(name)}: {error}") from None
         except (_DamagedError, ValueError) as error:
-            if name not in self._told:
-                at = self.storage.at(name)
-                logger.warning("ledger entry %s is damaged (%s): ignored, its work is done again", at, error)
-            self._told.add(name)
+            at = self.storage.at(name)
+            logger.warning("ledger entry %s is damaged (%s): ignored, its work is done again", at, error)
             return None
 
-    def _generations(self, key: str) -> list[tuple[int, str]]:
-        start = key.replace("/", ".") + "."
-        matches = (ENTRY_NAME.fullmatch(name) for name in self.storage.names() if name.startswith(start))
-        return sorted((int(match["generation"]), match[0]) for match in matches if match and _key_of(match) == key)
+    def _listing(self) -> Listing:
+        """What there is, as the owner of the lock knows it; for others, as it is now."""
+        owner = self.lock.token if self.lock is not None and self.lock.is_held else None
+        return self._known[1] if owner and self._known and self._known[0] == owner else self._list()
 
-    def _all_keys(self) -> list[Key[Any]]:
-        return sorted({Key(_key_of(match)) for match in map(ENTRY_NAME.fullmatch, self.storage.names()) if match})
+    def _list(self) -> Listing:
+        listing: Listing = {}
+        for name in self.storage.names():
+            if ENTRY_NAME.fullmatch(name):
+                key, generation = _parts(name)
+                listing.setdefault(key, {})[generation] = name
+        held = self.lock is not None and self.lock.is_held
+        self._known = (self.lock.token, listing) if self.lock is not None and held else None
+        return listing
 
 
 class LedgerPart(Ledger):
@@ -197,8 +249,11 @@ def _name(key: str, generation: int) -> str:
     return f"{key.replace('/', '.')}.{generation:06d}.json"
 
 
-def _key_of(match: re.Match[str]) -> str:
-    return match["key"].replace(".", "/")
+def _parts(name: str) -> tuple[str, int]:
+    """Key and generation of an entry, by its name."""
+    match = ENTRY_NAME.fullmatch(name)
+    assert match is not None
+    return match["key"].replace(".", "/"), int(match["generation"])
 
 
 def _encode(key: str, generation: int, record: object) -> bytes:

@@ -48,6 +48,11 @@ class RunLock:
         """Names this owner, once it holds the lock."""
         return str(self._owner["token"])
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process took it and has not given it up."""
+        return self._hold is not None
+
     def acquire(self) -> None:
         """Takes the lock, also from an owner that died.
 

@@ -9,10 +9,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,16 +21,7 @@ from manifests.records import SourceFile
 from stores.backend import PIECE_BYTES
 from stores.durable import storage_error
 from stores.headers import TensorRecord, read_header, without_duplicates
-from stores.hub import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    PICKLE_SUFFIXES,
-    SINGLE_FILE,
-    fetch_description,
-    fetch_weights,
-    remote_header,
-    repository_files,
-)
+from stores.hub import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, open_hub
 from stores.storage import Readable, Storage, is_address, open_storage
 
 __all__ = [
@@ -89,7 +79,7 @@ class SourceCheckpoint:
         for file_name in sorted({record.file for record in records}):
             with self.storage.reader(file_name) as file:
                 self._check_size(file_name, file.size)
-                tensors |= {record.name: read_tensor(file, record) for record in records if record.file == file_name}
+                tensors |= read_tensors(file, [record for record in records if record.file == file_name])
         return {name: tensors[name] for name in wanted}
 
     def copy_bytes(self, name: str, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
@@ -135,8 +125,7 @@ class SourceCheckpoint:
         stamp = self.file_stamp(file_name)
         if known is not None and known.as_json() == {**stamp, "sha256": known.sha256}:
             return known
-        with self.storage.reader(file_name) as file:
-            sha256 = file.sha256()
+        sha256 = self.storage.sha256(file_name)
         if self.file_stamp(file_name) != stamp:
             path = self.storage.at(file_name)
             raise StorageError(f"{path}: changed while it was read; let nothing write to the source, then start again")
@@ -157,14 +146,12 @@ class SourceCheckpoint:
             )
 
 
-def open_source(
-    source: str, revision: str | None = None, *, weights: bool = True, code: bool = False
-) -> SourceCheckpoint:
-    """Opens a directory or a hub id and checks config, index and every header.
+def open_source(source: str, revision: str | None = None, *, code: bool = False) -> SourceCheckpoint:
+    """Opens a directory, a bucket or a hub id and checks config, index and every header.
+
+    Weights of a hub id are fetched where, and when, they are read.
 
     Args:
-        weights: whether those of a hub id are fetched; else their headers alone are read, by range requests, and the
-            checkpoint describes files that are not there.
         code: whether Python that lies beside a hub model is fetched, too.
 
     Raises:
@@ -172,10 +159,7 @@ def open_source(
         StorageError: a file cannot be read.
     """
     try:
-        storage = _locate(source)
-        if storage is not None:
-            return _open(storage)
-        return _open_fetched(source, fetch_description(source, revision, code), weights)
+        return _open(_locate(source) or open_hub(source, revision, code))
     except OSError as error:
         raise InputError(f"model source {storage_error('reading', error.filename or source, error)}") from error
 
@@ -185,29 +169,8 @@ def is_hub_id(source: str) -> bool:
     return _locate(source) is None
 
 
-def _open_fetched(source: str, directory: Path, weights: bool) -> SourceCheckpoint:
-    names, storage = repository_files(source, directory), open_storage(directory)
-    if weights:
-        faults: list[str] = []
-        files = [SINGLE_FILE] if SINGLE_FILE in names else list(_indexed_names(storage, names, faults))
-        raise_faults(f"{source}: no usable checkpoint", faults)
-        fetch_weights(source, directory, files)
-        return _open(storage)
-
-    def header(file: str) -> dict[str, TensorRecord]:
-        return read_header(storage, file) if storage.has(file) else remote_header(source, directory, file)
-
-    return _open(storage, names, header)
-
-
-def _open(
-    storage: Storage,
-    names: frozenset[str] | None = None,
-    header: Callable[[str], dict[str, TensorRecord]] | None = None,
-) -> SourceCheckpoint:
-    """`names`: the files of the checkpoint, and `header` of one of them, where they are not all at the place."""
-    names = frozenset(storage.files()) if names is None else names
-    header = header or (lambda file: read_header(storage, file))
+def _open(storage: Storage) -> SourceCheckpoint:
+    names = frozenset(storage.files())
     faults: list[str] = []
     config = _read_object(storage, CONFIG_FILE, faults)
     indexed = SINGLE_FILE not in names  # transformers, too, takes the single file where both are there
@@ -215,7 +178,7 @@ def _open(
     tensors: dict[str, TensorRecord] = {}
     for file, wanted in names_of.items():
         if file in names:
-            tensors |= _shard_tensors(storage.at(file), file, wanted, header, faults)
+            tensors |= _shard_tensors(storage, file, wanted, faults)
         else:
             faults.append(f"{storage.at(file)}: missing, though the index names it; fetch the model anew")
     raise_faults(f"{storage.at()}: no usable checkpoint", faults)
@@ -311,33 +274,32 @@ def _why_no_weights(place: str, there: frozenset[str]) -> str:
     return f"{place}: neither {SINGLE_FILE} nor {INDEX_FILE}"
 
 
-def _shard_tensors(
-    path: str,
-    file: str,
-    names: list[str] | None,
-    header: Callable[[str], dict[str, TensorRecord]],
-    faults: list[str],
-) -> dict[str, TensorRecord]:
+def _shard_tensors(storage: Storage, file: str, names: list[str] | None, faults: list[str]) -> dict[str, TensorRecord]:
     """The records of the tensors of one file: of those named, or of all."""
     try:
-        records = header(file)
+        records = read_header(storage, file)
     except InputError as error:
         faults.append(str(error))
         return {}
     if names is None:
         return records
+    path = storage.at(file)
     faults += [f"{path}: tensor {name!r} is in the index, not in the file" for name in names if name not in records]
     return {name: records[name] for name in names if name in records}
 
 
-def read_tensor(file: Readable, record: TensorRecord) -> torch.Tensor:
-    """A tensor of the shape and dtype that the header says. Raises StorageError when the file has become shorter."""
+def read_tensors(file: Readable, records: Sequence[TensorRecord]) -> dict[str, torch.Tensor]:
+    """Tensors of one file, of the shapes and dtypes that its header says, each in memory of its own; their records
+    ascending. Raises StorageError when the file has become shorter."""
     # torch's allocator aligns to 64 bytes; a file's offsets need not be aligned, so that mapping it would not do.
-    buffer = torch.empty(record.num_bytes, dtype=torch.uint8)
-    done_bytes = file.read_into(record.begin, buffer.numpy().data)
-    if done_bytes < record.num_bytes:
-        raise _short_read(record, done_bytes)
-    return buffer.view(record.torch_dtype).reshape(record.shape)
+    buffers = [torch.empty(record.num_bytes, dtype=torch.uint8) for record in records]
+    spans = [(record.begin, buffer.numpy().data) for record, buffer in zip(records, buffers, strict=True)]
+    tensors: dict[str, torch.Tensor] = {}
+    for record, buffer, done_bytes in zip(records, buffers, file.read_spans(spans), strict=True):
+        if done_bytes < record.num_bytes:
+            raise _short_read(record, done_bytes)
+        tensors[record.name] = buffer.view(record.torch_dtype).reshape(record.shape)
+    return tensors
 
 
 def _short_read(record: TensorRecord, done_bytes: int) -> StorageError:

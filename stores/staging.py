@@ -12,8 +12,8 @@ import torch
 from manifests.errors import CorruptError, InputError
 from manifests.records import StagedRecord
 from stores.checkpoint import write_shard
-from stores.headers import read_header
-from stores.source import read_tensor
+from stores.headers import parse_header
+from stores.source import read_tensors
 from stores.storage import Place, open_storage
 
 STAGED = "staged"
@@ -47,22 +47,25 @@ def read_staged(run_dir: Place, record: StagedRecord, names: Collection[str] | N
     path = storage.at(name)
     if not storage.has(name):
         raise CorruptError(f"staged layer missing: {path}", name)
-    try:
-        found = read_header(storage, name)
-    except InputError as error:
-        raise CorruptError(f"staged layer damaged: {error}", name) from None
-    tensors = {}
     with storage.reader(name) as file:
-        for key, committed in record.tensors.items():
-            if names is not None and key not in names:
-                continue
-            at = found.get(key)
-            expected = (committed.dtype, committed.shape)
-            tensor = read_tensor(file, at) if at and (at.dtype, at.shape) == expected else None
-            if tensor is None or _digest(tensor) != committed.sha256:
-                raise CorruptError(f"staged layer damaged: {path}: tensor {key} is not what was committed", name)
-            tensors[key] = tensor
-    return tensors
+        try:
+            there = parse_header(path, name, file.read, file.size)
+        except InputError as error:
+            raise CorruptError(f"staged layer damaged: {error}", name) from None
+        wanted = {key: found for key, found in record.tensors.items() if names is None or key in names}
+        for key, committed in wanted.items():
+            at = there.get(key)
+            if at is None or (at.dtype, at.shape) != (committed.dtype, committed.shape):
+                raise _damaged(path, key, name)
+        tensors = read_tensors(file, sorted((there[key] for key in wanted), key=lambda at: at.begin))
+    for key, committed in wanted.items():
+        if _digest(tensors[key]) != committed.sha256:
+            raise _damaged(path, key, name)
+    return {key: tensors[key] for key in wanted}
+
+
+def _damaged(path: str, key: str, name: str) -> CorruptError:
+    return CorruptError(f"staged layer damaged: {path}: tensor {key} is not what was committed", name)
 
 
 def _digest(tensor: torch.Tensor) -> str:

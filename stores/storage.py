@@ -43,6 +43,10 @@ def open_storage(place: Place) -> Storage:
         from stores.bucket import Bucket  # takes longer than all else that `status` needs
 
         return Bucket(address)
+    if address.startswith("hub://"):
+        from stores.hub import hub_at
+
+        return hub_at(address)
     if is_address(address):
         raise InputError(f"{address}: no known kind of place; give a directory, or a bucket as s3://BUCKET/FOLDER")
     return Disk(place)

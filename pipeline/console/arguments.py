@@ -6,11 +6,13 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from manifests.errors import LaminaError
 from manifests.loading import load_manifest
 from manifests.schema import Manifest
+from manifests.sweep import Point, Sweep, load_sweep
 from pipeline.console.endings import ending_of
 from pipeline.console.places import settle_places
 
@@ -37,9 +39,9 @@ def add_address(options: argparse.ArgumentParser) -> None:
     )
 
 
-def add_manifest(options: argparse.ArgumentParser) -> None:
+def add_manifest(options: argparse.ArgumentParser, what: str = "the job") -> None:
     """The arguments of a command that reads a manifest: see `read_manifest`."""
-    options.add_argument("manifest", help="the job, in YAML")
+    options.add_argument("manifest", help=f"{what}, in YAML")
     options.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="overrides a manifest field")
     options.add_argument(
         "--base", type=Path, metavar="DIR", help="what relative paths in the manifest are relative to; default: here"
@@ -49,6 +51,12 @@ def add_manifest(options: argparse.ArgumentParser) -> None:
 def read_manifest(arguments: argparse.Namespace) -> Manifest:
     """The manifest that `add_manifest` asks for, its places settled. Raises InputError."""
     return settle_places(load_manifest(arguments.manifest, arguments.set), arguments.base)
+
+
+def read_sweep(arguments: argparse.Namespace) -> tuple[Sweep, tuple[Point, ...]]:
+    """The same of a sweep, with its points."""
+    sweep, points = load_sweep(arguments.manifest, arguments.set)
+    return sweep, tuple(replace(point, manifest=settle_places(point.manifest, arguments.base)) for point in points)
 
 
 def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from manifests.schema import Manifest
 from pipeline.evaluation.tasks import check_tasks
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
-from pipeline.job.sources import open_dense
+from pipeline.job.sources import describe_dense
 from pipeline.kernels.checks import all_finite
 from pipeline.methods.method import Method, Remarking, Scores, Task
 from pipeline.methods.registry import (
@@ -29,7 +29,7 @@ from pipeline.methods.registry import (
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
 from pipeline.samples import gradient_count, gradient_samples
 from stores.headers import DTYPES
-from stores.source import SourceCheckpoint, is_hub_id
+from stores.source import SourceCheckpoint, is_hub_id, open_source
 from stores.storage import open_storage
 from workers.config import FORWARD_DTYPES
 
@@ -131,10 +131,10 @@ def read_inputs(manifest: Manifest, weights: bool = True) -> Inputs:
 def opened_model(manifest: Manifest, weights: bool, check: Callable[[SourceCheckpoint, Mapping[str, Any]], T]) -> T:
     """What `check` makes of a manifest's model and its config; asked first without weights, where those are fetched."""
     model = manifest.model
-    open_it = partial(open_dense, model.source, model.revision, code=model.trust_remote_code)
+    opened = open_source(model.source, model.revision, code=model.trust_remote_code)
     if not weights or is_hub_id(model.source):
-        found = check(*open_it(weights=False))
-    return check(*open_it(weights=True)) if weights else found
+        found = check(*describe_dense(opened, weights=False))
+    return check(*describe_dense(opened)) if weights else found
 
 
 def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[str, Any]) -> Inputs:

@@ -50,12 +50,12 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
         tasks, remarks = claim_tasks(build_methods(manifest), geometry), []
         source_bytes = geometry.model_numbers() * dtype.itemsize
     plan = make_plan(manifest, geometry, tasks, dtype.itemsize, source_bytes)
-    rates = _rates(manifest, dtype, asked)
+    rates = asked_rates(manifest, dtype, asked)
     tokens = gradient_tokens(manifest, geometry, tasks)
     kept = plan.expected_numbers / plan.dense_numbers
     work = layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept)
     way = pass_of(manifest, plan.layers, tokens)
-    phases = phase_seconds(work, rates, way) | _scoring(inputs, rates, way.workers)
+    phases = phase_seconds(work, rates, way) | scoring_seconds(inputs, rates, way.workers)
     every = manifest.resume.every
     every = layers_per_commit(work, rates, way) if every == "auto" else every
     report = plan.report() | {
@@ -65,10 +65,10 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
         "phases": phases,
         "estimated_seconds": sum(phases.values()),
     }
-    return report | {"remarks": remarks + _what_does_not_fit(manifest, report, asked)}
+    return report | {"remarks": remarks + what_does_not_fit(manifest, report, asked)}
 
 
-def _scoring(inputs: Inputs | None, rates: Rates, workers: int) -> dict[str, float]:
+def scoring_seconds(inputs: Inputs | None, rates: Rates, workers: int) -> dict[str, float]:
     """The phase of evaluation, where the text is here to be counted. Raises InputError about it."""
     tokens = evaluation_tokens(inputs) if inputs else None
     if inputs is None or tokens is None:
@@ -90,7 +90,8 @@ def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
     return geometry_of(standard_config(config), 8 * dtype.itemsize), dtype
 
 
-def _rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:
+def asked_rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:
+    """From where they are asked for. Raises InputError."""
     workers = manifest.workers
     if asked.gpu is not None:
         try:
@@ -138,7 +139,7 @@ def gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: tuple[Task, .
     return gradient_samples(asked, calibration.samples, length, geometry.hidden) * length
 
 
-def _what_does_not_fit(manifest: Manifest, plan: dict[str, Any], asked: Asked) -> list[str]:
+def what_does_not_fit(manifest: Manifest, plan: dict[str, Any], asked: Asked) -> list[str]:
     """Here, or on the GPU that was named; what another node has is not known."""
     found = []
     if asked.gpu is not None and plan["worker_device_bytes"] > plan["rates"]["device_bytes"]:

@@ -23,13 +23,13 @@ def open_dense(
 ) -> tuple[SourceCheckpoint, dict[str, Any]]:
     """A dense checkpoint and its config under standard names, every tensor there with its shape.
 
-    `weights`, `code`: see `open_source`.
+    `weights`: whether any may be read; `code`: see `open_source`.
 
     Raises:
         InputError: no such model, one of another kind, or config and weights do not fit together.
         StorageError: a file cannot be read.
     """
-    return describe_dense(open_source(source, revision, weights=weights, code=code), weights)
+    return describe_dense(open_source(source, revision, code=code), weights)
 
 
 def describe_dense(opened: SourceCheckpoint, weights: bool = True) -> tuple[SourceCheckpoint, dict[str, Any]]:

@@ -1,20 +1,25 @@
-"""`python -m pipeline.plan MANIFEST`: what the job would do. Reads headers and configs, no weights."""
+"""`python -m pipeline.plan MANIFEST`: what a job, or a sweep, would do. Reads headers and configs, no weights."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.console.arguments import add_address, add_manifest, parser, read_manifest, run_command
+from manifests.errors import InputError
+from manifests.loading import read_document
+from pipeline.console.arguments import add_address, add_manifest, parser, read_manifest, read_sweep, run_command
+
+if TYPE_CHECKING:
+    from pipeline.job.planning import Asked
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = parser("plan", "Says what a job would read, hold, write and compute; computes nothing on the model.")
-    add_manifest(options)
+    add_manifest(options, "the job or the sweep")
     options.add_argument("--config", type=Path, metavar="FILE", help="a config.json to plan for, instead of the source")
     rates = options.add_mutually_exclusive_group()
     rates.add_argument("--gpu", help="a GPU whose rates are known, such as H200; default: this machine, measured")
@@ -26,16 +31,33 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    manifest = read_manifest(arguments)
-    from pipeline.job.planning import Asked, plan_report  # takes seconds, which --help and a wrong manifest need not
+    if "points" in read_document(arguments.manifest):
+        plan = _of_sweep(arguments)
+    else:
+        manifest = read_manifest(arguments)
+        from pipeline.job.planning import plan_report  # takes seconds, which --help and a wrong manifest need not
 
-    asked = Asked(arguments.gpu, arguments.tflops, arguments.probe, arguments.address, arguments.connect_timeout)
-    plan = plan_report(manifest, arguments.config, asked)
+        plan = plan_report(manifest, arguments.config, _asked(arguments))
     if arguments.json:
         print(json.dumps(plan))
     else:
         _print(plan)
     return 0
+
+
+def _of_sweep(arguments: Any) -> dict[str, Any]:
+    if arguments.config is not None:
+        raise InputError("--config: a sweep's points are held against the model's headers; give the model")
+    sweep, points = read_sweep(arguments)
+    from pipeline.sweeping.planning import sweep_report
+
+    return sweep_report(sweep, points, _asked(arguments))
+
+
+def _asked(arguments: Any) -> Asked:
+    from pipeline.job.planning import Asked
+
+    return Asked(arguments.gpu, arguments.tflops, arguments.probe, arguments.address, arguments.connect_timeout)
 
 
 def _print(plan: Mapping[str, Any]) -> None:
@@ -44,7 +66,7 @@ def _print(plan: Mapping[str, Any]) -> None:
 
     table = Table(title="plan", show_header=False)
     for name, value in plan.items():
-        if name in ("remarks", "rates"):
+        if name in ("remarks", "rates", "points"):
             continue
         if name == "phases":
             for phase, seconds in value.items():
@@ -58,8 +80,23 @@ def _print(plan: Mapping[str, Any]) -> None:
             shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
         table.add_row(name.replace("_", " "), shown)
     Console().print(table)
+    if "points" in plan:
+        _print_points(plan["points"])
     for remark in plan["remarks"]:
         print(remark)
+
+
+def _print_points(points: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="points")
+    table.add_column("point")
+    for name in ("numbers kept", "seconds", "output bytes"):
+        table.add_column(name, justify="right")
+    for row in points:
+        table.add_row(row["point"], f"{row['numbers_kept']:.1%}", f"{row['seconds']:,.1f}", f"{row['output_bytes']:,}")
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from manifests.errors import StorageError
+from stores.source import open_source
 from tests.end_to_end.hub_server import COMMIT, HubServer, client_of
 from tests.end_to_end.jobs import Ended, Job, command, file_digests
 
@@ -61,8 +65,9 @@ def on_hub(job: MakeJob, **changes: Any) -> Job:
     return job(**{"model.source": REPOSITORY, **changes})
 
 
-def weight_bytes(files: Mapping[str, bytes]) -> int:
-    return sum(len(content) for name, content in files.items() if name.startswith("model-"))
+def whole(hub: HubServer) -> list[str]:
+    """The shards that were fetched whole, each as often as it was."""
+    return [name for method, name, part in hub.asked if (method, part) == ("GET", None) and name.startswith("model-")]
 
 
 def test_plan_reads_configs_and_headers_only(hub: HubServer, job: MakeJob, llama: Path) -> None:
@@ -109,7 +114,7 @@ def test_a_job_fetches_what_it_needs_and_takes_it_along(hub: HubServer, job: Mak
     assert EXTRAS.keys() <= fetched
     for name, content in EXTRAS.items():
         assert (made.output / name).read_bytes() == content
-    assert sum(hub.sent_bytes[name] for name in hub.files if name.startswith("model-")) <= 2 * weight_bytes(hub.files)
+    assert sorted(whole(hub)) == sorted(name for name in hub.files if name.startswith("model-")), "each shard, once"
     assert command("run", str(here.manifest), "--json").code == DONE
     ours, theirs = file_digests(made.output), file_digests(here.output)
     assert {name for name in ours if name.endswith(".safetensors") and ours[name] != theirs[name]} == set()
@@ -118,6 +123,46 @@ def test_a_job_fetches_what_it_needs_and_takes_it_along(hub: HubServer, job: Mak
     assert not [asked for asked in hub.asked[before:] if asked[1].endswith(".safetensors") and asked[2] is None]
     offline = ask("run", made, hub, offline=True)
     assert offline.code == DONE, offline.err
+
+
+def test_each_node_fetches_what_it_reads_once(hub: HubServer, job: MakeJob, llama: Path, tmp_path: Path) -> None:
+    """The driver opens the model and says its digests without any weights; another node asks nobody but the hub."""
+    here, there = tmp_path / "driver", tmp_path / "node"
+    with client_of(hub, here):
+        source = open_source(REPOSITORY)
+        digests = source.file_digests({})
+        sent = pickle.dumps(source)
+    assert whole(hub) == []
+    local = open_source(str(llama))
+    assert {name: found.sha256 for name, found in digests.items()} == {
+        name: found.sha256 for name, found in local.file_digests({}).items()
+    }
+    layer = [name for name in source.tensors if ".layers.1." in name]
+    shards = {source.tensors[name].file for name in layer}
+    hub.asked.clear()
+    with client_of(hub, there):
+        for _ in range(2):  # two workers
+            found = pickle.loads(sent).read(layer)
+    assert sorted(whole(hub)) == sorted(shards)
+    assert {name for _, name, _ in hub.asked} == shards
+    assert all(torch.equal(found[name], tensor) for name, tensor in local.read(layer).items())
+    assert not list(here.rglob("*.safetensors"))
+
+
+def test_a_shard_that_comes_damaged_is_told_and_fetched_again(hub: HubServer, tmp_path: Path) -> None:
+    with client_of(hub, tmp_path):
+        source = open_source(REPOSITORY)
+        name = next(iter(source.tensors))
+        file = source.tensors[name].file
+        right = hub.files[file]
+        source.storage.stamp(file)
+        hub.files[file] = right[:-1] + bytes([right[-1] ^ 1])
+        with pytest.raises(StorageError, match="it came damaged and was removed"):
+            source.read([name])
+        hub.files[file] = right
+        assert source.read([name])
+    with client_of(hub, tmp_path / "other", offline=True), pytest.raises(StorageError, match="check the network"):
+        source.read([name])
 
 
 @pytest.mark.parametrize("name", ["plan", "run"])

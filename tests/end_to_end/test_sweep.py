@@ -222,3 +222,30 @@ def test_killed_with_ray_it_goes_on(sweep: Callable[..., Sweep], inline_everywhe
     assert child.end() == 0, child.said
     assert "phase statistics" not in child.said
     assert _measured(json.loads((made.job.run_dir / "sweep.json").read_text())) == _measured(expected)
+
+
+def test_what_a_sweep_would_take(sweep: Callable[..., Sweep], job: MakeJob, no_ray: None) -> None:
+    """The passes once, curves once for the same methods, what each point takes besides; nothing is made."""
+    made = sweep()
+    found = command("plan", str(made.path), "--json", "--gpu", "H200").json
+    rows = {row["point"]: row for row in found["points"]}
+    assert list(rows)[:3] == ["flat_llm-0.8", "flat_llm-0.6", "loss-0.8"]
+    assert [label for label, row in rows.items() if row["output_bytes"]] == ["flat_llm-0.6"]
+    assert found["output_bytes"] == rows["flat_llm-0.6"]["output_bytes"]
+    phases = found["phases"]
+    assert found["estimated_seconds"] == pytest.approx(sum(phases.values()))
+    own = sum(phases[name] for name in ("solve", "assemble", "score"))
+    assert sum(row["seconds"] for row in rows.values()) == pytest.approx(own)
+    one = job(methods=[{"method": "loss_aware"}], **{"calibration.propagate": "dense", "budget.keep": 0.8})
+    one.changes = {**one.changes, "evaluation": made.document["evaluation"]}
+    alone = command("plan", str(one.write().manifest), "--json", "--gpu", "H200").json["phases"]
+    assert rows["loss-0.8"]["seconds"] == pytest.approx(alone["solve"] + alone["held-out"] / 2 + alone["evaluate"])
+    assert alone["curves"] < phases["curves"] < 2.5 * alone["curves"], "with bits and without, at both sizes the same"
+    assert phases["statistics"] >= alone["statistics"]
+    assert phases["gradient"] == pytest.approx(alone["gradient"])
+    assert not made.job.run_dir.exists()
+    assert not made.job.output.exists()
+    said = command("plan", str(made.path), "--gpu", "H200").out
+    assert all(label in said for label in rows)
+    wrong = sweep({"methods": [{"method": "flat_llm", "widht": 3}]})
+    assert "points.0.methods.0.widht" in command("plan", str(wrong.path)).err

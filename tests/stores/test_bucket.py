@@ -16,16 +16,16 @@ import torch
 from manifests.errors import InputError, InUseError, StorageError
 from manifests.records import Key
 from stores import bucket as bucket_module
-from stores import lease
+from stores import bucket_client, lease
 from stores import lock as lock_module
 from stores.activations import ActivationStore
 from stores.bucket import Bucket
 from stores.checkpoint import write_shard
-from stores.headers import FIRST_BYTES
+from stores.headers import FIRST_BYTES, read_header
 from stores.ledger import Ledger
 from stores.lock import RunLock, read_lock
 from stores.run_directory import RunDirectory
-from stores.source import open_source
+from stores.source import open_source, read_tensors
 from stores.storage import Storage, open_storage
 from tests import buckets
 from tests.faults import Proxy
@@ -177,6 +177,49 @@ def test_lock_and_ledger(bucket: Bucket) -> None:
     assert bucket.names("ledger") == ["ledger/unit.00000.000002.json"]
 
 
+def asked(proxy: Proxy) -> list[str]:
+    """The methods of what was asked since the last time, but for leases."""
+    methods = [method for method, path, _, _ in proxy.requests if "lock" not in path]
+    proxy.requests.clear()
+    return sorted(methods)
+
+
+def test_how_often_the_server_is_asked(s3_url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each entry and each chunk once; the owner of the lock lists the ledger where it commits."""
+    proxy = Proxy(s3_url)
+    with proxy.running() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        run = RunDirectory(Bucket(bucket.at()))
+        with run.lock:
+            for number in range(5):
+                run.ledger.commit(Key(f"unit/{number}"), {"n": number})
+            assert asked(proxy) == ["GET"] * 5 + ["PUT"] * 5
+            assert run.ledger.get(Key("unit/3")) == {"n": 3}
+            assert len(run.ledger.keys()) == 5
+            assert asked(proxy) == []
+        reader = RunDirectory(Bucket(bucket.at())).ledger
+        assert len(reader.keys("unit/")) == 5
+        assert asked(proxy) == ["GET"] * 6
+        assert reader.get(Key("unit/4")) == {"n": 4}
+        assert asked(proxy) == ["GET"]
+        store = ActivationStore(Bucket(bucket.at("arrays")))
+        store.write("dense", 0, 0, torch.randn(4, 2, 3), micro_batch=2)
+        asked(proxy)
+        record = store.write("dense", 0, 1, torch.randn(4, 2, 3), micro_batch=2)
+        assert asked(proxy) == ["HEAD", "PUT", "PUT", "PUT", "PUT"], "a group's metadata, the array's, two chunks"
+        store.open(record).read(0, 4)
+        assert asked(proxy) == ["GET"] * 3
+        store.sweep([])
+        assert asked(proxy) == ["GET", "POST"]
+        shard = Bucket(bucket.at())
+        write_shard(shard, "shard.safetensors", {f"t{number}": torch.randn(3) for number in range(6)})
+        records = read_header(shard, "shard.safetensors")
+        asked(proxy)
+        with shard.reader("shard.safetensors") as file:
+            assert list(read_tensors(file, list(records.values()))) == list(records)
+        assert asked(proxy) == ["GET", "HEAD"], "neighbours come together"
+
+
 def test_an_owner_that_was_succeeded_commits_nothing(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped (SIGSTOP, a laptop's lid) behind its last look at the lock, it comes back when another has it."""
     monkeypatch.setattr(lease, "is_gone", lambda _: False)
@@ -236,9 +279,9 @@ def proxy(s3_url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Itera
     """What stands between the client and the server; waits are short."""
     quick = {"max_retries": 6, "retry_timeout": timedelta(seconds=20)}
     quick["backoff"] = {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=50), "base": 2}
-    monkeypatch.setattr(bucket_module, "RETRIES", quick)
-    monkeypatch.setattr(bucket_module, "FEW_RETRIES", quick)
-    monkeypatch.setattr(bucket_module, "CUT_WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(bucket_client, "RETRIES", quick)
+    monkeypatch.setattr(bucket_client, "FEW_RETRIES", quick)
+    monkeypatch.setattr(bucket_client, "CUT_WAITS_S", (0.01, 0.01))
     made = Proxy(s3_url)
     with made.running() as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)

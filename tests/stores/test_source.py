@@ -17,9 +17,7 @@ from safetensors.torch import save_file
 
 from manifests.errors import InputError, StorageError
 from manifests.records import SourceFile
-from stores import source as source_module
 from stores.disk import Disk, DiskFile
-from stores.headers import TensorRecord
 from stores.source import SourceCheckpoint, open_source
 
 
@@ -86,15 +84,22 @@ def test_each_tensor_has_memory_of_its_own(directory: Path) -> None:
 
 def test_each_file_is_opened_once_and_read_forwards(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(str(directory))
+    opened: list[str] = []
     read: list[tuple[str, int]] = []
-    real = source_module.read_tensor
+    open_, real = Disk.reader, DiskFile.read_into
 
-    def noted(file: Any, record: TensorRecord) -> torch.Tensor:
-        read.append((record.file, record.begin))
-        return real(file, record)
+    def reader(self: Disk, name: str) -> Any:
+        opened.append(name)
+        return open_(self, name)
 
-    monkeypatch.setattr(source_module, "read_tensor", noted)
+    def read_into(self: DiskFile, begin: int, view: memoryview) -> int:
+        read.append((opened[-1], begin))
+        return real(self, begin, view)
+
+    monkeypatch.setattr(Disk, "reader", reader)
+    monkeypatch.setattr(DiskFile, "read_into", read_into)
     source.read(reversed(source.tensors))
+    assert opened == sorted(source.files)
     assert read == sorted(read)
     assert len(read) == len(source.tensors)
 

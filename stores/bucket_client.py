@@ -1,0 +1,80 @@
+"""Clients of a bucket: how long they try, what they ask again, what they say when it fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import S3Store
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+RETRIES: RetryConfig = {
+    "max_retries": 10,
+    "retry_timeout": timedelta(seconds=180),
+    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=15), "base": 2},
+}
+FEW_RETRIES: RetryConfig = {**RETRIES, "max_retries": 3, "retry_timeout": timedelta(seconds=20)}
+CUT_WAITS_S = (0.1, 1.0, 5.0, 10.0)  # before an answer that broke off is asked for again
+SHOWN_CHARACTERS = 300
+
+T = TypeVar("T")
+
+
+class Connection:
+    """The clients of one bucket."""
+
+    def __init__(self, bucket: str) -> None:
+        self.bucket = bucket
+
+    @cached_property
+    def patient(self) -> S3Store:
+        """Tries for minutes."""
+        return S3Store(self.bucket, client_options=_client_options("120s"), retry_config=RETRIES)
+
+    @cached_property
+    def hasty(self) -> S3Store:
+        """For leases, and to see whether a bucket answers at all."""
+        return S3Store(self.bucket, client_options=_client_options("10s"), retry_config=FEW_RETRIES)
+
+
+def _client_options(timeout: str) -> ClientConfig:
+    plain = any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS)
+    return {"connect_timeout": "10s", "timeout": timeout, "allow_http": plain}
+
+
+def repeated(ask: Callable[[], T]) -> T:
+    """Asks again where an answer broke off in the middle; where none came, obstore does."""
+    for wait_s in CUT_WAITS_S:
+        try:
+            return ask()
+        except BaseError as error:
+            if "response body error" not in str(error):
+                raise
+            time.sleep(wait_s)
+    return ask()
+
+
+def reason(error: BaseException) -> str:
+    """What the server said, without what it repeats of the request: that may be a key."""
+    text = str(error).partition("\n\nDebug source")[0]
+    said = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
+    code, message = (re.search(rf"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
+    if said is not None:
+        parts = [said[1].strip(), *(part[1] for part in (code, message) if part)]
+    else:
+        parts = [text.rpartition(" - ")[2]]
+    advice = "check network and endpoint, then run the same command again"
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or "403" in parts[0]:
+        advice = "check the credentials and what they may do in the bucket"
+    elif code is not None and code[1] == "NoSuchBucket":
+        advice = "check the bucket's name"
+    return f"{' '.join(': '.join(parts).split())[:SHOWN_CHARACTERS]}; {advice}"
