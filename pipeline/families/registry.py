@@ -99,7 +99,8 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         given["rope_parameters"] = standard["rope_parameters"]
     biases = family.block["biases"]
     given |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
-    known = {name: value for name, value in given.items() if value is not None}
+    # Null says something only of a window: a family's own default may be one.
+    known = {name: value for name, value in given.items() if value is not None or name in family.windows}
     config = {**AutoConfig.for_model(family.model_type, **known).to_dict(), "dtype": dtype}
     config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
     back = standard_config(config)

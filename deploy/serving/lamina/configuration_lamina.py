@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import transformers
 from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import PreTrainedModel
@@ -28,6 +29,7 @@ from .block_lamina import (
 from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", *LAYER_FIELDS)
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 # What config.json calls `auto_map`: the classes that transformers loads from the files beside the weights.
 AUTO_MAP = {
@@ -78,6 +80,7 @@ class LaminaConfig(PreTrainedConfig):
     layer_sizes: list[dict[str, int]] = field(default_factory=list)
 
     def __post_init__(self, **kwargs: Any) -> None:
+        _check_types(self)
         self.block = {**BLOCK_DEFAULTS, **copy.deepcopy(self.block or DEFAULT_BLOCK)}
         self.forms = self.forms or [{} for _ in range(self.num_hidden_layers)]
         # Spelled out: transformers' mask and cache helpers read the list as soon as the attribute exists.
@@ -144,6 +147,22 @@ def publish_architecture() -> None:
 publish_architecture()
 
 
+def _check_types(config: LaminaConfig) -> None:
+    """Of what a damaged or edited config.json would end in an error far from its cause, or in other numbers."""
+    for name in COUNTS:
+        if type(number := getattr(config, name)) is not int or number < 1:
+            raise ValueError(f"config.json: {name} is {number!r}, not a whole number from 1 on")
+    for name, kind in (("block", dict), ("forms", list), ("layer_types", list), ("layer_sizes", list)):
+        if not isinstance(value := getattr(config, name), kind | None):
+            raise ValueError(f"config.json: {name} is {value!r}, not a {kind.__name__}")
+    if config.forms and len(config.forms) != config.num_hidden_layers:
+        raise ValueError(f"forms has {len(config.forms)} entries for {config.num_hidden_layers} layers")
+    if type(eps := config.norm_eps) not in (int, float) or not 0 <= eps < 1:
+        raise ValueError(f"config.json: norm_eps is {eps!r}, not a number from 0 to 1")
+    if not isinstance(act := config.hidden_act, str) or act not in ACT2FN:
+        raise ValueError(f"config.json: hidden_act is {act!r}, which transformers does not know")
+
+
 def _check_fields(config: LaminaConfig) -> None:
     if config.core_format not in ("dense", "csr"):
         raise ValueError(f"core_format is {config.core_format!r}, allowed are 'dense' and 'csr'")
@@ -174,8 +193,6 @@ def _check_layer_sizes(config: LaminaConfig) -> None:
 
 def _check_forms(config: LaminaConfig) -> None:
     modules = config.block["modules"]
-    if len(config.forms) != config.num_hidden_layers:
-        raise ValueError(f"forms has {len(config.forms)} entries for {config.num_hidden_layers} layers")
     for layer_idx, forms in enumerate(config.forms):
         if not isinstance(forms, dict):
             raise ValueError(f"layer {layer_idx}: forms are an object with an entry for a role, not {forms!r}")

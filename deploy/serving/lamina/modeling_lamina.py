@@ -30,8 +30,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .block_lamina import attention_path, in_base
-from .checking_lamina import check_checkpoint, shown
+from .block_lamina import LAYER_FIELDS, attention_path, in_base
+from .checking_lamina import check_checkpoint, check_reader, shown
 from .configuration_lamina import LaminaConfig
 from .conversion_lamina import register_conversions
 from .factored_lamina import stored_factors
@@ -75,7 +75,8 @@ class LaminaPreTrainedModel(PreTrainedModel):
 
         Raises ValueError where tensors are missing or of other shapes, which would be random numbers (the latter may be
         asked for: `ignore_mismatched_sizes`), where there are others than the model has, and where the files of a
-        folder are damaged or not those of its `compression.json`.
+        folder are damaged or not those of its `compression.json`. Raises ImportError where compressed-tensors is too
+        old for the weights' bits.
         """
         path, with_report = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
         if path is not None and Path(path).is_dir():
@@ -90,6 +91,8 @@ class LaminaPreTrainedModel(PreTrainedModel):
                 f"{path} is not of the model that its config.json describes: {'; '.join(faults)}. "
                 "A shard may be missing, or the files are of different checkpoints; copy it again."
             )
+        if quantization := getattr(model.config, "quantization_config", None):
+            check_reader(quantization if isinstance(quantization, dict) else quantization.to_dict())
         for module in model.modules():
             if (check := getattr(module, "check_stored", None)) is not None:
                 check()
@@ -120,6 +123,20 @@ def _faults(report: dict[str, Any], model: Any) -> list[str]:
     return faults + ([f"{len(others)} tensors are of another shape: {shown(sorted(others))}"] if others else [])
 
 
+def _check_equal_heads(config: LaminaConfig) -> None:
+    """Raises ValueError for heads that vLLM's Transformers backend cannot hold: it makes one kind for all layers."""
+    for layer in range(config.num_hidden_layers):
+        shape, (form, spec) = config.layer_shape(layer), config.form_of(layer, "v")
+        said = [f"{name} {n}" for name in LAYER_FIELDS[1:] if (n := getattr(shape, name)) != getattr(config, name)]
+        if (width := form.head_width(shape, spec)) > config.head_dim:
+            said.append(f"values of {width} numbers beside keys of {config.head_dim}")
+        if said:
+            raise ValueError(
+                f"layer {layer}: {', '.join(said)}: vLLM's Transformers backend has no place for such heads; with the "
+                "package lamina installed, vLLM has a class that does"
+            )
+
+
 def old_buffers(modules: dict[str, str]) -> list[str]:
     """Patterns of buffers that old checkpoints stored with each layer: causal masks and rotary frequencies."""
     attention = re.escape(attention_path(modules))
@@ -134,6 +151,8 @@ class LaminaModel(LaminaPreTrainedModel):
     def __init__(self, config: LaminaConfig) -> None:
         super().__init__(config)
         block, positions = config.block, config.block["positions"]
+        if config._attn_implementation == "vllm":
+            _check_equal_heads(config)
         self._names = {key: tuple(in_base(block[key]).split(".")) for key in ("embed", "layers", "final_norm")}
         layers = nn.ModuleList([LaminaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         attach(self, in_base(block["embed"]), make_embedding(config))

@@ -55,10 +55,6 @@ class LaminaBase(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, config: LaminaConfig, prefix: str) -> None:
         super().__init__()
         self.config, block = config, config.block
-        if any(config.layer_sizes):
-            raise ValueError(
-                "config.json: layer_sizes: layers of different sizes are not served by vLLM yet; use transformers"
-            )
         quant, cache = vllm_config.quant_config, vllm_config.cache_config
         self.places: dict[str, Place] = {}
         self.unpacked: dict[str, str] = {}
