@@ -1,4 +1,5 @@
-"""A compressed checkpoint as one GGUF file, for llama.cpp: multiplied back, MLPs at their own widths.
+"""A compressed checkpoint as one GGUF file, for llama.cpp: multiplied back, MLPs at their own widths. Matrices of 8 and
+4 bits that are whole, or of fewer channels, keep their codes, as Q8_0 and Q4_0.
 
 `gguf` is an extra: `pip install 'lamina-pipeline[gguf]'`. The architecture is `llama` where all MLPs are of one width,
 else `deci`, whose sizes are lists by layer. Both turn neighbours (2i, 2i + 1) by rotary angles where our families turn
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,13 @@ from torch import Tensor
 from lamina import LayersConfig
 from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import InputError
+from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
-from pipeline.checkpoint.exporting import compressed_checkpoint, mlp_widths
+from pipeline.checkpoint.exporting import compressed_checkpoint, mlp_widths, whole_roles
+from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
 from pipeline.families.registry import geometry_of
+from pipeline.kernels.packing import unpack
+from pipeline.rounding.schemes import PACKED, SCALE, SHAPE, packed_modules, rounded_modules
 from stores.source import SourceCheckpoint
 from workers.layers import cpu_reader
 
@@ -59,22 +65,73 @@ def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> d
     writer = gguf.GGUFWriter(str(partial), "llama" if uniform else "deci")
     _describe_(writer, described, widths[0] if uniform else widths)
     numbers = 0
+    rounded = _rounded(checkpoint, config)
     for name, shape in _shapes(described, widths):
-        kind, itemsize = _kind(gguf, len(shape), stored)
-        bytes_shape = (*shape[:-1], shape[-1] * itemsize)
+        if name in rounded:
+            kind = gguf.GGMLQuantizationType[rounded[name].kind]
+            bytes_shape: tuple[int, ...] = (shape[0], shape[1] // BLOCK * BYTES[rounded[name].kind])
+        else:
+            kind, itemsize = _kind(gguf, len(shape), stored)
+            bytes_shape = (*shape[:-1], shape[-1] * itemsize)
         writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), int(np.prod(bytes_shape)), raw_dtype=kind)
         numbers += int(np.prod(shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for tensor in _tensors(checkpoint, config, described, stored, say):
-        kept = tensor.to(torch.float32 if tensor.ndim == 1 else stored).contiguous()
+    tensors = _tensors(checkpoint, config, described, stored, say)
+    for (name, _), tensor in zip(_shapes(described, widths), tensors, strict=True):
+        if name in rounded:
+            kept = rounded[name].read(checkpoint)
+        else:
+            kept = tensor.to(torch.float32 if tensor.ndim == 1 else stored).contiguous()
         writer.write_tensor_data(kept.view(torch.uint8).numpy())
     writer.close()
     partial.replace(destination)
     before = sum(record.num_bytes for record in checkpoint.tensors.values())
     size = destination.stat().st_size
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "architecture": writer.arch}
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A matrix whose codes go into the file: its module's path and scheme, and the heads whose rows are reordered."""
+
+    path: str
+    scheme: Scheme
+    kind: Kind
+    heads: int | None
+
+    def read(self, checkpoint: SourceCheckpoint) -> Tensor:
+        """Its blocks (O, bytes of a row) uint8."""
+        found = checkpoint.read([self.path + part for part in (PACKED, SCALE, SHAPE)])
+        codes_OI = unpack(found[self.path + PACKED], self.scheme.bits, int(found[self.path + SHAPE][1]))
+        scales_OS = found[self.path + SCALE]
+        if self.heads is not None:
+            codes_OI, scales_OS = (neighbours_first(rows, self.heads) for rows in (codes_OI, scales_OS))
+        return blocks(codes_OI, scales_OS, self.kind)
+
+
+def _rounded(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, _Rounded]:
+    """By its name in the file, every matrix whose codes llama.cpp's blocks hold; others are multiplied out."""
+    geometry, found = geometry_of(config), {}
+    block = config["block"]
+    named: dict[str, tuple[str, int | None]] = {
+        block["embed"]: ("token_embd.weight", None),
+        block["head"]: ("output.weight", None),
+    }
+    for layer in geometry.layers:
+        heads = {"q": layer.heads, "k": layer.kv_heads}
+        for role in whole_roles(config, layer):
+            named[layer.path(role)] = (f"blk.{layer.index}.{LAYER_NAMES[role]}.weight", heads.get(role))
+    for path, scheme in rounded_modules(config, packed_modules(checkpoint.tensors)).items():
+        if path not in named:
+            continue
+        parts = checkpoint.read([path + SCALE, path + SHAPE])
+        kind = block_kind(scheme, int(parts[path + SHAPE][1]), parts[path + SCALE])
+        if kind is not None:
+            name, rows_of = named[path]
+            found[name] = _Rounded(path, scheme, kind, rows_of)
+    return found
 
 
 def _check_family(described: LayersConfig, config: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.activations import ACT2FN
 
 from lamina import LayersConfig
-from lamina.decoder_layer_lamina import ACTIVATIONS, DecoderLayer, activation, attend
+from lamina.activation_lamina import ACTIVATIONS, activation
+from lamina.decoder_layer_lamina import DecoderLayer, attend
 from lamina.inputs_lamina import prepare_layer_inputs
 from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.rotary_lamina import LaminaRotaryEmbedding

@@ -26,6 +26,7 @@ __all__ = [
 
 # What travels with a checkpoint: the modules of this package that transformers loads with `trust_remote_code`.
 MODELLING_FILES = (
+    "activation_lamina.py",
     "block_lamina.py",
     "checking_lamina.py",
     "configuration_lamina.py",

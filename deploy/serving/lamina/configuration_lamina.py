@@ -14,13 +14,9 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import transformers
-<<<<<<< HEAD
-=======
-from transformers import AutoModelForCausalLM
-from transformers.activations import ACT2FN
->>>>>>> main
 from transformers.configuration_utils import PreTrainedConfig
 
+from .activation_lamina import is_activation
 from .block_lamina import (
     BLOCK_DEFAULTS,
     DEFAULT_BLOCK,
@@ -35,12 +31,8 @@ from .block_lamina import (
 from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 
-<<<<<<< HEAD
-LAYER_TYPES = ("full_attention", "sliding_attention")
-=======
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", *LAYER_FIELDS)
-MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
->>>>>>> main
+LAYER_TYPES = ("full_attention", "sliding_attention")
 # What config.json calls `auto_map`: the classes that transformers loads from the files beside the weights.
 AUTO_MAP = {
     "AutoConfig": "configuration_lamina.LaminaConfig",
@@ -176,13 +168,7 @@ def _publish_architecture() -> None:
             module.LaminaForCausalLM = _architecture()  # type: ignore[attr-defined]
 
 
-<<<<<<< HEAD
-def _check_fields(config: LayersConfig) -> None:
-=======
-publish_architecture()
-
-
-def _check_types(config: LaminaConfig) -> None:
+def _check_types(config: LayersConfig) -> None:
     """Of what a damaged or edited config.json would end in an error far from its cause, or in other numbers."""
     for name in COUNTS:
         if type(number := getattr(config, name)) is not int or number < 1:
@@ -194,12 +180,11 @@ def _check_types(config: LaminaConfig) -> None:
         raise ValueError(f"forms has {len(config.forms)} entries for {config.num_hidden_layers} layers")
     if type(eps := config.norm_eps) not in (int, float) or not 0 <= eps < 1:
         raise ValueError(f"config.json: norm_eps is {eps!r}, not a number from 0 to 1")
-    if not isinstance(act := config.hidden_act, str) or act not in ACT2FN:
+    if not isinstance(act := config.hidden_act, str) or not is_activation(act):
         raise ValueError(f"config.json: hidden_act is {act!r}, which transformers does not know")
 
 
-def _check_fields(config: LaminaConfig) -> None:
->>>>>>> main
+def _check_fields(config: LayersConfig) -> None:
     if config.core_format not in ("dense", "csr"):
         raise ValueError(f"core_format is {config.core_format!r}, allowed are 'dense' and 'csr'")
     _check_layer_sizes(config)

@@ -9,8 +9,6 @@ B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/
 width of a value head, c rotary width (c <= d), N MLP width, n heads of a projection (H or G).
 """
 
-import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -18,35 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .activation_lamina import activation
 from .block_lamina import ATTENTION_ROLES, LINEAR_ROLES, attention_path
 from .configuration_lamina import LayersConfig
 from .rotary_lamina import Angles, rotate
-
-
-class TanhGELU(nn.Module):
-    """x / 2 · (1 + tanh(√(2/π) (x + 0.044715 x³))), each step in the dtype of x as `gelu_new` has it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (…) → the same shape."""
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "silu": nn.SiLU,
-    "relu": nn.ReLU,
-    "gelu": nn.GELU,
-    "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
-    "gelu_new": TanhGELU,
-}
-
-
-def activation(name: str) -> nn.Module:
-    """The function that transformers knows by this name. Raises KeyError if it knows none."""
-    if name in ACTIVATIONS:
-        return ACTIVATIONS[name]()
-    from transformers.activations import ACT2FN  # seconds, for the rare ones
-
-    return cast(nn.Module, ACT2FN[name])
 
 
 def attend(query_BHTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor, scaling: float, window: int | None) -> Tensor:
