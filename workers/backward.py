@@ -82,7 +82,7 @@ class BackwardPass:
 
     def release(self) -> None:
         """Lets go of the compressed layer."""
-        self.packed.release()
+        self.packed.current = None
 
     def _gradients_at_output(self, unit: Backward) -> GradientOf:
         """Held, committed, or made from the nearest above that are; at the last layer's output, from the head."""

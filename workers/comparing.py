@@ -57,15 +57,14 @@ def compare_models(
     errors, sketches = [], []
     for layer, record in enumerate(staged):
         after_BSD = _run(dense.block(layer, None).run(dense_BSD))
-        dense.release()
+        dense.current = None
         block = packed.block(layer, record)
         alone_BSD, packed_BSD = _run(block.run(dense_BSD)), _run(block.run(packed_BSD))
         update_BSD = after_BSD - dense_BSD
         errors.append(relative(alone_BSD - after_BSD, update_BSD))
         sketches.append(sketch(alone_BSD - dense_BSD, update_BSD, layer))
         dense_BSD = after_BSD
-    dense.release()
-    packed.release()
+    dense.current = packed.current = None
     logits_TV = head(dense)(dense_BSD.flatten(0, 1))
     found_TV = head(packed, staged[-1])(packed_BSD.flatten(0, 1))
     spread_TV = logits_TV - logits_TV.mean(dim=0)

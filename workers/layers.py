@@ -6,12 +6,12 @@ import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lamina import LaminaConfig
+from lamina import LayersConfig
 from manifests.errors import NumericsError
 from manifests.records import Scheme, StagedLayer
 from pipeline.families.registry import geometry_of
@@ -23,20 +23,15 @@ from workers.block import Block
 from workers.config import WorkerConfig
 from workers.differentiable import DifferentiableBlock
 
-T = TypeVar("T")
-
 
 class LayerReader:
-    """Builds the block of a layer. Holds one block on the device and at most one more layer's dense tensors, and before
-    the first layer and after the last what is outside of the layers there."""
+    """Builds the block of a layer. Holds one block on the device and at most one more layer's dense tensors."""
 
     def __init__(self, setup: WorkerConfig, device: torch.device) -> None:
         self.setup = setup
         self.device = device
-        self.config = LaminaConfig(**setup.config)
-        self.config._attn_implementation = "sdpa"
+        self.config = LayersConfig(**setup.config)
         self.current: tuple[tuple[int, str], Any] | None = None
-        self.around: tuple[tuple[str, ...], Any] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
 
@@ -61,28 +56,14 @@ class LayerReader:
         """The one block that is held: the one of this name, or it is built in place of what was held."""
         if self.current is None or self.current[0] != name:
             self.current = None  # frees the device before the next layer is placed
-            self.around = self.around if name[0] == 0 else None
             with torch.inference_mode(False), torch.no_grad():  # or its tensors would not go with autograd
                 self.current = (name, build())
         return self.current[1]
-
-    def release(self) -> None:
-        """Lets go of what is held on the device."""
-        self.current = self.around = None
 
     def read_ahead(self, layer: int | None) -> None:
         """Starts reading a layer's source tensors in the background."""
         if layer is not None and (self.ahead is None or self.ahead[0] != layer):
             self.ahead = (layer, self.thread.submit(self._read_layer, layer))
-
-    def outside(self, names: tuple[str, ...], build: Callable[[], T]) -> T:
-        """What is outside of the layers by these names, or it is built in place of what was held."""
-        if self.around is None or self.around[0] != names:
-            self.around = None
-            with torch.inference_mode(False), torch.no_grad():
-                self.around = (names, build())
-        found: T = self.around[1]
-        return found
 
     def outer(self, *names: str, staged: StagedLayer | None = None) -> dict[str, Tensor]:
         """Tensors outside the layers (embeddings, final norm, head), on the device, in the forward's dtype.

@@ -59,7 +59,7 @@ class PairPass:
 
     def release(self) -> None:
         """Lets go of the compressed layer."""
-        self.packed.release()
+        self.packed.current = None
 
     def _replay(self, unit: Pair, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
         self._through(unit, layer, staged, inputs, {}, emit=True)

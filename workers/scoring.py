@@ -104,7 +104,7 @@ class ScorePass:
     def release(self) -> None:
         """Lets go of the layer."""
         if self.reader is not None:
-            self.reader.release()
+            self.reader.current = None
 
 
 class _Shard:

@@ -9,7 +9,7 @@ from pipeline.plan.phases import evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import layer_work, scoring_flops
 
-WALK = ("statistics", "reduce", "solve", "propagate")
+WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
 def job_outlook(job: JobContext, rates: Rates) -> Outlook:
@@ -24,11 +24,11 @@ def job_outlook(job: JobContext, rates: Rates) -> Outlook:
     seconds = phase_seconds(work, rates, way)
     has_moments = any(task.moments for task in tasks)
     if way.compressed and has_moments:
-        solving = [("walk", sum(seconds[name] for name in WALK))]
+        solving = [("walk", sum(seconds.get(name, 0.0) for name in WALK))]
     elif any(task.corrections for task in tasks):
         solving = [("correct", seconds["solve"] + seconds.get("correct", 0.0))]
     else:
-        solving = [("compress", seconds["solve"])]
+        solving = [("compress", seconds["solve"] + seconds.get("round", 0.0))]
     first = "importance" if way.compressed else "statistics"
     planned = [(first, seconds[first])] if first in seconds and has_moments else []
     planned += [(name, seconds[name]) for name in ("gradient", "curves") if name in seconds]

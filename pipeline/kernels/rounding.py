@@ -221,13 +221,14 @@ def _fed_codes(weight_OI: Tensor, scales_OS: Tensor, feedback: Feedback, limits:
     codes_IO = torch.empty(weight_IO.shape, dtype=torch.int8, device=weight_OI.device)
     for start in range(0, len(weight_IO), BLOCK):
         stop = min(start + BLOCK, len(weight_IO))
-        errors_bO, share_bI = weight_IO.new_empty(stop - start, weight_IO.shape[1]), share_II[start:stop]
-        for place in range(stop - start):
+        errors_bO, codes_bO = (weight_IO.new_empty(stop - start, weight_IO.shape[1]) for _ in range(2))
+        share_bI = share_II[start:stop]
+        for place in range(stop - start):  # on a GPU its launches take the time
             column = start + place
             value_O = torch.addmv(wanted_IO[column], errors_bO[:place].T, share_bI[:place, column])
             step_O = steps_SO[places[column]]
-            code_O = (value_O / step_O).round_().clamp_(*limits)
-            codes_IO[column] = code_O
-            errors_bO[place] = torch.addcmul(weight_IO[column], code_O, step_O, value=-1.0)
+            code_O = torch.clamp(value_O.div_(step_O).round_(), *limits, out=codes_bO[place])
+            torch.addcmul(weight_IO[column], code_O, step_O, value=-1.0, out=errors_bO[place])
+        codes_IO[start:stop] = codes_bO
         wanted_IO[stop:].addmm_(share_bI[:, stop:].T, errors_bO)
     return torch.empty_like(codes_IO).index_copy_(0, order_I, codes_IO).T.contiguous()

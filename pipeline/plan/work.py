@@ -8,10 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import build_methods, layer_gradients, layer_moments, layers_of, predict_tasks
+from pipeline.methods.registry import (
+    build_methods,
+    claim_tasks,
+    layer_gradients,
+    layer_moments,
+    layers_of,
+    predict_tasks,
+)
+from pipeline.plan.rounding_work import RoundWork, rounding_work
 
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 24  # of device memory for each number: the product written and read, the float64 sum read and written
@@ -55,6 +64,7 @@ class LayerWork:
         gradient_bytes: of the moments that one shard of the backward pass sums.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
         held_out_flops: of both models on what is held out, in float32 on tensor cores.
+        rounding: of every task of the job that is rounded, those of all layers and what is outside of them.
     """
 
     weight_bytes: int
@@ -72,6 +82,7 @@ class LayerWork:
     gradient_bytes: int = 0
     correction_flops: float = 0.0
     held_out_flops: float = 0.0
+    rounding: tuple[RoundWork, ...] = ()
 
 
 def layer_work(
@@ -88,6 +99,9 @@ def layer_work(
     calibration = manifest.calibration
     sequence = calibration.sequence_length if calibration else 0
     tokens = calibration.samples * sequence if calibration else 0
+    rounding = rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE)
+    tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
+    own = {task.key: task for task in claim_tasks(build_methods(manifest), geometry)}  # without what rounding needs
     claimed = layers_of(tasks)
     busiest = max(
         claimed, key=lambda layer: (len(layer_moments(tasks, layer)), geometry.layers[layer].numbers()), default=0
@@ -97,7 +111,7 @@ def layer_work(
     gradients = layer_gradients(tasks, busiest)
     forward = forward_flops(layer, sequence)
     two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
-    busy = [task for task in tasks if task.layer == busiest]
+    busy = [own[task.key] for task in tasks if task.layer == busiest]
     pairs = {moment for task in busy for moment in task.corrections}
     predicted = {task.name for task in predict_tasks(build_methods(manifest), geometry) if task.layer == busiest}
     mlp = 2.0 * layer.numbers(tuple(role for role in layer.roles if role in ("gate", "up", "down")))
@@ -135,6 +149,7 @@ def layer_work(
         correction_flops=float(tokens * (walked + sum(_pair_flops(moment, layer) for moment in pairs)))
         if pairs
         else 0.0,
+        rounding=rounding,
         held_out_flops=2.0 * -(-calibration.samples // HELD_OUT) * sequence * forward if calibration else 0.0,
     )
 

@@ -101,21 +101,26 @@ def round_solution(
     found: dict[str, Rounded] = {}
     nearest: list[str] = []
     feedbacks = Feedbacks() if feedbacks is None else feedbacks
-    for matrix in _matrices(solution, quantize.skip):
-        weight_OI, moment_II = _as_read(matrix, solution, moments, found)
-        dtype = stored_dtype(matrix.key, solution.tensors[matrix.key], weights)
+    for together in _reading_the_same(_matrices(solution, quantize.skip), solution):
+        first = together[0]
+        dtype = stored_dtype(first.key, solution.tensors[first.key], weights)
+        read = [_as_read(matrix, solution, moments, found) for matrix in together]
+        weight_OI, moment_II = torch.cat([weight_oI for weight_oI, _ in read]), read[0][1]
         try:
             scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
-            feedback = feedbacks.of(_read_by(matrix, solution), moment_II)
+            feedback = feedbacks.of(_read_by(first, solution), moment_II)
             rounded = round_with_feedback(weight_OI, feedback, bits, scheme.group, dtype)
         except ValueError as error:
-            raise ValueError(f"{matrix.key}: {error}") from error
-        path = matrix.key.removesuffix(WEIGHT)
-        del tensors[matrix.key]
-        tensors |= packed_tensors(path, rounded.codes, rounded.scales, scheme)
-        schemes[path], found[matrix.key] = scheme, rounded
-        worst = max(worst, _error(weight_OI, rounded, moment_II))
-        nearest += [path] if moment_II is None else []
+            raise ValueError(f"{', '.join(matrix.key for matrix in together)}: {error}") from error
+        rows = [len(weight_oI) for weight_oI, _ in read]
+        parts = zip(together, read, rounded.codes.split(rows), rounded.scales.split(rows), strict=True)
+        for matrix, (weight_oI, _), codes_oI, scales_oS in parts:
+            path = matrix.key.removesuffix(WEIGHT)
+            del tensors[matrix.key]
+            tensors |= packed_tensors(path, codes_oI, scales_oS, scheme)
+            schemes[path], found[matrix.key] = scheme, Rounded(codes_oI, scales_oS, rounded.damping)
+            worst = max(worst, _error(weight_oI, found[matrix.key], moment_II))
+            nearest += [path] if moment_II is None else []
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
     if nearest and moments:
         report["nearest"] = sorted(nearest)
@@ -210,6 +215,16 @@ def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> flo
     rows = slice(None, None, max(1, len(weight_OI) // ERROR_ROWS))
     stored_oI = scaled(rounded.codes[rows], rounded.scales[rows].to(torch.float64))
     return rounding_error(weight_OI[rows], stored_oI, moment_II)
+
+
+def _reading_the_same(matrices: Sequence[Matrix], solution: Solution) -> list[list[Matrix]]:
+    """In order, those together that read the same calibration moment, and are as wide as it is: their columns are
+    rounded at once."""
+    found: dict[Any, list[Matrix]] = {}
+    for matrix in matrices:
+        tensor, point = solution.tensors[matrix.key], _read_by(matrix, solution)
+        found.setdefault((point, tensor.shape[1], tensor.dtype) if point else matrix.key, []).append(matrix)
+    return list(found.values())
 
 
 def _read_by(matrix: Matrix, solution: Solution) -> Moment | None:

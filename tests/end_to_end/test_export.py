@@ -61,6 +61,7 @@ def test_dense_gives_the_same_logits(name: str, llama: Path, job: MakeJob) -> No
     ("family", "overrides"),
     [
         ("mistral", {"sliding_window": 16}),
+        ("mistral", {"sliding_window": None}),  # which is not the family's default
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {"head_dim": 32}),
         ("opt", {}),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lamina import LaminaConfig, LaminaForCausalLM
+from lamina import LaminaConfig, LaminaForCausalLM, checking_lamina
 from pipeline.kernels.packing import scaled, unpack
 from tests.end_to_end.jobs import (
     Job,
@@ -79,6 +79,16 @@ def test_transformers_loads_what_was_meant(wide: Path, job: MakeJob, methods: li
         assert torch.equal(logits_of(model, tokens[:, :end])[:, -1].argmax(-1), tokens[:, end])
     verified = command("verify", str(made.output), "--source", str(wide), "--json")
     assert verified.code == 0, verified.out + verified.err
+
+
+def test_three_bits_need_a_newer_package(wide: Path, job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older ones load them and fail in the first forward pass, or read other codes."""
+    pytest.importorskip("compressed_tensors")
+    made = job(wide, methods=[], budget=None, **rounding(3), calibration=None)
+    assert made.run().code == 0
+    monkeypatch.setattr(checking_lamina, "version", lambda name: {"compressed-tensors": "0.17.0"}[name])
+    with pytest.raises(ImportError, match=r"weights of 3 bits need compressed-tensors 0\.20 or newer"):
+        load(made.output)
 
 
 def load_plain(output: Path, config: dict[str, Any]) -> Any:

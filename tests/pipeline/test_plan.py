@@ -17,8 +17,10 @@ from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.__main__ import main
 from pipeline.plan.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes
 from pipeline.plan.phases import Pass, phase_seconds
-from pipeline.plan.rates import measured_rates, rates_of
+from pipeline.plan.rates import NOMINAL_CPU, measured_rates, rates_of
+from pipeline.plan.rounding_work import round_seconds
 from pipeline.plan.work import layer_work, point_features
+from pipeline.rounding.tasks import with_moments
 from tests.pipeline.geometries import llama, manifest, other
 
 TEXT = {"files": ["text.txt"]}
@@ -124,6 +126,41 @@ def test_what_following_the_loss_takes() -> None:
     phases = phase_seconds(two, rates_of("H200"), Pass(6, 4, 1, importance=False, compressed=False))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)
     assert phases["correct"] == pytest.approx(6 * two.correction_flops / rates_of("H200").products)
+
+
+def test_what_rounding_takes() -> None:
+    """By hand: factors of what is read, products, columns; embeddings and head once; nothing of it in the solves."""
+    dense = calibration(propagate="dense")
+    plain = manifest({"method": "flat_llm"}, keep=0.8, calibration=dense)
+    job = manifest(
+        {"method": "flat_llm"}, keep=0.8, calibration=dense, quantize={"bits": 4, "group": 32, "what": "all"}
+    )
+    where = llama(hidden_size=64, intermediate_size=128)
+    without, tasks = (claim_tasks(build_methods(each), where) for each in (plain, job))
+    work = layer_work(job, where, [with_moments(task, job) for task in tasks], 2)
+    assert work.solves[:2] == layer_work(plain, where, without, 2).solves
+    assert work.solves[2].flops == 0  # q and k, which are rounded alone
+    found = {each.name: each for each in work.rounding}
+    kept = 96  # three quarters of 128
+    assert found["mlp"].flops == pytest.approx((64**3 + kept**3) / 3)
+    assert found["mlp"].fed_flops == 2 * kept * 64**2 + 64 * kept**2
+    assert found["query_key_value"].steps == 64
+    assert found["head"].fed_flops == where.vocab * 64**2
+    assert (found["embed"].flops, found["embed"].steps) == (0.0, 0)
+    assert len(work.rounding) == 3 * where.num_layers + 2
+    seconds = phase_seconds(work, rates_of("H200"), Pass(6, 4, 1, importance=False, compressed=False))
+    assert seconds["round"] == pytest.approx(sum(round_seconds(each, rates_of("H200")) for each in work.rounding))
+
+
+@pytest.mark.parametrize("method", ["flat_llm", "loss_aware"])
+def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
+    where = llama(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
+    rounded = {"bits": 4, "group": 32}
+    job = manifest({"method": method}, keep=0.8, calibration=calibration(propagate="dense"), quantize=rounded)
+    tasks = [with_moments(task, job) for task in claim_tasks(build_methods(job), where)]
+    work = layer_work(job, where, tasks, 2)
+    seconds = phase_seconds(work, NOMINAL_CPU, Pass(6, 4, 1, importance=False, compressed=False))
+    assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]
 
 
 def test_a_70b_that_follows_the_loss_fits_on_a_gpu() -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, Cache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
+from lamina import LaminaConfig, checking_lamina, modeling_lamina
 from tests.serving import serving_factors as kinds
 from tests.serving.serving_factors import factored
 from tests.serving.test_serving_loading import write_checkpoint
@@ -215,6 +216,52 @@ def test_damaged_positions(kind: Any, ending: str, message: str, tmp_path: Path)
     rewrite(tmp_path / "model.safetensors", lambda t: next(v for k, v in t.items() if k.endswith(ending)).zero_())
     with pytest.raises(ValueError, match=message):
         AUTO.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_size", "48", "hidden_size is '48', not a whole number from 1 on"),
+        ("num_hidden_layers", 10**12, "forms has 3 entries for 1000000000000 layers"),
+        ("head_dim", True, "head_dim is True, not a whole number"),
+        ("intermediate_size", None, "intermediate_size is None, not a whole number"),
+        ("block", "x", "block is 'x', not a dict"),
+        ("forms", 1.5, "forms is 1.5, not a list"),
+        ("norm_eps", -1, "norm_eps is -1, not a number from 0 to 1"),
+        ("norm_eps", "x", "norm_eps is 'x', not a number"),
+        ("hidden_act", "x", "hidden_act is 'x', which transformers does not know"),
+    ],
+)
+def test_fields_of_another_kind(whole: Path, field: str, value: Any, message: str) -> None:
+    """Errors that would come late and far from their cause, or none at all."""
+    config = json.loads((whole / "config.json").read_text())
+    with pytest.raises(ValueError, match=message):
+        LaminaConfig(**{**config, field: value})
+
+
+def test_codes_that_an_old_package_reads_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def field(*bits: int) -> dict[str, Any]:
+        return {"config_groups": {str(b): {"weights": {"num_bits": b}} for b in bits}}
+
+    monkeypatch.setattr(checking_lamina, "version", lambda name: {"compressed-tensors": "0.17.0"}[name])
+    checking_lamina.check_reader(field(4, 8))
+    checking_lamina.check_reader({"quant_method": "quanto"})
+    with pytest.raises(ImportError, match=r"weights of 3 bits need compressed-tensors 0.20 or newer, and 0.17.0 is"):
+        checking_lamina.check_reader(field(4, 3))
+    monkeypatch.setattr(checking_lamina, "version", lambda name: "0.20.0")
+    checking_lamina.check_reader(field(4, 3))
+
+
+def test_heads_that_vllms_transformers_backend_does_not_have(whole: Path) -> None:
+    """It says so where it builds the model (tests/vllm), and would fail at a shape in the first forward pass."""
+    config = LaminaConfig(**json.loads((whole / "config.json").read_text()))
+    modeling_lamina._check_equal_heads(config)
+    config.layer_sizes = [{}, {"intermediate_size": 24}, {"num_key_value_heads": 1}]
+    with pytest.raises(ValueError, match=r"layer 2: num_key_value_heads 1: vLLM's Transformers backend has no place"):
+        modeling_lamina._check_equal_heads(config)
+    wide, _ = factored("llama-gqa", kinds.absorbed, 0.8)
+    with pytest.raises(ValueError, match=r"layer 0: values of \d+ numbers beside keys of 12: vLLM's Transformers"):
+        modeling_lamina._check_equal_heads(wide.config)
 
 
 def test_forms_that_are_no_objects(folder: Path) -> None:

@@ -106,6 +106,26 @@ def write(folder: Path, name: str, dtype: torch.dtype = torch.float32, bits: int
     return folder
 
 
+DIFFERING: dict[str, list[dict[str, int]]] = {
+    "by-heads": [{}, {"num_key_value_heads": 1}, {"num_attention_heads": 2, "intermediate_size": 96}],
+    "by-channels": [{}, {"intermediate_size": 96}, {}],
+}
+
+
+def write_differing(folder: Path, name: str) -> Path:
+    """A checkpoint of dense layers whose sizes are not all the model's: a case of DIFFERING."""
+    described = {**describe(SOURCES["llama"], forms_of(SOURCES["llama"], kinds.dense, 1.0)), "dtype": "float32"}
+    described |= {"layer_sizes": DIFFERING[name]}
+    del described["auto_map"]
+    torch.manual_seed(0)
+    model = LaminaForCausalLM(LaminaConfig(**described))
+    folder.mkdir(parents=True)
+    noisy = {key: tensor + torch.randn_like(tensor) * 0.05 for key, tensor in model.state_dict().items()}
+    save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
 def round_(described: dict[str, Any], tensors: dict[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
     """The tensors with packed codes for weights; `quantization_config` is added to what config.json says."""
     with torch.device("meta"):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from lamina import LaminaForCausalLM
 from lamina.engine_vllm.attention import value_width
-from tests.vllm.checkpoints import CASES, write
+from tests.vllm.checkpoints import CASES, DIFFERING, write, write_differing
 from tests.vllm.generate import LENGTH, PROMPTS
 
 SCRIPT = "tests.vllm.generate"
@@ -32,6 +32,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     for name in CASES:
         write(folder / name, name)
+    for name in DIFFERING:
+        write_differing(folder / name, name)
     return folder
 
 
@@ -58,12 +60,13 @@ def expected(folder: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def native(root: Path) -> dict[str, Any]:
-    return run("auto", 1, [root / name for name in CASES])
+    return run("auto", 1, [root / name for name in (*CASES, *DIFFERING)])
 
 
 @pytest.fixture(scope="module")
 def backend(root: Path) -> dict[str, Any]:
-    return run("transformers", 1, [root / name for name in BACKEND])
+    refused = run("transformers", 1, [root / name for name in ("lorc-wide", "by-heads")])  # in a process of their own
+    return refused | run("transformers", 1, [root / name for name in (*BACKEND, "by-channels")])
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +92,30 @@ def compiled(root: Path, rounded_root: Path) -> dict[str, Any]:
     return run("auto", 1, [*(root / name for name in COMPILED), rounded_root / "flat_llm"], "float32-compiled")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *DIFFERING])
 def test_our_class_says_the_same(native: dict[str, Any], root: Path, name: str) -> None:
     assert native[name].get("error") is None
     assert native[name]["class"] == "LaminaForVllm"
     assert native[name]["tokens"] == expected(root / name)
 
 
-@pytest.mark.parametrize("name", BACKEND)
+@pytest.mark.parametrize("name", [*BACKEND, "by-channels"])
 def test_the_transformers_backend_says_the_same(backend: dict[str, Any], root: Path, name: str) -> None:
     assert backend[name].get("error") is None
     assert backend[name]["class"] == "TransformersForCausalLM"
     assert backend[name]["tokens"] == expected(root / name)
+
+
+def test_the_transformers_backend_refuses_heads_that_differ(backend: dict[str, Any]) -> None:
+    for name, said in (("lorc-wide", "layer 0: values of 51 numbers"), ("by-heads", "layer 1: num_key_value_heads 1")):
+        assert said in backend[name]["error"]
+        assert "Transformers backend has no place for such heads" in backend[name]["error"]
+
+
+def test_our_class_caches_the_heads_that_a_layer_has(native: dict[str, Any]) -> None:
+    """2, 1 and 2 KV heads of 32 numbers, keys and values."""
+    assert native["by-heads"]["cached"] == 5 * 2 * 32
+    assert native["by-channels"]["cached"] == 6 * 2 * 32
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -1,13 +1,18 @@
 """Whether the files of a checkpoint are whole and of one piece, as far as that can be seen without reading weights."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 RECORD_FILE, INDEX_FILE = "compression.json", "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 RECORD_VERSION = 1
 SHOWN = 5
+READER, READER_VERSION = "compressed-tensors", "0.20"  # from which on codes may go on in the next word
+WORD_BITS = 32
 DESCRIBED = ("dtype", "shape")  # of a tensor, in a shard's header and in the record
 
 
@@ -42,6 +47,20 @@ def check_checkpoint(folder: Path) -> None:
         f"the weights in {folder} are not those that {RECORD_FILE} describes: {shown(faults, '; ')}. "
         f"Copy the checkpoint again; if the weights were changed on purpose, remove {RECORD_FILE}."
     )
+
+
+def check_reader(quantization: dict[str, Any]) -> None:
+    """Whether the package that multiplies rounded weights out, at the first token, reads codes of their bits.
+
+    `quantization` is the field of config.json. Raises ImportError where the package is too old for them.
+    """
+    groups = (quantization.get("config_groups") or {}).values()
+    odd = [bits for group in groups if WORD_BITS % (bits := group["weights"]["num_bits"])]
+    if odd and Version(found := version(READER)) < Version(READER_VERSION):
+        raise ImportError(
+            f"weights of {odd[0]} bits need {READER} {READER_VERSION} or newer, and {found} is installed: "
+            f"pip install '{READER}>={READER_VERSION}', or serve them with vLLM and the package lamina"
+        )
 
 
 def shown(lines: list[str], separator: str = ", ") -> str:

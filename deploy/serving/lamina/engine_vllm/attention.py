@@ -10,7 +10,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from lamina.configuration_lamina import LaminaConfig
-from lamina.layers_lamina import LaminaAttention, Memo
+from lamina.decoder_layer_lamina import Memo
+from lamina.layers_lamina import LaminaAttention
 
 VALUE_MULTIPLE = 16  # kernels want value heads of such widths
 
@@ -74,13 +75,13 @@ class VllmAttention(LaminaAttention):
 
     def connect(self, heads: CachedHeads, parts: int, cache: CacheConfig | None, quant: Any, prefix: str) -> None:
         """Makes vLLM's attention for this device's heads."""
-        config, self.cached = self.config, heads
+        shape, self.cached = self.config.layer_shape(self.layer_idx), heads
         options = {} if heads.backend is None else {"attn_backend": heads.backend, "head_size_v": heads.value}
         self.attn = Attention(
-            config.num_attention_heads // parts,
+            shape.num_attention_heads // parts,
             heads.key,
             self.scaling,
-            num_kv_heads=config.num_key_value_heads // parts,
+            num_kv_heads=shape.num_key_value_heads // parts,
             cache_config=cache,
             quant_config=quant,
             per_layer_sliding_window=self.sliding_window,

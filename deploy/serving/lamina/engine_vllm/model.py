@@ -22,11 +22,12 @@ from vllm.sequence import IntermediateTensors
 from lamina.block_lamina import in_base
 from lamina.checking_lamina import check_checkpoint, shown
 from lamina.configuration_lamina import LaminaConfig
+from lamina.decoder_layer_lamina import attach, find, make_norm
 from lamina.engine_vllm.attention import CachedHeads, VllmAttention
 from lamina.engine_vllm.parallel import Cut, Parallel, Place, check_cut, unpacked_places
 from lamina.engine_vllm.rounded import Scheme, scheme_of
 from lamina.factored_lamina import PivotedLinears, stored_state
-from lamina.layers_lamina import LaminaDecoderLayer, attach, find, make_norm
+from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.modeling_lamina import LaminaForCausalLM, old_buffers
 
 logger = init_logger("vllm.lamina")
@@ -55,10 +56,6 @@ class LaminaBase(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, config: LaminaConfig, prefix: str) -> None:
         super().__init__()
         self.config, block = config, config.block
-        if any(config.layer_sizes):
-            raise ValueError(
-                "config.json: layer_sizes: layers of different sizes are not served by vLLM yet; use transformers"
-            )
         quant, cache = vllm_config.quant_config, vllm_config.cache_config
         self.places: dict[str, Place] = {}
         self.unpacked: dict[str, str] = {}

@@ -25,9 +25,10 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLi
 
 from lamina.block_lamina import LINEAR_ROLES, QKVO_ROLES, ROWWISE_ROLES, LayerShape
 from lamina.configuration_lamina import LaminaConfig
+from lamina.decoder_layer_lamina import LaminaRMSNorm, attach
 from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, check_dtype, scheme_of
 from lamina.factored_lamina import Factored, HeadLowRankLinear, LowRankLinear, PivotedLinears, RoleOutput
-from lamina.layers_lamina import LaminaDecoderLayer, LaminaRMSNorm, attach
+from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.tucker_lamina import SparseCore, TuckerLinears
 
 Place = Callable[[Tensor], None]  # puts a stored tensor, or this device's part of it, where it belongs
@@ -51,13 +52,25 @@ class Cut(NamedTuple):
 
 
 def check_cut(config: LaminaConfig, parts: int) -> None:
-    """Raises ValueError, naming layer and number, for heads or channels that the devices do not divide."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (number := getattr(config, name)) % parts:
-            raise ValueError(f"{number} {name} cannot be split over {parts} devices; use another tensor_parallel_size")
+    """Raises ValueError, naming layer and number, for heads or channels that the devices do not divide.
+
+    And for heads of another width than the model's, as vLLM's cache has one.
+    """
     for layer in range(config.num_hidden_layers):
+        shape = config.layer_shape(layer)
+        if shape.head_dim != config.head_dim:
+            raise ValueError(
+                f"layer {layer}: head_dim {shape.head_dim} beside {config.head_dim} of the model: not in vLLM; "
+                "use transformers"
+            )
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            if (number := getattr(shape, name)) % parts:
+                raise ValueError(
+                    f"layer {layer}: {number} {name} cannot be split over {parts} devices; use another "
+                    "tensor_parallel_size"
+                )
         form, spec = config.form_of(layer, "up")
-        if (width := form.inner_width(config.layer_shape(layer), spec)) % parts:
+        if (width := form.inner_width(shape, spec)) % parts:
             raise ValueError(
                 f"layer {layer}: {width} channels of the MLP cannot be split over {parts} devices; compress with "
                 f"budget: {{multiple: {parts}}} or a multiple of it, or use another tensor_parallel_size"

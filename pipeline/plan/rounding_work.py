@@ -1,0 +1,78 @@
+"""What rounding takes, from the geometry and the tasks alone. docs/plan.md#work-of-a-layer.
+
+Legend: O outputs, I inputs of a matrix as it is stored; N intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from manifests.quantize import QUANTIZED_ROLES
+from manifests.schema import Manifest
+from pipeline.families.family import LayerGeometry
+from pipeline.methods.method import Task
+from pipeline.plan.rates import Rates
+
+TRIED_BYTES, NEAREST_BYTES = 200, 700  # of memory for each number while scales are tried: six of them, or twenty
+FED_BYTES = 300  # for each number, mostly the errors before it in its block
+COLUMN = 0.2  # of the launches that a removal of an elimination has
+CHOSEN = 1 + 3 * 2 * 3  # roundings of a task whose bits are chosen: at each of three of them two kinds of three sizes
+READ = ("attention.in", "o.in", "mlp.in", "down.in", "head.in")
+
+
+@dataclass(frozen=True)
+class RoundWork:
+    """One task: float64 operations of factors, float32 ones of what is fed on, columns that wait for one another, and
+    bytes of memory."""
+
+    name: str
+    flops: float
+    fed_flops: float
+    steps: int
+    moved_bytes: float
+
+
+def rounding_work(
+    tasks: Iterable[Task], manifest: Manifest, layers: Sequence[LayerGeometry], kept: float
+) -> tuple[RoundWork, ...]:
+    """Of every task of the job that rounds something; nothing without `quantize`.
+
+    I³/3 for the factor of each input, whose readers are rounded together, O I² for each matrix. `kept`: the share of an
+    MLP's channels that stays where a method eliminates. Matrices count as whole: what they are factored into takes
+    less.
+    """
+    if manifest.quantize is None:
+        return ()
+    rounded = {*QUANTIZED_ROLES, *manifest.quantize.outer_roles} - {*manifest.quantize.skip}
+    fed, times = manifest.rounds_by_feedback, CHOSEN if manifest.quantize.bits == "auto" else 1
+    found = []
+    for task in tasks:
+        layer, cut = layers[task.layer], kept if task.method < len(manifest.methods) else 1.0
+        sizes = [_stored_shape(role, layer, cut) for role in task.roles if role in rounded]
+        inputs = {moment.point for moment in task.moments if moment.point in READ and moment.kind == "value"}
+        numbers = sum(rows * columns for rows, columns in sizes)
+        if fed and inputs:
+            widths = {columns for _, columns in sizes}
+            flops = sum(width**3 / 3 for width in widths)
+            fed_flops = float(sum(rows * columns**2 for rows, columns in sizes))
+            steps = sum(widths)
+            found.append((task.name, flops, fed_flops, steps, numbers * float(TRIED_BYTES + FED_BYTES)))
+        elif numbers:
+            found.append((task.name, 0.0, 0.0, 0, numbers * float(NEAREST_BYTES)))
+    return tuple(
+        RoundWork(name, times * flops, times * fed_flops, times * steps, times * moved)
+        for name, flops, fed_flops, steps, moved in found
+    )
+
+
+def _stored_shape(role: str, layer: LayerGeometry, kept: float) -> tuple[int, int]:
+    """Rows and columns of a matrix, with that share of an MLP's channels."""
+    rows, columns = layer.weight_shape(role)
+    return round(rows * kept) if role in ("gate", "up") else rows, round(columns * kept) if role == "down" else columns
+
+
+def round_seconds(work: RoundWork, rates: Rates) -> float:
+    """One task on one worker."""
+    computing = work.flops / rates.double + work.fed_flops / rates.single
+    return computing + work.moved_bytes / rates.memory + work.steps * COLUMN * rates.step_s
