@@ -23,10 +23,12 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
 from pipeline.job.scoring import dense_score_key, score_entry
 from pipeline.job.sizing import compress_and_score
-from pipeline.keys import EVALUATION, HELD_OUT_SCORE, RANKS, RESULT
+from pipeline.keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RANKS, RESULT
+from pipeline.plan.rates import known_rates
 from pipeline.ranks.curves import predicted_loss
 from pipeline.score_units import Scored, Windows
 from pipeline.sweeping.context import SweepContext
+from pipeline.sweeping.planning import sweep_outlook
 from pipeline.sweeping.points import SweptPoint
 from pipeline.sweeping.pool import PointPool
 
@@ -47,6 +49,8 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
         return
     job = sweep.job
     with job_workers(job, heartbeat) as workers:
+        device = (job.ledger.get(HARDWARE) or {})["device"]
+        job.observer.expect(sweep_outlook(pending, job, known_rates(device)))
         _take_statistics(job, pending, workers)
         windows = _score_dense(job, workers)
         for place, point in enumerate(pending, start=1):
