@@ -49,8 +49,11 @@ class WorkerError(LaminaError, RuntimeError):
 class LostInputError(LaminaError):
     """Something a unit builds on went with the node that held it; what led to it is done again.
 
-    `producers` are the keys of the units whose results are gone, if they are known.
+    `producers` are the keys of the units whose results are gone, if they are known; `unit` is that of the unit that
+    missed them, as the pool says when it raises this.
     """
+
+    unit = ""
 
     def __init__(self, message: str, producers: tuple[str, ...] = ()) -> None:
         super().__init__(message, producers)

@@ -7,7 +7,9 @@ data is dropped last.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from manifests.entries import (
@@ -37,12 +39,14 @@ from pipeline.keys import (
 )
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
+from pipeline.plan.phases import AHEAD
 from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs, computed_keys
 from pipeline.second_round import SecondRound
 from pipeline.steps import Steps, write_unit
-from pipeline.summing import Summing
-from pipeline.units import Forward, Lineage, Measure, Solve, SolveDone, Unit
+from pipeline.sum_units import Summed
+from pipeline.summing import Summing, Taken
+from pipeline.units import Forward, Lineage, Measure, Solve, SolveDone, Write
 
 
 class Driver:
@@ -76,7 +80,7 @@ class Driver:
             try:
                 return phases()
             except (CorruptError, LostInputError) as error:
-                self.pool.cancel_pending()
+                self.steps.cancel()
                 self.repairs.invalidate(error)
 
     def _prepare(self) -> None:
@@ -138,29 +142,40 @@ class Driver:
         base = next((layer for layer in range(missing[0], 0, -1) if self._activations("dense", layer)), 0)
         phase = "statistics" if with_moments else "importance"
         self.observer.phase(phase, len(missing), self.job.shards)
+        taken: deque[tuple[int, Taken]] = deque()  # layers whose sums are on their way to the store
         for layer in missing:
-            entered = self.journal.get(dense_key(layer))
-            found = entered.statistics if entered else {}
             wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
-            moments = tuple(moment for moment in wanted if moment.key not in found)
+            moments = tuple(moment for moment in wanted if moment.key not in self._dense_found(layer))
             store = self.job.is_boundary(layer + 1) and layer < last
             units = self._forward(
                 "dense", layer, None, moments, base, cosine=True, emit=layer < last, store=store, keep=layer in span
             )
-            done, statistics = self.summing.run(moments, units)
-            activations = tuple(result.activation for result in done) if store else None
-            entry = DenseEntry(
-                cosine=tuple(result.cosine for result in done),
-                statistics={**found, **statistics},
-                activations=activations,
-                inputs=tuple(result.inputs for result in done) if layer in span else None,
-            )
-            self.steps.enter(dense_key(layer), entry)
-            if activations is not None:
+            taken.append((layer, self.summing.take(moments, units)))
+            # What is to be begun from is entered before anything builds on it.
+            waiting = 1 + self.pool.size // AHEAD if moments and not store and layer != missing[-1] else 0
+            while len(taken) > waiting:
+                self._enter_dense(phase, *taken.popleft(), span)
+            if store:
                 base = layer + 1
-                self.cleaner.retain_activations((*activations, *self.gradients.stored_inputs(span)))
-            self.observer.layer_done(phase, layer, {})
         self.cleaner.retain_activations(tuple(self.gradients.stored_inputs(span)))
+
+    def _dense_found(self, layer: int) -> Mapping[str, ArrayRecord]:
+        entry = self.journal.get(dense_key(layer))
+        return entry.statistics if entry else {}
+
+    def _enter_dense(self, phase: str, layer: int, taken: Taken, span: range) -> None:
+        statistics = {**self._dense_found(layer), **self.summing.stored(taken)}
+        activations = tuple(result.activation for result in taken.done if result.activation)
+        entry = DenseEntry(
+            cosine=tuple(result.cosine for result in taken.done if result.cosine),
+            statistics=statistics,
+            activations=activations or None,
+            inputs=tuple(result.inputs for result in taken.done) if layer in span else None,
+        )
+        self.steps.enter(dense_key(layer), entry)
+        if activations:
+            self.cleaner.retain_activations((*activations, *self.gradients.stored_inputs(span)))
+        self.observer.layer_done(phase, layer, {})
 
     def _is_measured(self, layer: int, with_moments: bool, with_inputs: bool) -> bool:
         entry = self.journal.get(dense_key(layer))
@@ -214,14 +229,28 @@ class Driver:
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 
     def _solve_all(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
+        """Layer after layer, each written and entered while others are being solved."""
+        pending = deque(layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer))
         self.observer.phase("compress", len(pending), 1)
-        while pending:
-            batch, pending = self.steps.batch(pending)
-            self._compress({layer: self._dense_statistics(layer) for layer in batch}, ranks)
-            if not self.job.keep_statistics:
-                live = [self._dense_statistics(layer) for layer in pending]
-                self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
+        solving: deque[tuple[int, list[Solve]]] = deque()
+        writing: deque[tuple[int, list[Solve], list[SolveDone]]] = deque()
+        while pending or solving or writing:
+            while pending and len(solving) <= self.pool.size:
+                layer = pending.popleft()
+                solving.append((layer, self._solves(layer, self._dense_statistics(layer), ranks)))
+                self.steps.begin(solving[-1][1])
+            if solving:
+                layer, solves = solving.popleft()
+                writing.append((layer, solves, self.steps.results(solves)))
+                self.steps.begin(_writes(*writing[-1]))
+            while writing and (not solving or len(writing) > self.pool.size):
+                layer, solves, solutions = writing.popleft()
+                (record,) = self.steps.build_on(solutions, solves, partial(_writes, layer, solves), begun=True)
+                self.steps.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
+                if not self.job.keep_statistics:
+                    left = [*pending, *(layer for layer, _ in solving), *(layer for layer, _, _ in writing)]
+                    live = [self._dense_statistics(layer) for layer in left]
+                    self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
 
     def _dense_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
         """The moments of a layer that the dense pass and the backward pass have entered, by key."""
@@ -249,21 +278,28 @@ class Driver:
         self.observer.phase("walk", last + 1 - base, 2 * self.job.shards)
         for layer in range(base, last + 1):
             if layer in pending:
-                statistics = {**self._walk_statistics(layer, base), **self._gradient_statistics(layer)}
-                self._compress({layer: statistics}, ranks)
+                self._compress_behind(layer, base, ranks)
                 if not self.job.keep_statistics:
                     self.cleaner.retain_statistics(())
             if layer < last and self.job.is_boundary(layer + 1):
                 base = self._propagate(layer, base)
 
-    def _walk_statistics(self, layer: int, base: int) -> Mapping[str, ArrayRecord]:
+    def _compress_behind(self, layer: int, base: int, ranks: RanksOf) -> None:
+        """Takes a layer's moments behind compressed layers, and compresses it from these; they are stored meanwhile, if
+        they are to outlive it."""
+        moments, gradients = layer_moments(self.job.tasks, layer), self._gradient_statistics(layer)
         entered = self.journal.get(statistics_key(layer))
-        if entered is None:
-            moments = layer_moments(self.job.tasks, layer)
-            units = self._forward("compressed", layer, None, moments, base, emit=False)
-            entered = StatisticsEntry(statistics=self.summing.run(moments, units)[1] if moments else {})
-            self.steps.enter(statistics_key(layer), entered)
-        return entered.statistics
+        if entered is not None or not moments:
+            known = entered.statistics if entered else {}
+            return self._compress(layer, {**known, **gradients}, ranks, lambda: None)
+        units = self._forward("compressed", layer, None, moments, base, emit=False)
+        taken = self.summing.take(moments, units, self.job.keep_statistics)
+
+        def enter() -> None:
+            if self.job.keep_statistics:
+                self.steps.enter(statistics_key(layer), StatisticsEntry(statistics=self.summing.stored(taken)))
+
+        self._compress(layer, {**taken.samples, **self.summing.summed(taken), **gradients}, ranks, enter)
 
     def _propagate(self, layer: int, base: int) -> int:
         """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
@@ -314,25 +350,21 @@ class Driver:
             for shard in range(self.job.shards)
         ]
 
-    def _compress(self, statistics: Mapping[int, Mapping[str, ArrayRecord]], ranks: RanksOf) -> None:
-        """Solves every group of some layers, then writes and enters each layer."""
-        solves: list[Unit] = [
-            Solve(task, ranks[task.key], {moment: statistics[layer][moment.key] for moment in task.moments})
-            for layer in statistics
+    def _compress(
+        self, layer: int, statistics: Mapping[str, ArrayRecord | Summed], ranks: RanksOf, enter: Callable[[], None]
+    ) -> None:
+        """Solves every group of a layer, then writes and enters it; before that, `enter` enters something else."""
+        solves = self._solves(layer, statistics, ranks)
+        solutions, (record,) = self.steps.do_both(solves, partial(_writes, layer, solves))
+        enter()
+        self.steps.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
+
+    def _solves(self, layer: int, statistics: Mapping[str, ArrayRecord | Summed], ranks: RanksOf) -> list[Solve]:
+        return [
+            Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments})
             for task in self.job.tasks
             if task.layer == layer
         ]
-
-        def parts(solutions: Sequence[SolveDone], layer: int) -> list[tuple[Solve, SolveDone]]:
-            pairs = zip(solves, solutions, strict=True)
-            return [(unit, done) for unit, done in pairs if isinstance(unit, Solve) and unit.task.layer == layer]
-
-        solutions, staged = self.steps.do_both(
-            solves, lambda solutions: [write_unit(layer, parts(solutions, layer)) for layer in statistics]
-        )
-        for layer, record in zip(statistics, staged, strict=True):
-            solved = parts(solutions, layer)
-            self.steps.enter_layer(layer, solved, record)
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
@@ -345,3 +377,7 @@ class Driver:
             return dense.activations if dense else None
         walked = self.journal.get(activations_key(layer))
         return walked.activations if walked else None
+
+
+def _writes(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
+    return [write_unit(layer, list(zip(solves, solutions, strict=True)))]

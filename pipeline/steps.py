@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -37,10 +38,64 @@ class Steps:
         self.journal = journal
         self.observer = observer
         self.repairs = repairs
+        self.begun: set[str] = set()  # keys of the units whose results nobody has asked for yet
+        self.found: dict[str, Any] = {}
+        self.lost: dict[str, LostInputError] = {}  # what a unit raised that was not waited for just then
+        self.following: dict[tuple[str, ...], Callable[[list[Any]], None]] = {}
 
     def do(self, units: Sequence[Unit]) -> list[Any]:
-        """See `do_units`."""
-        return do_units(self.pool, units, self.observer)
+        """Submits units and waits for all of them. Results in the order of the units."""
+        self.begin(units)
+        return self.results(units)
+
+    def begin(self, units: Sequence[Unit], then: Callable[[list[Any]], None] | None = None) -> None:
+        """Submits units whose results are asked for later, by `results`; `then` is called when all have theirs."""
+        if then is not None:
+            self.following[tuple(unit.key for unit in units)] = then
+        for unit in units:
+            self.begun.add(unit.key)
+            self.pool.submit(unit)
+
+    def results(self, units: Sequence[Unit]) -> list[Any]:
+        """Waits for units that were begun. Results in their order. Raises what one of them raised."""
+        missing = {unit.key for unit in units} - self.found.keys()
+        while missing:
+            for key in missing & self.lost.keys():
+                self.begun.discard(key)
+                raise self.lost.pop(key)
+            missing.discard(self._next())
+        self.begun -= {unit.key for unit in units}
+        return [self.found.pop(unit.key) for unit in units]
+
+    def settle(self, units: Sequence[Unit]) -> None:
+        """Waits for those of some units that were begun, and forgets what came of them."""
+        keys = {unit.key for unit in units}
+        self.following = {names: then for names, then in self.following.items() if not keys & set(names)}
+        for unit in units:
+            if unit.key in self.begun:
+                with suppress(LostInputError):
+                    self.results([unit])
+
+    def cancel(self) -> None:
+        """Waits for everything begun, and forgets it."""
+        self.pool.cancel_pending()
+        for known in (self.begun, self.found, self.lost, self.following):
+            known.clear()
+
+    def _next(self) -> str:
+        """Waits for a unit: its key."""
+        try:
+            unit, result = self.pool.wait()
+        except LostInputError as error:
+            if error.unit not in self.begun:
+                raise
+            self.lost[error.unit] = error
+            return ""
+        self.found[unit.key] = result
+        self.observer.unit_done(unit, result)
+        for keys in [keys for keys in self.following if unit.key in keys and self.found.keys() >= set(keys)]:
+            self.following.pop(keys)([self.found[key] for key in keys])
+        return unit.key
 
     def do_both(
         self, producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
@@ -50,17 +105,25 @@ class Steps:
         return made, self.build_on(made, producers, consumers)
 
     def build_on(
-        self, made: list[Any], producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
+        self,
+        made: list[Any],
+        producers: Sequence[Unit],
+        consumers: Callable[[list[Any]], Sequence[Unit]],
+        begun: bool = False,
     ) -> list[Any]:
-        """Results of the units that build on what `producers` have `made`; there, what is lost is replaced."""
+        """Results of the units that build on what `producers` have `made`; there, what is lost is replaced.
+
+        `begun`: these units are under way.
+        """
         while True:
             try:
-                return self.do(consumers(made))
+                return self.results(consumers(made)) if begun else self.do(consumers(made))
             except LostInputError as error:
                 lost = [place for place, unit in enumerate(producers) if unit.key in error.producers]
                 if not lost:
                     raise
-                self.pool.cancel_pending()
+                self.settle(consumers(made))
+                begun = False
                 self.repairs.invalidate(error)
                 for place, result in zip(lost, self.do([producers[place] for place in lost]), strict=True):
                     made[place] = result

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from manifests.records import ArrayRecord
 from pipeline.methods.method import Moment
-from pipeline.unit_parts import HoldsPartials, TakesMoments
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,11 @@ class ChooseGridsDone:
 
 
 @dataclass(frozen=True)
-class Collect(TakesMoments):
+class Collect:
     """Takes over what one worker has summed in a pass; the worker keeps nothing of it.
 
-    The result is a `CollectDone`, or None if the worker is gone, and its sums with it.
+    Each sum is given in up to `parts` parts. The result is a `CollectDone`, or None if the worker is gone, and its sums
+    with it.
     """
 
     lineage: str
@@ -75,34 +74,88 @@ class Collect(TakesMoments):
     worker: str
     sums: str
     moments: tuple[Moment, ...]
+    parts: int = 1
 
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
         return f"collect/{self.lineage}/{self.layer}/{self.sums}/{self.worker}"
 
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds at most."""
+        return len(self.moments) * (self.parts + 1)
+
 
 @dataclass(frozen=True)
-class CollectDone(HoldsPartials):
-    """Handles of the sums, by moment, and the shards that are in each of them; none, if the worker had no such sums."""
+class CollectDone:
+    """What a worker gave away; nothing, if it had no such sums.
 
+    Attributes:
+        partials: by moment, the handles of the parts of the sum. Workers cut a moment alike.
+        diagonals: by moment, the handle of its scaled sums of squares.
+        shards: those that are in each of the sums.
+    """
+
+    partials: Mapping[Moment, tuple[Any, ...]]
+    diagonals: Mapping[Moment, Any]
     shards: tuple[int, ...]
 
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of each handle."""
+        partials = {moment: tuple(map(made, parts)) for moment, parts in self.partials.items()}
+        diagonals = {moment: made(handle) for moment, handle in self.diagonals.items()}
+        return replace(self, partials=partials, diagonals=diagonals)
+
 
 @dataclass(frozen=True)
-class Total:
-    """Adds what the workers have summed of a moment, in any order, and stores it: a `TotalDone`."""
+class CheckGrids:
+    """Whether a layer's sums over all shards are within their grids: a `CheckGridsDone`.
+
+    `diagonals`: of each moment, as all workers have given them.
+    """
+
+    lineage: str
+    layer: int
+    grids: Mapping[Moment, Any]
+    diagonals: Mapping[Moment, tuple[Any, ...]]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"checkgrids/{self.lineage}/{self.layer}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds at most."""
+        return len(self.grids)
+
+
+@dataclass(frozen=True)
+class CheckGridsDone:
+    """Handles of wider grids, of the moments that exceed theirs."""
+
+    wider: Mapping[Moment, Any]
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of each handle."""
+        return replace(self, wider={moment: made(handle) for moment, handle in self.wider.items()})
+
+
+@dataclass(frozen=True)
+class Add:
+    """Adds one part of what the workers have summed of a moment; leaves a handle of it behind."""
 
     lineage: str
     layer: int
     moment: Moment
-    grid: Any
+    part: int
     partials: tuple[Any, ...]
 
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
-        return f"total/{self.lineage}/{self.layer}/{self.moment.key}"
+        return f"add/{self.lineage}/{self.layer}/{self.moment.key}/{self.part}"
 
     @property
     def handles(self) -> int:
@@ -111,16 +164,34 @@ class Total:
 
 
 @dataclass(frozen=True)
-class TotalDone:
-    """The record of the stored sum; or, when it exceeds what its grid allows, the handle of a wider grid.
+class AddDone:
+    """The handle of a part of a moment over all shards."""
 
-    `kept`: whoever added it holds it, for the solve that comes next.
-    """
-
-    record: ArrayRecord | None
-    wider: Any = None
-    kept: bool = False
+    part: Any
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """With `made(handle)` in place of the handle."""
-        return self if self.wider is None else replace(self, wider=made(self.wider))
+        return replace(self, part=made(self.part))
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A moment as it was summed: handles of its grid, and of parts that are yet to be added, or put together."""
+
+    grid: Any
+    partials: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Total:
+    """Stores a moment of a layer; the result is its record."""
+
+    lineage: str
+    layer: int
+    moment: Moment
+    summed: Summed
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"total/{self.lineage}/{self.layer}/{self.moment.key}"

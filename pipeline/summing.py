@@ -1,32 +1,81 @@
 """A pass of all shards through a layer, and the sums that come of it, whoever did which shard.
 
 Every worker keeps one sum of each moment, and knows the shards in it. When all shards are through, these are
-collected and added. They are exact (docs/methods.md#sums-without-an-order): what matters is that every shard is in
-one of them, once. The shards of a worker that is gone are done again; so is a moment that exceeds its grid, with a
-wider one.
+collected, held against their grids, added, and stored, the last two while something else is computed. They are
+exact (docs/methods.md#sums-without-an-order): what matters is that every shard is in one of them, once. The shards of
+a worker that is gone are done again; so is a moment that exceeds its grid, with a wider one.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord
 from pipeline.methods.method import Moment
 from pipeline.steps import Steps
-from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Sums, Total, TotalDone
+from pipeline.sum_units import (
+    Add,
+    AddDone,
+    CheckGrids,
+    CheckGridsDone,
+    ChooseGrids,
+    ChooseGridsDone,
+    Collect,
+    CollectDone,
+    Summed,
+    Sums,
+    Total,
+)
 from pipeline.units import Forward, ForwardDone
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a worker gave away; `key` names the unit that has it."""
+    """What a worker gave away, in at most `cut` parts for each moment; `key` names the unit that has it."""
 
     key: str
     done: CollectDone
+    cut: int
+
+    def without_diagonals(self) -> _Part:
+        """When they have been looked at."""
+        return replace(self, done=replace(self.done, diagonals={}))
+
+
+@dataclass
+class _Sum:
+    """Moments of some units, which share their grids.
+
+    `adds` come first, where several workers have a part, which nobody holds any more afterwards; then `totals`.
+    """
+
+    units: Sequence[Forward]
+    grids: Mapping[Moment, Any]
+    parts: list[_Part]
+    store: bool = True
+    adds: list[Add] = field(default_factory=list)
+    added: frozenset[str] = frozenset()  # keys of those that are done
+    summed: dict[Moment, Summed] = field(default_factory=dict)
+    totals: list[Total] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a pass of all shards gave.
+
+    Attributes:
+        done: the results of the units, without samples of values, so that nobody holds those while the next are made.
+        sums: what is on its way to the store (`Summing.summed`, `Summing.stored`).
+        samples: key -> record of stored samples.
+    """
+
+    done: list[ForwardDone]
+    sums: Sequence[_Sum]
+    samples: Mapping[str, ArrayRecord]
 
 
 class Summing:
@@ -36,24 +85,87 @@ class Summing:
         self.steps = steps
         self.passes = itertools.count()
 
-    def run(self, moments: Sequence[Moment], units: Sequence[Forward]) -> tuple[list[Any], dict[str, ArrayRecord]]:
-        """The results of the units of all shards, and the moments over all: key -> record of what is stored.
-
-        The results are returned without samples of values, so that nobody holds those while the next layer's are made.
-        """
-        sums = tuple(moment for moment in moments if moment.kind == "value")
+    def take(self, moments: Sequence[Moment], units: Sequence[Forward], store: bool = True) -> Taken:
+        """Does the units of all shards. What they have summed is being added, and stored, when this returns."""
+        values = tuple(moment for moment in moments if moment.kind == "value")
         samples = tuple(moment for moment in moments if moment.kind == "sample")
-        if not sums:
+        if not values:
             done = self.steps.do(units)
-            return _stripped(done), self._samples(samples, units, done)
-        chosen: ChooseGridsDone = self.steps.do([ChooseGrids(replace(units[0], moments=sums))])[0]
+            return Taken(_stripped(done), (), self._samples(samples, units, done))
+        chosen: ChooseGridsDone = self.steps.do([ChooseGrids(replace(units[0], moments=values))])[0]
         passed = self._new_pass(chosen.grids)
         units = [replace(unit, sums=passed) for unit in units]
         done = self.steps.do(units)
-        records = self._totals(units, sums, chosen.grids, self._collected(units, done))
+        sums = self._within_grids(units, self._collected(units, done))
+        for made in sums:
+            made.store = store
+            self._begin(made)
         # Whoever does a shard again for its samples need not, and must not, add it again.
         again = [replace(unit, moments=samples, sums=None) for unit in units]
-        return _stripped(done), {**records, **self._samples(samples, again, done)}
+        return Taken(_stripped(done), sums, self._samples(samples, again, done))
+
+    def summed(self, taken: Taken) -> dict[str, Summed]:
+        """The moments over all shards, by key, as they are before they are stored."""
+        found: dict[str, Summed] = {}
+        for made in taken.sums:
+            self._until(made, self._added)
+            found |= {moment.key: summed for moment, summed in made.summed.items()}
+        return found
+
+    def stored(self, taken: Taken) -> dict[str, ArrayRecord]:
+        """The moments over all shards: key -> record of what is stored. What is lost on the way is summed again."""
+        records = dict(taken.samples)
+        for made in taken.sums:
+            found: list[ArrayRecord] = self._until(made, self._written)
+            records |= {total.moment.key: record for total, record in zip(made.totals, found, strict=True)}
+        return records
+
+    def _until(self, made: _Sum, reached: Callable[[_Sum], Any]) -> Any:
+        while True:
+            try:
+                return reached(made)
+            except LostInputError as error:
+                self.steps.settle([*made.adds, *made.totals])
+                lost = not (made.added | {add.key for add in made.adds}).isdisjoint(error.producers)
+                made.parts = self._made_again(made.units, made.grids, made.parts, error, lost)
+                self._begin(made)
+
+    def _added(self, made: _Sum) -> None:
+        if made.adds:
+            self.steps.results(made.adds)
+            made.added = frozenset(add.key for add in made.adds)
+            made.adds, made.parts = [], []
+
+    def _written(self, made: _Sum) -> list[Any]:
+        self._added(made)
+        return self.steps.results(made.totals)
+
+    def _begin(self, made: _Sum) -> None:
+        """Adds what several workers have summed, part by part; nobody waits for it yet."""
+        lineage, layer = made.units[0].lineage, made.units[0].layer
+        if len(made.parts) == 1:
+            return self._store(made, made.parts[0].done.partials)
+        made.adds = [
+            Add(lineage, layer, moment, number, same)
+            for moment in made.grids
+            for number, same in enumerate(zip(*(part.done.partials[moment] for part in made.parts), strict=True))
+        ]
+
+        def store(done: Sequence[AddDone]) -> None:
+            added: dict[Moment, tuple[Any, ...]] = dict.fromkeys(made.grids, ())
+            for add, each in zip(made.adds, done, strict=True):
+                added[add.moment] += (each.part,)
+            self._store(made, added)
+
+        self.steps.begin(made.adds, store)
+
+    def _store(self, made: _Sum, parts: Mapping[Moment, tuple[Any, ...]]) -> None:
+        """Begins to store the sums, if they are to be, which nobody waits for yet either."""
+        made.summed = {moment: Summed(grid, parts[moment]) for moment, grid in made.grids.items()}
+        first = made.units[0]
+        if made.store:
+            made.totals = [Total(first.lineage, first.layer, moment, summed) for moment, summed in made.summed.items()]
+            self.steps.begin(made.totals)
 
     def _samples(
         self, samples: tuple[Moment, ...], units: Sequence[Forward], done: list[ForwardDone]
@@ -63,67 +175,60 @@ class Summing:
     def _new_pass(self, grids: Mapping[Moment, Any]) -> Sums:
         return Sums(f"pass-{next(self.passes)}", grids)
 
-    def _totals(
-        self, units: Sequence[Forward], moments: tuple[Moment, ...], grids: Mapping[Moment, Any], parts: list[_Part]
-    ) -> dict[str, ArrayRecord]:
-        """Records of the sums; those that exceed their grids are taken again, alone, with wider ones."""
-        lineage, layer = units[0].lineage, units[0].layer
-        while True:
-            totals = [
-                Total(lineage, layer, moment, grids[moment], tuple(part.done.partials[moment] for part in parts))
-                for moment in moments
-            ]
-            try:
-                found: list[TotalDone] = self.steps.do(totals)
-                break
-            except LostInputError as error:
-                parts = self._made_again(units, moments, grids, parts, error)
-        records = {
-            moment.key: result.record
-            for moment, result in zip(moments, found, strict=True)
-            if result.record is not None
-        }
-        wider = {moment: result.wider for moment, result in zip(moments, found, strict=True) if result.record is None}
+    def _within_grids(self, units: Sequence[Forward], parts: list[_Part]) -> list[_Sum]:
+        """The sums of these units; those that exceed their grids are taken again, alone, with wider ones."""
+        assert units[0].sums is not None
+        grids = units[0].sums.grids
+        diagonals = {moment: tuple(part.done.diagonals[moment] for part in parts) for moment in grids}
+        check = CheckGrids(units[0].lineage, units[0].layer, grids, diagonals)
+        try:
+            checked: CheckGridsDone = self.steps.do([check])[0]
+        except LostInputError as error:
+            return self._within_grids(units, self._made_again(units, grids, parts, error))
+        wider, parts = checked.wider, [part.without_diagonals() for part in parts]
+        kept = {moment: grid for moment, grid in grids.items() if moment not in wider}
+        found = [_Sum(units, kept, parts)] if kept else []
         if wider:
             again = self._for_sums_alone(units, wider)
-            records |= self._totals(again, tuple(wider), wider, self._collected(again, self.steps.do(again)))
-        return records
+            found += self._within_grids(again, self._collected(again, self.steps.do(again)))
+        return found
 
     def _made_again(
         self,
         units: Sequence[Forward],
-        moments: tuple[Moment, ...],
         grids: Mapping[Moment, Any],
         parts: list[_Part],
         error: LostInputError,
+        known: bool = False,
     ) -> list[_Part]:
-        """The parts, with those that are lost summed again."""
+        """The parts, with those that are lost summed again. `known`: that something else is made again, too."""
         left = [part for part in parts if part.key not in error.producers]
-        if len(left) == len(parts):
+        if len(left) == len(parts) and not known:
             raise error
-        self.steps.pool.cancel_pending()
         self.steps.repairs.invalidate(error)
         there = {shard for part in left for shard in part.done.shards}
-        again = self._for_sums_alone(
-            [unit for unit in units if unit.shard not in there], {moment: grids[moment] for moment in moments}
-        )
-        return left + self._collected(again, self.steps.do(again))
+        missing = [unit for unit in units if unit.shard not in there]
+        if not missing:
+            return left
+        again = self._for_sums_alone(missing, grids)
+        return left + self._collected(again, self.steps.do(again), left[0].cut if left else None)
 
-    def _collected(self, units: Sequence[Forward], done: Sequence[ForwardDone]) -> list[_Part]:
+    def _collected(self, units: Sequence[Forward], done: Sequence[ForwardDone], cut: int | None = None) -> list[_Part]:
         """What the workers have summed of these units; those of workers that are gone meanwhile are done again."""
         assert units[0].sums is not None
         grids = units[0].sums.grids
         parts: list[_Part] = []
+        cut = max(1, self.steps.pool.size) if cut is None else cut
         while True:
             passed = units[0].sums
             assert passed is not None
             workers = dict.fromkeys(result.worker for result in done)
             collects = [
-                Collect(units[0].lineage, units[0].layer, worker, passed.name, tuple(grids)) for worker in workers
+                Collect(units[0].lineage, units[0].layer, worker, passed.name, tuple(grids), cut) for worker in workers
             ]
             for unit, found in zip(collects, self.steps.do(collects), strict=True):
                 if found is not None and found.shards:
-                    parts.append(_Part(unit.key, found))
+                    parts.append(_Part(unit.key, found, cut))
             there = [shard for part in parts for shard in part.done.shards]
             assert len(there) == len(set(there)), "a shard is added once"
             units = [unit for unit in units if unit.shard not in there]

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from manifests.records import ArrayRecord, FormSpec, GradientRecord, Scheme, StagedLayer
 from pipeline.methods.method import Moment, Task
 from pipeline.score_units import Score, WindowForward
-from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
+from pipeline.sum_units import Add, CheckGrids, ChooseGrids, Collect, Summed, Sums, Total
 from pipeline.unit_parts import HoldsPartials, Replaying, TakesMoments
 
 Lineage = Literal["dense", "compressed", "paired"]
@@ -178,12 +178,13 @@ class Reduce:
 class Solve:
     """Compresses one group of one layer; with a pair among the statistics, as far as that allows.
 
+    `statistics`: as they are stored, or as they were summed.
     `before`: the handle of the factors that the group's correction before this one gave.
     """
 
     task: Task
     ranks: Mapping[str, int]
-    statistics: Mapping[Moment, ArrayRecord]
+    statistics: Mapping[Moment, ArrayRecord | Summed]
     before: Any | None = None
 
     @property
@@ -308,8 +309,9 @@ class Compare:
 
 
 Onward = Forward | Pair | WindowForward | Score  # takes a shard on from the inputs of a layer
-SumUnit = ChooseGrids | Collect | Total | Reduce
+SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
+BesideUnit = CheckGrids | Add | Total | Write  # takes nothing that a worker computes with: done beside its other units
 CurveUnit = BeginCurve | CurvePieces | Predict
 Unit = Forward | Pair | Backward | SumUnit | Measure | CurveUnit | Solve | Write | WindowForward | Score | Compare
 ShardUnit = Forward | Pair | Backward | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard
-TensorUnit = Forward | Pair | Backward | ChooseGrids | Collect | Total | Solve  # its result holds handles of tensors
+TensorUnit = Forward | Pair | Backward | ChooseGrids | Collect | CheckGrids | Add | Solve  # its result holds handles

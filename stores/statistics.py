@@ -8,7 +8,7 @@ Shape suffixes: G groups (KV heads, or 1), F features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -42,6 +42,25 @@ class StatisticsStore:
                 self._write_upper_(writer, moment)
             else:
                 _write_plain_(writer, moment, chunks)
+            return writer.commit()
+
+    def write_rows(
+        self, layer: int, name: str, groups: int, width: int, rows: Callable[[int, int], torch.Tensor]
+    ) -> ArrayRecord:
+        """As `write` of a symmetric moment (G, F, F) float64 that nobody need hold whole.
+
+        `rows(start, stop)`: its rows from their first column on the diagonal, (G, stop - start, F - start).
+        """
+        if width <= self._tile:
+            return self.write(layer, name, rows(0, width), symmetric=True)
+        shape = (groups, width, width)
+        prefix, chunks = f"layer-{layer:05d}/{name}", chunk_shape(shape, self._tile)
+        with self._arrays.create(prefix, shape, torch.float64, chunks, upper_tiles=True) as writer:
+            for start, stop in self._tile_rows(width):
+                rows_Gnc = rows(start, stop)
+                for group in range(groups):
+                    selection = (slice(group, group + 1), slice(start, stop), slice(start, width))
+                    writer.write_(selection, rows_Gnc[group : group + 1])
             return writer.commit()
 
     def read(self, record: ArrayRecord) -> torch.Tensor:

@@ -7,6 +7,7 @@ lost only with their node.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ray.util import metrics
 from torch import Tensor
 
 from manifests.errors import LaminaError, LostInputError, WorkerError
-from pipeline.units import ShardUnit, Unit
+from pipeline.units import BesideUnit, ShardUnit, Unit
 from workers.config import WorkerConfig
 from workers.device_settings import settle_device
 from workers.hardware import describe_hardware, software_versions
@@ -33,7 +34,21 @@ class RayTransfer:
     """What is put waits in `outbox` to be returned; its handle is the place there, which the pool makes a `Handle`."""
 
     def __init__(self) -> None:
-        self.outbox: list[Packed | None] = []
+        self._of_thread = threading.local()
+
+    @property
+    def outbox(self) -> list[Packed | None]:
+        """What the unit that this thread is at leaves behind."""
+        if not hasattr(self._of_thread, "outbox"):
+            self._of_thread.outbox = []
+        found: list[Packed | None] = self._of_thread.outbox
+        return found
+
+    def emptied(self) -> list[Packed | None]:
+        """The outbox, which is empty then."""
+        left = self.outbox
+        self._of_thread.outbox = []
+        return left
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
         """See `TensorTransfer`."""
@@ -47,6 +62,9 @@ class RayTransfer:
         except RayError as error:
             what = f"the result of {handle.producer} was lost with its node ({type(error).__name__})"
             raise LostInputError(what, (handle.producer,)) from None
+
+
+BESIDE = {"beside": 1}  # concurrency groups of the actor, by threads: a `BesideUnit` is done in its own
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,7 @@ class WorkerActor:
         self.transfer = RayTransfer()
         self.worker = Worker(setup, self.transfer)
         self.run = run_name(setup)
-        self.meters = WorkerMeters(metrics, self.run)
+        self.meters, self.metering = WorkerMeters(metrics, self.run), threading.Lock()
 
     def __repr__(self) -> str:
         """Its name in Ray's dashboard and logs."""
@@ -102,9 +120,11 @@ class WorkerActor:
         except torch.OutOfMemoryError as raised:
             error = WorkerError(f"{unit.key}: out of GPU memory; {memory_advice(unit)} ({raised})")
         seconds = time.perf_counter() - started
-        outcome = Outcome(result, error, seconds, self.worker.compute_seconds - computed, peak_bytes())
-        self.meters.unit_done(unit, outcome)
-        left, self.transfer.outbox = self.transfer.outbox, []
+        computing = 0.0 if isinstance(unit, BesideUnit) else self.worker.compute_seconds - computed
+        outcome = Outcome(result, error, seconds, computing, peak_bytes())
+        with self.metering:
+            self.meters.unit_done(unit, outcome)
+        left = self.transfer.emptied()
         count = handle_count(unit)
         return [outcome, *left, *[None] * (count - len(left))] if count else outcome
 

@@ -25,11 +25,11 @@ from ray.exceptions import (
 )
 from ray.util import metrics
 
-from manifests.errors import InputError, Interrupted, WorkerError
+from manifests.errors import InputError, Interrupted, LostInputError, WorkerError
 from manifests.schema import Workers
-from pipeline.sum_units import Collect, Total
-from pipeline.units import Forward, ShardUnit, Unit
-from workers.actor import Outcome, WorkerActor
+from pipeline.sum_units import Collect
+from pipeline.units import BesideUnit, Forward, ShardUnit, Unit
+from workers.actor import BESIDE, Outcome, WorkerActor
 from workers.cluster import declared_memory, why_unplaceable
 from workers.config import WorkerConfig
 from workers.failures import START, Failures, failure_key
@@ -55,11 +55,14 @@ class _Member:
     live: bool = False
     where: dict[str, Any] = field(default_factory=dict)
     shards: set[int] = field(default_factory=set)
-    kept: set[str] = field(default_factory=set)  # paths of the moments that it has summed up and still holds
     running: dict[Any, Unit] = field(default_factory=dict)
     tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
     leaving: bool = False  # gets nothing more, and ends when it is done with what it has
     keeps_sums: bool = False  # until they are collected
+
+    def in_hand(self, beside: bool) -> int:
+        """How many units it has that go beside the others, or how many others."""
+        return sum(isinstance(unit, BesideUnit) == beside for unit in self.running.values())
 
 
 class RayPool:
@@ -103,7 +106,9 @@ class RayPool:
             resources["memory"] = self.memory_bytes
         elif setup.memory_bytes:
             note(f"workers are placed without regard to the {setup.memory_bytes / 2**30:.1f} GiB that the plan says")
-        self.actor_class: Any = ray.remote(WorkerActor).options(max_restarts=0, max_task_retries=0, **resources)
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups=BESIDE)(WorkerActor)
+        self.actor_class: Any = actor.options(max_restarts=0, max_task_retries=0, **resources)
         self._await_members(min(workers.min, self.wanted))
 
     @property
@@ -129,6 +134,8 @@ class RayPool:
                 raise Interrupted("stopped by a signal; run the same command again to go on")
             if self.finished:
                 unit, outcome = self.finished.popleft()
+                if isinstance(outcome.error, LostInputError):
+                    outcome.error.unit = unit.key
                 if outcome.error is not None:
                     raise outcome.error
                 return unit, outcome.result
@@ -243,8 +250,6 @@ class RayPool:
             self.pause.end()
             if isinstance(unit, Collect):
                 member.keeps_sums = False
-            if isinstance(unit, Total) and value.error is None and value.result.kept:
-                member.kept.add(value.result.record.path)
             self._account(member, unit, value)
             result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))
@@ -311,14 +316,16 @@ class RayPool:
         """Gives units to the workers that have room, one each in turn, the least busy first."""
         self._dispatch_collects()
         live = self._ready()
-        given = True
-        while given and self.waiting:
-            given = False
-            for member in sorted(live, key=lambda member: len(member.running)):
-                index = choose(self.waiting, member, live) if len(member.running) < DEPTH else None
-                if index is not None:
-                    self._give(member, live, index)
-                    given = True
+        for beside in (False, True):
+            given = True
+            while given and self.waiting:
+                given = False
+                for member in sorted(live, key=lambda member: member.in_hand(beside)):
+                    room = member.in_hand(beside) < DEPTH
+                    index = choose(self.waiting, member, live, beside) if room else None
+                    if index is not None:
+                        self._give(member, live, index)
+                        given = True
 
     def _dispatch_collects(self) -> None:
         """Gives each to the worker that it is for, who may be leaving; of one that is gone there is nothing to have."""
@@ -327,7 +334,7 @@ class RayPool:
             if holder is None:
                 self.waiting.remove(unit)
                 self._finish_gone([unit])
-            elif len(holder.running) < DEPTH:
+            elif holder.in_hand(beside=False) < DEPTH:
                 self._give(holder, [], self.waiting.index(unit))
 
     def _finish_gone(self, units: list[Collect]) -> None:
@@ -340,10 +347,12 @@ class RayPool:
             for other in live:
                 other.shards.discard(unit.shard)
             member.shards.add(unit.shard)
-            member.kept.clear()  # as the worker does
             member.keeps_sums |= isinstance(unit, Forward) and unit.sums is not None
         count = handle_count(unit)
-        returned = member.actor.execute.options(num_returns=1 + count, name=f"lamina {unit_kind(unit)}").remote(unit)
+        asked: dict[str, Any] = {"num_returns": 1 + count, "name": f"lamina {unit_kind(unit)}"}
+        if isinstance(unit, BesideUnit):
+            asked["concurrency_group"] = "beside"
+        returned = member.actor.execute.options(**asked).remote(unit)
         outcome, *tensors = returned if count else [returned]
         member.running[outcome] = unit
         member.tensors[outcome] = tensors

@@ -13,25 +13,21 @@ import torch
 from torch import Tensor
 
 from manifests.errors import NumericsError
-from manifests.records import ArrayRecord
 from pipeline.kernels.checks import require_finite
 from pipeline.kernels.exact_sums import (
     Grid,
-    add_bands_,
     add_rounded_moment_,
     choose_grid,
+    diagonal,
     empty_bands,
-    exceeding,
     product_tokens,
     sample_squares,
-    whole_moment,
 )
 from pipeline.methods.method import Moment
-from pipeline.sum_units import Collect, CollectDone, Sums, Total, TotalDone
+from pipeline.sum_units import Collect, CollectDone, Sums
 from pipeline.units import Forward
-from stores.statistics import StatisticsStore
 from workers.block import Tap, overflow_advice
-from workers.tensor_transfer import TensorTransfer, get_all
+from workers.tensor_transfer import TensorTransfer
 
 Bands = list[Tensor]  # (G, b, d - first row), the upper triangle
 
@@ -39,11 +35,9 @@ Bands = list[Tensor]  # (G, b, d - first row), the upper triangle
 class LayerSums:
     """A worker's sums of one pass of shards: a single triangle of each moment, on the device, and which shards."""
 
-    def __init__(self, transfer: TensorTransfer, statistics: StatisticsStore, device: torch.device) -> None:
+    def __init__(self, transfer: TensorTransfer, device: torch.device) -> None:
         self.transfer = transfer
-        self.statistics = statistics
         self.device = device
-        self.kept: dict[str, Tensor] = {}  # moments of a walk, by the path of their records, until they are solved from
         self.forget()
 
     def forget(self) -> None:
@@ -85,33 +79,20 @@ class LayerSums:
     def collect(self, unit: Collect) -> CollectDone:
         """Gives the sums away."""
         if self.name != unit.sums:
-            return CollectDone({}, ())
-        partials = {moment: self.transfer.put(_packed(self.bands[moment])) for moment in unit.moments}
-        done = CollectDone(partials, tuple(sorted(self.shards)))
+            return CollectDone({}, {}, ())
+        partials = {moment: self._cut(self.bands[moment], unit.parts) for moment in unit.moments}
+        diagonals = {moment: self.transfer.put({"squares": diagonal(self.bands[moment])}) for moment in unit.moments}
+        done = CollectDone(partials, diagonals, tuple(sorted(self.shards)))
         self.forget()
         return done
 
-    def total(self, unit: Total) -> TotalDone:
-        """Adds what all workers have given, and stores it, unless it exceeds its grid.
-
-        Behind compressed layers it is kept besides, as the layer is solved before another is summed.
-        """
-        grid = Grid.unpacked(self.transfer.get(unit.grid))
-        total = self._added(unit.partials)
-        beyond_Gd = exceeding(total, grid)
-        if bool(beyond_Gd.any()):
-            return TotalDone(None, self.transfer.put(_wider(unit, grid, beyond_Gd).packed()))
-        moment = whole_moment(total, grid)
-        name = f"{unit.lineage}-{unit.moment.key}"
-        record = self.statistics.write(unit.layer, name, moment, symmetric=True)
-        if unit.lineage == "compressed":
-            self.kept[record.path] = moment
-        return TotalDone(record, kept=unit.lineage == "compressed")
-
-    def moment(self, record: ArrayRecord) -> Tensor:
-        """A stored moment on the device: as it was kept, which is given away with it, or read."""
-        kept = self.kept.pop(record.path, None)
-        return self.statistics.read(record).to(self.device) if kept is None else kept
+    def _cut(self, bands: Bands, parts: int) -> tuple[Any, ...]:
+        """Handles of parts of much the same size, named by their place, as they are dealt."""
+        dealt = min(parts, len(bands))
+        return tuple(
+            self.transfer.put({f"{place:05d}": bands[place] for place in range(part, len(bands), dealt)})
+            for part in range(dealt)
+        )
 
     def _begin(self, sums: Sums, moments: Iterable[Moment]) -> None:
         self.grids = {moment: Grid.unpacked(self.transfer.get(sums.grids[moment])) for moment in moments}
@@ -135,17 +116,6 @@ class LayerSums:
             self.bands[moment] = empty_bands(groups, width, self.device)
         values_TF = torch.cat(parts) if len(parts) > 1 else parts[0]
         add_rounded_moment_(self.bands[moment], values_TF, grid, moment.heads)
-
-    def _added(self, partials: tuple[Any, ...]) -> Bands:
-        """The sum of all parts: what one worker alone has summed as it is, not to be written to."""
-        total: Bands = []
-        for part in get_all(self.transfer, partials):
-            bands = [part[name] for name in sorted(part)]
-            if total:
-                add_bands_(total, [band_Gbd.to(self.device) for band_Gbd in bands])
-            else:
-                total = [band_Gbd.to(self.device, copy=len(partials) > 1) for band_Gbd in bands]
-        return total
 
 
 class Squares:
@@ -186,15 +156,3 @@ def _checked(layer: int, moment: Moment, take: Callable[[Moment, Tensor], None])
         take(moment, values)
 
     return see
-
-
-def _wider(unit: Total, grid: Grid, beyond_Gd: Tensor) -> Grid:
-    try:
-        return grid.raised(beyond_Gd)
-    except ValueError as error:
-        raise NumericsError(f"layer {unit.layer}: activations at {unit.moment.point}: {error}") from error
-
-
-def _packed(bands: Bands) -> dict[str, Tensor]:
-    """As named tensors, which travel between workers."""
-    return {f"{place:05d}": band_Gbd for place, band_Gbd in enumerate(bands)}

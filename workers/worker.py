@@ -27,11 +27,12 @@ from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Group, Measuring, Moment, Statistics
 from pipeline.methods.registry import build_methods
 from pipeline.score_units import Score, WindowForward
-from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, Total
+from pipeline.sum_units import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
 from pipeline.units import (
     Backward,
     BackwardDone,
     BeginCurve,
+    BesideUnit,
     Compare,
     CurvePieces,
     CurveUnit,
@@ -65,6 +66,7 @@ from workers.scoring import ScorePass
 from workers.solving import solve_group
 from workers.sums import LayerSums, Squares
 from workers.tensor_transfer import TensorTransfer, get_all
+from workers.totals import Totals
 
 
 class Worker:
@@ -86,13 +88,14 @@ class Worker:
         self.backward = BackwardPass(
             setup, self.layers, self.hidden, self.activations, self.statistics, self._computing
         )
-        self.sums = LayerSums(self.transfer, self.statistics, self.device)
+        self.sums = LayerSums(self.transfer, self.device)
+        self.totals = Totals(self.transfer, self.statistics)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # spent inside products and decompositions
 
     def execute(self, unit: Unit) -> Any:
-        """Does one unit. Doing it again does no harm.
+        """Does one unit. Doing it again does no harm. A `BesideUnit` may be done by another thread meanwhile.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and tensor.
@@ -106,7 +109,9 @@ class Worker:
             Backward: self._backward,
             ChooseGrids: self._choose_grids,
             Collect: self.sums.collect,
-            Total: self.sums.total,
+            CheckGrids: self.totals.check,
+            Add: self.totals.add,
+            Total: self.totals.store,
             Reduce: self._reduce,
             Measure: self._measure,
             BeginCurve: self._curve,
@@ -118,7 +123,8 @@ class Worker:
             Score: self.scores.score,
             Compare: self._compare,
         }
-        self._release_others(unit)
+        if not isinstance(unit, BesideUnit):
+            self._release_others(unit)
         try:
             # The backward pass builds on autograd, which takes no tensor made in inference mode.
             with torch.no_grad(), torch.inference_mode(not isinstance(unit, Backward)):
@@ -134,9 +140,7 @@ class Worker:
         self.hidden.forget("")
 
     def _release_others(self, unit: Unit) -> None:
-        """Lets go of the layers that units of another kind were at, so that one is held at a time; so of moments."""
-        if not isinstance(unit, Collect | Total | Solve):
-            self.sums.kept.clear()
+        """Lets go of the layers that units of another kind were at, so that one is held at a time."""
         scoring = isinstance(unit, WindowForward | Score)
         if not isinstance(unit, Pair):
             self.pairs.release()
@@ -296,11 +300,11 @@ class Worker:
         with self._computing(), tensor_cores(self.setup.dtype):
             return made_of_curve(unit, method, quantize, self._geometry(unit.task), weights, self._statistics)
 
-    def _statistics(self, records: Mapping[Moment, ArrayRecord]) -> Statistics:
+    def _statistics(self, records: Mapping[Moment, ArrayRecord | Summed]) -> Statistics:
         """As methods receive them: sums of values, shrunk means of gradients."""
         moments = {}
         for moment, record in records.items():
-            found = self.sums.moment(record)
+            found = self.totals.moment(record, self.device)
             if moment.kind == "gradient":
                 assert isinstance(record, GradientRecord)
                 squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)

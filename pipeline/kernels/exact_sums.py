@@ -130,24 +130,20 @@ def product_tokens(heads: int, groups: int) -> int:
     return max(1, ROWS_PER_PRODUCT * groups // heads)
 
 
-def exceeding(bands: Sequence[Tensor], grid: Grid) -> Tensor:
+def exceeding(diagonal_Gd: Tensor, grid: Grid) -> Tensor:
     """Which channels (G, d), bool, have a sum of squares beyond the grid's bound, or one that is not finite.
+
+    `diagonal_Gd`: of the sum, scaled (`diagonal`).
 
     The order of the additions does not matter here either: sums of squares only grow, and are exact up to twice the
     bound. With no such channel every number of the sum is exact, as |Σ x y| <= (Σ x² Σ y²)^½.
     """
-    return ~(diagonal(bands) < 2.0**grid.bits)
+    return ~(diagonal_Gd < 2.0**grid.bits)
 
 
 def diagonal(bands: Sequence[Tensor]) -> Tensor:
     """The scaled sums of squares (G, d)."""
     return torch.cat([band_Gbd.diagonal(dim1=1, dim2=2) for band_Gbd in bands], dim=1)
-
-
-def add_bands_(bands: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Adds the sum over other rows, of the same grid, in place."""
-    for band_Gbd, other_Gbd in zip(bands, others, strict=True):
-        band_Gbd.add_(other_Gbd)
 
 
 def whole_moment(bands: Sequence[Tensor], grid: Grid) -> Tensor:
@@ -165,6 +161,21 @@ def whole_moment(bands: Sequence[Tensor], grid: Grid) -> Tensor:
         moment_Gdd[:, first:stop, stop:] = scaled_Gbd[:, :, stop - first :]
         moment_Gdd[:, stop:, first:stop] = scaled_Gbd[:, :, stop - first :].transpose(1, 2)
     return moment_Gdd
+
+
+def moment_rows(bands: Sequence[Tensor], grid: Grid, start: int, stop: int) -> Tensor:
+    """Rows start to stop of `whole_moment` from column `start` on, (G, stop - start, d - start) float64. New memory."""
+    groups, width = bands[0].shape[0], sum(band.shape[1] for band in bands)
+    rows_Gnc = torch.zeros(groups, stop - start, width - start, dtype=torch.float64, device=bands[0].device)
+    scales_Gd = _powers_of_two(grid.exponents).to(rows_Gnc.device)
+    for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
+        top, bottom, left = max(start, first), min(stop, first + band_Gbd.shape[1]), max(start, first)
+        if top < bottom:
+            scaled_Gbc = band_Gbd[:, top - first : bottom - first, left - first :] * scales_Gd[:, top:bottom, None]
+            rows_Gnc[:, top - start : bottom - start, left - start :] = scaled_Gbc.mul_(scales_Gd[:, None, left:])
+    square_Gnn = rows_Gnc[:, :, : stop - start]
+    square_Gnn.copy_(square_Gnn.triu() + square_Gnn.triu(1).transpose(1, 2))
+    return rows_Gnc
 
 
 def _factors(grid: Grid, heads: int, values_TF: Tensor) -> Tensor:

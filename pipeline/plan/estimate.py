@@ -74,11 +74,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     expected = _expected_numbers(manifest, geometry)
     keep_all = manifest.statistics.keep if manifest.statistics.keep is not None else not compressed
     kept_statistics = sum(by_layer.values()) if keep_all else statistics
-    kept = by_layer if compressed else {}  # by whoever summed them, until the layer is solved
-    solving = max(
-        (_solve_bytes(task, geometry.layers[task.layer], itemsize, kept.get(task.layer, 0)) for task in tasks),
-        default=0,
-    )
+    solving = max((_solve_bytes(task, geometry.layers[task.layer], itemsize) for task in tasks), default=0)
     host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
     return Plan(
         layers=geometry.num_layers,
@@ -118,15 +114,12 @@ def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
     return moment.groups * width * (1 if moment.diagonal else width) * MOMENT_BYTES
 
 
-def _solve_bytes(task: Task, geometry: LayerGeometry, itemsize: int, kept: int = 0) -> int:
-    """One task on a worker: its moments and what is made of them, a sample once, its weights beside float64 ones.
-
-    `kept`: of a layer's moments that the worker may hold, the task's own among them.
-    """
+def _solve_bytes(task: Task, geometry: LayerGeometry, itemsize: int) -> int:
+    """One task on a worker: its moments and what is made of them, a sample once, its weights beside float64 ones."""
     samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
     copies = CURVE_COPIES if samples else SOLVE_COPIES
-    return copies * moments + max(0, kept - moments) + samples + geometry.numbers(task.roles) * (8 + itemsize)
+    return copies * moments + samples + geometry.numbers(task.roles) * (8 + itemsize)
 
 
 def _passes(manifest: Manifest, tasks: Sequence[Task], compressed: bool) -> int:

@@ -136,7 +136,10 @@ def _reads(kind: str, layer: int, stored: int, rates: Rates, way: Pass, after: t
     """Each node reads a layer while the one before is computed."""
     for node in range(way.nodes(rates)):
         waits = (f"{kind} barrier {layer - 2}",) if layer >= 2 and kind != "correct" else after
-        yield Timed(f"read {kind} {layer} {node}", "read", stored / rates.disk, waits, f"disk {node}")
+        place = f"memory of node {node}" if way.cached else f"disk {node}"
+        yield Timed(
+            f"read {kind} {layer} {node}", "read", stored / (rates.link if way.cached else rates.disk), waits, place
+        )
 
 
 def _passes(

@@ -13,6 +13,7 @@ from pipeline.plan.work import LayerWork, SolveWork
 START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
+AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
 BYTES_OF_READING = 2  # a shard's hidden states go in and out
 
 
@@ -24,10 +25,8 @@ class Pass:
         importance: a pass of its own before the walk (`propagate: compressed` with ranks by importance).
         compressed: whether layers go on with the compressed one's outputs.
         offload: whether hidden states leave the device between layers.
-        cached: whether the moments of a dense pass are still in the nodes' memory (page cache) when they are solved.
+        cached: whether what was read or stored once is still in the nodes' memory (page cache) when it is read again.
         gradient_shards, held_out_shards: those of the backward pass's samples, and of held-out text.
-        beside: whether sums go to owners of bands and are stored, and layers written, while others are computed. As
-            built, one worker adds a moment and stores it, and the driver waits for that before it goes on.
     """
 
     layers: int
@@ -39,7 +38,6 @@ class Pass:
     cached: bool = False
     gradient_shards: int = 1
     held_out_shards: int = 1
-    beside: bool = False
 
     @property
     def rounds(self) -> float:
@@ -74,19 +72,30 @@ def solve_seconds(solve: SolveWork, rates: Rates) -> float:
     return solve.flops / rates.double + solve.sample_flops / rates.products + solve.steps * rates.step_s
 
 
-def give_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """A layer's sums to whoever adds them: over the worker's link, and between nodes over the network.
+def collect_seconds(work: LayerWork, rates: Rates) -> float:
+    """A worker's sums of a layer from its device to where workers pass tensors on."""
+    return work.moment_bytes / rates.link
 
-    To the owners of their bands; or whole, all to one.
+
+def add_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """Until a layer's sums are added, part by part, beside what the workers compute. Numbers are read twice and written
+    once; what other nodes have summed comes over the network.
     """
     if way.workers == 1:
         return 0.0
-    nodes = way.nodes(rates)
-    if not way.beside:
-        abroad = work.moment_bytes * way.workers * (1 - 1 / nodes) / rates.network
-        return max(work.moment_bytes * way.workers / rates.link, abroad)
-    abroad = work.moment_bytes * min(way.workers, rates.workers_per_node) * (1 - 1 / nodes) / rates.network
-    return max(2 * work.moment_bytes * (1 - 1 / way.workers) / rates.link, abroad)
+    here = min(way.workers, rates.workers_per_node)
+    abroad = work.moment_bytes * here * (1 - 1 / way.nodes(rates)) / rates.network
+    return max(3 * work.moment_bytes * (1 - 1 / way.workers) / rates.host, abroad)
+
+
+def store_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """A layer's sums, by one worker, the parts from other nodes included."""
+    return max(work.moment_bytes / rates.disk, work.moment_bytes * (1 - 1 / way.nodes(rates)) / rates.network)
+
+
+def fetch_seconds(work: LayerWork, rates: Rates) -> float:
+    """What a task behind compressed layers waits for its moments, which are on their way from the workers."""
+    return work.moment_bytes / max(1, len(work.solves)) / rates.link
 
 
 def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
@@ -96,35 +105,34 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     forward = max(forward_seconds(work, rates, way) * way.rounds, reading)
     statistics = max(statistics_seconds(work, rates, way) * way.rounds, reading)
     solves = [solve_seconds(solve, rates) for solve in work.solves]
-    giving, storing = give_seconds(work, rates, way), stored_bytes(work, rates, way) / rates.disk
-    writing = work.written_bytes / nodes / rates.disk
+    collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
     found = {"start": START_SECONDS}
     if way.compressed:
         cosine = work.cosine_bytes / rates.memory * way.rounds
         if way.importance:
             found["importance"] = layers * (forward + cosine)
         found["statistics"] = layers * statistics
-        found["reduce"] = layers * (giving if way.beside else giving + storing)
-        found["solve"] = layers * _spread(solves, way.workers)
-        alone = work.written_bytes / rates.disk
-        found["propagate"] = layers * (max(forward, storing + writing) if way.beside else alone + forward)
-    elif not way.beside:
-        found["statistics"] = layers * statistics
-        found["reduce"] = layers * (giving + storing)
-        rereading = reread_seconds(work, rates, way)
-        found["solve"] = _spread([seconds + rereading for seconds in solves for _ in range(layers)], way.workers)
-        found["solve"] += layers * writing
+        found["reduce"] = layers * (collecting + adding)
+        found["solve"] = layers * _spread([seconds + fetch_seconds(work, rates) for seconds in solves], way.workers)
+        found["propagate"] = layers * (work.written_bytes / rates.disk + forward)
     else:
-        # Sums are given away, and stored, while the next layer is computed.
-        found["statistics"] = layers * max(statistics, giving, storing)
-        every = [seconds for seconds in solves for _ in range(layers)]
-        found["solve"] = max(_spread(every, way.workers), layers * ((0.0 if way.cached else storing) + writing))
+        # Sums are added and stored, and a layer written, while others are computed.
+        storing = store_seconds(work, rates, way) / nodes
+        found["statistics"] = layers * max(statistics, reading + storing - collecting, adding - collecting)
+        found["reduce"] = layers * collecting
+        rereading = reread_seconds(work, rates, way)
+        every = [seconds + rereading for seconds in solves for _ in range(layers)]
+        from_disk = 0.0 if way.cached else work.moment_bytes
+        found["solve"] = max(
+            _spread(every, way.workers), layers * (from_disk + work.written_bytes) / nodes / rates.disk
+        )
+    again = 0.0 if way.cached else reading
     if work.correction_flops:  # a layer at a time, and what has become of it written at each point
         found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
     if work.gradient_flops:
         computing = work.gradient_flops / rates.products * way.rounds_of(way.gradient_shards)
         summing = work.gradient_bytes * way.gradient_shards / rates.link / min(3, way.workers)  # three large moments
-        found["gradient"] = layers * (max(computing, reading) + summing)
+        found["gradient"] = layers * (max(computing, again) + summing)
     if work.curves:
         found["curves"] = _spread([solve_seconds(curve, rates) for curve in work.curves] * layers, way.workers)
     if work.rounding:
@@ -132,8 +140,9 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
     if work.held_out_flops:
-        scoring = work.held_out_flops / rates.single * way.rounds_of(way.held_out_shards)
-        found["held-out"] = layers * max(scoring, reading + work.written_bytes / rates.disk)
+        scoring = work.held_out_flops / 2 / rates.single * way.rounds_of(way.held_out_shards)
+        written = 0.0 if way.cached else work.written_bytes / rates.disk
+        found["held-out"] = layers * (max(scoring, again) + max(scoring, written))
     found["assemble"] = work.written_bytes / rates.disk
     return found
 
@@ -141,11 +150,6 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
 def evaluate_seconds(flops: float, rates: Rates, workers: int) -> float:
     """To score a model, by its operations on the whole text, in float32."""
     return flops / rates.single / workers
-
-
-def stored_bytes(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """Of a layer's sums, what one node stores."""
-    return work.moment_bytes / way.nodes(rates) if way.beside else work.moment_bytes
 
 
 def reread_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:

@@ -14,14 +14,17 @@ from dataclasses import dataclass, field
 
 from pipeline.plan.loss_units import Units, corrected_units, last_units, loss_units
 from pipeline.plan.phases import (
+    AHEAD,
     START_SECONDS,
     Pass,
+    add_seconds,
+    collect_seconds,
+    fetch_seconds,
     forward_seconds,
-    give_seconds,
     reread_seconds,
     solve_seconds,
     statistics_seconds,
-    stored_bytes,
+    store_seconds,
 )
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork
@@ -207,7 +210,8 @@ class _Run:
 
 
 def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
-    """The units of a job as the driver hands them out: running sums, each worker's given away once per layer."""
+    """The units of a job as the driver hands them out: running sums, each worker's given away once per
+    layer, added and stored while the next are computed."""
     yield Unit("start", "start", START_SECONDS, on="start")
     before: tuple[str, ...] = ("start",)
     if way.compressed and way.importance:
@@ -216,30 +220,32 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
             yield from _reads("importance", layer, work, rates, way)
             seconds = forward_seconds(work, rates, way) + cosine
             before = yield from _forward("importance", layer, seconds, before, rates, way, None)
-    solved: list[str] = []
+    stored: list[str] = []
     for layer in range(way.layers):
         yield from _reads("statistics", layer, work, rates, way)
-        given = f"give {layer}"
-        forward = yield from _forward(
-            "statistics", layer, statistics_seconds(work, rates, way), before, rates, way, given
-        )
-        yield Unit(given, "reduce", give_seconds(work, rates, way), forward, on="link")
-        stores = [f"store {layer} {node}" for node in range(way.nodes(rates) if way.beside else 1)]
-        for node, name in enumerate(stores):
-            yield Unit(name, "store", stored_bytes(work, rates, way) / rates.disk, (given,), f"disk {node}")
-        before = forward if way.beside else tuple(stores)
+        added, collected = f"add {layer}", f"collected {layer}"
+        seconds = statistics_seconds(work, rates, way)
+        forward = yield from _forward("statistics", layer, seconds, before, rates, way, added)
+        collects = tuple(f"collect {layer} {worker}" for worker in range(way.workers))
+        for name in collects:
+            yield Unit(name, "collect", collect_seconds(work, rates), forward)
+        yield Unit(collected, "barrier", 0.0, collects, collected)
+        yield Unit(added, "add", add_seconds(work, rates, way), (collected,), on="lanes")
         if way.compressed:
-            yield from _solves(layer, work, rates, way, (given,) if way.beside else tuple(stores))
-            names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
-            names = names if way.beside else (f"write {layer}",)
+            yield from _solves(layer, work, rates, way, (added,))
             seconds = forward_seconds(work, rates, way)
-            before = yield from _forward("propagate", layer, seconds, names, rates, way, None)
-        solved.append(given)
+            before = yield from _forward("propagate", layer, seconds, (f"write {layer}",), rates, way, None)
+        else:
+            stored.append(f"store {layer}")
+            yield Unit(
+                stored[-1], "store", store_seconds(work, rates, way), (added,), f"disk {layer % way.nodes(rates)}"
+            )
+            ahead = 1 + way.workers // AHEAD
+            before = (collected, stored[layer - ahead]) if layer >= ahead else (collected,)
     if way.compressed:
-        written = tuple(f"write {layer}" for layer in range(way.layers))
-        yield from _timed(last_units(work, rates, way, (*before, *written)))
+        yield from _timed(last_units(work, rates, way, before))
         return
-    ready = yield from _timed(loss_units(work, rates, way, (*before, *solved)))
+    ready = yield from _timed(loss_units(work, rates, way, tuple(stored)))
     if work.correction_flops:
         written = yield from _timed(corrected_units(work, rates, way, ready))
     else:
@@ -283,18 +289,9 @@ def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass) -> I
 
 
 def _solves(layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Iterator[Unit]:
-    """A layer's tasks, each by one worker, and writing what came of them. Moments of a dense pass are read again."""
-    nodes, names = way.nodes(rates), []
-    for number, solve in enumerate(work.solves):
-        waits, seconds_before = after, 0.0
-        if not way.compressed and not way.beside:
-            seconds_before = reread_seconds(work, rates, way)
-        elif not way.compressed:
-            reading = f"reread {layer} {number}"
-            seconds = work.moment_bytes / len(work.solves) / (rates.link if way.cached else rates.disk)
-            place = f"memory {number}" if way.cached else f"disk {layer % nodes}"
-            yield Unit(reading, "reread", seconds, after, place)
-            waits = (reading,)
-        names.append(f"solve {layer} {number}")
-        yield Unit(names[-1], "solve", seconds_before + solve_seconds(solve, rates), waits)
-    yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, tuple(names), f"disk {layer % nodes}")
+    """A layer's tasks, each by one worker that first gets its moments, and writing what came of them."""
+    getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
+    names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
+    for name, solve in zip(names, work.solves, strict=True):
+        yield Unit(name, "solve", getting + solve_seconds(solve, rates), after)
+    yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, names, f"disk {layer % way.nodes(rates)}")

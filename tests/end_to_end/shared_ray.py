@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from workers.actor import WorkerActor
+from workers.actor import BESIDE, WorkerActor
 from workers.config import WorkerConfig
 from workers.pool import RayPool, _Member
 
@@ -35,7 +35,8 @@ class KeptPool(RayPool):
     idle: list[Any]
 
     def _start(self) -> _Member:
-        actor_class: Any = ray.remote(KeptActor)
+        beside: Any = ray.remote(concurrency_groups=BESIDE)
+        actor_class = beside(KeptActor)
         actor = self.idle.pop() if self.idle else actor_class.options(num_cpus=1).remote()
         return _Member(actor, actor.begin.remote(self.setup))
 

@@ -13,13 +13,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.entries import KINDS
-from manifests.errors import CorruptError, Interrupted
+from manifests.errors import CorruptError, Interrupted, LostInputError
 from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, Record, StagedLayer, StagedRecord
 from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores, Task
 from pipeline.score_units import Score, Scored, WindowForward, Windows
-from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Total, TotalDone
+from pipeline.sum_units import (
+    Add,
+    AddDone,
+    CheckGrids,
+    CheckGridsDone,
+    ChooseGrids,
+    ChooseGridsDone,
+    Collect,
+    CollectDone,
+    Summed,
+    Total,
+)
 from pipeline.units import (
     Backward,
     BackwardDone,
@@ -227,6 +238,7 @@ class SimulatedPool:
         self.stop_after: int | None = None  # waits before a signal is noticed
         self.sums: dict[str, tuple[str, dict[int, dict[str, str]]]] = {}  # worker -> pass, shard -> moment -> value
         self.turn = 0
+        self.cut = 2  # parts of a moment, at most
         self.narrow: frozenset[str] = frozenset()
         self.die_before: dict[str, str] = {}
         self.random = random.Random(order) if isinstance(order, int) else None
@@ -249,6 +261,8 @@ class SimulatedPool:
         else:
             unit = self.pending.pop(-1 if self.last_first else 0)
         if error := self.fail_on.pop(unit.key, None):
+            if isinstance(error, LostInputError):
+                error.unit = unit.key
             raise error
         if worker := self.die_before.pop(unit.key, None):
             self.sums.pop(worker, None)
@@ -277,8 +291,15 @@ class SimulatedPool:
             return ChooseGridsDone({moment: self._handle(f"grid {layer}") for moment in unit.forward.moments})
         if isinstance(unit, Collect):
             return self._collect(unit)
+        if isinstance(unit, CheckGrids):
+            narrow = [moment for moment in unit.grids if moment.key in self.narrow]
+            return CheckGridsDone(
+                {moment: self._handle("wider") for moment in narrow if self._open(unit.grids[moment]) != "wider"}
+            )
+        if isinstance(unit, Add):
+            return AddDone(self._handle(json.dumps(self._joined(unit.partials))))
         if isinstance(unit, Total):
-            return self._total(unit)
+            return self.world.store("statistic", self._sum(unit.lineage, unit.layer, unit.moment, unit.summed))
         if isinstance(unit, Reduce):
             assert unit.lineage == ("paired" if unit.moment.kind == "pair" else "dense") or unit.moment.kind == "sample"
             parts = [self._open(handle) for handle in unit.partials]
@@ -361,21 +382,30 @@ class SimulatedPool:
         name, shards = self.sums.pop(unit.worker)
         assert name == unit.sums
         found = {
-            moment: self._handle(json.dumps({shard: values[moment.key] for shard, values in shards.items()}))
+            moment: json.dumps({shard: values[moment.key] for shard, values in shards.items()})
             for moment in unit.moments
         }
-        return CollectDone(found, tuple(shards))
+        parts = min(self.cut, unit.parts)
+        cut = {
+            moment: tuple(self._handle(f'{{"{part}": {text}}}') for part in range(parts))
+            for moment, text in found.items()
+        }
+        return CollectDone(cut, {moment: self._handle("squares") for moment in found}, tuple(shards))
 
-    def _total(self, unit: Total) -> TotalDone:
-        if unit.moment.key in self.narrow and self._open(unit.grid) != "wider":
-            return TotalDone(None, self._handle("wider"))
-        shards: dict[str, str] = {}
-        for handle in unit.partials:
-            part = json.loads(self._open(handle))
-            assert not shards.keys() & part.keys(), "a shard is added once"
-            shards |= part
-        value = digest("sum", unit.lineage, unit.layer, unit.moment.key, sorted(shards.items()))
-        return TotalDone(self.world.store("statistic", value))
+    def _joined(self, handles: Sequence[Handle]) -> dict[str, dict[str, str]]:
+        """Part -> shard -> value, of sums of other shards or of other parts."""
+        joined: dict[str, dict[str, str]] = {}
+        for handle in handles:
+            for part, found in json.loads(self._open(handle)).items():
+                assert not joined.get(part, {}).keys() & found.keys(), "a shard is added once"
+                joined[part] = {**joined.get(part, {}), **found}
+        return joined
+
+    def _sum(self, lineage: str, layer: int, moment: Moment, summed: Summed) -> str:
+        parts = self._joined(summed.partials)
+        first, *others = (sorted(found.items()) for found in parts.values())
+        assert all(other == first for other in others), "every part is over all shards"
+        return digest("sum", lineage, layer, moment.key, first)
 
     def _pair(self, unit: Pair) -> ForwardDone:
         assert len(unit.replay) == unit.layer - unit.base
@@ -460,7 +490,12 @@ class SimulatedPool:
         assert tuple(unit.statistics) == (*group.moments, *pairs)
         assert len(pairs) == bool(group.corrections)
         assert not pairs or (unit.before is None) == (pairs[0] == group.corrections[0])
-        read = [self.world.load("statistic", record) for record in unit.statistics.values()]
+        read = [
+            self._sum("compressed", group.layer, moment, found)
+            if isinstance(found, Summed)
+            else self.world.load("statistic", found)
+            for moment, found in unit.statistics.items()
+        ]
         before = self._open(unit.before) if unit.before is not None else ""
         value = digest("solved", group.layer, group.name, read, sorted(unit.ranks.items()), before)
         form = FormSpec(form="test", rank=1 + group.layer)

@@ -16,7 +16,7 @@ from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_moments
-from pipeline.sum_units import Total
+from pipeline.sum_units import Add, Total
 from pipeline.units import Forward, Reduce, Solve, Unit, Write
 from tests.pipeline.simulation import (
     ALL,
@@ -45,9 +45,8 @@ def job(request: pytest.FixtureRequest) -> Job:
 
 def test_compressed_walk_commits_in_order() -> None:
     world, recorder = run(make_job(make_tasks(range(3)), num_layers=3))
-    walk = [f"{kind}/0000{layer}" for layer in range(3) for kind in ("statistics", "layer", "activations")]
-    walk[2::3] = ["activations/00001", "activations/00002", ""]
-    assert commits(world) == ["dense/00000", "dense/00001", "dense/00002", "ranks", *walk[:-1]]
+    walk = ["layer/00000", "activations/00001", "layer/00001", "activations/00002", "layer/00002"]
+    assert commits(world) == ["dense/00000", "dense/00001", "dense/00002", "ranks", *walk]
     assert recorder.phases == [("importance", 3, 2), ("walk", 3, 4)]
     assert recorder.layers == [("importance", layer) for layer in range(3)] + [
         ("compress", layer) for layer in range(3)
@@ -66,22 +65,21 @@ def test_dense_takes_everything_in_one_pass() -> None:
 
 def test_units_of_one_layer_of_the_walk() -> None:
     world, _ = run(make_job(make_tasks([0, 1]), num_layers=2, scores=frozenset()))
-    assert [unit.key for unit in world.done[:13]] == [
+    assert [unit.key for unit in world.done[:17]] == [
         "choosegrids/compressed/0",
         "forward/compressed/0/0/dense",
         "forward/compressed/0/1/dense",
         "collect/compressed/0/pass-0/worker-0",
         "collect/compressed/0/pass-0/worker-1",
-        "total/compressed/0/down.in-1-1",
-        "total/compressed/0/o.in-2-1",
-        "total/compressed/0/q.in-1-1",
+        "checkgrids/compressed/0",
+        *[f"add/compressed/0/{key}/{part}" for key in ("down.in-1-1", "o.in-2-1", "q.in-1-1") for part in (0, 1)],
         "solve/0/0/attention",
         "solve/0/0/mlp",
         "write/0",
         "forward/compressed/0/0/staged",
         "forward/compressed/0/1/staged",
     ]
-    first, again = world.done[1], world.done[11]
+    first, again = world.done[1], world.done[15]
     assert isinstance(first, Forward)
     assert isinstance(again, Forward)
     assert (first.emit, first.store, first.cosine, first.ahead) == (False, False, False, 1)
@@ -136,15 +134,19 @@ def test_data_free_groups_ranked_by_importance_take_one_pass() -> None:
     assert not [unit for unit in forwards(world) if unit.moments]
 
 
-def test_data_free_batches_fill_the_pool() -> None:
+def test_solving_goes_on_while_layers_are_written() -> None:
+    """Every worker has a layer, one is ready for who is done first, and no more than that wait to be written."""
     world = World()
     run(
         make_job(make_tasks(range(5), ["free"]), num_layers=5, scores=frozenset()),
         world,
         SimulatedPool(world, size=2),
     )
-    kinds = ["solve" if isinstance(unit, Solve) else "write" for unit in world.done]
-    assert kinds == ["solve", "solve", "write", "write"] * 2 + ["solve", "write"]
+    done = ["".join(unit.key[:7].split("/")[:2]) for unit in world.done]
+    assert done == [
+        "solve0", "solve1", "solve2", "write0", "solve3", "write1", "solve4", "write2", "write3", "write4",
+    ]  # fmt: skip
+    assert commits(world) == ["ranks", *(f"layer/{layer:05d}" for layer in range(5))]
 
 
 @pytest.mark.parametrize("name", ["dense", "free-measured"])
@@ -174,8 +176,7 @@ def test_layers_before_the_first_claimed_only_pass_on() -> None:
     assert all(unit.emit and not unit.moments for unit in walk if unit.layer < 2)
     assert [unit.task.layer for unit in world.done if isinstance(unit, Solve)] == [2, 2, 3, 3]
     assert commits(world)[4:] == [
-        "ranks", "activations/00001", "activations/00002", "statistics/00002", "layer/00002", "activations/00003",
-        "statistics/00003", "layer/00003",
+        "ranks", "activations/00001", "activations/00002", "layer/00002", "activations/00003", "layer/00003",
     ]  # fmt: skip
     assert recorder.phases[-1] == ("walk", 4, 4)
 
@@ -192,15 +193,15 @@ def test_a_shared_moment_is_taken_once() -> None:
     world, _ = run(JOBS["compressed-uniform"]())
     taken = [unit for unit in forwards(world) if unit.moments]
     assert {tuple(moment.key for moment in unit.moments) for unit in taken} == {("down.in-1-1", "o.in-2-1", "q.in-1-1")}
-    assert Counter(unit.moment.key for unit in world.done if isinstance(unit, Total)) == {
+    assert Counter(unit.moment.key for unit in world.done if isinstance(unit, Add) and unit.part == 0) == {
         "down.in-1-1": 4, "o.in-2-1": 4, "q.in-1-1": 4,
     }  # fmt: skip
+    assert not [unit for unit in world.done if isinstance(unit, Total)], "what is solved at once is not stored"
 
 
 def test_a_group_without_moments_beside_one_with() -> None:
     world, _ = run(JOBS["compressed-mixed"]())
     entries = world.journal()
-    assert entries["statistics/00001"] == {"statistics": {}}
     assert set(entries["layer/00000"]["groups"]) == {"free", "mlp"}
     assert set(entries["layer/00001"]["groups"]) == {"free"}
     assert not [unit for unit in forwards(world) if unit.layer == 1 and unit.moments]
@@ -319,10 +320,11 @@ def test_nothing_is_dropped_before_its_successor_is_entered(job: Job) -> None:
             assert world.events[index - 1][0] == "commit"
     if job.propagate == "compressed" and any(task.moments for task in job.tasks):
         for layer in {task.layer for task in job.tasks}:
-            at = [commits(world).index(f"{kind}/{layer:05d}") for kind in ("statistics", "layer")]
+            kinds = ("statistics", "layer") if job.keep_statistics else ("layer",)
+            at = [commits(world).index(f"{kind}/{layer:05d}") for kind in kinds]
             after = f"activations/{layer + 1:05d}"
             assert at == sorted(at)
-            assert after not in commits(world) or commits(world).index(after) > at[1]
+            assert after not in commits(world) or commits(world).index(after) > at[-1]
 
 
 def test_nothing_is_left_over(job: Job) -> None:
@@ -348,8 +350,8 @@ def test_statistics_of_the_dense_pass_are_kept_until_their_layer_is_entered() ->
     assert kept == [0, 9, 6, 3, 0, 0]
 
 
-def test_the_walk_drops_the_statistics_of_a_layer_as_soon_as_it_is_entered() -> None:
-    """Or a 70B model's would pile up to 265 GB, to be dropped at the end."""
+def test_the_walk_stores_no_statistics_that_are_not_kept() -> None:
+    """Layers are solved from memory; samples, which are stored, go with their layer."""
     world, live = World(), []
 
     class Watching(SimulatedPool):
@@ -357,10 +359,14 @@ def test_the_walk_drops_the_statistics_of_a_layer_as_soon_as_it_is_entered() -> 
             live.append(len(world.stores["statistic"]))
             return super().wait()
 
-    job = make_job(make_tasks(ALL), keep_statistics=False)
+    sample = Moment("down.in", kind="sample", tokens=9)
+    tasks = make_tasks(ALL) + tuple(
+        replace(task, name="sampled", roles=("role-s",), moments=(sample,)) for task in make_tasks(ALL, ["mlp"])
+    )
+    job = make_job(tasks, keep_statistics=False)
     assert job.propagate == "compressed"
     run(job, world, Watching(world))
-    assert max(live) == max(len(layer_moments(job.tasks, layer)) for layer in ALL) > 0
+    assert max(live) == 1
     kept = make_job(make_tasks(ALL), keep_statistics=True)
     world, live = World(), []
     run(kept, world, Watching(world))

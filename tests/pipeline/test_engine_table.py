@@ -61,8 +61,8 @@ def table(kind: Any, source: str = "llama-gqa", share: float = 0.5, cache: float
                 "on the disk alone: multiplied out; of the cache nothing",
                 "weights, where vLLM has a kernel for their bits and widths; of the cache nothing",
                 "weights; an error where vLLM has no kernel for their bits and widths; of the cache nothing",
-                "channels of MLPs",
-                "channels of MLPs; what is rounded and not factored",
+                "channels of MLPs; codes of 8 and 4 bits of what is not factored",
+                "channels of MLPs; codes of what is not factored",
             ],
         ),
         (len(table(kinds.dense, "opt-tied")), 4),  # llama.cpp has no place for it

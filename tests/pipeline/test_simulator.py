@@ -6,14 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.plan.phases import START_SECONDS, Pass, give_seconds, phase_seconds, solve_seconds
+from pipeline.plan.phases import START_SECONDS, Pass, add_seconds, collect_seconds, phase_seconds, solve_seconds
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Failure, Unit, job_units, simulate
 from pipeline.plan.work import LayerWork, SolveWork
 from tools.simulate import geometry, work_of
 
 RATES = Rates(
-    products=100, single=50, double=10, memory=1e9, link=50, network=20, disk=1000, step_s=0.5, workers_per_node=2
+    products=100,
+    single=50,
+    double=10,
+    memory=1e9,
+    link=50,
+    host=100,
+    network=20,
+    disk=1000,
+    step_s=0.5,
+    workers_per_node=2,
 )
 WORK = LayerWork(
     weight_bytes=100, written_bytes=80, hidden_bytes=0, forward_flops=800, statistics_flops=400, moment_flops=400,
@@ -64,42 +73,50 @@ def test_what_a_dead_worker_had_summed_is_done_again() -> None:
 
 
 def test_a_dense_job_by_hand() -> None:
-    way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False, beside=True)
+    """Of each layer, what the next one does not hide: nothing of adding (200 * 3 / 2 / 100) and storing (0.2)."""
+    way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
+    assert (collect_seconds(WORK, RATES), add_seconds(WORK, RATES, way)) == (4.0, 3.0)
     found = simulate(list(job_units(WORK, RATES, way)), 2)
-    # Reads a layer (0.1), statistics at (8 + 4) / 2, gives (2 * 200 / 2 / 50), then solves 2 x (4 + 1) on two.
-    assert give_seconds(WORK, RATES, way) == 4.0
-    assert found.seconds == pytest.approx(START_SECONDS + 0.1 + 12 + 4 + 0.1 * 2 + 5 + 0.08, abs=0.3)
-    assert found.busy["solve"] == 2 * (4.0 + 1.0)
+    # Reads a layer (0.1), statistics at (8 + 4) / 2, gives away, adds and stores the last, then solves 4 + 1 a layer,
+    # for each of which it reads 200 bytes of moments at half the disk's rate; writes.
+    assert found.seconds == pytest.approx(START_SECONDS + 0.1 + 2 * (6 + 4) + 3.2 + (4 + 0.2) + (1 + 0.2) + 0.08)
+    assert found.busy["solve"] == pytest.approx(2 * (4.0 + 0.2 + 1.0 + 0.2))
+    assert found.busy["collect"] == 2 * 2 * 4.0
+
+
+def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
+    """Storing takes 20 s, two passes: every layer waits for it; with eight workers one more may be under way."""
+    slow = replace(RATES, disk=10, link=1e9, host=1e9)
+    work = replace(WORK, weight_bytes=0, written_bytes=0, solves=())
+    for workers, ahead in ((1, 1), (8, 2)):
+        way = Pass(layers=4, shards=8, workers=workers, importance=False, compressed=False)
+        passing = 12.0 / workers
+        found = simulate(list(job_units(work, slow, way)), workers)
+        ends = [passing + 20.0]
+        for layer in range(1, 4):
+            begun = max(layer * passing, ends[layer - ahead - 1] if layer > ahead else 0.0)
+            ends.append(max(ends[-1], begun + passing) + 20.0)
+        assert found.seconds == pytest.approx(START_SECONDS + ends[-1], abs=0.1)
 
 
 def test_a_compressed_job_waits_for_each_layer() -> None:
-    way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True, beside=True)
+    way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
     found = simulate(list(job_units(WORK, RATES, way)), 2)
-    layer = 8 / 2 + 8 / 2 + 4 + 4 + 8 / 2  # importance, statistics, giving, the longer solve, propagating
-    assert found.seconds == pytest.approx(START_SECONDS + 2 * layer, abs=0.5)
-
-
-def test_as_built_the_driver_waits_for_what_is_stored_and_written() -> None:
-    """Whole triangles of both workers go to one, 2 * 200 / 50, and are stored, in 0.2; a layer is written in 0.08."""
-    dense = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
-    assert give_seconds(WORK, RATES, dense) == 8.0
-    found = simulate(list(job_units(WORK, RATES, dense)), 2)
-    solving = (4 + 0.2) + (1 + 0.2)  # on each of the two, who read 200 bytes of moments at half the disk's rate
-    assert found.seconds == pytest.approx(START_SECONDS + 0.1 + 2 * (6 + 8 + 0.2) + solving, abs=0.2)
-    walk = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
-    found = simulate(list(job_units(WORK, RATES, walk)), 2)
-    layer = 4 + 4 + 8 + 0.2 + 4 + 0.08 + 4
+    # Importance, statistics, giving, adding, the longer solve and its moments (100 bytes), writing, propagating.
+    layer = 8 / 2 + 8 / 2 + 4 + 3 + (4 + 2) + 0.08 + 8 / 2
     assert found.seconds == pytest.approx(START_SECONDS + 0.1 + 2 * layer, abs=0.2)
-    for way in (dense, walk):
+
+
+def test_the_closed_form_of_small_jobs() -> None:
+    for way in (Pass(9, 4, 2, False, False), Pass(9, 4, 2, True, True)):
         simulated = simulate(list(job_units(WORK, RATES, way)), 2).seconds
-        assert sum(phase_seconds(WORK, RATES, way).values()) == pytest.approx(simulated, rel=0.02)
+        assert sum(phase_seconds(WORK, RATES, way).values()) == pytest.approx(simulated, rel=0.06)
 
 
-@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
-def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int, beside: bool) -> None:
+def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
     rates, compressed = rates_of("H200"), propagate == "compressed"
-    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed, held_out_shards=26, beside=beside)
+    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed, held_out_shards=26)
     work = work_of("70B", propagate)
     simulated = simulate(list(job_units(work, rates, way)), workers).seconds
     phases = phase_seconds(work, rates, way)

@@ -21,7 +21,7 @@ from manifests.records import StagedLayer
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.sum_units import ChooseGrids, Collect, Sums, Total
+from pipeline.sum_units import ChooseGrids, Collect, Summed, Sums, Total
 from pipeline.units import Forward, Reduce, Solve, SolveDone, Write
 from stores.activations import ActivationStore
 from stores.source import open_source
@@ -196,14 +196,14 @@ def sum_layer(layer: int, moments: Sequence[Moment], holders: Sequence[Worker]) 
     if sums:
         parts = [collect(worker, units[0], sums) for worker in dict.fromkeys(holders)]
         for moment in sums:
-            partials = tuple(part.partials[moment] for part in parts)
-            records[moment] = last.execute(Total("dense", layer, moment, grids[moment], partials)).record
+            summed = Summed(grids[moment], tuple(handle for part in parts for handle in part.partials[moment]))
+            records[moment] = last.execute(Total("dense", layer, moment, summed))
     return {moment: records[moment] for moment in moments}
 
 
-def collect(worker: Worker, unit: Forward, moments: tuple[Moment, ...]) -> Any:
+def collect(worker: Worker, unit: Forward, moments: tuple[Moment, ...], parts: int = 1) -> Any:
     assert unit.sums is not None
-    return worker.execute(Collect(unit.lineage, unit.layer, worker.name, unit.sums.name, moments))
+    return worker.execute(Collect(unit.lineage, unit.layer, worker.name, unit.sums.name, moments, parts))
 
 
 def write_unit(setup: WorkerConfig, layer: int, solved: list[SolveDone]) -> Write:

@@ -43,7 +43,7 @@ class FakeActor:
 
     @property
     def execute(self) -> Any:
-        return _Remote(self._call)
+        return _Remote(self._call, self.ray.groups)
 
     @property
     def forget(self) -> Any:
@@ -90,11 +90,13 @@ class FakeActor:
 
 
 class _Remote:
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, groups: list[str | None] | None = None) -> None:
         self.function = function
+        self.groups = groups if groups is not None else []
 
-    def options(self, num_returns: int, name: str) -> _Remote:
+    def options(self, num_returns: int, name: str, concurrency_group: str | None = None) -> _Remote:
         """Beside the outcome, references to what the unit leaves behind."""
+        self.groups.append(concurrency_group)
         left = [f"tensors {place}" for place in range(num_returns - 1)]
         return _Remote(lambda *call: [self.function(*call), *left] if left else self.function(*call))
 
@@ -115,13 +117,16 @@ class FakeRay:
         self.versions: dict[int, dict[str, str]] = {}
         self.now = 0
         self.options_given: dict[str, Any] = {}
+        self.beside: dict[str, int] = {}
+        self.groups: list[str | None] = []  # of concurrency, that units were given to
         self.on_wait: Any = lambda: None
 
     def put(self, value: Any) -> Any:
         return value
 
-    def remote(self, _: type) -> Any:
-        return self
+    def remote(self, concurrency_groups: dict[str, int]) -> Any:
+        self.beside = concurrency_groups
+        return lambda _: self
 
     def options(self, **options: Any) -> Any:
         self.options_given = options

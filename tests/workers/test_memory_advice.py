@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,10 @@ def test_a_full_gpu_is_an_error_for_users(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Solve, "key", "solve/3/0/mlp")
     actor = WorkerActor.__new__(WorkerActor)
-    actor.transfer = SimpleNamespace(outbox=[])  # type: ignore[assignment]
+    actor.transfer = SimpleNamespace(emptied=list)  # type: ignore[assignment]
     actor.worker = SimpleNamespace(execute=execute, compute_seconds=0.0)  # type: ignore[assignment]
     actor.meters = SimpleNamespace(unit_done=lambda *_: None)  # type: ignore[assignment]
+    actor.metering = threading.Lock()
     monkeypatch.setattr("workers.actor.handle_count", lambda _: 0)
     outcome = actor.execute(unit(Solve))
     assert str(outcome.error).startswith("solve/3/0/mlp: out of GPU memory; a solve holds one layer's moments")

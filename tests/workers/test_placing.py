@@ -14,8 +14,8 @@ from workers.placing import choose
 WRITE, COLLECT = Write(0, (), (), {}), Collect("compressed", 0, "worker", "pass-0", ())
 
 
-def worker(shards: Iterable[int] = (), kept: Iterable[str] = (), running: int = 0) -> Any:
-    return SimpleNamespace(shards=set(shards), kept=set(kept), running=[WRITE] * running)
+def worker(shards: Iterable[int] = ()) -> Any:
+    return SimpleNamespace(shards=set(shards))
 
 
 def forward(shard: int) -> Unit:
@@ -35,21 +35,11 @@ def test_its_own_shard_then_nobody_s_then_who_has_two_more() -> None:
     assert choose([COLLECT, forward(0)], poor, live) == 1
     assert choose([forward(3)], rich, live) is None
     assert choose([COLLECT], rich, live) is None
-    assert choose([forward(0), WRITE], poor, live) == 1
+    assert choose([forward(0), solve("a")], poor, live) == 1
 
 
-def test_what_it_keeps_a_moment_for_comes_first() -> None:
-    keeper, other = worker(shards=(0,), kept=("b",)), worker()
-    assert choose([forward(0), solve("a"), solve("a", "b")], keeper, [keeper, other]) == 2
-
-
-def test_a_keeper_without_work_is_waited_for_and_one_with_work_is_helped() -> None:
-    idle, other = worker(kept=("a", "b")), worker()
-    waiting = [solve("a"), solve("b")]
-    assert choose(waiting, other, [idle, other]) is None
-    assert choose([*waiting, WRITE], other, [idle, other]) == 2
-    assert choose(waiting, idle, [idle, other]) == 0
-    busy = worker(kept=("a", "b"), running=1)
-    assert choose(waiting, other, [busy, other]) == 0
-    assert choose([solve("c")], other, [idle, other]) == 0  # nobody keeps it
-    assert choose(waiting, other, [other]) == 0  # who kept it is gone
+def test_what_goes_beside_others_is_anybody_s() -> None:
+    rich, poor = worker(shards=(0, 1, 2)), worker(shards=(3,))
+    assert choose([COLLECT, forward(3), WRITE], poor, [rich, poor], beside=True) == 2
+    assert choose([COLLECT, forward(3)], poor, [rich, poor], beside=True) is None
+    assert choose([WRITE, solve("a")], rich, [rich, poor]) == 1

@@ -21,10 +21,20 @@ from ray.exceptions import (
 
 from manifests.errors import InputError, Interrupted, NumericsError, StorageError, WorkerError
 from manifests.schema import Workers
-from pipeline.methods.method import Moment, Task
+from pipeline.methods.method import Moment
 from pipeline.score_units import Score, Windows
-from pipeline.sum_units import ChooseGrids, ChooseGridsDone, Collect, CollectDone, Sums, Total, TotalDone
-from pipeline.units import Forward, ForwardDone, Reduce, Solve, SolveDone, Unit, Write
+from pipeline.sum_units import (
+    Add,
+    AddDone,
+    CheckGrids,
+    CheckGridsDone,
+    ChooseGrids,
+    ChooseGridsDone,
+    Collect,
+    CollectDone,
+    Sums,
+)
+from pipeline.units import Forward, ForwardDone, Reduce, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers import shortage
@@ -312,33 +322,33 @@ def test_what_is_summed_is_known_by_its_handle(make: Any) -> None:
         moments[0]: Handle(chosen.key, "tensors 1"),
     }
     collect = Collect("dense", 2, "worker-0", "pass-0", moments)
-    found = answer(pool, collect, CollectDone({moments[0]: 0, moments[1]: 1}, (3, 5)))
+    found = answer(
+        pool, collect, CollectDone({moments[0]: (0,), moments[1]: (2,)}, {moments[0]: 1, moments[1]: 3}, (3, 5))
+    )
     assert found.shards == (3, 5)
-    assert found.partials == {moment: Handle(collect.key, f"tensors {n}") for n, moment in enumerate(moments)}
-    total = Total("dense", 2, moments[0], "grid", ())
-    record: Any = {"path": "statistic/1"}
-    assert answer(pool, total, TotalDone(record)) == TotalDone(record)
-    assert answer(pool, total, TotalDone(None, 0)) == TotalDone(None, Handle(total.key, "tensors 0"))
+    handles = [Handle(collect.key, f"tensors {n}") for n in range(4)]
+    assert found.partials == {moments[0]: (handles[0],), moments[1]: (handles[2],)}
+    assert found.diagonals == {moments[0]: handles[1], moments[1]: handles[3]}
+    check = CheckGrids("dense", 2, dict.fromkeys(moments, "grid"), dict.fromkeys(moments, ()))
+    found = answer(pool, check, CheckGridsDone({moments[1]: 0}))
+    assert found.wider == {moments[1]: Handle(check.key, "tensors 0")}
+    add = Add("dense", 2, moments[0], 0, ())
+    assert answer(pool, add, AddDone(0)) == AddDone(Handle(add.key, "tensors 0"))
 
 
-def test_a_solve_goes_to_whoever_keeps_its_moment(make: Any) -> None:
-    """In whatever order they wait; until that one goes on with the text, when it keeps nothing any more."""
-    moments = {name: Moment(f"{name}.in") for name in ("o", "up", "down")}
-    records: dict[str, Any] = {name: SimpleNamespace(path=f"moment/{name}") for name in moments}
-
+def test_some_units_go_beside_the_others(make: Any) -> None:
+    """A worker with its hands full of forward passes still stores; and of neither kind it has more than two."""
     fake = FakeRay()
-    pool = make(fake, max=3)
-    totals = [Total("compressed", 0, moment, "grid", ()) for moment in moments.values()]
-    answers(pool, totals, [TotalDone(records[name], kept=True) for name in moments])
-    keepers = {unit.moment.point.partition(".")[0]: actor for actor in fake.actors for unit in actor.done}
-    assert len({actor.number for actor in keepers.values()}) == 3
-    names = ("down", "o", "up")
-    solves = [Solve(Task(0, name, (), method=0), {}, {moments[name]: records[name]}) for name in names]
-    answers(pool, solves, [SolveDone(0, {}, {})] * 3)
-    for name, unit in zip(names, solves, strict=True):
-        assert keepers[name].done[-1] == unit
-    do(pool, forward(1))
-    assert all(member.kept == set() for member in pool.members)
+    pool = make(fake, max=1, shards=8)
+    for unit in forward(0) + [Write(layer, (), (), {}) for layer in range(4)]:
+        pool.submit(unit)
+    pool._dispatch()
+    (member,) = pool.members
+    assert (member.in_hand(beside=False), member.in_hand(beside=True)) == (2, 2)
+    assert [group for group in fake.groups if group] == ["beside"] * 2
+    assert fake.beside == {"beside": 1}
+    for _ in range(12):
+        pool.wait()
 
 
 def answer(pool: RayPool, unit: Unit, result: Any) -> Any:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from manifests.errors import NumericsError
+from pipeline.kernels import exact_sums
 from pipeline.kernels.exact_sums import BAND
 from pipeline.methods.method import Moment
-from pipeline.sum_units import ChooseGrids, Sums, Total
+from pipeline.sum_units import Add, CheckGrids, ChooseGrids, Summed, Sums, Total
 from pipeline.units import Forward
 from stores.statistics import StatisticsStore
 from tests.workers.bench import collect, make_setup, make_worker, rewrite
@@ -43,9 +44,10 @@ def totals(worker: Worker, parts: Sequence[Any], made: Sequence[Forward]) -> dic
     grids = made[0].sums.grids
     found = {}
     for moment in made[0].moments:
-        partials = tuple(part.partials[moment] for part in parts if part.shards)
-        done = worker.execute(Total("dense", 0, moment, grids[moment], partials))
-        found[moment] = worker.statistics.read(done.record)
+        partials = tuple(handle for part in parts if part.shards for handle in part.partials[moment])
+        found[moment] = worker.statistics.read(
+            worker.execute(Total("dense", 0, moment, Summed(grids[moment], partials)))
+        )
     return found
 
 
@@ -134,15 +136,17 @@ def test_a_moment_beyond_its_grid_asks_for_a_wider_one(setup: WorkerConfig) -> N
         for unit in made:
             worker.execute(unit)
         part = collect(worker, made[0], moment)
-        done = worker.execute(Total("dense", 0, moment[0], handle, (part.partials[moment[0]],)))
-        if done.record is not None:
+        check = CheckGrids("dense", 0, {moment[0]: handle}, {moment[0]: (part.diagonals[moment[0]],)})
+        wider = worker.execute(check).wider
+        if not wider:
             break
-        handle, rounds = done.wider, rounds + 1
+        handle, rounds = wider[moment[0]], rounds + 1
     assert rounds == 1
+    stored = worker.execute(Total("dense", 0, moment[0], Summed(handle, part.partials[moment[0]])))
     for unit in good:
         worker.execute(unit)
     expected = totals(worker, [collect(worker, good[0], moment)], good)[moment[0]]
-    found = worker.statistics.read(done.record)
+    found = worker.statistics.read(stored)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7 * float(expected.max()))
 
 
@@ -188,7 +192,7 @@ def test_what_leaves_a_worker_does_not_grow_with_the_shards(llama: Path, tmp_pat
     geometry = worker.setup.geometry.layers[0]
     widths = [geometry.hidden, *[geometry.head_dim] * 3, geometry.hidden, geometry.intermediate]
     assert grids <= sum(2 * width for width in widths) + 16 * len(POINTS)
-    assert sum(left) <= sum(4 * width * (width + min(width, BAND)) for width in widths)
+    assert sum(left) <= sum(4 * width * (width + min(width, BAND)) + 8 * width for width in widths)
 
 
 def test_values_that_are_none_name_their_layer_and_point(llama: Path, tmp_path: Path) -> None:
@@ -201,44 +205,45 @@ def test_values_that_are_none_name_their_layer_and_point(llama: Path, tmp_path: 
 
 def test_a_total_is_symmetric_to_the_bit_and_stored_by_its_upper_tiles(setup: WorkerConfig) -> None:
     worker = make_worker(setup)
-    worker.statistics = worker.sums.statistics = StatisticsStore(setup.run_dir / "tiles.zarr", tile=16)
+    worker.statistics = worker.totals.statistics = StatisticsStore(setup.run_dir / "tiles.zarr", tile=16)
     made = units(worker)
     for unit in made:
         worker.execute(unit)
     part = collect(worker, made[0], POINTS)
-    before = {moment: [band.clone() for band in part.partials[moment].values()] for moment in POINTS}
+    before = {moment: [band.clone() for band in part.partials[moment][0].values()] for moment in POINTS}
     for moment, total in totals(worker, [part], made).items():
         assert torch.equal(total, total.transpose(1, 2))
         again = worker.statistics.write(0, "again", total)
         assert again.symmetric == (total.shape[1] > 16)
-        found = worker.execute(Total("dense", 0, moment, made[0].sums.grids[moment], (part.partials[moment],))).record  # type: ignore[union-attr]
+        summed = Summed(made[0].sums.grids[moment], part.partials[moment])  # type: ignore[union-attr]
+        found = worker.execute(Total("dense", 0, moment, summed))
         assert (found.symmetric, found.checksums) == (again.symmetric, again.checksums)
-        assert all(torch.equal(*pair) for pair in zip(part.partials[moment].values(), before[moment], strict=True))
+        assert all(torch.equal(*pair) for pair in zip(part.partials[moment][0].values(), before[moment], strict=True))
 
 
-def test_a_walk_s_moments_are_solved_from_memory(setup: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits as are stored, once; others read them, and so does who has gone on with the text."""
-    summing, other = make_worker(setup), make_worker(setup)
-    made = [replace(unit, lineage="compressed") for unit in units(summing)]
+def test_parts_are_added_one_by_one_and_solved_from_before_they_are_stored(
+    setup: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bands of two workers dealt into three parts: the same bits as one worker's sum, and as what is stored of them."""
+    for module in (sums, exact_sums):
+        monkeypatch.setattr(module, "BAND", 16, raising=False)
+    workers = [make_worker(setup), make_worker(setup)]
+    made = units(workers[0])
     for unit in made:
-        summing.execute(unit)
-    part, grids = collect(summing, made[0], POINTS), made[0].sums.grids if made[0].sums else {}
-    asked = [Total("compressed", 0, moment, grids[moment], (part.partials[moment],)) for moment in POINTS]
-    done = [summing.execute(total) for total in asked]
-    assert all(found.kept for found in done)
-    reads: list[str] = []
-    read = StatisticsStore.read
-    monkeypatch.setattr(StatisticsStore, "read", lambda store, record: reads.append(record.path) or read(store, record))
-    first, *rest = (found.record for found in done)
-    kept = summing.sums.moment(first)
-    assert reads == []
-    assert torch.equal(other.sums.moment(first), kept)
-    assert torch.equal(summing.sums.moment(first), kept)
-    assert reads == [first.path] * 2
-    summing.execute(made[0])
-    assert summing.sums.kept == {}
-    summing.sums.moment(rest[0])
-    assert len(reads) == 3
-    dense = summing.execute(replace(asked[0], lineage="dense"))
-    assert not dense.kept
-    assert summing.sums.kept == {}
+        workers[unit.shard % 2].execute(unit)
+    given = [collect(worker, made[0], POINTS, parts=3) for worker in workers]
+    for moment in POINTS:
+        assert len(given[0].partials[moment]) == len(given[1].partials[moment]) <= 3
+        both = tuple(handle for found in given for handle in found.partials[moment])
+        assert made[0].sums is not None
+        grid = made[0].sums.grids[moment]
+        adds = [
+            workers[0].execute(Add("dense", 0, moment, part, same)).part
+            for part, same in enumerate(zip(*(found.partials[moment] for found in given), strict=True))
+        ]
+        added = Summed(grid, tuple(adds))
+        expected = workers[1].totals.moment(Summed(grid, both), torch.device("cpu"))
+        assert torch.equal(workers[1].totals.moment(added, torch.device("cpu")), expected)
+        stored = workers[0].execute(Total("dense", 0, moment, added))
+        assert torch.equal(workers[1].totals.moment(stored, torch.device("cpu")), expected)
+    assert len(given[0].partials[Moment("down.in")]) == 3

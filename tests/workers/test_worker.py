@@ -14,7 +14,7 @@ from torch.nn import functional
 from manifests.errors import NumericsError
 from manifests.records import FormSpec
 from pipeline.methods.method import Moment
-from pipeline.sum_units import ChooseGrids, Sums, Total
+from pipeline.sum_units import ChooseGrids, Summed, Sums, Total
 from pipeline.units import Forward, ForwardDone, Reduce, Solve
 from stores.staging import read_staged
 from tests.workers.bench import (
@@ -109,8 +109,8 @@ def sum_all(worker: Worker, moment: Moment) -> Any:
     grids = worker.execute(ChooseGrids(unit)).grids
     unit = replace(unit, sums=Sums("pass-0", grids))
     worker.execute(unit)
-    partials = (collect(worker, unit, (moment,)).partials[moment],)
-    return worker.execute(Total("dense", 0, moment, grids[moment], partials)).record
+    summed = Summed(grids[moment], collect(worker, unit, (moment,)).partials[moment])
+    return worker.execute(Total("dense", 0, moment, summed))
 
 
 def held_all(worker: Worker) -> Tensor:

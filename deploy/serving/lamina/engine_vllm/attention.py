@@ -10,7 +10,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from lamina.configuration_lamina import LaminaConfig
-from lamina.layers_lamina import LaminaAttention, Memo
+from lamina.decoder_layer_lamina import Memo
+from lamina.layers_lamina import LaminaAttention
 
 VALUE_MULTIPLE = 16  # kernels want value heads of such widths
 
