@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina import LaminaConfig
+from lamina import LayersConfig
 from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import InputError
 from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
-from pipeline.checkpoint.exporting import compressed_checkpoint, mlp_widths, whole_roles
+from pipeline.checkpoint.engines import gguf_faults, mlp_widths
+from pipeline.checkpoint.exporting import compressed_checkpoint, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.packing import unpack
@@ -33,8 +34,6 @@ from pipeline.rounding.schemes import PACKED, SCALE, SHAPE, packed_modules, roun
 from stores.source import SourceCheckpoint
 from workers.layers import cpu_reader
 
-FAMILIES = ("llama", "mistral")  # RMS norms, gated SiLU, no biases, halves rotated
-ROPE_TYPES = ("default", "linear", "llama3")  # those that scale frequencies and nothing else
 LAYER_NAMES = {
     "input_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
     "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
@@ -55,11 +54,11 @@ def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> d
     checkpoint, config = compressed_checkpoint(output)
     if destination.exists():
         raise InputError(f"{destination}: is there already; give a file that is not")
-    described = LaminaConfig(**config)
-    _check_family(described, config)
+    described = LayersConfig(**config)
+    _check_family(described)
     import gguf
 
-    widths, stored = mlp_widths(config), getattr(torch, config["dtype"])
+    widths, stored = mlp_widths(described), getattr(torch, config["dtype"])
     uniform = len(set(widths)) == 1
     partial = destination.with_name(destination.name + ".partial")
     writer = gguf.GGUFWriter(str(partial), "llama" if uniform else "deci")
@@ -134,25 +133,15 @@ def _rounded(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[st
     return found
 
 
-def _check_family(described: LaminaConfig, config: Mapping[str, Any]) -> None:
-    family, rope = described.source_model_type, described.rope_parameters or {}
-    faults = [f"a {family} model; known are {', '.join(FAMILIES)}"] if family not in FAMILIES else []
-    if described.block["biases"]:
-        faults.append(f"biases on {', '.join(described.block['biases'])}")
-    if any(described.layer_sizes):
-        faults.append("layers of different sizes (layer_sizes)")
-    if "sliding_attention" in described.layer_types:
-        faults.append("a sliding window, which both forget")
-    if rope.get("rope_type") not in ROPE_TYPES:
-        faults.append(f"rope_type {rope.get('rope_type')}; known are {', '.join(ROPE_TYPES)}")
-    if faults:
+def _check_family(described: LayersConfig) -> None:
+    if faults := gguf_faults(described):
         raise InputError(
             f"--to gguf: llama.cpp's architectures llama and deci have no place for {'; for '.join(faults)}; --to "
             "stock or --to dense, then llama.cpp's own converter"
         )
 
 
-def _describe_(writer: Any, described: LaminaConfig, width: int | list[int]) -> None:
+def _describe_(writer: Any, described: LayersConfig, width: int | list[int]) -> None:
     """The sizes; by layer where the widths are."""
     layers, heads, kv_heads = (
         described.num_hidden_layers,
@@ -175,7 +164,7 @@ def _describe_(writer: Any, described: LaminaConfig, width: int | list[int]) -> 
     writer.add_tokenizer_model("no_vocab")
 
 
-def _shapes(described: LaminaConfig, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(described: LayersConfig, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor, in the order of the file."""
     D, d = described.hidden_size, described.head_dim
     query, key = described.num_attention_heads * d, described.num_key_value_heads * d
@@ -196,7 +185,7 @@ def _shapes(described: LaminaConfig, widths: list[int]) -> Iterator[tuple[str, t
 def _tensors(
     checkpoint: SourceCheckpoint,
     config: Mapping[str, Any],
-    described: LaminaConfig,
+    described: LayersConfig,
     stored: torch.dtype,
     say: Callable[[str], None],
 ) -> Iterator[Tensor]:
@@ -225,7 +214,7 @@ def neighbours_first(weight: Tensor, heads: int) -> Tensor:
     return pairs_n2hD.transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def _frequency_factors(described: LaminaConfig) -> Tensor | None:
+def _frequency_factors(described: LayersConfig) -> Tensor | None:
     """(d/2,): what the default frequencies are divided by; None where these are the model's."""
     rotary = LaminaRotaryEmbedding(described)
     default, _ = LaminaRotaryEmbedding.compute_default_rope_parameters(described)
