@@ -19,6 +19,7 @@ from manifests.records import Scheme
 from pipeline.checkpoint.assembling import CARD_FILE, SHARD_SUFFIX
 from pipeline.checkpoint.compression_record import RECORD_FILE, encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
+from pipeline.checkpoint.engines import mlp_widths
 from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of, source_config
@@ -118,18 +119,12 @@ def compressed_checkpoint(output: Place) -> tuple[SourceCheckpoint, Mapping[str,
 
 def common_width(config: Mapping[str, Any]) -> int:
     """The MLP width that all layers have. Raises InputError naming those that differ, and what would change it."""
-    widths = mlp_widths(config)
+    widths = mlp_widths(LayersConfig(**config))
     if len(set(widths)) > 1:
         raise InputError(
             f"--to stock: the layers' MLPs are {min(widths)} to {max(widths)} wide, and an ordinary "
-            f"{config['source_model_type']} model has one width; compress with `uniform: true`, or `ranks: "
-            "{mlp: WIDTH}`, in the entry of flat_llm; --to dense fills up with zeros"
+            f"{config['source_model_type']} model has one width; compress with {{method: "
+            "flat_llm, uniform: true}, with `allocation: loss`, too, or with ranks: {mlp: WIDTH} in its entry; --to "
+            "dense fills up with zeros"
         )
     return int(widths[0])
-
-
-def mlp_widths(config: Mapping[str, Any]) -> list[int]:
-    """The channels that the MLP of each layer has, before it is factored."""
-    described = LayersConfig(**config)
-    forms = (described.form_of(layer, "up") for layer in range(described.num_hidden_layers))
-    return [form.inner_width(described.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms)]

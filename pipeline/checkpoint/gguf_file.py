@@ -25,7 +25,8 @@ from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import InputError
 from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
-from pipeline.checkpoint.exporting import compressed_checkpoint, mlp_widths, whole_roles
+from pipeline.checkpoint.engines import gguf_faults, mlp_widths
+from pipeline.checkpoint.exporting import compressed_checkpoint, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.packing import unpack
@@ -33,8 +34,6 @@ from pipeline.rounding.schemes import PACKED, SCALE, SHAPE, packed_modules, roun
 from stores.source import SourceCheckpoint
 from workers.layers import cpu_reader
 
-FAMILIES = ("llama", "mistral")  # RMS norms, gated SiLU, no biases, halves rotated
-ROPE_TYPES = ("default", "linear", "llama3")  # those that scale frequencies and nothing else
 LAYER_NAMES = {
     "input_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
     "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
@@ -56,10 +55,10 @@ def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> d
     if destination.exists():
         raise InputError(f"{destination}: is there already; give a file that is not")
     described = LayersConfig(**config)
-    _check_family(described, config)
+    _check_family(described)
     import gguf
 
-    widths, stored = mlp_widths(config), getattr(torch, config["dtype"])
+    widths, stored = mlp_widths(described), getattr(torch, config["dtype"])
     uniform = len(set(widths)) == 1
     partial = destination.with_name(destination.name + ".partial")
     writer = gguf.GGUFWriter(str(partial), "llama" if uniform else "deci")
@@ -134,18 +133,8 @@ def _rounded(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[st
     return found
 
 
-def _check_family(described: LayersConfig, config: Mapping[str, Any]) -> None:
-    family, rope = described.source_model_type, described.rope_parameters or {}
-    faults = [f"a {family} model; known are {', '.join(FAMILIES)}"] if family not in FAMILIES else []
-    if described.block["biases"]:
-        faults.append(f"biases on {', '.join(described.block['biases'])}")
-    if any(described.layer_sizes):
-        faults.append("layers of different sizes (layer_sizes)")
-    if "sliding_attention" in described.layer_types:
-        faults.append("a sliding window, which both forget")
-    if rope.get("rope_type") not in ROPE_TYPES:
-        faults.append(f"rope_type {rope.get('rope_type')}; known are {', '.join(ROPE_TYPES)}")
-    if faults:
+def _check_family(described: LayersConfig) -> None:
+    if faults := gguf_faults(described):
         raise InputError(
             f"--to gguf: llama.cpp's architectures llama and deci have no place for {'; for '.join(faults)}; --to "
             "stock or --to dense, then llama.cpp's own converter"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HEAVY = ("torch", "transformers", "ray", "datasets", "zarr", "pyarrow", "pandas", "matplotlib", "numpy")
 PROGRAM = """
 import importlib, io, json, sys

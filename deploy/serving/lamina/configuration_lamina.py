@@ -32,6 +32,13 @@ from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", *LAYER_FIELDS)
+BLOCK_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("embed", "layers", "final_norm", "head"), str),
+    "modules": dict,
+    "biases": list | tuple | set | frozenset,
+    "parallel": bool,
+    "positions": dict | None,
+}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # What config.json calls `auto_map`: the classes that transformers loads from the files beside the weights.
 AUTO_MAP = {
@@ -133,7 +140,7 @@ class LaminaConfig(LayersConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
-        self.base_model_tp_plan = _tensor_parallel_plan(self)  # type: ignore[misc]
+        self.base_model_tp_plan = tensor_parallel_plan(self)  # type: ignore[misc]
         _publish_architecture()
         type(self).when_made()
 
@@ -176,6 +183,11 @@ def _check_types(config: LayersConfig) -> None:
     for name, kind in (("block", dict), ("forms", list), ("layer_types", list), ("layer_sizes", list)):
         if not isinstance(value := getattr(config, name), kind | None):
             raise ValueError(f"config.json: {name} is {value!r}, not a {kind.__name__}")
+    for name, value in (config.block or {}).items():
+        if name in BLOCK_KINDS and not isinstance(value, BLOCK_KINDS[name]):
+            raise ValueError(f"config.json: block.{name} is {value!r}, which it cannot be")
+    if (window := config.sliding_window) is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"config.json: sliding_window is {window!r}, not null or a whole number from 1 on")
     if config.forms and len(config.forms) != config.num_hidden_layers:
         raise ValueError(f"forms has {len(config.forms)} entries for {config.num_hidden_layers} layers")
     if type(eps := config.norm_eps) not in (int, float) or not 0 <= eps < 1:
@@ -253,7 +265,7 @@ def _check_widths(config: LayersConfig, layer_idx: int) -> None:
             raise ValueError(f"layer {layer_idx}: different {what} {said}")
 
 
-def _tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
+def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
     """Columns for what makes heads or MLP channels, rows for what reads them.
 
     Of factors, those with the heads or channels on one side: the second of a role that reads the hidden states, the

@@ -22,7 +22,9 @@ def value_width(config: LaminaConfig) -> int:
     for layer in range(config.num_hidden_layers):
         form, spec = config.form_of(layer, "v")
         widths.append(form.head_width(config.layer_shape(layer), spec))
-    return -(-max(widths) // VALUE_MULTIPLE) * VALUE_MULTIPLE
+    widest, head_dim = max(widths), config.head_dim
+    width = -(-widest // VALUE_MULTIPLE) * VALUE_MULTIPLE
+    return width if widest > head_dim else min(width, head_dim)
 
 
 class CachedHeads:
