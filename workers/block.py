@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lamina import LaminaConfig
+from lamina import LayersConfig
+from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
-from lamina.inputs_lamina import prepare_layer_inputs
-from lamina.layers_lamina import LaminaDecoderLayer
-from lamina.rotary_lamina import LaminaRotaryEmbedding
+from lamina.rotary_lamina import Angles, LaminaRotaryEmbedding
 from manifests.errors import NumericsError
 from pipeline.kernels.checks import all_finite
 
@@ -32,13 +31,13 @@ class StopForward(Exception):
 class Block:
     """A layer of the model, dense or compressed: what its forms in the config say."""
 
-    def __init__(self, config: LaminaConfig, layer: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, config: LayersConfig, layer: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """`tensors`: names relative to the layer, already of the forward's dtype."""
         self.layer = layer
         self.config = config
         self.device = device
         with torch.device("meta"):
-            self.module = LaminaDecoderLayer(config, layer)
+            self.module = DecoderLayer(config, layer)
         known = stored_state(self.module).keys()  # old checkpoints hold buffers besides, such as rotary_emb.inv_freq
         placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in known}
         self.module.load_state_dict(placed, strict=True, assign=True)
@@ -61,9 +60,13 @@ class Block:
             raise NumericsError(self._blame(hidden_BSD))
         return result_BSD if output else None
 
+    def angles(self, hidden_BSD: Tensor) -> Angles | None:
+        """cos and sin of the rotations of whole samples; None where the family has none."""
+        positions_1S = torch.arange(hidden_BSD.shape[1], device=hidden_BSD.device).unsqueeze(0)
+        return None if self.rotary is None else self.rotary(hidden_BSD, positions_1S)
+
     def _forward(self, hidden_BSD: Tensor) -> Tensor:
-        inputs = prepare_layer_inputs(self.config, self.rotary, hidden_BSD)
-        result: Tensor = self.module(hidden_BSD, **inputs.of(self.module))
+        result: Tensor = self.module(hidden_BSD, position_embeddings=self.angles(hidden_BSD))
         return result
 
     @contextmanager

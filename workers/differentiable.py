@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lamina.inputs_lamina import prepare_layer_inputs
 from manifests.errors import NumericsError
 from pipeline.families.family import LINEAR_ROLES
 from pipeline.kernels.checks import all_finite
@@ -85,9 +84,9 @@ class DifferentiableBlock:
         return input_SD, wanted
 
     def _forward(self, hidden_SD: Tensor) -> Tensor:
-        inputs = prepare_layer_inputs(self.block.config, self.block.rotary, hidden_SD.detach()[None].to(self.dtype))
+        angles = self.block.angles(hidden_SD.detach()[None].to(self.dtype))
         with sdpa_kernel(SDPBackend.MATH):  # its backward pass is deterministic on every device
-            output_1SD: Tensor = self.block.module(hidden_SD[None], **inputs.of(self.block.module))
+            output_1SD: Tensor = self.block.module(hidden_SD[None], position_embeddings=angles)
         return output_1SD[0]
 
     def _cast(self, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,13 +5,12 @@ Legend: B batch, S sequence, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lamina import LaminaConfig, LaminaForCausalLM
+from lamina.decoder_layer_lamina import make_embedding, make_head, make_norm, make_positions
 from manifests.records import StagedLayer
 from workers.block import Block, Tap
 from workers.layers import LayerReader
@@ -24,9 +23,22 @@ def embedding(layers: LayerReader, first: StagedLayer | None = None) -> Callable
 
     `first`: the staged layer 0, which holds the table where that is rounded.
     """
-    block = layers.config.block
-    names = [block["embed"], *([block["positions"]["module"]] if block["positions"] else [])]
-    return _outside_of_layers(layers, names, first).get_decoder().embed
+    positions = layers.config.block["positions"]
+    with torch.device("meta"):
+        modules: dict[str, nn.Module] = {layers.config.block["embed"]: make_embedding(layers.config)}
+        if positions:
+            modules[positions["module"]] = make_positions(layers.config)
+    table, *learned = _loaded(layers, modules, first)
+
+    def embed(ids_BS: Tensor) -> Tensor:
+        hidden_BSD: Tensor = table(ids_BS)
+        if not learned:
+            return hidden_BSD
+        rows_S = torch.arange(ids_BS.shape[1], device=ids_BS.device) + positions["offset"]
+        added_SD: Tensor = learned[0](rows_S)
+        return hidden_BSD + added_SD
+
+    return embed
 
 
 def head(layers: LayerReader, last: StagedLayer | None = None) -> Callable[[Tensor], Tensor]:
@@ -34,13 +46,18 @@ def head(layers: LayerReader, last: StagedLayer | None = None) -> Callable[[Tens
 
     `last`: that layer as staged, which holds the head's matrix where that is rounded.
     """
-    model = _outside_of_layers(layers, [layers.config.block["final_norm"], layers.config.block["head"]], last)
-    return lambda hidden_TD: model.head(hidden_TD).float()
+    normed = head_input(layers)
+    with torch.device("meta"):
+        matrix = make_head(layers.config)
+    (to_logits,) = _loaded(layers, {layers.config.block["head"]: matrix}, last)
+    return lambda hidden_TD: to_logits(normed(hidden_TD)).float()
 
 
 def head_input(layers: LayerReader) -> Callable[[Tensor], Tensor]:
     """Hidden states (…, D) that leave the last layer -> what the head reads (…, D)."""
-    return _outside_of_layers(layers, [layers.config.block["final_norm"]], None).get_decoder().normed
+    with torch.device("meta"):
+        norm = make_norm(layers.config)
+    return _loaded(layers, {layers.config.block["final_norm"]: norm}, None)[0]
 
 
 def tapped(
@@ -65,22 +82,13 @@ def tapped(
     return run
 
 
-def _outside_of_layers(layers: LayerReader, modules: list[str], staged: StagedLayer | None) -> LaminaForCausalLM:
-    """The model without layers, these modules with their tensors on the device, the others empty."""
-    with torch.device("meta"):
-        model = LaminaForCausalLM(_without_layers(layers.config))
-    tied = {f"{layers.config.block['head']}.weight": f"{layers.config.block['embed']}.weight"}
-    stored = {
-        name: tied.get(name, name) if layers.config.tie_word_embeddings else name
-        for name in (f"{path}.{key}" for path in modules for key in model.get_submodule(path).state_dict())
-    }
-    tensors = layers.outer(*stored.values(), staged=staged)
-    model.load_state_dict({name: tensors[source] for name, source in stored.items()}, strict=False, assign=True)
-    model.requires_grad_(False)
-    return model
-
-
-def _without_layers(config: LaminaConfig) -> LaminaConfig:
-    config = copy.copy(config)
-    config.num_hidden_layers, config.forms, config.layer_types = 0, [], []
-    return config
+def _loaded(layers: LayerReader, modules: dict[str, nn.Module], staged: StagedLayer | None) -> list[nn.Module]:
+    """Modules by their paths in the model, with their tensors on the device."""
+    block = layers.config.block
+    tied = {f"{block['head']}.weight": f"{block['embed']}.weight"} if layers.config.tie_word_embeddings else {}
+    for path, module in modules.items():
+        stored = {key: tied.get(f"{path}.{key}", f"{path}.{key}") for key in module.state_dict()}
+        tensors = layers.outer(*stored.values(), staged=staged)
+        module.load_state_dict({key: tensors[name] for key, name in stored.items()}, assign=True)
+        module.requires_grad_(False)
+    return [*modules.values()]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lamina import LaminaConfig
+from lamina import LayersConfig
 from manifests.errors import NumericsError
 from manifests.records import Scheme, StagedLayer
 from pipeline.families.registry import geometry_of
@@ -30,8 +30,7 @@ class LayerReader:
     def __init__(self, setup: WorkerConfig, device: torch.device) -> None:
         self.setup = setup
         self.device = device
-        self.config = LaminaConfig(**setup.config)
-        self.config._attn_implementation = "sdpa"
+        self.config = LayersConfig(**setup.config)
         self.current: tuple[tuple[int, str], Any] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.ahead: tuple[int, Future[dict[str, Tensor]]] | None = None

@@ -124,8 +124,8 @@ class Assembler:
         self.output.sync(records)
         compression = self._record(plans, records)
         names = self._write_companions()
-        self.output.replace(CONFIG_FILE, encode_json(self._config()))
-        self.output.replace(CARD_FILE, model_card(compression).encode())
+        self.output.replace(CONFIG_FILE, encode_json(config := self._config()))
+        self.output.replace(CARD_FILE, model_card(compression, config).encode())
         described = {name: describe_file(self.output, name) for name in (*names, CONFIG_FILE, CARD_FILE)}
         index = index_arguments(compression)
         described[INDEX_FILE] = describe_bytes(index_content(*index))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lamina import LaminaConfig
+from lamina import LayersConfig
 from pipeline.job.inputs import Inputs
 from pipeline.keys import layer_key
 from pipeline.ports import Journal
@@ -16,7 +16,7 @@ from stores.headers import DTYPES
 def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Stored numbers and bytes, dense and compressed, from what was written; and the cache per token."""
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
-    described = LaminaConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})
+    described = LayersConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})
     written = {name: stored_numbers(entry["dtype"], entry["shape"], itemsize) for name, entry in tensors.items()}
     prefix = f"{geometry.layers_path}."
     dense_bytes = sum(record.end - record.begin for record in inputs.source.tensors.values())

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache
 
-from lamina import LaminaConfig, LaminaForCausalLM
+import lamina
 from pipeline.rounding.schemes import FIELD
 
 
@@ -39,10 +39,10 @@ def decoding_costs(config: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 @functools.lru_cache(maxsize=64)
 def _cost(config: str) -> tuple[tuple[str, int], ...]:
     """Counted where the model runs, on the meta device: a step's products are linear in the tokens that are cached."""
-    described = LaminaConfig(**json.loads(config))
+    described = lamina.LaminaConfig(**json.loads(config))
     described._attn_implementation = "sdpa"
     with torch.device("meta"):
-        model: Any = LaminaForCausalLM(described).eval()
+        model: Any = lamina.LaminaForCausalLM(described).eval()
     cache, ids_BT = DynamicCache(config=described), torch.zeros(1, 1, dtype=torch.long, device="meta")
     found = []
     with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lamina.layers_lamina import LaminaAttention, LaminaDecoderLayer
+from lamina.decoder_layer_lamina import DecoderLayer, SelfAttention
 from manifests.errors import InputError
 from pipeline.families.family import LINEAR_ROLES, LayerGeometry
 
@@ -17,7 +17,7 @@ ROUNDINGS = 64  # of the stored numbers: what is exact but for them
 
 
 @torch.inference_mode()
-def dense_weights(layer: LaminaDecoderLayer, geometry: LayerGeometry, stored: torch.dtype) -> dict[str, Tensor]:
+def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dtype) -> dict[str, Tensor]:
     """`role.weight` and `role.bias` in float64, as a dense layer of the family has them; MLPs at their own width.
 
     Every projection is linear whatever it is made of, so its matrix is what it does to the unit vectors. Value heads of
@@ -37,7 +37,7 @@ def dense_weights(layer: LaminaDecoderLayer, geometry: LayerGeometry, stored: to
         width = matrices["up"].shape[0] if role == "down" else geometry.hidden
         matrices[role], biases[role] = _affine(layer, role, width)
     attention = layer.get_submodule(".".join(layer._attention))
-    assert isinstance(attention, LaminaAttention)
+    assert isinstance(attention, SelfAttention)
     heads = matrices["v"].shape[0] // attention.value_dim
     value_GwD = matrices["v"].unflatten(0, (heads, -1)).expand(G, -1, -1)
     bias_Gw = biases["v"].unflatten(0, (heads, -1)).expand(G, -1)
@@ -68,7 +68,7 @@ def pad_mlp(weights: dict[str, Tensor], width: int) -> dict[str, Tensor]:
     return padded
 
 
-def _affine(layer: LaminaDecoderLayer, role: str, width: int) -> tuple[Tensor, Tensor]:
+def _affine(layer: DecoderLayer, role: str, width: int) -> tuple[Tensor, Tensor]:
     """Matrix (out, in) and bias (out) of a role."""
     unit_1II = torch.eye(width, dtype=torch.float64)[None]
     images_II, bias = (

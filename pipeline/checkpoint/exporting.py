@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import torch
 
-from lamina import MODELLING_FILES, LaminaConfig
+from lamina import MODELLING_FILES, LayersConfig
 from manifests.errors import InputError
 from manifests.records import Scheme
 from pipeline.checkpoint.assembling import CARD_FILE, SHARD_SUFFIX
 from pipeline.checkpoint.compression_record import RECORD_FILE, encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
+from pipeline.checkpoint.engines import mlp_widths
 from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of, source_config
@@ -64,7 +65,7 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
         weights = pad_mlp(dense_weights(reader.block(layer, None).module, mine, stored), width)
         names = mine.tensors()
         named = {names[key][0]: tensor.to(stored) for key, tensor in weights.items()}
-        for path in _whole_projections(config, mine):
+        for path in map(mine.path, whole_roles(config, mine)):
             if path in packed:
                 del named[path + WEIGHT]
                 named |= checkpoint.read(sorted(packed_names(path + WEIGHT)))
@@ -95,11 +96,11 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": written_to.at(INDEX_FILE)}
 
 
-def _whole_projections(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
-    """The paths of what is stored as one matrix of the family's own shape, but for the channels of an MLP."""
+def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
+    """What is stored as one matrix of the family's own shape, but for the channels of an MLP."""
     forms = config["forms"][layer.index]
     whole = [role for role in LINEAR_ROLES if forms.get(role, {"form": "dense"})["form"] in ("dense", "pruned")]
-    return [layer.path(role) for role in whole if role in layer.roles]
+    return [role for role in whole if role in layer.roles]
 
 
 def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
@@ -118,18 +119,12 @@ def compressed_checkpoint(output: Place) -> tuple[SourceCheckpoint, Mapping[str,
 
 def common_width(config: Mapping[str, Any]) -> int:
     """The MLP width that all layers have. Raises InputError naming those that differ, and what would change it."""
-    widths = mlp_widths(config)
+    widths = mlp_widths(LayersConfig(**config))
     if len(set(widths)) > 1:
         raise InputError(
             f"--to stock: the layers' MLPs are {min(widths)} to {max(widths)} wide, and an ordinary "
-            f"{config['source_model_type']} model has one width; compress with `uniform: true`, or `ranks: "
-            "{mlp: WIDTH}`, in the entry of flat_llm; --to dense fills up with zeros"
+            f"{config['source_model_type']} model has one width; compress with {{method: "
+            "flat_llm, uniform: true}, with `allocation: loss`, too, or with ranks: {mlp: WIDTH} in its entry; --to "
+            "dense fills up with zeros"
         )
     return int(widths[0])
-
-
-def mlp_widths(config: Mapping[str, Any]) -> list[int]:
-    """The channels that the MLP of each layer has, before it is factored."""
-    described = LaminaConfig(**config)
-    forms = (described.form_of(layer, "up") for layer in range(described.num_hidden_layers))
-    return [form.inner_width(described.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms)]

@@ -1,4 +1,5 @@
-"""A compressed checkpoint as one GGUF file, for llama.cpp: multiplied back, MLPs at their own widths.
+"""A compressed checkpoint as one GGUF file, for llama.cpp: multiplied back, MLPs at their own widths. Matrices of 8 and
+4 bits that are whole, or of fewer channels, keep their codes, as Q8_0 and Q4_0.
 
 `gguf` is an extra: `pip install 'lamina-pipeline[gguf]'`. The architecture is `llama` where all MLPs are of one width,
 else `deci`, whose sizes are lists by layer. Both turn neighbours (2i, 2i + 1) by rotary angles where our families turn
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina import LaminaConfig
+from lamina import LayersConfig
 from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import InputError
+from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
-from pipeline.checkpoint.exporting import compressed_checkpoint, mlp_widths
+from pipeline.checkpoint.engines import gguf_faults, mlp_widths
+from pipeline.checkpoint.exporting import compressed_checkpoint, whole_roles
+from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
 from pipeline.families.registry import geometry_of
+from pipeline.kernels.packing import unpack
+from pipeline.rounding.schemes import PACKED, SCALE, SHAPE, packed_modules, rounded_modules
 from stores.source import SourceCheckpoint
 from workers.layers import cpu_reader
 
-FAMILIES = ("llama", "mistral")  # RMS norms, gated SiLU, no biases, halves rotated
-ROPE_TYPES = ("default", "linear", "llama3")  # those that scale frequencies and nothing else
 LAYER_NAMES = {
     "input_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
     "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
@@ -49,26 +54,35 @@ def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> d
     checkpoint, config = compressed_checkpoint(output)
     if destination.exists():
         raise InputError(f"{destination}: is there already; give a file that is not")
-    described = LaminaConfig(**config)
-    _check_family(described, config)
+    described = LayersConfig(**config)
+    _check_family(described)
     import gguf
 
-    widths, stored = mlp_widths(config), getattr(torch, config["dtype"])
+    widths, stored = mlp_widths(described), getattr(torch, config["dtype"])
     uniform = len(set(widths)) == 1
     partial = destination.with_name(destination.name + ".partial")
     writer = gguf.GGUFWriter(str(partial), "llama" if uniform else "deci")
     _describe_(writer, described, widths[0] if uniform else widths)
     numbers = 0
+    rounded = _rounded(checkpoint, config)
     for name, shape in _shapes(described, widths):
-        kind, itemsize = _kind(gguf, len(shape), stored)
-        bytes_shape = (*shape[:-1], shape[-1] * itemsize)
+        if name in rounded:
+            kind = gguf.GGMLQuantizationType[rounded[name].kind]
+            bytes_shape: tuple[int, ...] = (shape[0], shape[1] // BLOCK * BYTES[rounded[name].kind])
+        else:
+            kind, itemsize = _kind(gguf, len(shape), stored)
+            bytes_shape = (*shape[:-1], shape[-1] * itemsize)
         writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), int(np.prod(bytes_shape)), raw_dtype=kind)
         numbers += int(np.prod(shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for tensor in _tensors(checkpoint, config, described, stored, say):
-        kept = tensor.to(torch.float32 if tensor.ndim == 1 else stored).contiguous()
+    tensors = _tensors(checkpoint, config, described, stored, say)
+    for (name, _), tensor in zip(_shapes(described, widths), tensors, strict=True):
+        if name in rounded:
+            kept = rounded[name].read(checkpoint)
+        else:
+            kept = tensor.to(torch.float32 if tensor.ndim == 1 else stored).contiguous()
         writer.write_tensor_data(kept.view(torch.uint8).numpy())
     writer.close()
     partial.replace(destination)
@@ -77,25 +91,57 @@ def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> d
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "architecture": writer.arch}
 
 
-def _check_family(described: LaminaConfig, config: Mapping[str, Any]) -> None:
-    family, rope = described.source_model_type, described.rope_parameters or {}
-    faults = [f"a {family} model; known are {', '.join(FAMILIES)}"] if family not in FAMILIES else []
-    if described.block["biases"]:
-        faults.append(f"biases on {', '.join(described.block['biases'])}")
-    if any(described.layer_sizes):
-        faults.append("layers of different sizes (layer_sizes)")
-    if "sliding_attention" in described.layer_types:
-        faults.append("a sliding window, which both forget")
-    if rope.get("rope_type") not in ROPE_TYPES:
-        faults.append(f"rope_type {rope.get('rope_type')}; known are {', '.join(ROPE_TYPES)}")
-    if faults:
+@dataclass(frozen=True)
+class _Rounded:
+    """A matrix whose codes go into the file: its module's path and scheme, and the heads whose rows are reordered."""
+
+    path: str
+    scheme: Scheme
+    kind: Kind
+    heads: int | None
+
+    def read(self, checkpoint: SourceCheckpoint) -> Tensor:
+        """Its blocks (O, bytes of a row) uint8."""
+        found = checkpoint.read([self.path + part for part in (PACKED, SCALE, SHAPE)])
+        codes_OI = unpack(found[self.path + PACKED], self.scheme.bits, int(found[self.path + SHAPE][1]))
+        scales_OS = found[self.path + SCALE]
+        if self.heads is not None:
+            codes_OI, scales_OS = (neighbours_first(rows, self.heads) for rows in (codes_OI, scales_OS))
+        return blocks(codes_OI, scales_OS, self.kind)
+
+
+def _rounded(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, _Rounded]:
+    """By its name in the file, every matrix whose codes llama.cpp's blocks hold; others are multiplied out."""
+    geometry, found = geometry_of(config), {}
+    block = config["block"]
+    named: dict[str, tuple[str, int | None]] = {
+        block["embed"]: ("token_embd.weight", None),
+        block["head"]: ("output.weight", None),
+    }
+    for layer in geometry.layers:
+        heads = {"q": layer.heads, "k": layer.kv_heads}
+        for role in whole_roles(config, layer):
+            named[layer.path(role)] = (f"blk.{layer.index}.{LAYER_NAMES[role]}.weight", heads.get(role))
+    for path, scheme in rounded_modules(config, packed_modules(checkpoint.tensors)).items():
+        if path not in named:
+            continue
+        parts = checkpoint.read([path + SCALE, path + SHAPE])
+        kind = block_kind(scheme, int(parts[path + SHAPE][1]), parts[path + SCALE])
+        if kind is not None:
+            name, rows_of = named[path]
+            found[name] = _Rounded(path, scheme, kind, rows_of)
+    return found
+
+
+def _check_family(described: LayersConfig) -> None:
+    if faults := gguf_faults(described):
         raise InputError(
             f"--to gguf: llama.cpp's architectures llama and deci have no place for {'; for '.join(faults)}; --to "
             "stock or --to dense, then llama.cpp's own converter"
         )
 
 
-def _describe_(writer: Any, described: LaminaConfig, width: int | list[int]) -> None:
+def _describe_(writer: Any, described: LayersConfig, width: int | list[int]) -> None:
     """The sizes; by layer where the widths are."""
     layers, heads, kv_heads = (
         described.num_hidden_layers,
@@ -118,7 +164,7 @@ def _describe_(writer: Any, described: LaminaConfig, width: int | list[int]) -> 
     writer.add_tokenizer_model("no_vocab")
 
 
-def _shapes(described: LaminaConfig, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(described: LayersConfig, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor, in the order of the file."""
     D, d = described.hidden_size, described.head_dim
     query, key = described.num_attention_heads * d, described.num_key_value_heads * d
@@ -139,7 +185,7 @@ def _shapes(described: LaminaConfig, widths: list[int]) -> Iterator[tuple[str, t
 def _tensors(
     checkpoint: SourceCheckpoint,
     config: Mapping[str, Any],
-    described: LaminaConfig,
+    described: LayersConfig,
     stored: torch.dtype,
     say: Callable[[str], None],
 ) -> Iterator[Tensor]:
@@ -168,7 +214,7 @@ def neighbours_first(weight: Tensor, heads: int) -> Tensor:
     return pairs_n2hD.transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def _frequency_factors(described: LaminaConfig) -> Tensor | None:
+def _frequency_factors(described: LayersConfig) -> Tensor | None:
     """(d/2,): what the default frequencies are divided by; None where these are the model's."""
     rotary = LaminaRotaryEmbedding(described)
     default, _ = LaminaRotaryEmbedding.compute_default_rope_parameters(described)

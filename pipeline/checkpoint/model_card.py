@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.engines import engine_table
 
-def model_card(compression: Mapping[str, Any]) -> str:
-    """README.md of the checkpoint."""
-    counts, methods = compression["counts"], ", ".join(entry["method"] for entry in compression["manifest"]["methods"])
+
+def model_card(compression: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """README.md of the checkpoint with this compression.json and this config.json."""
+    counts, done = compression["counts"], _done(compression["manifest"])
     parameters, decoder = counts["parameters"], counts["decoder_parameters"]
     stored, cache = counts["bytes"], counts["cache_bytes_per_token"]
     origin = f"Written by Lamina {compression['code_version']} from a {compression['source']['model_type']} model."
@@ -17,7 +19,7 @@ def model_card(compression: Mapping[str, Any]) -> str:
 library_name: transformers
 tags: [lamina, compressed]
 ---
-# {Path(compression["source"]["path"]).name}, compressed with {methods}
+# {Path(compression["source"]["path"]).name}, {done}
 
 | | dense | compressed |
 |---|---|---|
@@ -38,14 +40,17 @@ tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
 With the package `lamina` installed and imported, `trust_remote_code` is not needed. `compression.json` says of
 every tensor how it is stored and which method it comes from. {origin}
 
-| engine | how | what is saved there |
-|---|---|---|
-| transformers, 5.14 or newer | as above, or `transformers serve --trust-remote-code` | weights and cache, as above |
-| vLLM with `lamina` installed | `vllm serve PATH` | weights; on CUDA, values beyond the widest layer's |
-| vLLM (Transformers backend) | `vllm serve PATH --trust-remote-code` | weights; the cache is as the dense model's |
-| any other | `python -m pipeline.export PATH --to stock DEST`, or `--to dense` | what the export says |
+{engine_table(config, cache["compressed"] / cache["dense"])}
 
 {_decoding(compression["decoding"])}{_latents(compression)}"""
+
+
+def _done(manifest: Mapping[str, Any]) -> str:
+    names, rounding = [entry["method"] for entry in manifest["methods"]], manifest.get("quantize")
+    done = [f"compressed with {', '.join(names)}"] if names else []
+    if rounding:
+        done.append("rounded to chosen bits" if rounding["bits"] == "auto" else f"rounded to {rounding['bits']} bits")
+    return ", ".join(done)
 
 
 def _decoding(costs: Mapping[str, Mapping[str, int]]) -> str:

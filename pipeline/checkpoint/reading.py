@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lamina import LaminaConfig, LaminaForCausalLM
+import lamina
 from lamina.factored_lamina import stored_state
 from manifests.errors import InputError
 from pipeline.families.registry import check_fields, geometry_of
@@ -49,10 +49,11 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return packed_shapes(expected, rounded_modules(config, modules))
 
 
-def build_on_meta(config: Mapping[str, Any]) -> LaminaForCausalLM:
+def build_on_meta(config: Mapping[str, Any]) -> lamina.LaminaForCausalLM:
     """The model that a config describes, without its numbers; nothing of it is rounded."""
+    described = lamina.LaminaConfig(**{name: value for name, value in config.items() if name != FIELD})
     with torch.device("meta"):
-        return LaminaForCausalLM(LaminaConfig(**{name: value for name, value in config.items() if name != FIELD}))
+        return lamina.LaminaForCausalLM(described)
 
 
 def linear_modules(config: Mapping[str, Any]) -> list[str]:

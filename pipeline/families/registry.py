@@ -7,12 +7,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import transformers  # its Auto classes and activations, slow to import, are looked up where they are used
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from manifests.errors import InputError
 from pipeline.families import gptj, llama, mistral, opt, qwen2, qwen3
@@ -101,8 +100,9 @@ def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     given |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
     # Null says something only of a window: a family's own default may be one.
     known = {name: value for name, value in given.items() if value is not None or name in family.windows}
-    config = {**AutoConfig.for_model(family.model_type, **known).to_dict(), "dtype": dtype}
-    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
+    modeling_auto: Any = transformers.models.auto.modeling_auto
+    config = {**transformers.AutoConfig.for_model(family.model_type, **known).to_dict(), "dtype": dtype}
+    config["architectures"] = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
     back = standard_config(config)
     lost = [name for name in back if name != "forms" and back[name] != standard[name]]
     if lost:
@@ -179,7 +179,7 @@ def sizes_by_layer(standard: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def activation_of(layer: LayerGeometry) -> Callable[[Tensor], Tensor]:
     """The function between the MLP's input projections and `down`."""
-    found: Callable[[Tensor], Tensor] = ACT2FN[layer.activation]
+    found: Callable[[Tensor], Tensor] = transformers.activations.ACT2FN[layer.activation]
     return found
 
 
@@ -210,7 +210,7 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
         if isinstance(fields.get(name), int) and fields[name] > MAX_LAYERS:
             raise InputError(f"config.json: {name}: {fields[name]} is beyond {MAX_LAYERS}")
     try:
-        source = AutoConfig.for_model(family.model_type, **fields)
+        source = transformers.AutoConfig.for_model(family.model_type, **fields)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         sizes = [f"{name}: {config[name]!r}" for name in POSITIVE_FIELDS if config.get(name) in (0, False)]
         cause = f"{error}{'; zero: ' if sizes else ''}{', '.join(sizes)}"
@@ -274,7 +274,7 @@ def check_fields(standard: Mapping[str, Any]) -> None:
     epsilon, activation = standard.get("norm_eps"), standard.get("hidden_act")
     if not (isinstance(epsilon, float | int) and 0.0 <= epsilon < math.inf):
         faults.append(f"norm epsilon: {epsilon!r:.80} is no number from 0")
-    if not isinstance(activation, str) or activation not in ACT2FN:
+    if not isinstance(activation, str) or activation not in transformers.activations.ACT2FN:
         faults.append(f"activation: {activation!r:.80} is none that transformers knows")
     if not isinstance(standard.get("tie_word_embeddings"), bool):
         faults.append(f"tie_word_embeddings: {standard.get('tie_word_embeddings')!r:.80} is neither true nor false")

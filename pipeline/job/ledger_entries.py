@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lamina import LaminaConfig
+from lamina import LayersConfig
+from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
-from lamina.layers_lamina import LaminaDecoderLayer
 from manifests.entries import DenseEntry, LayerEntry
 from manifests.records import ArrayRecord, Key
 from pipeline.computation import Job, entered_scores
@@ -81,9 +81,9 @@ def _layer_fault(layer: int, found: LayerEntry, config: Mapping[str, Any]) -> st
     try:
         said = found.as_json()["forms"]
         forms = [said if index == layer else {} for index in range(config["num_hidden_layers"])]
-        described = LaminaConfig(**{**config, "forms": forms})
+        described = LayersConfig(**{**config, "forms": forms})
         with torch.device("meta"):
-            expected = stored_state(LaminaDecoderLayer(described, layer))
+            expected = stored_state(DecoderLayer(described, layer))
     except Exception as error:  # whatever the serving code makes of forms that nobody wrote
         return f"forms: {error}"
     prefix = f"{config['block']['layers']}.{layer}."

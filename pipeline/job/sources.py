@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lamina import LaminaConfig
-from lamina.layers_lamina import LaminaDecoderLayer
+from lamina import LayersConfig
+from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import InputError
 from pipeline.families.registry import geometry_of, standard_config
@@ -89,9 +89,9 @@ def as_loaded(
 def check_buildable(config: Mapping[str, Any], where: str) -> None:
     """Builds a layer of a standard config, without its numbers. Raises InputError when that cannot be done."""
     try:
-        described = LaminaConfig(**config)
+        described = LayersConfig(**config)
         with torch.device("meta"):
-            LaminaDecoderLayer(described, 0)
+            DecoderLayer(described, 0)
         if described.block["rotary"]:
             LaminaRotaryEmbedding(described, torch.device("cpu"))
     except Exception as error:  # transformers checks little of rope_parameters, and only warns

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina import LaminaConfig
+from lamina import LayersConfig
 from lamina.factored_lamina import stored_state
 from pipeline.checkpoint.compression_record import index_arguments
 from pipeline.checkpoint.counting import stored_numbers
@@ -111,7 +111,7 @@ def check_counts(
     written = {
         name: stored_numbers(record.dtype, record.shape, itemsize) for name, record in checkpoint.tensors.items()
     }
-    described, geometry = LaminaConfig(**config), geometry_of(config)
+    described, geometry = LayersConfig(**config), geometry_of(config)
     counted: dict[tuple[str, str], int] = {
         ("parameters", "compressed"): sum(written.values()),
         ("decoder_parameters", "compressed"): sum(n for name, n in written.items() if name.startswith(prefix)),

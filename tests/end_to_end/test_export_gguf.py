@@ -26,6 +26,7 @@ ROLES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
 }  # fmt: skip
 UNIFORM = {"methods": [{"method": "flat_llm", "ranks": {"value": 9, "mlp": 33}}], "budget": None}
+ROUNDED = {"methods": [], "budget": None, "quantize": {"bits": 4, "group": 32, "what": "all"}}
 BY_LAYER = {"methods": [{"method": "flat_llm", "layers": [1], "ranks": {"mlp": 33}}], "budget": None}
 
 
@@ -126,6 +127,29 @@ def test_half_precision_and_scaled_frequencies(tmp_path: Path, job: MakeJob) -> 
 
 @needs_gguf
 @pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize(("bits", "group", "kind"), [(8, 64, "Q8_0"), (4, 32, "Q4_0"), (3, 32, "F32")])
+def test_codes_are_kept(bits: int, group: int, kind: str, tmp_path: Path, job: MakeJob) -> None:
+    """Where blocks hold them, narrow MLPs and the ends among them; the file is as much smaller."""
+    import gguf
+
+    source = make_source(tmp_path / "source", "llama", hidden_size=64, intermediate_size=128)
+    ranks = {"value": 16, "mlp": 64}
+    made = job(
+        source, budget=None, methods=[{"method": "flat_llm", "ranks": ranks}],
+        **{"quantize": {"bits": bits, "group": group, "what": "all"}},
+    )  # fmt: skip
+    made.run().json  # noqa: B018 - asserts the exit code
+    _, fields, tensors = written(made)
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(made.root / "model.gguf").tensors}
+    assert kinds["blk.0.attn_norm.weight"] == "F32"
+    assert {kinds[f"{name}.weight"] for name in ("blk.0.ffn_up", "blk.2.attn_q", "token_embd", "output")} == {kind}
+    ids_BT = some_tokens(320)
+    found = relative_error(logits_of(as_llama(fields, tensors), ids_BT), logits_of(load(made.output), ids_BT))
+    assert found < (1e-5 if kind == "F32" else 2e-3)  # scales are float16 in the file
+
+
+@needs_gguf
+@pytest.mark.usefixtures("inline")
 def test_what_llama_cpp_cannot_be_is_refused(tmp_path: Path, job: MakeJob) -> None:
     made = job(make_source(tmp_path / "source", "qwen2"), **UNIFORM)
     made.run().json  # noqa: B018 - asserts the exit code
@@ -148,11 +172,17 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama.cpp's Python package is not installed")
 @needs_gguf
 @pytest.mark.usefixtures("inline")
-@pytest.mark.parametrize("method", [UNIFORM, BY_LAYER], ids=["llama", "deci"])
+@pytest.mark.parametrize("method", [UNIFORM, BY_LAYER, ROUNDED], ids=["llama", "deci", "rounded"])
 def test_llama_cpp_computes_the_same(method: dict[str, Any], tmp_path: Path, job: MakeJob) -> None:
     import llama_cpp
 
-    sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "head_dim": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     made = job(make_source(tmp_path / "source", "llama", **sizes), **method)
     made.run().json  # noqa: B018 - asserts the exit code
     ended, destination = export(made, "gguf", "model.gguf")
@@ -162,5 +192,8 @@ def test_llama_cpp_computes_the_same(method: dict[str, Any], tmp_path: Path, job
     llama.eval(ids_BT[0].tolist())
     got = torch.from_numpy(llama.scores[: ids_BT.shape[1]].copy())
     expected = logits_of(load(made.output), ids_BT)[0]
+    if method is ROUNDED:  # beside codes it rounds activations, to 8 bits
+        assert relative_error(got, expected) < 0.08
+        return
     assert relative_error(got, expected) < 0.02
     assert torch.equal(got.argmax(-1), expected.argmax(-1))

@@ -85,6 +85,7 @@ def test_sources() -> None:
 
 
 def test_the_card_says_it() -> None:
+    source = make_source("llama-gqa").config
     _, forms, costs = costs_of("llama-gqa", kinds.latent_both)
     pair = {"dense": 4 * costs["dense"]["cached"], "compressed": 4 * costs["compressed"]["cached"]}
     said = model_card(
@@ -95,7 +96,8 @@ def test_the_card_says_it() -> None:
             "source": {"model_type": "llama", "path": "/x"},
             "decoding": costs,
             "layers": [{"forms": forms}] * LAYERS,
-        }
+        },
+        describe(source, [forms] * LAYERS),
     )
     dense, ours = costs["dense"], costs["compressed"]
     assert f"| numbers read for each cached token | {dense['cached']} | {ours['cached']} |" in said

@@ -8,8 +8,9 @@ from torch.nn.functional import embedding
 
 from lamina import LaminaConfig
 from lamina.block_lamina import BLOCK_DEFAULTS
+from lamina.decoder_layer_lamina import make_norm
 from lamina.inputs_lamina import default_position_ids, prepare_layer_inputs
-from lamina.layers_lamina import LaminaDecoderLayer, make_norm
+from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.rotary_lamina import LaminaRotaryEmbedding
 from tests.serving.serving_compressed import MIXED, compress, forms_for
 from tests.serving.serving_sources import SOURCES, build, describe, layer_prefix, make_source, padded_batch

@@ -153,6 +153,12 @@ def test_shards_of_another_checkpoint(folder: Path) -> None:
         AUTO.from_pretrained(folder)
 
 
+def test_an_index_that_names_no_file(folder: Path) -> None:
+    edit(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update({"lm_head.weight": 3}))
+    with pytest.raises(ValueError, match=r"index.json: damaged: TypeError: weight_map names files, not int"):
+        AUTO.from_pretrained(folder)
+
+
 def test_an_index_of_another_checkpoint(folder: Path) -> None:
     edit(folder / "model.safetensors.index.json", lambda index: index["weight_map"].pop("lm_head.weight"))
     with pytest.raises(ValueError, match=r"lm_head.weight in None, compression.json says model-00001"):
@@ -226,6 +232,9 @@ def test_damaged_positions(kind: Any, ending: str, message: str, tmp_path: Path)
         ("head_dim", True, "head_dim is True, not a whole number"),
         ("intermediate_size", None, "intermediate_size is None, not a whole number"),
         ("block", "x", "block is 'x', not a dict"),
+        ("block", {"parallel": "x"}, "block.parallel is 'x', which it cannot be"),
+        ("block", {"head": None}, "block.head is None, which it cannot be"),
+        ("sliding_window", 0, "sliding_window is 0, not null or a whole number"),
         ("forms", 1.5, "forms is 1.5, not a list"),
         ("norm_eps", -1, "norm_eps is -1, not a number from 0 to 1"),
         ("norm_eps", "x", "norm_eps is 'x', not a number"),
@@ -235,8 +244,9 @@ def test_damaged_positions(kind: Any, ending: str, message: str, tmp_path: Path)
 def test_fields_of_another_kind(whole: Path, field: str, value: Any, message: str) -> None:
     """Errors that would come late and far from their cause, or none at all."""
     config = json.loads((whole / "config.json").read_text())
+    changed = {**config["block"], **value} if isinstance(value, dict) else value
     with pytest.raises(ValueError, match=message):
-        LaminaConfig(**{**config, field: value})
+        LaminaConfig(**{**config, field: changed})
 
 
 def test_codes_that_an_old_package_reads_as_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ def test_one_width_for_all_layers() -> None:
     assert value_width(config_of(flat, flat, flat)) == 16
     assert value_width(config_of(flat, latent_both, flat)) == 32
     assert value_width(config_of(flat, wide, flat)) == 64  # 51, in sixteens
+    config = config_of(flat, flat, latent_both)
+    config.head_dim = 40  # of which sixteens do not make a head: as wide as keys
+    assert value_width(config) == 40
 
 
 def test_a_cpu_holds_equal_widths() -> None:

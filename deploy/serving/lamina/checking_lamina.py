@@ -88,6 +88,8 @@ def _record(content: Any, path: Path) -> tuple[dict[str, int], dict[str, dict[st
 
 
 def _weight_map(content: Any, path: Path) -> dict[str, str]:
+    if odd := {*map(type, content["weight_map"].values())} - {str}:
+        raise TypeError(f"weight_map names files, not {odd.pop().__name__}")
     return dict(content["weight_map"].items())
 
 

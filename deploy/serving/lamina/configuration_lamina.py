@@ -1,20 +1,22 @@
 # mypy: allow-untyped-calls
 # (transformers ships types, but its base classes' hooks carry no annotations)
-"""The configuration of a model whose decoder layers are described by data: `block` and `forms`."""
+"""The configuration of a model whose decoder layers are described by data: `block` and `forms`.
+
+Needs transformers' configurations alone: its modelling code takes seconds to import.
+"""
 
 import copy
+import functools
 import sys
+from collections.abc import Callable
 from dataclasses import field
 from types import ModuleType
 from typing import Any, ClassVar
 
 import transformers
-from transformers import AutoModelForCausalLM
-from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_utils import PreTrainedModel
 
+from .activation_lamina import is_activation
 from .block_lamina import (
     BLOCK_DEFAULTS,
     DEFAULT_BLOCK,
@@ -30,7 +32,14 @@ from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", *LAYER_FIELDS)
-MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+BLOCK_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("embed", "layers", "final_norm", "head"), str),
+    "modules": dict,
+    "biases": list | tuple | set | frozenset,
+    "parallel": bool,
+    "positions": dict | None,
+}
+LAYER_TYPES = ("full_attention", "sliding_attention")
 # What config.json calls `auto_map`: the classes that transformers loads from the files beside the weights.
 AUTO_MAP = {
     "AutoConfig": "configuration_lamina.LaminaConfig",
@@ -39,8 +48,8 @@ AUTO_MAP = {
 }
 
 
-class LaminaConfig(PreTrainedConfig):
-    """config.json of a checkpoint: the usual fields under their usual names, plus `block` and `forms`.
+class LayersConfig(PreTrainedConfig):
+    """What the layers of a model are: the usual fields under their usual names, plus `block` and `forms`.
 
     `layer_types` null means sliding everywhere when `sliding_window` is set, full otherwise. `core_format` is how the
     cores of Tucker forms that are stored sparse lie in memory: "dense" or "csr"; it may be chosen anew at each loading.
@@ -51,7 +60,6 @@ class LaminaConfig(PreTrainedConfig):
     model_type = "lamina"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     ignore_keys_at_rope_validation = {"partial_rotary_factor"}  # noqa: RUF012 - the base class declares the type
-    _auto_class: ClassVar[str | None] = "AutoConfig"  # so that save_pretrained copies this file
 
     source_model_type: str | None = None
     vocab_size: int = 32000
@@ -86,14 +94,12 @@ class LaminaConfig(PreTrainedConfig):
         # Spelled out: transformers' mask and cache helpers read the list as soon as the attribute exists.
         layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
         self.layer_types = self.layer_types or [layer_type] * self.num_hidden_layers
-        kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__post_init__(**kwargs)
         check_block(self.block)
         _check_fields(self)
         _check_forms(self)
         if self.block["rotary"] is None:
             self.rope_parameters = None  # the base class filled in a default
-        self.base_model_tp_plan = _tensor_parallel_plan(self)  # type: ignore[misc]
 
     def layer_shape(self, layer: int) -> LayerShape:
         """The sizes and modules of a layer."""
@@ -122,32 +128,54 @@ class LaminaConfig(PreTrainedConfig):
         return {self.layer_types[i]: i for i in reversed([*layers])}
 
 
-class ArchitectureByAutoMap(PreTrainedModel):
-    """`transformers.LaminaForCausalLM`: loads the class that the checkpoint, or the installed package, names.
+class LaminaConfig(LayersConfig):
+    """config.json of a checkpoint, as the models in transformers and its Auto classes take it. Raises as LayersConfig.
 
-    For programs that look `architectures` up in transformers and know no `auto_map`, as `transformers serve` does.
+    `when_made` is called at each creation: models are known to transformers then, not to who needs layers alone.
     """
 
-    _supports_attention_backend = True  # what vLLM asks of the class that it finds under this name
+    _auto_class: ClassVar[str | None] = "AutoConfig"  # so that save_pretrained copies this file
+    when_made: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As `AutoModelForCausalLM.from_pretrained`."""
-        return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+    def __post_init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("auto_map", dict(AUTO_MAP))
+        super().__post_init__(**kwargs)
+        self.base_model_tp_plan = tensor_parallel_plan(self)  # type: ignore[misc]
+        _publish_architecture()
+        type(self).when_made()
 
 
-def publish_architecture() -> None:
-    """Sets `transformers.LaminaForCausalLM` in every module `transformers`: its processing_utils makes a second one."""
+@functools.cache
+def _architecture() -> Any:
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    class ArchitectureByAutoMap(PreTrainedModel):
+        """`transformers.LaminaForCausalLM`: loads the class that the checkpoint, or the installed package, names."""
+
+        _supports_attention_backend = True  # what vLLM asks of the class that it finds under this name
+
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            """As `AutoModelForCausalLM.from_pretrained`."""
+            return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+
+    return ArchitectureByAutoMap
+
+
+def _publish_architecture() -> None:
+    """Sets `transformers.LaminaForCausalLM` in every module `transformers`: its processing_utils makes a second one.
+
+    For programs that look `architectures` up in transformers and know no `auto_map`, as `transformers serve` and vLLM.
+    """
+    if "LaminaForCausalLM" in vars(sys.modules["transformers"]):
+        return
     used = [vars(module).get("transformers") for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
     for module in (transformers, sys.modules["transformers"], *used):
         if isinstance(module, ModuleType) and module.__name__ == "transformers":
-            module.LaminaForCausalLM = ArchitectureByAutoMap  # type: ignore[attr-defined]
+            module.LaminaForCausalLM = _architecture()  # type: ignore[attr-defined]
 
 
-publish_architecture()
-
-
-def _check_types(config: LaminaConfig) -> None:
+def _check_types(config: LayersConfig) -> None:
     """Of what a damaged or edited config.json would end in an error far from its cause, or in other numbers."""
     for name in COUNTS:
         if type(number := getattr(config, name)) is not int or number < 1:
@@ -155,15 +183,20 @@ def _check_types(config: LaminaConfig) -> None:
     for name, kind in (("block", dict), ("forms", list), ("layer_types", list), ("layer_sizes", list)):
         if not isinstance(value := getattr(config, name), kind | None):
             raise ValueError(f"config.json: {name} is {value!r}, not a {kind.__name__}")
+    for name, value in (config.block or {}).items():
+        if name in BLOCK_KINDS and not isinstance(value, BLOCK_KINDS[name]):
+            raise ValueError(f"config.json: block.{name} is {value!r}, which it cannot be")
+    if (window := config.sliding_window) is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"config.json: sliding_window is {window!r}, not null or a whole number from 1 on")
     if config.forms and len(config.forms) != config.num_hidden_layers:
         raise ValueError(f"forms has {len(config.forms)} entries for {config.num_hidden_layers} layers")
     if type(eps := config.norm_eps) not in (int, float) or not 0 <= eps < 1:
         raise ValueError(f"config.json: norm_eps is {eps!r}, not a number from 0 to 1")
-    if not isinstance(act := config.hidden_act, str) or act not in ACT2FN:
+    if not isinstance(act := config.hidden_act, str) or not is_activation(act):
         raise ValueError(f"config.json: hidden_act is {act!r}, which transformers does not know")
 
 
-def _check_fields(config: LaminaConfig) -> None:
+def _check_fields(config: LayersConfig) -> None:
     if config.core_format not in ("dense", "csr"):
         raise ValueError(f"core_format is {config.core_format!r}, allowed are 'dense' and 'csr'")
     _check_layer_sizes(config)
@@ -172,13 +205,14 @@ def _check_fields(config: LaminaConfig) -> None:
         if shape.num_attention_heads % shape.num_key_value_heads:
             raise ValueError(f"{shape.num_attention_heads} query heads over {shape.num_key_value_heads} KV heads")
     layer_types = config.layer_types
-    if len(layer_types) != config.num_hidden_layers or not {*layer_types} <= {*MASKS}:
-        raise ValueError(f"layer_types must be {config.num_hidden_layers} of {', '.join(MASKS)}, not {layer_types}")
+    if len(layer_types) != config.num_hidden_layers or not {*layer_types} <= {*LAYER_TYPES}:
+        needed = f"{config.num_hidden_layers} of {', '.join(LAYER_TYPES)}"
+        raise ValueError(f"layer_types must be {needed}, not {layer_types}")
     if "sliding_attention" in layer_types and config.sliding_window is None:
         raise ValueError("layer_types has sliding_attention, but sliding_window is null")
 
 
-def _check_layer_sizes(config: LaminaConfig) -> None:
+def _check_layer_sizes(config: LayersConfig) -> None:
     if config.layer_sizes and len(config.layer_sizes) != config.num_hidden_layers:
         raise ValueError(f"layer_sizes has {len(config.layer_sizes)} entries for {config.num_hidden_layers} layers")
     for layer, sizes in enumerate(config.layer_sizes):
@@ -191,7 +225,7 @@ def _check_layer_sizes(config: LaminaConfig) -> None:
             )
 
 
-def _check_forms(config: LaminaConfig) -> None:
+def _check_forms(config: LayersConfig) -> None:
     modules = config.block["modules"]
     for layer_idx, forms in enumerate(config.forms):
         if not isinstance(forms, dict):
@@ -219,7 +253,7 @@ def _check_forms(config: LaminaConfig) -> None:
         _check_widths(config, layer_idx)
 
 
-def _check_widths(config: LaminaConfig, layer_idx: int) -> None:
+def _check_widths(config: LayersConfig, layer_idx: int) -> None:
     """v and o agree on the width of a value head; gate, up and down on the channels of the MLP."""
     shape = config.layer_shape(layer_idx)
     for what, method, roles in (("value heads of", "head_width", VALUE_ROLES), ("channels:", "inner_width", MLP_ROLES)):
@@ -231,7 +265,7 @@ def _check_widths(config: LaminaConfig, layer_idx: int) -> None:
             raise ValueError(f"layer {layer_idx}: different {what} {said}")
 
 
-def _tensor_parallel_plan(config: LaminaConfig) -> dict[str, str] | None:
+def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
     """Columns for what makes heads or MLP channels, rows for what reads them.
 
     Of factors, those with the heads or channels on one side: the second of a role that reads the hidden states, the

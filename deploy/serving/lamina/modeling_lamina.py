@@ -11,8 +11,9 @@ B batch, T tokens of this call, S cached tokens, D hidden, H query heads, G key/
 width of a value head, c rotary width (c <= d), N MLP width, V vocabulary.
 
 The files that travel together: modeling_lamina (the model), configuration_lamina, block_lamina (what a layer is),
-forms_lamina (how projections may be stored), factored_lamina and tucker_lamina (the modules that they become),
-conversion_lamina (factors as stored and as linears), layers_lamina (norm, attention, decoder layer), rotary_lamina,
+activation_lamina, forms_lamina (how projections may be stored), factored_lamina and tucker_lamina (the modules that
+they become), conversion_lamina (factors as stored and as linears), decoder_layer_lamina (norm, attention, MLP over
+whole sequences), layers_lamina (the same in transformers: caches, attention functions), rotary_lamina,
 latent_attention_lamina (cached latents, in blocks), inputs_lamina (positions and masks), checking_lamina (whether a
 checkpoint is whole).
 """
@@ -34,16 +35,10 @@ from .block_lamina import LAYER_FIELDS, attention_path, in_base
 from .checking_lamina import check_checkpoint, check_reader, shown
 from .configuration_lamina import LaminaConfig
 from .conversion_lamina import register_conversions
+from .decoder_layer_lamina import attach, find, make_embedding, make_head, make_norm, make_positions
 from .factored_lamina import stored_factors
-from .inputs_lamina import default_position_ids, prepare_layer_inputs
-from .layers_lamina import (
-    LaminaAttention,
-    LaminaDecoderLayer,
-    attach,
-    find,
-    make_embedding,
-    make_norm,
-)
+from .inputs_lamina import prepare_layer_inputs
+from .layers_lamina import LaminaAttention, LaminaDecoderLayer
 from .rotary_lamina import LaminaRotaryEmbedding
 
 register_conversions(LaminaConfig.model_type)
@@ -158,8 +153,7 @@ class LaminaModel(LaminaPreTrainedModel):
         attach(self, in_base(block["embed"]), make_embedding(config))
         if positions:
             self._names["positions"] = tuple(in_base(positions["module"]).split("."))
-            table = nn.Embedding(config.max_position_embeddings + positions["offset"], config.hidden_size)
-            attach(self, in_base(positions["module"]), table)
+            attach(self, in_base(positions["module"]), make_positions(config))
         attach(self, in_base(block["layers"]), layers)
         attach(self, in_base(block["final_norm"]), make_norm(config))
         self.rotary_emb = LaminaRotaryEmbedding(config) if block["rotary"] else None
@@ -179,16 +173,6 @@ class LaminaModel(LaminaPreTrainedModel):
     def get_decoder(self) -> "LaminaModel":
         """This model: there is no encoder."""
         return self
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids (B, T) of whole sequences → what the first layer reads (B, T, D): positions added if learned."""
-        hidden_BTD: Tensor = self.get_input_embeddings()(input_ids)
-        return self._add_positions(hidden_BTD, default_position_ids(self.config, hidden_BTD))
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """What the last layer gives (…, D) → what the head reads (…, D)."""
-        out: Tensor = find(self, self._names["final_norm"])(hidden)
-        return out
 
     def _add_positions(self, hidden_BTD: Tensor, position_ids: Tensor) -> Tensor:
         if (positions := self.config.block["positions"]) is None:
@@ -225,7 +209,7 @@ class LaminaModel(LaminaPreTrainedModel):
         for layer in find(self, self._names["layers"]).children():
             mine = inputs.of(layer)  # type: ignore[arg-type]
             hidden_BTD = layer(hidden_BTD, past_key_values=past_key_values, use_cache=use_cache, **mine, **kwargs)
-        hidden_BTD = self.normed(hidden_BTD)
+        hidden_BTD = find(self, self._names["final_norm"])(hidden_BTD)
         return BaseModelOutputWithPast(last_hidden_state=hidden_BTD, past_key_values=past_key_values)
 
 
@@ -240,8 +224,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         self._head = tuple(config.block["head"].split("."))
         base = LaminaModel(config)
         self.add_module(self.base_model_prefix, base)
-        head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.block["head_bias"])
-        attach(self, config.block["head"], head)
+        attach(self, config.block["head"], make_head(config))
         self._tied_weights_keys = {f"{config.block['head']}.weight": f"{config.block['embed']}.weight"}
         self.post_init()
 
@@ -264,11 +247,6 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     def get_decoder(self) -> LaminaModel:
         """The model below the head."""
         return cast(LaminaModel, getattr(self, self.base_model_prefix))
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """What the last layer gives (…, D) → logits (…, V): final norm and head, as in `forward`."""
-        logits: Tensor = self.get_output_embeddings()(self.get_decoder().normed(hidden))
-        return logits
 
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
         """None: generate() then leaves a static cache to its first update, where widths other than d show."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
-from .configuration_lamina import LaminaConfig
+from .configuration_lamina import LayersConfig
 
 Angles = tuple[Tensor, Tensor]  # cos and sin
 
@@ -20,7 +20,7 @@ class LaminaRotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, config: LaminaConfig, device: torch.device | None = None) -> None:
+    def __init__(self, config: LayersConfig, device: torch.device | None = None) -> None:
         super().__init__()
         assert config.rope_parameters is not None
         self.config, self.rope_type = config, config.rope_parameters["rope_type"]
@@ -34,7 +34,7 @@ class LaminaRotaryEmbedding(nn.Module):
 
     @staticmethod
     def compute_default_rope_parameters(
-        config: LaminaConfig, device: torch.device | None = None, **kwargs: Any
+        config: LayersConfig, device: torch.device | None = None, **kwargs: Any
     ) -> tuple[Tensor, float]:
         """theta^(-2i/c) for i < c/2; the name is what transformers looks for when it fills in buffers."""
         rope = config.rope_parameters or {}

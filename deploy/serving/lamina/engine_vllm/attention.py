@@ -10,7 +10,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from lamina.configuration_lamina import LaminaConfig
-from lamina.layers_lamina import LaminaAttention, Memo
+from lamina.decoder_layer_lamina import Memo
+from lamina.layers_lamina import LaminaAttention
 
 VALUE_MULTIPLE = 16  # kernels want value heads of such widths
 
@@ -21,7 +22,9 @@ def value_width(config: LaminaConfig) -> int:
     for layer in range(config.num_hidden_layers):
         form, spec = config.form_of(layer, "v")
         widths.append(form.head_width(config.layer_shape(layer), spec))
-    return -(-max(widths) // VALUE_MULTIPLE) * VALUE_MULTIPLE
+    widest, head_dim = max(widths), config.head_dim
+    width = -(-widest // VALUE_MULTIPLE) * VALUE_MULTIPLE
+    return width if widest > head_dim else min(width, head_dim)
 
 
 class CachedHeads:

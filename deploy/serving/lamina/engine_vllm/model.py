@@ -22,11 +22,12 @@ from vllm.sequence import IntermediateTensors
 from lamina.block_lamina import in_base
 from lamina.checking_lamina import check_checkpoint, shown
 from lamina.configuration_lamina import LaminaConfig
+from lamina.decoder_layer_lamina import attach, find, make_norm
 from lamina.engine_vllm.attention import CachedHeads, VllmAttention
 from lamina.engine_vllm.parallel import Cut, Parallel, Place, check_cut, unpacked_places
 from lamina.engine_vllm.rounded import Scheme, scheme_of
 from lamina.factored_lamina import PivotedLinears, stored_state
-from lamina.layers_lamina import LaminaDecoderLayer, attach, find, make_norm
+from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.modeling_lamina import LaminaForCausalLM, old_buffers
 
 logger = init_logger("vllm.lamina")

@@ -25,9 +25,10 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLi
 
 from lamina.block_lamina import LINEAR_ROLES, QKVO_ROLES, ROWWISE_ROLES, LayerShape
 from lamina.configuration_lamina import LaminaConfig
+from lamina.decoder_layer_lamina import LaminaRMSNorm, attach
 from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, check_dtype, scheme_of
 from lamina.factored_lamina import Factored, HeadLowRankLinear, LowRankLinear, PivotedLinears, RoleOutput
-from lamina.layers_lamina import LaminaDecoderLayer, LaminaRMSNorm, attach
+from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.tucker_lamina import SparseCore, TuckerLinears
 
 Place = Callable[[Tensor], None]  # puts a stored tensor, or this device's part of it, where it belongs

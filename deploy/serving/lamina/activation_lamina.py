@@ -1,0 +1,42 @@
+"""The functions of an MLP by transformers' names for them; its table of all takes seconds to import."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+
+class TanhGELU(nn.Module):
+    """x / 2 · (1 + tanh(√(2/π) (x + 0.044715 x³))), each step in the dtype of x as `gelu_new` has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (…) → the same shape."""
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "silu": nn.SiLU,
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
+    "gelu_new": TanhGELU,
+}
+
+
+def activation(name: str) -> nn.Module:
+    """The function that transformers knows by this name. Raises KeyError if it knows none."""
+    return ACTIVATIONS[name]() if name in ACTIVATIONS else cast(nn.Module, _rarer()[name])
+
+
+def is_activation(name: str) -> bool:
+    """Whether transformers knows a function by this name."""
+    return name in ACTIVATIONS or name in _rarer()
+
+
+def _rarer() -> Any:
+    from transformers.activations import ACT2FN
+
+    return ACT2FN

@@ -1,0 +1,100 @@
+"""What the card says of engines, for checkpoints of different forms, sizes and rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoint.engines import engine_table
+from pipeline.checkpoint.model_card import model_card
+from tests.serving import serving_factors as kinds
+from tests.serving.serving_factors import forms_of
+from tests.serving.serving_sources import describe, make_source
+
+ROUNDED = {
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 3, "group_size": None}}},
+}
+BY_CHANNELS = [{}, {"intermediate_size": 24}, {}]
+BY_HEADS = [{}, {"num_key_value_heads": 1}, {}]
+
+
+def pruned(sizes: Any, share: float) -> dict[str, Any]:
+    """Half of the channels."""
+    return {role: {"form": "pruned", "rank": sizes.inner // 2} for role in ("gate", "up", "down")}
+
+
+def table(kind: Any, source: str = "llama-gqa", share: float = 0.5, cache: float = 1.0, **fields: Any) -> list[str]:
+    """The cells that say what is saved: transformers, vLLM twice, llama.cpp if it is there, any other."""
+    config = make_source(source).config
+    text = engine_table({**describe(config, forms_of(config, kind, share)), **fields}, cache)
+    return [line.split(" | ", 2)[2].removesuffix(" |") for line in text.splitlines()[2:]]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            table(kinds.dense),
+            ["weights; of the cache nothing"] * 3 + ["nothing"] * 2,
+        ),
+        (
+            table(kinds.latent_both, cache=0.4),
+            ["weights; 60% of the cache", *["weights; of the cache nothing"] * 2, "nothing", "nothing"],
+        ),
+        (
+            table(kinds.absorbed, share=0.8)[1:3],
+            [
+                "weights; the cache is larger than the dense model's: heads of 32 numbers, not 12",
+                "not served: values of more numbers than keys",
+            ],
+        ),
+        (table(kinds.tucker)[1:3], ["weights; of the cache nothing", "weights; of the cache nothing; one device"]),
+        (table([pruned, kinds.dense, kinds.dense])[3:], ["channels of MLPs", "nothing"]),
+        (table(pruned)[3:], ["channels of MLPs"] * 2),
+        (table(kinds.dense, layer_sizes=BY_CHANNELS), ["weights; of the cache nothing"] * 3),
+        (table(kinds.dense, layer_sizes=BY_HEADS)[2], "not served: heads that differ by layer"),
+        (
+            table(pruned, quantization_config=ROUNDED),
+            [
+                "on the disk alone: multiplied out; of the cache nothing",
+                "weights, where vLLM has a kernel for their bits and widths; of the cache nothing",
+                "weights; an error where vLLM has no kernel for their bits and widths; of the cache nothing",
+                "channels of MLPs; codes of 8 and 4 bits of what is not factored",
+                "channels of MLPs; codes of what is not factored",
+            ],
+        ),
+        (len(table(kinds.dense, "opt-tied")), 4),  # llama.cpp has no place for it
+    ],
+)
+def test_what_is_saved(found: Any, said: Any) -> None:
+    assert found == said
+
+
+def test_rounded_weights_need_a_package() -> None:
+    config = make_source("llama-gqa").config
+    text = engine_table({**describe(config, forms_of(config, kinds.dense, 1.0)), "quantization_config": ROUNDED}, 1.0)
+    assert "after `pip install 'compressed-tensors>=0.20'`" in text
+
+
+@pytest.mark.parametrize(
+    ("methods", "quantize", "title"),
+    [
+        ([{"method": "lorc"}, {"method": "svd"}], None, "# x, compressed with lorc, svd\n"),
+        ([], {"bits": 3}, "# x, rounded to 3 bits\n"),
+        ([{"method": "flat_llm"}], {"bits": "auto"}, "# x, compressed with flat_llm, rounded to chosen bits\n"),
+    ],
+)
+def test_the_title(methods: list[Any], quantize: Any, title: str) -> None:
+    config, pair = make_source("llama-gqa").config, {"dense": 4, "compressed": 4}
+    cost = dict.fromkeys(("weights", "products", "cached", "cached_products"), 4)
+    record = {
+        "counts": dict.fromkeys(("parameters", "decoder_parameters", "bytes", "cache_bytes_per_token"), pair),
+        "manifest": {"methods": methods, "quantize": quantize},
+        "code_version": "1",
+        "source": {"model_type": "llama", "path": "/x"},
+        "decoding": {"dense": cost, "compressed": cost},
+        "layers": [],
+    }
+    assert title in model_card(record, describe(config, forms_of(config, kinds.dense, 1.0)))
