@@ -232,6 +232,7 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         use_gpu=manifest.workers.gpus > 0,
         gpu_share=manifest.workers.gpus,
         memory_bytes=job.plan.worker_host_bytes,
+        device_bytes=job.plan.worker_device_bytes,
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
         points=job.points,

@@ -101,7 +101,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         * tokens
         * sum(forward_flops(layer, calibration.sequence_length if calibration else 0) for layer in geometry.layers),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for layer, moment in moments)),
-        solve_flops=sum(solve_work(task, geometry.layers[task.layer]).flops for task in tasks),
+        solve_flops=sum(solve_work(task, geometry.layers[task.layer], tokens).flops for task in tasks),
         calibration_tokens=tokens,
         workers=workers,
     )
