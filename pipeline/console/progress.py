@@ -88,9 +88,10 @@ class JobObserver:
             self._update()
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
-        """A layer is committed."""
+        """A layer is committed, or, where nothing is kept of it, done."""
         figures = "; ".join(f"{group}: {_figures(report)}" for group, report in summary.items())
-        self.say(f"{phase} layer {layer} committed{f' ({figures})' if figures else ''}{self._rate()}")
+        state = "done" if phase == "evaluate" else "committed"
+        self.say(f"{phase} layer {layer} {state}{f' ({figures})' if figures else ''}{self._rate()}")
         if phase == "compress" and not self.tokens:
             self.done_units += 1
             self._update()

@@ -148,5 +148,6 @@ def score_windows(pool: Pool, windows: Windows, num_layers: int, observer: JobOb
     layers = (None,) * num_layers
     for layer in range(num_layers):
         do_units(pool, window_units(windows, MODEL, layers, layer), observer)
+        observer.layer_done("evaluate", layer, {})
     scores = [Score(windows, MODEL, num_layers, shard, replay=layers) for shard in range(windows.shards)]
     return sum(do_units(pool, scores, observer), Scored(0.0, 0))
