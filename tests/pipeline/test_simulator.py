@@ -166,7 +166,13 @@ def test_a_sample_has_no_more_tokens_than_there_are() -> None:
     entry = {"method": "loss_aware"}
     found = {}
     for samples in (4, 256):
-        given = {"text": {"files": ["t"]}, "samples": samples, "sequence_length": 256, "propagate": "dense"}
+        given = {
+            "text": {"files": ["t"]},
+            "samples": samples,
+            "sequence_length": 256,
+            "shards": 4,
+            "propagate": "dense",
+        }
         job, small = manifest(keep=0.8, calibration=given, methods=[entry]), llama("gqa")
         work = layer_work(job, small, claim_tasks(build_methods(job), small), 2)
         found[samples] = sum(solve.sample_flops for solve in work.solves)
