@@ -88,7 +88,7 @@ def test_a_dense_job_by_hand() -> None:
 
 def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
     """Storing takes 20 s, two passes: every layer waits for it; with eight workers one more may be under way."""
-    slow = replace(RATES, disk=10, link=1e9, host=1e9)
+    slow = replace(RATES, disk=10, link=1e9, host=1e9, workers_per_node=8)
     work = replace(WORK, weight_bytes=0, written_bytes=0, solves=())
     for workers, ahead in ((1, 1), (8, 2)):
         way = Pass(layers=4, shards=8, workers=workers, importance=False, compressed=False)
