@@ -103,7 +103,8 @@ def _timeline(run: Run) -> Plot | None:
 
     busy = sum(line["seconds"] for line in run.units if line["kind"] not in BESIDE)
     idle = 1 - busy / (span * len({line["worker"] for line in run.units}) or 1)
-    told = f"What each worker did, narrow bars beside the others; a gap is idle time ({max(0.0, idle):.0%} of the time from first to last unit)."
+    share = f"{max(0.0, idle):.0%} of the time from first to last unit"
+    told = f"What each worker did, narrow bars beside the others; a gap is idle time ({share})."
     return Plot("time", draw("timeline", plot, height_inches=1.5 + 0.2 * len(workers)), told)
 
 
