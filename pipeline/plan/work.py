@@ -102,7 +102,8 @@ def layer_work(
     tokens = calibration.samples * sequence if calibration else 0
     rounding = rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE)
     tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
-    own = {task.key: task for task in claim_tasks(build_methods(manifest), geometry)}  # without what rounding needs
+    claims = claim_tasks(build_methods(manifest), geometry) if manifest.quantize else ()
+    own = {task.key: task for task in claims}  # without what rounding needs
     claimed = layers_of(tasks)
     busiest = max(
         claimed, key=lambda layer: (len(layer_moments(tasks, layer)), geometry.layers[layer].numbers()), default=0
@@ -112,7 +113,7 @@ def layer_work(
     gradients = layer_gradients(tasks, busiest)
     forward = forward_flops(layer, sequence)
     two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
-    busy = [own[task.key] for task in tasks if task.layer == busiest]
+    busy = [own.get(task.key, task) for task in tasks if task.layer == busiest]
     pairs = {moment for task in busy for moment in task.corrections}
     predicted = {task.name for task in predict_tasks(build_methods(manifest), geometry) if task.layer == busiest}
     mlp = 2.0 * layer.numbers(tuple(role for role in layer.roles if role in ("gate", "up", "down")))

@@ -88,7 +88,7 @@ def test_a_dense_job_by_hand() -> None:
 
 def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
     """Storing takes 20 s, two passes: every layer waits for it; with eight workers one more may be under way."""
-    slow = replace(RATES, disk=10, link=1e9, host=1e9)
+    slow = replace(RATES, disk=10, link=1e9, host=1e9, workers_per_node=8)
     work = replace(WORK, weight_bytes=0, written_bytes=0, solves=())
     for workers, ahead in ((1, 1), (8, 2)):
         way = Pass(layers=4, shards=8, workers=workers, importance=False, compressed=False)
@@ -166,7 +166,13 @@ def test_a_sample_has_no_more_tokens_than_there_are() -> None:
     entry = {"method": "loss_aware"}
     found = {}
     for samples in (4, 256):
-        given = {"text": {"files": ["t"]}, "samples": samples, "sequence_length": 256, "propagate": "dense"}
+        given = {
+            "text": {"files": ["t"]},
+            "samples": samples,
+            "sequence_length": 256,
+            "shards": 4,
+            "propagate": "dense",
+        }
         job, small = manifest(keep=0.8, calibration=given, methods=[entry]), llama("gqa")
         work = layer_work(job, small, claim_tasks(build_methods(job), small), 2)
         found[samples] = sum(solve.sample_flops for solve in work.solves)
