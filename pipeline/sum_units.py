@@ -95,11 +95,13 @@ class CollectDone:
         partials: by moment, the handles of the parts of the sum. Workers cut a moment alike.
         diagonals: by moment, the handle of its scaled sums of squares.
         shards: those that are in each of the sums.
+        node: that the worker is on.
     """
 
     partials: Mapping[Moment, tuple[Any, ...]]
     diagonals: Mapping[Moment, Any]
     shards: tuple[int, ...]
+    node: str = ""
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
         """With `made(handle)` in place of each handle."""
@@ -144,18 +146,23 @@ class CheckGridsDone:
 
 @dataclass(frozen=True)
 class Add:
-    """Adds one part of what the workers have summed of a moment; leaves a handle of it behind."""
+    """Adds one part of what some workers have summed of a moment; leaves a handle of it behind.
+
+    `node`: that these are on, if there are others; `near`: names of workers there, one of whom does it.
+    """
 
     lineage: str
     layer: int
     moment: Moment
     part: int
     partials: tuple[Any, ...]
+    node: str = ""
+    near: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
-        return f"add/{self.lineage}/{self.layer}/{self.moment.key}/{self.part}"
+        return "/".join(("add", self.lineage, f"{self.layer}", self.moment.key, f"{self.part}", self.node)).rstrip("/")
 
     @property
     def handles(self) -> int:

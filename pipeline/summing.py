@@ -32,6 +32,8 @@ from pipeline.sum_units import (
 )
 from pipeline.units import Forward, ForwardDone
 
+Parts = Mapping[Moment, tuple[Any, ...]]  # handles
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -40,6 +42,11 @@ class _Part:
     key: str
     done: CollectDone
     cut: int
+
+    @property
+    def worker(self) -> str:
+        """Who had it."""
+        return self.key.rpartition("/")[2]
 
     def without_diagonals(self) -> _Part:
         """When they have been looked at."""
@@ -126,40 +133,63 @@ class Summing:
                 return reached(made)
             except LostInputError as error:
                 self.steps.settle([*made.adds, *made.totals])
-                lost = not (made.added | {add.key for add in made.adds}).isdisjoint(error.producers)
+                made.added, made.adds, made.totals = made.added | {add.key for add in made.adds}, [], []
+                lost = not made.added.isdisjoint(error.producers)
                 made.parts = self._made_again(made.units, made.grids, made.parts, error, lost)
                 self._begin(made)
 
     def _added(self, made: _Sum) -> None:
-        if made.adds:
-            self.steps.results(made.adds)
-            made.added = frozenset(add.key for add in made.adds)
-            made.adds, made.parts = [], []
+        while made.adds:
+            adds = list(made.adds)
+            self.steps.results(adds)
+            made.added |= {add.key for add in adds}
+            made.adds, made.parts = made.adds[len(adds) :], []
 
     def _written(self, made: _Sum) -> list[Any]:
         self._added(made)
         return self.steps.results(made.totals)
 
     def _begin(self, made: _Sum) -> None:
-        """Adds what several workers have summed, part by part; nobody waits for it yet."""
+        """Adds what several workers have summed, on each node first; nobody waits for it yet."""
+        made.summed, nodes = {}, dict[str, list[_Part]]()
+        for part in made.parts:
+            nodes.setdefault(part.done.node, []).append(part)
+        if len(nodes) == 1:
+            return self._add(made, {"": made.parts}, lambda added: self._store(made, added[""]))
+
+        def across(added: Mapping[str, Parts]) -> None:
+            given = [_Part("", CollectDone(partials, {}, ()), 0) for partials in added.values()]
+            self._add(made, {"": given}, lambda all_added: self._store(made, all_added[""]))
+
+        self._add(made, nodes, across)
+
+    def _add(self, made: _Sum, groups: Mapping[str, list[_Part]], then: Callable[[Mapping[str, Parts]], None]) -> None:
+        """Adds the sums of each group, part by part; what only one worker has is as it is."""
         lineage, layer = made.units[0].lineage, made.units[0].layer
-        if len(made.parts) == 1:
-            return self._store(made, made.parts[0].done.partials)
-        made.adds = [
-            Add(lineage, layer, moment, number, same)
+        adds = [
+            Add(lineage, layer, moment, number, same, node, tuple(part.worker for part in given if node))
+            for node, given in groups.items()
             for moment in made.grids
-            for number, same in enumerate(zip(*(part.done.partials[moment] for part in made.parts), strict=True))
+            if len(given) > 1
+            for number, same in enumerate(zip(*(part.done.partials[moment] for part in given), strict=True))
         ]
+        known = {node: given[0].done.partials for node, given in groups.items() if len(given) == 1}
 
-        def store(done: Sequence[AddDone]) -> None:
-            added: dict[Moment, tuple[Any, ...]] = dict.fromkeys(made.grids, ())
-            for add, each in zip(made.adds, done, strict=True):
-                added[add.moment] += (each.part,)
-            self._store(made, added)
+        def added(done: Sequence[AddDone]) -> None:
+            found: dict[str, dict[Moment, tuple[Any, ...]]] = {
+                node: dict.fromkeys(made.grids, ()) for node in groups if node not in known
+            }
+            for add, each in zip(adds, done, strict=True):
+                found[add.node][add.moment] += (each.part,)
+            then({**known, **found})
 
-        self.steps.begin(made.adds, store)
+        made.adds += adds
+        if adds:
+            self.steps.begin(adds, added)
+        else:
+            added(())
 
-    def _store(self, made: _Sum, parts: Mapping[Moment, tuple[Any, ...]]) -> None:
+    def _store(self, made: _Sum, parts: Parts) -> None:
         """Begins to store the sums, if they are to be, which nobody waits for yet either."""
         made.summed = {moment: Summed(grid, parts[moment]) for moment, grid in made.grids.items()}
         first = made.units[0]

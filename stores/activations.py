@@ -54,9 +54,9 @@ class ActivationStore:
         """A committed shard or the tokens. Raises CorruptError when it is not what was committed."""
         return ActivationReader(self._arrays.open(record))
 
-    def drop(self, record: ArrayRecord) -> None:
-        """Removes an array; retract or replace its ledger entry first. Raises StorageError."""
-        self._arrays.drop(record)
+    def drop(self, *records: ArrayRecord) -> None:
+        """Removes some; retract or replace their ledger entries first. Raises StorageError."""
+        self._arrays.drop(*records)
 
     def sweep(self, live: Iterable[ArrayRecord]) -> int:
         """Removes what no record in `live` names; only while nobody writes. Returns how many generations."""

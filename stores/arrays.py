@@ -75,9 +75,9 @@ class ArrayStore:
             raise InputError(f"array {record.path}: version {record.version}, this Lamina knows {ARRAY_VERSION}")
         return ArrayReader(self.storage.below(record.path), record)
 
-    def drop(self, record: ArrayRecord) -> None:
-        """Removes an array, if it is there; retract or replace its ledger entry first. Raises StorageError."""
-        self.storage.delete_folder(record.path)
+    def drop(self, *records: ArrayRecord) -> None:
+        """Removes arrays, those that are there; retract or replace their ledger entries first. Raises StorageError."""
+        self.storage.delete_folders({record.path: _files_of(record) for record in records})
 
     def sweep(self, live: Iterable[ArrayRecord]) -> int:
         """Removes every generation that no record in `live` names, and temporary files; returns how many generations.
@@ -286,6 +286,12 @@ def _coordinates(shape: Coordinates, chunks: Coordinates, upper_tiles: bool) -> 
     """Positions in the chunk grid of all chunks that are stored, in C order."""
     everything = itertools.product(*map(range, _chunk_counts(shape, chunks)))
     return [at for at in everything if not upper_tiles or at[-2] <= at[-1]]
+
+
+def _files_of(record: ArrayRecord) -> list[str]:
+    """The names of all that an array was written into."""
+    chunks = _coordinates(record.shape, record.chunks, record.symmetric)
+    return [f"{record.path}/{name}" for name in (METADATA_FILE, *map(_chunk_name, chunks))]
 
 
 def _chunk_counts(shape: Coordinates, chunks: Coordinates) -> list[int]:

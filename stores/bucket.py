@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import obstore
@@ -162,12 +162,14 @@ class Bucket(Storage):
                 self._put(probe, b"again", mode=mode)
             except (AlreadyExistsError, PreconditionError):
                 kept.append(mode)
-        self.delete([probe])
         if len(kept) < 2:
+            with suppress(StorageError):
+                self.delete([probe])
             raise StorageError(
                 f"{self.at()}: this bucket does not keep the conditions If-None-Match and If-Match of a PUT, without "
                 "which two jobs could take each other's place; use one that does"
             )
+        self.delete([probe])
 
     def fault(self) -> str | None:
         try:

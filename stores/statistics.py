@@ -75,9 +75,9 @@ class StatisticsStore:
             return reader.read(tuple(slice(size) for size in reader.shape))
         return self._read_upper(reader)
 
-    def drop(self, record: ArrayRecord) -> None:
-        """Removes a statistic; retract its ledger entry first. Raises StorageError."""
-        self._arrays.drop(record)
+    def drop(self, *records: ArrayRecord) -> None:
+        """Removes some; retract or replace their ledger entries first. Raises StorageError."""
+        self._arrays.drop(*records)
 
     def sweep(self, live: Iterable[ArrayRecord]) -> int:
         """Removes what no record in `live` names; only while nobody writes. Returns how many generations."""

@@ -34,6 +34,7 @@ class WorkerConfig:
         token_ids: of windows to score (windows, length) that are in no store: they travel with this value.
         gpu_share: of the GPU that a worker computes on; its allocator takes no more than that of the memory.
         memory_bytes: of host memory, as the plan expects; 0: unknown. Ray places workers where so much is free.
+        device_bytes: of the device's memory, as the plan expects; what is free beyond holds hidden states. 0: unknown.
         hardware: what the job's workers compute on (workers/hardware.py); None: the first worker says.
     """
 
@@ -54,6 +55,7 @@ class WorkerConfig:
     gradient_samples: int = 0
     gpu_share: float = 0.0
     memory_bytes: int = 0
+    device_bytes: int = 0
     hardware: Mapping[str, str] | None = None
 
     @property

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+RESERVE = 0.85  # of a GPU's memory: the rest is CUDA's own, and what the allocator cannot give out in one piece
 WORKSPACE = ":4096:8"  # a cuBLAS workspace with which products are deterministic
 
 
@@ -27,6 +28,15 @@ def settle_device(gpu_share: float) -> None:
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
     if gpu_share < 1:
         torch.cuda.set_per_process_memory_fraction(gpu_share)
+
+
+def device_room(device: torch.device, gpu_share: float, needed_bytes: int) -> int:
+    """Bytes of a GPU's memory that are left beside what a worker needs of it, and a reserve for its allocator; 0 on a
+    CPU, or where that need is not known."""
+    if device.type != "cuda" or not needed_bytes:
+        return 0
+    _, total = torch.cuda.mem_get_info(device)
+    return max(0, int(RESERVE * min(1.0, gpu_share) * total) - needed_bytes)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Hidden states of a worker's shards: in memory up to a limit, beyond it in the activation store only.
+"""Hidden states of a worker's shards: on its device while they fit, else in its host's memory, else in the store only.
 
 Legend: M samples of a shard, S sequence, D hidden, B micro-batch.
 """
@@ -6,7 +6,7 @@ Legend: M samples of a shard, S sequence, D hidden, B micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,23 +15,20 @@ from manifests.records import ArrayRecord, StagedLayer
 from pipeline.units import Onward
 from stores.activations import ActivationStore
 from stores.background import Background
+from workers.copies import Copies, Reader
 
 ShardKey = tuple[str, int, int]  # lineage, layer, shard
-
-
-class HiddenReader(Protocol):
-    """Hidden states that can be read a micro-batch at a time."""
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Samples start to stop, (B, S, D)."""
-        ...
+Place = Literal["device", "host"]
+HiddenReader = Reader
+ON_CPU = Copies(torch.device("cpu"))
 
 
 class InMemory:
     """Samples (M, …) that a process holds."""
 
-    def __init__(self, hidden_MSD: Tensor) -> None:
+    def __init__(self, hidden_MSD: Tensor, at: Place = "host") -> None:
         self.hidden_MSD = hidden_MSD
+        self.at = at
 
     def read(self, start: int, stop: int) -> Tensor:
         """Samples start to stop."""
@@ -46,38 +43,50 @@ class HiddenWriter:
         shape_MSD: tuple[int, int, int],
         dtype: torch.dtype,
         writer: Any,
-        in_memory: bool,
+        memory: Place | None,
         spilled: bool,
         beside: Background,
+        copies: Copies,
     ) -> None:
         self.writer = writer
+        self.copies = copies
         self.beside = beside  # where the store is written to, while the next micro-batch is computed
+        self.memory = memory
         self.spilled = spilled  # written for want of memory only: nobody else will name it
-        self.hidden_MSD = torch.empty(shape_MSD, dtype=dtype) if in_memory else None
+        self.hidden_MSD = copies.empty(shape_MSD, dtype, memory == "device") if memory else None
         self.filled = 0
 
     def append(self, hidden_BSD: Tensor) -> None:
         """The next micro-batch."""
-        host_BSD = hidden_BSD.cpu()
         if self.hidden_MSD is not None:
-            self.hidden_MSD[self.filled : self.filled + len(host_BSD)] = host_BSD
+            self.copies.keep(self.hidden_MSD[self.filled : self.filled + len(hidden_BSD)], hidden_BSD)
         if self.writer is not None:
-            self.beside.do(self.writer.append, host_BSD)
-        self.filled += len(host_BSD)
+            self.beside.do(_append, self.writer, hidden_BSD)
+        self.filled += len(hidden_BSD)
 
     def finish(self) -> ArrayRecord | None:
-        """Makes the stored copy durable; its record, if there is one."""
+        """Waits for the copies, makes the stored one durable; its record, if there is one."""
+        self.copies.finish()
         self.beside.finish()
         record: ArrayRecord | None = self.writer.commit() if self.writer is not None else None
         return record
 
 
+def _append(writer: Any, hidden_BSD: Tensor) -> None:
+    """In a thread of its own, which waits for the device."""
+    writer.append(hidden_BSD.cpu())
+
+
 class HiddenStates:
     """What a worker holds of each shard: one layer's hidden states at a time."""
 
-    def __init__(self, store: ActivationStore, limit_bytes: int) -> None:
+    def __init__(
+        self, store: ActivationStore, limit_bytes: int, copies: Copies = ON_CPU, device_bytes: int = 0
+    ) -> None:
+        """`limit_bytes`: of the host's memory; `device_bytes`: of the device's, which comes first."""
         self.store = store
-        self.limit_bytes = limit_bytes
+        self.copies = copies
+        self.limits: dict[Place, int] = {"device": device_bytes, "host": limit_bytes}
         self.held: dict[ShardKey, HiddenReader] = {}
         self.spilled: dict[ShardKey, ArrayRecord] = {}
         self.beside = Background()
@@ -119,13 +128,13 @@ class HiddenStates:
     def hidden_writer(
         self, shard_key: ShardKey, shape_MSD: tuple[int, int, int], dtype: torch.dtype, store: bool, batch: int
     ) -> HiddenWriter:
-        """Where the outputs of a layer go. Beyond the memory limit they are written to the store in any case."""
+        """Where the outputs of a layer go. Beyond both limits they are written to the store in any case."""
         nbytes = shape_MSD[0] * shape_MSD[1] * shape_MSD[2] * dtype.itemsize
-        fits = self._bytes_in_memory() + nbytes <= self.limit_bytes
+        memory = next((at for at, limit in self.limits.items() if self._bytes_in(at) + nbytes <= limit), None)
         lineage, layer, shard = shard_key
-        writer = self.store.writer(lineage, layer, shard, shape_MSD, dtype, batch) if store or not fits else None
-        spilled = not store and not fits
-        return HiddenWriter(shape_MSD, dtype, writer, in_memory=fits, spilled=spilled, beside=self.beside)
+        writer = self.store.writer(lineage, layer, shard, shape_MSD, dtype, batch) if store or not memory else None
+        spilled = not store and not memory
+        return HiddenWriter(shape_MSD, dtype, writer, memory, spilled, self.beside, self.copies)
 
     def keep(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> ArrayRecord | None:
         """Holds what was collected instead of anything older of the shard. Returns the record if it was stored."""
@@ -133,7 +142,7 @@ class HiddenStates:
         lineage, _, shard = shard_key
         self._release([other for other in self.held if other[2] == shard or other[0] != lineage])
         if hidden_writer.hidden_MSD is not None:
-            self.held[shard_key] = InMemory(hidden_writer.hidden_MSD)
+            self.held[shard_key] = InMemory(hidden_writer.hidden_MSD, hidden_writer.memory or "host")
         else:
             assert record is not None
             self.held[shard_key] = self.store.open(record)
@@ -167,5 +176,6 @@ class HiddenStates:
         self.spilled.clear()
         return own
 
-    def _bytes_in_memory(self) -> int:
-        return sum(slices.hidden_MSD.nbytes for slices in self.held.values() if isinstance(slices, InMemory))
+    def _bytes_in(self, at: Place) -> int:
+        memory = [slices for slices in self.held.values() if isinstance(slices, InMemory)]
+        return sum(slices.hidden_MSD.nbytes for slices in memory if slices.at == at)

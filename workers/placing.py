@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from pipeline.sum_units import Collect
+from pipeline.sum_units import Add, Collect
 from pipeline.units import BesideUnit, ShardUnit, Unit
 
 
@@ -14,20 +14,29 @@ class Holder(Protocol):
 
     Attributes:
         shards: whose hidden states are with it.
+        name: by which it is known where sums are.
     """
 
     shards: set[int]
+
+    @property
+    def name(self) -> str:
+        """The worker's own."""
+        ...
 
 
 def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
     """The place in `waiting` of the unit that a worker should do; None: of all that waits, nothing is for it.
 
-    With `beside`, the first of those that go beside others. Else one of its own shards or of no shard; else one of a
-    shard that nobody holds; else, so that those who join late have something to do, one of a worker that holds at
-    least two shards more.
+    With `beside`, the first of those that go beside others, but for sums that are to be added on another node. Else one
+    of its own shards or of no shard; else one of a shard that nobody holds; else, so that those who join late have
+    something to do, one of a worker that holds at least two shards more.
     """
     if beside:
-        return next((index for index, unit in enumerate(waiting) if isinstance(unit, BesideUnit)), None)
+        here = (
+            index for index, unit in enumerate(waiting) if isinstance(unit, BesideUnit) and _near(unit, member, live)
+        )
+        return next(here, None)
     holders = {shard: other for other in live for shard in other.shards}
     new = taken_over = None
     for index, unit in enumerate(waiting):
@@ -41,3 +50,10 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
         elif taken_over is None and len(holder.shards) > len(member.shards) + 1:
             taken_over = index
     return taken_over if new is None else new
+
+
+def _near(unit: Unit, member: Holder, live: Collection[Holder]) -> bool:
+    """Whether a unit may be done by this worker: it is near, or nobody who is lives."""
+    if not isinstance(unit, Add) or not unit.near or member.name in unit.near:
+        return True
+    return not any(other.name in unit.near for other in live)

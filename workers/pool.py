@@ -60,6 +60,11 @@ class _Member:
     leaving: bool = False  # gets nothing more, and ends when it is done with what it has
     keeps_sums: bool = False  # until they are collected
 
+    @property
+    def name(self) -> str:
+        """The worker's own, once it is ready."""
+        return str(self.where.get("worker", ""))
+
     def in_hand(self, beside: bool) -> int:
         """How many units it has that go beside the others, or how many others."""
         return sum(isinstance(unit, BesideUnit) == beside for unit in self.running.values())

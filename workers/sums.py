@@ -5,6 +5,7 @@ Legend: F features, G groups, d = F / heads, b rows of a band.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ class LayerSums:
 
     def __init__(self, transfer: TensorTransfer, device: torch.device) -> None:
         self.transfer = transfer
+        self.node = platform.node()
         self.device = device
         self.forget()
 
@@ -82,7 +84,7 @@ class LayerSums:
             return CollectDone({}, {}, ())
         partials = {moment: self._cut(self.bands[moment], unit.parts) for moment in unit.moments}
         diagonals = {moment: self.transfer.put({"squares": diagonal(self.bands[moment])}) for moment in unit.moments}
-        done = CollectDone(partials, diagonals, tuple(sorted(self.shards)))
+        done = CollectDone(partials, diagonals, tuple(sorted(self.shards)), self.node)
         self.forget()
         return done
 

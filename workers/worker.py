@@ -56,8 +56,9 @@ from workers.backward import BackwardPass
 from workers.block import Tap
 from workers.comparing import compare_models
 from workers.config import WorkerConfig
+from workers.copies import Copies
 from workers.curves import made_of_curve
-from workers.device_settings import tensor_cores
+from workers.device_settings import device_room, tensor_cores
 from workers.embedding_and_head import embedding, tapped
 from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
 from workers.layers import LayerReader
@@ -83,7 +84,8 @@ class Worker:
         self.activations = ActivationStore(run_dir.below(ACTIVATIONS))
         self.statistics = StatisticsStore(run_dir.below(STATISTICS))
         self.tokens = self.activations.open(setup.tokens) if setup.tokens else None
-        self.hidden = HiddenStates(self.activations, setup.hidden_bytes)
+        self.copies, room = Copies(self.device), device_room(self.device, setup.gpu_share, setup.device_bytes)
+        self.hidden = HiddenStates(self.activations, setup.hidden_bytes, self.copies, room)
         self.layers = LayerReader(setup, self.device)
         self.backward = BackwardPass(
             setup, self.layers, self.hidden, self.activations, self.statistics, self._computing
@@ -165,8 +167,7 @@ class Worker:
         run = tapped(self.layers, block, taps)
         kept_inputs = self._keep_inputs(unit, inputs) if unit.keep_inputs else None
         with self.sums.adding(unit):
-            for start, stop in self._micro_batches(unit.shard):
-                hidden_BSD = inputs.read(start, stop).to(self.device)
+            for hidden_BSD in self.copies.batches(inputs, self._micro_batches(unit.shard)):
                 with self._computing():
                     output_BSD = run(hidden_BSD, unit.emit or unit.cosine)
                 if output_BSD is not None and unit.cosine:
@@ -205,12 +206,9 @@ class Worker:
     def _pair(self, unit: Pair) -> ForwardDone:
         with tensor_cores(self.setup.dtype):
             totals, record = self.pairs.run(unit)
-        return ForwardDone(
-            partials={moment: self.transfer.put({"moment": total}) for moment, total in totals.items()},
-            cosine=None,
-            activation=record if unit.store else None,
-            tokens=self._samples(unit.shard) * self._sequence,
-        )
+        partials = {moment: self.transfer.put({"moment": total}) for moment, total in totals.items()}
+        stored = record if unit.store else None
+        return ForwardDone(partials, None, stored, self._samples(unit.shard) * self._sequence)
 
     def _inputs(self, unit: Forward) -> HiddenReader:
         return self.hidden.inputs(unit.lineage, unit, partial(self._embedded, unit), partial(self._replay, unit))
@@ -229,9 +227,9 @@ class Worker:
         shard_key = (unit.lineage, layer + 1, unit.shard)
         block = self.layers.block(layer, staged)
         hidden_writer = self._hidden_writer(shard_key, store=False)
-        for start, stop in self._micro_batches(unit.shard):
+        for hidden_BSD in self.copies.batches(inputs, self._micro_batches(unit.shard)):
             with self._computing():
-                output_BSD = block.run(inputs.read(start, stop).to(self.device))
+                output_BSD = block.run(hidden_BSD)
             assert output_BSD is not None
             hidden_writer.append(output_BSD)
         return self.hidden.keep_reader(shard_key, hidden_writer)

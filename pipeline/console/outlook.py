@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+KINDS = {  # of work, by the first word of a phase's name; others are of their own
+    "importance": "passes", "statistics": "passes", "gradient": "passes",
+    "curves": "solves", "compress": "solves",
+    "score": "scores", "evaluate": "scores",
+}  # fmt: skip
+
 
 class Outlook:
     """The phases that a job will go through, with planned seconds, held against what the phases before took.
 
-    What counts is how the planned seconds of the phases compare: a machine ten times slower than planned makes all that
-    comes ten times longer.
+    What counts is how the planned seconds compare: a machine that takes ten times as long as planned for the passes
+    makes those to come ten times longer, and with them all of another kind, until one of these has been seen.
     """
 
     def __init__(self, planned: Sequence[tuple[str, float]] = (), layers: int = 1) -> None:
-        """`planned`: (phase, seconds) in their order, each over all `layers`; without any, nothing is told."""
+        """`planned`: (phase, seconds) in their order, each over all `layers`; none: nothing can be told."""
         self.planned = tuple(planned)
         self.layers = layers
         self.at: int | None = None  # the phase that runs
         self.begun = 0  # phases up to here have begun
         self.part = 1.0
-        self.taken_s = self.foreseen_s = 0.0
+        self.seen: dict[str, tuple[float, float]] = {}  # kind -> seconds taken, and foreseen
 
     def begin(self, phase: str, layers: int | None = None) -> None:
         """A phase begins: so many layers of it, where it has layers and some are done already."""
@@ -31,8 +37,7 @@ class Outlook:
     def end(self, seconds: float) -> None:
         """It took so long."""
         if self.at is not None:
-            self.taken_s += seconds
-            self.foreseen_s += self.planned[self.at][1] * self.part
+            self.seen = self._with(seconds, 1.0)
             self.at = None
 
     def left(self, spent: float, share: float) -> float | None:
@@ -42,8 +47,24 @@ class Outlook:
         """
         if self.at is None or share <= 0:
             return None
-        foreseen = self.foreseen_s + self.planned[self.at][1] * self.part * share
-        later = sum(seconds for _, seconds in self.planned[self.begun :])
-        if later and not foreseen:
-            return None
-        return spent / share * (1 - share) + (later * (self.taken_s + spent) / foreseen if later else 0.0)
+        seen = self._with(spent, share)
+        taken, foreseen = (sum(part) for part in zip(*seen.values(), strict=True))
+        later = 0.0
+        for name, seconds in self.planned[self.begun :]:
+            of_kind = seen.get(_kind(name), (0.0, 0.0))
+            if not (of_kind[1] or foreseen):
+                return None
+            later += seconds * (of_kind[0] / of_kind[1] if of_kind[1] else taken / foreseen)
+        return spent / share * (1 - share) + later
+
+    def _with(self, seconds: float, share: float) -> dict[str, tuple[float, float]]:
+        """What was seen, and a share of the running phase besides."""
+        assert self.at is not None
+        name, planned = self.planned[self.at]
+        taken, foreseen = self.seen.get(_kind(name), (0.0, 0.0))
+        return {**self.seen, _kind(name): (taken + seconds, foreseen + planned * self.part * share)}
+
+
+def _kind(phase: str) -> str:
+    word = phase.partition(" ")[0]
+    return KINDS.get(word, word)

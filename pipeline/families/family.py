@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -65,7 +66,7 @@ class LayerGeometry:
     bits: int
     outer: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
-    @property
+    @cached_property
     def roles(self) -> tuple[str, ...]:
         """The roles that this layer has, in the family's order."""
         return tuple(role for role, _ in self.modules)

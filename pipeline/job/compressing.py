@@ -51,21 +51,37 @@ class Effort:
 
 
 class StoreCleaner:
-    """See `pipeline.ports.Cleaner`; the arrays of `always` stay."""
+    """See `pipeline.ports.Cleaner`; the arrays of `always` stay.
+
+    Where nothing is to be retained, and at first, everything that nobody names is looked for, such as what a dead
+    worker had written; otherwise what was retained before is dropped.
+    """
 
     def __init__(self, run_dir: RunDirectory, always: list[ArrayRecord]) -> None:
         self.run_dir = run_dir
         self.activations: ActivationStore = run_dir.activations
         self.statistics: StatisticsStore = run_dir.statistics
         self.always = always
+        self._retained: dict[Any, dict[str, ArrayRecord]] = {}  # store -> path -> record
 
     def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored hidden states but these."""
-        self.activations.sweep((*records, *self.always))
+        self._retain(self.activations, records, self.always)
 
     def retain_statistics(self, records: tuple[ArrayRecord, ...]) -> None:
         """Drops all stored moments but these."""
-        self.statistics.sweep(records)
+        self._retain(self.statistics, records, [])
+
+    def _retain(
+        self, store: ActivationStore | StatisticsStore, records: tuple[ArrayRecord, ...], always: list[ArrayRecord]
+    ) -> None:
+        live = {record.path: record for record in (*records, *always)}
+        before = self._retained.get(store)
+        if before is None or not records:
+            store.sweep(live.values())
+        else:
+            store.drop(*(record for path, record in before.items() if path not in live))
+        self._retained[store] = live
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
         """Drops all staged layers but these."""
@@ -216,6 +232,7 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
         use_gpu=manifest.workers.gpus > 0,
         gpu_share=manifest.workers.gpus,
         memory_bytes=job.plan.worker_host_bytes,
+        device_bytes=job.plan.worker_device_bytes,
         hidden_bytes=int(manifest.workers.activation_memory_gb * 2**30),
         manifest=manifest,
         points=job.points,

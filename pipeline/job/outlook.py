@@ -13,9 +13,10 @@ WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
 def job_outlook(job: JobContext, rates: Rates) -> Outlook:
-    """What is ahead of a job that begins; of one whose phases come several times, nothing is told."""
+    """What is ahead of a job that begins; of one whose phases come several times, nothing is told. Of a sweep see
+    `pipeline.sweeping.planning.sweep_outlook`."""
     inputs, manifest = job.inputs, job.manifest
-    if inputs.max_loss is not None or any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods):
+    if job.points or inputs.max_loss is not None or any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods):
         return Outlook()
     geometry, tasks = inputs.geometry, inputs.tasks
     tokens = gradient_tokens(manifest, geometry, tasks)

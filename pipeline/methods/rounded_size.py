@@ -78,6 +78,18 @@ def _unrounded(manifest: Manifest, geometry: Geometry, total: int) -> int:
     return total - sum(math.prod(shape) for shape in (*rounded, *_outer_shapes(manifest, geometry)))
 
 
+def rounded_numbers(manifest: Manifest, geometry: Geometry, numbers: int) -> int:
+    """What a checkpoint of so many numbers stores once it is rounded, in numbers of the dtype; a budget of bytes has
+    counted that already."""
+    quantize, budget = manifest.quantize, manifest.budget
+    if quantize is None or quantize.bits == "auto" or (budget is not None and budget.bytes):
+        return numbers
+    shapes = [shape for layer in geometry.layers for shape in _rounded_shapes(manifest, layer)]
+    shapes += [shape for layer in geometry.layers for role, _, shape in layer.outer if role in quantize.outer_roles]
+    plain = geometry.model_numbers() - sum(map(math.prod, shapes))
+    return plain + round((numbers - plain) * rounded_share(quantize.bits, quantize.group, geometry.bits))
+
+
 def saved_outside(manifest: Manifest, geometry: Geometry) -> float:
     """Numbers of the dtype that rounding saves outside of the layers, where the budget is of the whole model and bits
     are chosen inside of them."""

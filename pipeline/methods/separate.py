@@ -50,19 +50,20 @@ class SeparateMethod(MethodBase[E]):
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """One for each role; from its cap on the weight stays as it is, as two factors would store no less."""
         multiple = self.entry.multiple(geometry.hidden)
-        return tuple(
-            RankVariable(
-                group.layer, group.name, role, _cap(geometry, role), multiple, partial(_stored, geometry, role)
-            )
-            for role in group.roles
-        )
+        found = []
+        for role in group.roles:
+            m, D = geometry.weight_shape(role)
+            cost = partial(_stored, m, D, geometry.numbers((role,)) - m * D)
+            found.append(RankVariable(group.layer, group.name, role, rank_limit(m, D) + 1, multiple, cost))
+        return tuple(found)
 
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """The rank at which the two factors of a weight store `ratio` of its numbers."""
-        found = {}
-        for variable in self.rank_variables(geometry):
-            m, D = geometry.layers[variable.layer].weight_shape(variable.name)
-            found[variable.key] = min(ratio * m * D / (m + D), float(variable.cap))
+        found: dict[Key, float] = {}
+        for group in self.claims(geometry):
+            for role in group.roles:
+                m, D = geometry.layers[group.layer].weight_shape(role)
+                found[group.layer, group.name, role] = min(ratio * m * D / (m + D), rank_limit(m, D) + 1.0)
         return found
 
     def compress(
@@ -86,11 +87,5 @@ class SeparateMethod(MethodBase[E]):
         return Solution(tensors, forms, report | clipped)
 
 
-def _cap(geometry: LayerGeometry, role: str) -> int:
-    return rank_limit(*geometry.weight_shape(role)) + 1
-
-
-def _stored(geometry: LayerGeometry, role: str, rank: float) -> float:
-    m, D = geometry.weight_shape(role)
-    bias = geometry.numbers((role,)) - m * D
-    return bias + (m * D if rank >= _cap(geometry, role) else min(rank * (m + D), m * D))
+def _stored(m: int, D: int, bias: int, rank: float) -> float:
+    return bias + (m * D if rank >= rank_limit(m, D) + 1 else min(rank * (m + D), m * D))

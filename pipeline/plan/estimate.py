@@ -15,7 +15,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
-from pipeline.methods.rounded_size import scope_numbers
+from pipeline.methods.rounded_size import rounded_numbers, scope_numbers
 from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops, moment_width, solve_work
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
@@ -72,6 +72,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     activations = tokens * geometry.hidden * itemsize
     dense = geometry.model_numbers()
     expected = _expected_numbers(manifest, geometry)
+    stored = rounded_numbers(manifest, geometry, expected)
     keep_all = manifest.statistics.keep if manifest.statistics.keep is not None else not compressed
     kept_statistics = sum(by_layer.values()) if keep_all else statistics
     solving = max((_solve_bytes(task, geometry.layers[task.layer], itemsize) for task in tasks), default=0)
@@ -84,7 +85,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         read_bytes=int(
             passes * decoder * itemsize
             + 2 * (dense - decoder) * itemsize
-            + (dense + expected) * itemsize  # both models side by side, for what `verify` compares with
+            + (dense + stored) * itemsize  # both models side by side, for what `verify` compares with
         ),
         worker_peak_bytes=host + device,
         worker_host_bytes=host,
@@ -92,15 +93,15 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         driver_peak_bytes=PROCESS_BYTES + tokens * 8,
         statistics_bytes_per_layer=statistics,
         activation_bytes=activations,
-        run_dir_bytes=2 * activations + kept_statistics + tokens * TOKEN_BYTES + expected * itemsize,
-        output_bytes=expected * itemsize,
+        run_dir_bytes=2 * activations + kept_statistics + tokens * TOKEN_BYTES + stored * itemsize,
+        output_bytes=stored * itemsize,
         expected_numbers=expected,
         dense_numbers=dense,
         forward_flops=passes
         * tokens
         * sum(forward_flops(layer, calibration.sequence_length if calibration else 0) for layer in geometry.layers),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for layer, moment in moments)),
-        solve_flops=sum(solve_work(task, geometry.layers[task.layer]).flops for task in tasks),
+        solve_flops=sum(solve_work(task, geometry.layers[task.layer], tokens).flops for task in tasks),
         calibration_tokens=tokens,
         workers=workers,
     )

@@ -78,14 +78,14 @@ def collect_seconds(work: LayerWork, rates: Rates) -> float:
 
 
 def add_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """Until a layer's sums are added, part by part, beside what the workers compute. Numbers are read twice and written
-    once; what other nodes have summed comes over the network.
+    """Until a layer's sums are added, part by part, on each node and then across them, beside what the workers compute.
+
+    Numbers are read twice and written once; what another node has summed comes over the network.
     """
-    if way.workers == 1:
-        return 0.0
-    here = min(way.workers, rates.workers_per_node)
-    abroad = work.moment_bytes * here * (1 - 1 / way.nodes(rates)) / rates.network
-    return max(3 * work.moment_bytes * (1 - 1 / way.workers) / rates.host, abroad)
+    here, nodes = min(way.workers, rates.workers_per_node), way.nodes(rates)
+    on_node = 3 * work.moment_bytes * (1 - 1 / here) / rates.host
+    across = 3 * work.moment_bytes * (nodes - 1) / way.workers / rates.host
+    return on_node + max(across, work.moment_bytes * (1 - 1 / nodes) / rates.network)
 
 
 def store_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:

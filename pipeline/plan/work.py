@@ -34,6 +34,7 @@ WIDTH_FLOPS, BASE_FLOPS = 52.0, 46.0  # times D³: what a width of an MLP takes,
 BASES = 16  # ranks of the value basis that are compared at most
 PROBED = 12  # runs of an MLP whose gate and up are cut, by which a curve is scaled: three widths, four ranks
 PROBE_TOKENS = 4  # of the sample, for each channel
+FIT_TOKENS = 2  # for each channel that is fitted, at least
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def layer_work(
     tokens = calibration.samples * sequence if calibration else 0
     rounding = rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE)
     tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
-    own = {task.key: task for task in claim_tasks(build_methods(manifest), geometry)}  # without what rounding needs
+    claims = claim_tasks(build_methods(manifest), geometry) if manifest.quantize else ()
+    own = {task.key: task for task in claims}  # without what rounding needs
     claimed = layers_of(tasks)
     busiest = max(
         claimed, key=lambda layer: (len(layer_moments(tasks, layer)), geometry.layers[layer].numbers()), default=0
@@ -111,7 +113,7 @@ def layer_work(
     gradients = layer_gradients(tasks, busiest)
     forward = forward_flops(layer, sequence)
     two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
-    busy = [own[task.key] for task in tasks if task.layer == busiest]
+    busy = [own.get(task.key, task) for task in tasks if task.layer == busiest]
     pairs = {moment for task in busy for moment in task.corrections}
     predicted = {task.name for task in predict_tasks(build_methods(manifest), geometry) if task.layer == busiest}
     mlp = 2.0 * layer.numbers(tuple(role for role in layer.roles if role in ("gate", "up", "down")))
@@ -138,9 +140,9 @@ def layer_work(
                 + (1 + two_rounds) * 2 * sum(triangle_numbers(moment, layer) for moment in gradients)
             )
         ),
-        solves=tuple(solve_work(task, layer) for task in busy for _ in range(1 + two_rounds)),
+        solves=tuple(solve_work(task, layer, tokens) for task in busy for _ in range(1 + two_rounds)),
         curves=tuple(
-            curve_work(task, layer, _multiple(task, manifest, layer))
+            curve_work(task, layer, tokens, _multiple(task, manifest, layer))
             for task in busy
             if task.name in predicted
             for _ in range(1 + two_rounds)
@@ -186,7 +188,7 @@ def scoring_flops(geometry: Geometry, window: int) -> float:
     return sum(forward_flops(layer, window) for layer in geometry.layers) + 2.0 * geometry.hidden * geometry.vocab
 
 
-def curve_work(task: Task, geometry: LayerGeometry, multiple: int = 1) -> SolveWork:
+def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int = 1) -> SolveWork:
     """What comparing a task's sizes takes. docs/plan.md#work-of-a-layer.
 
     Of an MLP whose widths are compared: an elimination down to the smallest, and of each width a Cholesky factor, the
@@ -205,12 +207,14 @@ def curve_work(task: Task, geometry: LayerGeometry, multiple: int = 1) -> SolveW
             + mean[2] * inner**3 / 3
         )
         begun = _elimination("begun", geometry, 1 - 1 / task.pieces, EIGEN_FLOPS * hidden**3)
-        seen = PROBE_TOKENS * inner * (_sample_flops(geometry, 0.0) + PROBED * (_cut_flops(geometry, 0.54, 0.42)))
+        probe = min(PROBE_TOKENS * inner, tokens, samples[0].tokens)
+        fitted = min(1.0, probe / (FIT_TOKENS * inner))  # of the channels, that so many tokens can fit
+        seen = probe * (_sample_flops(geometry, 0.0) + PROBED * _cut_flops(geometry, 0.54 * fitted, 0.42 * fitted**2))
         return SolveWork(task.name, begun.flops + task.pieces * of_width, begun.steps, seen, task.pieces, begun)
     if any(moment.point == "o.in" and moment.heads == 1 for moment in task.moments):
         bases = min(BASES, max(1, geometry.head_dim // multiple))
         return SolveWork(task.name, bases * BASE_FLOPS * hidden**3, 0)
-    return solve_work(task, geometry)
+    return solve_work(task, geometry, tokens)
 
 
 def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
@@ -250,16 +254,16 @@ def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:
     return features * (features + 4.0 * geometry.hidden)
 
 
-def solve_work(task: Task, geometry: LayerGeometry) -> SolveWork:
+def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
     """The moments' eigenproblems; for a whole moment of the MLP's channels, an elimination with its refit.
 
-    For a sample what the MLP gives on it, whole and cut, and the fit of down.
+    For a sample, of all calibration `tokens` at most, what the MLP gives on it, whole and cut, and the fit of down.
     """
     found = SolveWork(task.name, 0.0, 0)
     for moment in task.moments:
         width = moment_width(moment, geometry)
         if moment.kind == "sample":
-            single = moment.tokens * _sample_flops(geometry, 1 - REMOVED_SHARE)
+            single = min(moment.tokens, tokens) * _sample_flops(geometry, 1 - REMOVED_SHARE)
             found = replace(found, sample_flops=found.sample_flops + single)
         elif moment.point == "down.in" and moment.heads == 1:
             removing = _elimination(task.name, geometry, REMOVED_SHARE, 0.0)

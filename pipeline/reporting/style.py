@@ -49,6 +49,7 @@ figcaption {{ color: var(--muted); font-size: .82rem; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }}
 th, td {{ padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--grid); }}
 th {{ color: var(--muted); font-weight: 600; }}
+td:first-child {{ white-space: nowrap; }}
 .number {{ text-align: right; white-space: nowrap; }}
 details {{ margin: .75rem 0; }}
 summary {{ cursor: pointer; color: var(--muted); }}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from matplotlib.axes import Axes
 
 from pipeline.reporting.drawing import DASHES, INK, MARKERS, MUTED, SERIES, Plot, draw
 from pipeline.reporting.reading import Run
+from pipeline.units import BesideUnit
 
 COMMITTED = {
     "dense": "dense pass",
@@ -18,6 +19,7 @@ COMMITTED = {
     "statistics": "statistics",
     "layer": "compressed",
 }
+BESIDE = {unit.__name__.lower() for unit in get_args(BesideUnit)}  # kinds that a worker's second thread does
 MINUTE_S, HOUR_S = 60.0, 3600.0
 BINS = 80
 SHOWN_WORKERS = 32
@@ -90,7 +92,8 @@ def _timeline(run: Run) -> Plot | None:
                 bars = joined_bars(run.units, worker, kind, start, span * JOINED)
                 drawn = [(begin / unit, length / unit) for begin, length in bars]
                 label = kind if place == 0 else None
-                axes.broken_barh(drawn, (place - 0.4, 0.8), color=SERIES[kind_place % len(SERIES)], label=label)
+                row = (place + 0.15, 0.25) if kind in BESIDE else (place - 0.4, 0.8)
+                axes.broken_barh(drawn, row, color=SERIES[kind_place % len(SERIES)], label=label)
         axes.set_yticks(range(len(workers)), workers)
         axes.set_ylim(len(workers) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
@@ -98,8 +101,10 @@ def _timeline(run: Run) -> Plot | None:
         axes.set_title("workers")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=4)
 
-    idle = 1 - sum(line["seconds"] for line in run.units) / (span * len({line["worker"] for line in run.units}) or 1)
-    told = f"What each worker did; a gap is idle time ({max(0.0, idle):.0%} of the time from first to last unit)."
+    busy = sum(line["seconds"] for line in run.units if line["kind"] not in BESIDE)
+    idle = 1 - busy / (span * len({line["worker"] for line in run.units}) or 1)
+    share = f"{max(0.0, idle):.0%} of the time from first to last unit"
+    told = f"What each worker did, narrow bars beside the others; a gap is idle time ({share})."
     return Plot("time", draw("timeline", plot, height_inches=1.5 + 0.2 * len(workers)), told)
 
 

@@ -1,4 +1,4 @@
-"""What `python -m pipeline.plan SWEEP` says: what all points share, and what each of them takes besides."""
+"""What a sweep takes: what all points share, and what each of them takes besides. `python -m pipeline.plan SWEEP`."""
 
 from __future__ import annotations
 
@@ -6,83 +6,103 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from manifests.sweep import Point, Sweep
-from pipeline.job.planning import Asked, asked_rates, gradient_tokens, pass_of, scoring_seconds, what_does_not_fit
-from pipeline.plan.estimate import make_plan
-from pipeline.plan.phases import phase_seconds
+from pipeline.console.outlook import Outlook
+from pipeline.job.calibration import evaluation_tokens
+from pipeline.job.context import JobContext
+from pipeline.job.inputs import Inputs
+from pipeline.job.planning import Asked, asked_rates, gradient_tokens, pass_of, what_does_not_fit
+from pipeline.plan.estimate import Plan, make_plan
+from pipeline.plan.phases import evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
-from pipeline.plan.work import layer_work
+from pipeline.plan.work import layer_work, scoring_flops
 from pipeline.sweeping.points import SweptPoint, read_points, shared_inputs
 
 SHARED = ("start", "statistics", "reduce", "gradient")  # once, whatever the points
-OWN = ("solve", "assemble")  # of each
 
 
-def sweep_report(sweep: Sweep, points: tuple[Point, ...], ask: Asked) -> dict[str, Any]:
+def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[str, Any]:
     """As JSON: the plan of what all points share, seconds by phase, and `points`. Raises InputError."""
     swept = read_points(points, weights=False)
     shared = shared_inputs(swept, sweep.output)
-    rates = asked_rates(shared.manifest, shared.dtype, ask)
-    rows = [_row(point, rates) for point in swept]
-    whole = make_plan(shared.manifest, shared.geometry, shared.tasks, shared.dtype.itemsize, shared.source_bytes)
+    rates = asked_rates(shared.manifest, shared.dtype, asked)
+    tokens = evaluation_tokens(shared)
+    whole = _seconds(shared, tokens, rates)
+    phases = {name: whole[name] for name in SHARED if name in whole}
+    phases |= {"score dense": _scoring(whole), "curves": 0.0, "solve": 0.0, "score": 0.0, "assemble": 0.0}
+    rows, curved = [], set()
+    for point in swept:
+        seconds = _seconds(point.inputs, tokens, rates)
+        own = {"solve": seconds["solve"], "score": _scoring(seconds)}
+        own["assemble"] = seconds["assemble"] if point.point.save else 0.0
+        rows.append(_row(point, sum(own.values())))
+        if point.curves_digest not in curved:  # of the same methods they are taken once
+            own["curves"] = seconds.get("curves", 0.0)
+        curved.add(point.curves_digest)
+        phases |= {name: phases[name] + amount for name, amount in own.items()}
+    plan = _plan(shared)
     plan = replace(
-        whole,
+        plan,
         output_bytes=sum(row["output_bytes"] for row in rows),
-        solve_flops=sum(row["solve_flops"] for row in rows),
-        read_bytes=whole.read_bytes + (len(rows) - 1) * shared.geometry.decoder_numbers() * shared.dtype.itemsize,
+        solve_flops=sum(_plan(point.inputs).solve_flops for point in swept),
+        read_bytes=plan.read_bytes + (len(rows) - 1) * shared.geometry.decoder_numbers() * shared.dtype.itemsize,
     )
-    phases = _phases(swept, rows, rates)
-    every_point = [row.pop("phases") for row in rows]
-    for row, seconds in zip(rows, every_point, strict=True):
-        row["seconds"] = sum(seconds.values())
     report = plan.report() | {"rates": rates.report(), "phases": phases, "estimated_seconds": sum(phases.values())}
     del report["expected_numbers"]  # of each point
-    remarks = [remark for point in swept for remark in point.inputs.remarks]
-    return report | {
-        "points": rows,
-        "remarks": list(dict.fromkeys(remarks)) + what_does_not_fit(shared.manifest, report, ask),
-    }
+    remarks = dict.fromkeys(remark for point in swept for remark in point.inputs.remarks)
+    return report | {"points": rows, "remarks": [*remarks, *what_does_not_fit(shared.manifest, report, asked)]}
 
 
-def _row(point: SweptPoint, rates: Rates) -> dict[str, Any]:
-    """Of one point: its size, and the phases of a job of its own."""
-    inputs, manifest = point.inputs, point.point.manifest
-    itemsize = inputs.dtype.itemsize
-    plan = make_plan(manifest, inputs.geometry, inputs.tasks, itemsize, inputs.source_bytes)
-    tokens, kept = gradient_tokens(manifest, inputs.geometry, inputs.tasks), plan.expected_numbers / plan.dense_numbers
-    work = layer_work(manifest, inputs.geometry, inputs.tasks, itemsize, tokens, kept)
-    way = pass_of(manifest, plan.layers, tokens)
-    phases = phase_seconds(work, rates, way) | scoring_seconds(inputs, rates, way.workers)
-    own = {name: phases.get(name, 0.0) for name in OWN}
-    scored = phases.get("held-out", 0.0) / 2 + phases.get("evaluate", 0.0)
-    if not point.point.save:
-        own["assemble"] = 0.0
+def sweep_outlook(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Outlook:
+    """What is ahead of a sweep in which these points are missing; `job`: what they share."""
+    whole = _seconds(job.inputs, job.evaluation, rates)
+    planned: list[tuple[str, float]] = [(name, whole[name]) for name in ("statistics", "gradient") if name in whole]
+    planned += [("score evaluation-dense", whole["evaluate"])] if "evaluate" in whole else []
+    curved = set()
+    for place, point in enumerate(pending):
+        seconds = _seconds(point.inputs, job.evaluation, rates)
+        if point.curves_digest not in curved and "curves" in seconds:
+            planned.append(("curves", seconds["curves"]))
+        curved.add(point.curves_digest)
+        planned.append(("compress", seconds["solve"]))
+        if job.held_out is not None:
+            of_model = seconds.get("held-out", 0.0) / 2
+            planned += [(f"score {name}", of_model) for name in ("held-out-dense", "held-out")[place > 0 :]]
+        planned += [("score evaluation", seconds["evaluate"])] if "evaluate" in seconds else []
+        planned += [("assemble", seconds["assemble"])] if point.point.save else []
+    return Outlook(planned, job.inputs.geometry.num_layers)
+
+
+def _seconds(inputs: Inputs, evaluation: torch.Tensor | None, rates: Rates) -> dict[str, float]:
+    """Phase -> seconds of a job with these inputs; `evaluate` of one model."""
+    manifest, geometry, plan = inputs.manifest, inputs.geometry, _plan(inputs)
+    tokens, kept = gradient_tokens(manifest, geometry, inputs.tasks), plan.expected_numbers / plan.dense_numbers
+    way = pass_of(manifest, geometry.num_layers, tokens)
+    work = layer_work(manifest, geometry, inputs.tasks, inputs.dtype.itemsize, tokens, kept)
+    seconds = phase_seconds(work, rates, way)
+    seconds["solve"] += seconds.pop("round", 0.0)
+    if evaluation is not None:
+        flops = evaluation.numel() * scoring_flops(geometry, evaluation.shape[-1])
+        seconds["evaluate"] = evaluate_seconds(flops, rates, way.workers)
+    return seconds
+
+
+def _scoring(seconds: dict[str, float]) -> float:
+    """Of one model, on the evaluation text and on what is held out."""
+    return seconds.get("held-out", 0.0) / 2 + seconds.get("evaluate", 0.0)
+
+
+def _plan(inputs: Inputs) -> Plan:
+    return make_plan(inputs.manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
+
+
+def _row(point: SweptPoint, seconds: float) -> dict[str, Any]:
+    plan = _plan(point.inputs)
     return {
         "point": point.point.label,
-        "numbers_kept": kept,
+        "numbers_kept": plan.expected_numbers / plan.dense_numbers,
         "output_bytes": plan.output_bytes if point.point.save else 0,
-        "solve_flops": plan.solve_flops,
-        "phases": own | {"score": scored},
+        "seconds": seconds,
     }
-
-
-def _phases(swept: Sequence[SweptPoint], rows: Sequence[dict[str, Any]], rates: Rates) -> dict[str, float]:
-    """Of the whole sweep. Curves are taken once for the same methods; the dense model is scored once."""
-    inputs = shared_inputs(swept, swept[0].point.manifest.output)
-    manifest, itemsize = inputs.manifest, inputs.dtype.itemsize
-    tokens = gradient_tokens(manifest, inputs.geometry, inputs.tasks)
-    way = pass_of(manifest, inputs.geometry.num_layers, tokens)
-    phases = phase_seconds(layer_work(manifest, inputs.geometry, inputs.tasks, itemsize, tokens), rates, way)
-    found = {name: phases[name] for name in SHARED if name in phases}
-    curves = 0.0
-    for point in {point.curves_digest: point for point in swept}.values():
-        own = point.inputs
-        tokens = gradient_tokens(point.point.manifest, own.geometry, own.tasks)
-        work = layer_work(point.point.manifest, own.geometry, own.tasks, itemsize, tokens)
-        curves += phase_seconds(work, rates, pass_of(point.point.manifest, way.layers, tokens)).get("curves", 0.0)
-    dense = phases.get("held-out", 0.0) / 2 + scoring_seconds(inputs, rates, way.workers).get("evaluate", 0.0)
-    found |= {"curves": curves} if curves else {}
-    found |= {"score dense": dense}
-    for name in rows[0]["phases"]:
-        found[name] = sum(row["phases"][name] for row in rows)
-    return found

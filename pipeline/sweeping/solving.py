@@ -23,10 +23,12 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
 from pipeline.job.scoring import dense_score_key, score_entry
 from pipeline.job.sizing import compress_and_score
-from pipeline.keys import EVALUATION, HELD_OUT_SCORE, RANKS, RESULT
+from pipeline.keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RANKS, RESULT
+from pipeline.plan.rates import known_rates
 from pipeline.ranks.curves import predicted_loss
 from pipeline.score_units import Scored, Windows
 from pipeline.sweeping.context import SweepContext
+from pipeline.sweeping.planning import sweep_outlook
 from pipeline.sweeping.points import SweptPoint
 from pipeline.sweeping.pool import PointPool
 
@@ -47,6 +49,8 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
         return
     job = sweep.job
     with job_workers(job, heartbeat) as workers:
+        device = (job.ledger.get(HARDWARE) or {})["device"]
+        job.observer.expect(sweep_outlook(pending, job, known_rates(device)))
         _take_statistics(job, pending, workers)
         windows = _score_dense(job, workers)
         for place, point in enumerate(pending, start=1):
@@ -108,7 +112,8 @@ def _stored_windows(job: JobContext, workers: JobWorkers) -> ArrayRecord:
 def _solve(sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows: Windows | None) -> None:
     job, started = sweep.of(point), time.monotonic()
     check_entries(job.ledger, driver_job(job.inputs), job.inputs.config)
-    own = JobWorkers(PointPool(workers.pool, point.first), workers.always, workers.every)
+    # What a point is scored on is not committed on the way: killed, it is scored again.
+    own = JobWorkers(PointPool(workers.pool, point.first), workers.always, job.inputs.geometry.num_layers + 1)
     scored = _compress_and_score(job, own, windows, compared=point.point.save)
     tensors, forms = stored_tensors(job.inputs, job.ledger)
     compression = assemble_output(job) if point.point.save else None

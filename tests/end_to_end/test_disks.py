@@ -45,7 +45,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
     """The output of a job whose disk works."""
     from tests.end_to_end.children import use_inline_pool
 
-    made = Job(tmp_path_factory.mktemp("whole"), llama, text).write()
+    made = Job(tmp_path_factory.mktemp("whole"), llama, text, {"statistics.keep": True}).write()
     with pytest.MonkeyPatch.context() as patch:
         use_inline_pool(patch.setattr)
         assert made.run().code == 0
@@ -69,7 +69,7 @@ def check_message(ended: Ended, fault: Fault) -> None:
 
 @pytest.mark.parametrize(("match", "nth", "code"), PLACES)
 def test_the_job_goes_on(match: str, nth: int, code: int, job: MakeJob, reference: dict[str, str]) -> None:
-    made = job()
+    made = job(**{"statistics.keep": True})  # or a walk stores none
     fault = Fault((made.run_dir, made.output), code, nth, match=match)
     ended = play(made, fault)
     assert fault.struck, f"only {fault.seen} operations on {match}"

@@ -181,7 +181,7 @@ def test_what_the_workers_did(done: Job) -> None:
     (path,) = (done.run_dir / "logs").glob("*.units.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     kinds = {line["kind"] for line in lines}
-    assert kinds >= {"forward", "collect", "total", "solve", "write"}
+    assert kinds >= {"forward", "collect", "checkgrids", "solve", "write"}
     assert len({line["unit"] for line in lines if line["kind"] == "solve"}) == 6
     assert all(line["seconds"] >= 0 and line["compute_seconds"] <= line["seconds"] * 1.01 + 1e-3 for line in lines)
     held_out = 2 * (3 + 3) * 24  # two windows through the dense and the compressed layers

@@ -239,6 +239,7 @@ class SimulatedPool:
         self.sums: dict[str, tuple[str, dict[int, dict[str, str]]]] = {}  # worker -> pass, shard -> moment -> value
         self.turn = 0
         self.cut = 2  # parts of a moment, at most
+        self.workers_per_node = 100
         self.narrow: frozenset[str] = frozenset()
         self.die_before: dict[str, str] = {}
         self.random = random.Random(order) if isinstance(order, int) else None
@@ -390,7 +391,8 @@ class SimulatedPool:
             moment: tuple(self._handle(f'{{"{part}": {text}}}') for part in range(parts))
             for moment, text in found.items()
         }
-        return CollectDone(cut, {moment: self._handle("squares") for moment in found}, tuple(shards))
+        node = f"node-{int(unit.worker.rpartition('-')[2]) // self.workers_per_node}"
+        return CollectDone(cut, {moment: self._handle("squares") for moment in found}, tuple(shards), node)
 
     def _joined(self, handles: Sequence[Handle]) -> dict[str, dict[str, str]]:
         """Part -> shard -> value, of sums of other shards or of other parts."""

@@ -11,7 +11,7 @@ import pytest
 
 from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError, WorkerError
 from pipeline.computation import Job
-from pipeline.sum_units import Total
+from pipeline.sum_units import Add, Total
 from pipeline.units import Forward, Solve, SumUnit
 from tests.pipeline.simulation import (
     ALL,
@@ -319,6 +319,26 @@ def test_sums_lost_on_their_way_to_the_store_are_taken_again(name: str) -> None:
     again = [unit for unit in forwards(world) if unit.sums is not None and unit.layer == 1]
     assert len(again) == 2 * job.shards
     assert Counter(unit.key for unit in world.done if isinstance(unit, Solve)).most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize("lost", [None, "add/dense/1/q.in-1-1/1/node-0", "add/dense/1/q.in-1-1/0"])
+def test_sums_are_added_on_each_node_before_they_cross(lost: str | None) -> None:
+    """Five workers on three nodes: what crosses are three sums of each part; the last node's as its worker gave it."""
+    job = make_job(make_tasks(range(2)), num_layers=2, shards=10, propagate="dense")
+    expected, world = World(), World()
+    run(job, expected, SimulatedPool(expected, size=1))
+    pool = SimulatedPool(world, size=5)
+    pool.workers_per_node = 2
+    if lost is not None:
+        pool.fail_on["total/dense/1/q.in-1-1"] = LostInputError("gone with its node", (lost,))
+    run(job, world, pool)
+    assert world.journal() == expected.journal()
+    adds = [unit for unit in world.done if isinstance(unit, Add) and unit.layer == 0]
+    near = {unit.node: unit.near for unit in adds}
+    assert near == {"node-0": ("worker-0", "worker-1"), "node-1": ("worker-2", "worker-3"), "": ()}
+    assert {len(unit.partials) for unit in adds if unit.node} == {2}
+    assert {len(unit.partials) for unit in adds if not unit.node} == {3}
+    assert len(forwards(world)) == (20 if lost is None else 30)
 
 
 def shard_of(collect: str, world: World) -> str:

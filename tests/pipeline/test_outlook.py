@@ -32,6 +32,22 @@ def test_the_rest_of_the_phase_and_all_later_ones_at_the_pace_of_those_before() 
     assert outlook.left(6.0, 0.75) == pytest.approx(2.0)
 
 
+def test_each_kind_of_work_has_a_pace_of_its_own() -> None:
+    """Passes take thrice as long as planned, solves as long; what was not seen yet, as long as both together."""
+    phases = (("importance", 10.0), ("curves", 10.0), ("compress", 20.0), ("gradient", 30.0), ("score held-out", 1.0))
+    outlook = Outlook((*phases, ("evaluate", 100.0)), layers=8)
+    outlook.begin("importance", 8)
+    outlook.end(30.0)
+    outlook.begin("curves", 8)
+    assert outlook.left(5.0, 0.5) == pytest.approx(5.0 + 20.0 + 3 * 30.0 + 35.0 / 15.0 * 101.0)
+    outlook.end(10.0)
+    for phase in ("compress", "gradient"):
+        outlook.begin(phase, 8)
+        outlook.end(0.0)
+    outlook.begin("score held-out", 8)
+    assert outlook.left(2.0, 0.5) == pytest.approx(2.0 + 4 * 100.0)
+
+
 def test_what_an_earlier_run_did_is_not_counted_as_pace() -> None:
     """Two of eight layers were left: ten planned seconds are two and a half."""
     outlook = Outlook(PLANNED, layers=8)

@@ -152,6 +152,17 @@ def test_what_rounding_takes() -> None:
     assert seconds["round"] == pytest.approx(sum(round_seconds(each, rates_of("H200")) for each in work.rounding))
 
 
+def test_the_size_of_a_rounded_checkpoint() -> None:
+    """Of layers of nothing but matrices and norms, as `budget.bytes` counts it, which is right already."""
+    where = llama(hidden_size=64, intermediate_size=128, vocab_size=64)
+    rounded = {"bits": 4, "group": 32, "what": "all"}
+    job = manifest(calibration=calibration(), quantize=rounded, keep=1.0)
+    norms = 2 * 64 * where.num_layers + 64
+    matrices = where.model_numbers() - norms
+    found = make_plan(job, where, claim_tasks(build_methods(job), where), 2, 1)
+    assert found.output_bytes == 2 * (norms + round(matrices * (4 / 16 + 1 / 32)))
+
+
 @pytest.mark.parametrize("method", ["flat_llm", "loss_aware"])
 def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     where = llama(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)

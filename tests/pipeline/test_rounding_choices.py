@@ -16,11 +16,11 @@ from manifests.records import FormSpec
 from pipeline.kernels.packing import scaled, unpack
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Group, Ranks, Solution, Statistics
+from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
 from pipeline.methods.unchanged import BITS
 from pipeline.ranks.curves import Point, from_columns, to_columns
-from pipeline.rounding.choices import CHOICES, METRICS, UNDERSTATED, gradient_moments, with_bits
-from pipeline.rounding.solutions import input_moments, round_solution
+from pipeline.rounding.choices import CHOICES, METRICS, UNDERSTATED, _Predictor, gradient_moments, with_bits
+from pipeline.rounding.solutions import Feedbacks, input_moments, multiplied, round_solution
 from tests.pipeline.geometries import llama
 from tests.pipeline.loss_aware_weights import features, make_statistics, make_weights
 
@@ -135,3 +135,59 @@ def test_points_never_store_more_than_they_say(name: str) -> None:
         rounded = round_solution(solve_it(point.ranks), QUANTIZE, point.ranks[BITS], found.moments, dtype).solution
         stored = sum(tensor.nbytes for tensor in rounded.tensors.values()) / 2
         assert point.numbers - 200 <= stored <= point.numbers, point
+
+
+def test_errors_of_a_first_factor_count_together() -> None:
+    """Where the loss feels outputs together, an error that many have is not the sum of what it is of each: beside the
+    exact ½ tr(G Δ C Δᵀ), with G whole, of which a part is known."""
+    rank, roles = 32, ("q", "k")
+    dense = {f"{role}.weight": _random(ROWS, COLUMNS, seed=seed) for role, seed in (("q", 1), ("k", 4))}
+    stacked = torch.cat(list(dense.values()))
+    _, _, right = torch.linalg.svd(stacked, full_matrices=False)
+    shared = stacked @ right[:4].T  # the loss feels the outputs of a few directions of what is read
+    felt = 0.01 * torch.eye(len(stacked), dtype=torch.float64) + shared @ shared.T
+    moment = INPUTS.T @ INPUTS / TOKENS
+    first = right[:rank].contiguous()
+    second = stacked @ moment @ first.T @ torch.linalg.inv(first @ moment @ first.T)
+    forms = dict.fromkeys(roles, FormSpec(form="joint_low_rank", rank=rank, group="query_key"))
+    parts = dict(zip(("q.second.weight", "k.second.weight"), second.split(ROWS), strict=True))
+    solution = Solution({"q.first.weight": first, **parts}, forms)
+    gradients = {
+        Moment(f"{role}.out", kind="gradient", diagonal=True): part[None]
+        for role, part in zip(roles, felt.diagonal().split(ROWS), strict=True)
+    }
+    gradients[Moment("pull:q+k", kind="gradient")] = (stacked.T @ felt @ stacked)[None]
+    found = Statistics({input_moments(roles)[0]: moment[None] * TOKENS, **gradients}, TOKENS)
+    before = multiplied(solution, {})
+    rounded = round_solution(solution, QUANTIZE, 3, found.moments, dense)
+    predictor = _Predictor(roles, dense, found, QUANTIZE, 3, Feedbacks())
+    firsts = predictor._first_errors(solution, rounded, predictor._felt_outputs(solution, before))
+    change = second @ first @ firsts["k"].turn
+    exact = 0.5 * float((felt @ change * (change @ moment)).sum())
+    apart = 0.5 * float(felt.diagonal() @ (change @ moment * change).sum(1))
+    assert sum(error.loss for error in firsts.values()) == pytest.approx(exact, rel=1e-4)
+    assert exact > 1.3 * apart
+    after = multiplied(solution, rounded.rounded)
+    whole = torch.cat([after[role,] - before[role,] for role in roles])
+    true = 0.5 * float((felt @ whole * (whole @ moment)).sum())
+    assert predictor.loss_of(solution, before, rounded) == pytest.approx(true, rel=0.25)
+
+
+def test_channels_behind_a_refitted_down_are_felt_by_its_columns() -> None:
+    where = llama("gqa", hidden_size=64, intermediate_size=96)
+    method = LossAwareMethod(LossAware(method="loss_aware", rank_multiple=32))
+    group = next(group for group in method.claims(where) if group.name == "mlp")
+    asked = replace(group, moments=tuple({*group.moments, *input_moments(group.roles), *gradient_moments(group.roles)}))
+    found, weights = make_statistics(where, asked), make_weights(where, group.roles)
+    solution = method.compress(
+        group, where.layers[0], weights, found, {"width": 32, "gate_up": 64, "down": 64, "value": 1, "output": 1}
+    )
+    kept = solution.outputs["up"]
+    assert len(kept) == 32
+    predictor = _Predictor(group.roles, weights, found, QUANTIZE, 4, Feedbacks())
+    felt = predictor._felt_outputs(solution, multiplied(solution, {}))["up"]
+    metric = found.mean(METRICS["down"])[0]
+    column = int(kept[3])
+    now, then = multiplied(solution, {})["down",][:, 3], weights["down.weight"][:, column].double()
+    alone = found.mean(Moment("up.out", kind="gradient", diagonal=True))[0][column]
+    assert float(felt[3]) == pytest.approx(float(alone * (now @ metric @ now) / (then @ metric @ then)))

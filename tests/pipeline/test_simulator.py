@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.phases import START_SECONDS, Pass, add_seconds, collect_seconds, phase_seconds, solve_seconds
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Failure, Unit, job_units, simulate
-from pipeline.plan.work import LayerWork, SolveWork
+from pipeline.plan.work import LayerWork, SolveWork, layer_work
+from tests.pipeline.geometries import llama, manifest
 from tools.simulate import geometry, work_of
 
 RATES = Rates(
@@ -86,7 +88,7 @@ def test_a_dense_job_by_hand() -> None:
 
 def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
     """Storing takes 20 s, two passes: every layer waits for it; with eight workers one more may be under way."""
-    slow = replace(RATES, disk=10, link=1e9, host=1e9)
+    slow = replace(RATES, disk=10, link=1e9, host=1e9, workers_per_node=8)
     work = replace(WORK, weight_bytes=0, written_bytes=0, solves=())
     for workers, ahead in ((1, 1), (8, 2)):
         way = Pass(layers=4, shards=8, workers=workers, importance=False, compressed=False)
@@ -157,6 +159,25 @@ def test_the_work_of_a_70b_layer() -> None:
     assert work.forward_flops == pytest.approx(2**20 * 2 * 855_654_400, rel=0.05)
     assert work.statistics_flops == pytest.approx(work.forward_flops - 2**20 * 2 * 8192 * 28672)
     assert {solve.name for solve in work.solves} == {"attention", "mlp"}
+
+
+def test_a_sample_has_no_more_tokens_than_there_are() -> None:
+    """Of a small job's few tokens, not of the 65,536 that a sample has where there are as many."""
+    entry = {"method": "loss_aware"}
+    found = {}
+    for samples in (4, 256):
+        given = {
+            "text": {"files": ["t"]},
+            "samples": samples,
+            "sequence_length": 256,
+            "shards": 4,
+            "propagate": "dense",
+        }
+        job, small = manifest(keep=0.8, calibration=given, methods=[entry]), llama("gqa")
+        work = layer_work(job, small, claim_tasks(build_methods(job), small), 2)
+        found[samples] = sum(solve.sample_flops for solve in work.solves)
+    assert found[256] == pytest.approx(64 * found[4])
+    assert found[4] > 0
 
 
 def test_gpus_by_name() -> None:

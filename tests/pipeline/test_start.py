@@ -32,6 +32,14 @@ RARE = (
     "ray.train", "ray.serve", "ray.dashboard", "pipeline.verification", "pipeline.sweeping", "pipeline.reporting",
     "pipeline.checkpoint.exporting", "lamina.engine_vllm", "tests",
 )  # fmt: skip
+# transformers' modelling code and what it brings along: a worker runs layers, the driver looks at a model at the end.
+MODELS = (
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "lamina.modeling_lamina",
+    "torch._dynamo",
+    "sympy",
+)
 OF_THE_DRIVER = ("rich", "pipeline.driver", "pipeline.job", "pipeline.console", "pipeline.checkpoint", "pipeline.plan")
 COMMANDS = ("run", "plan.__main__", "status", "scale", "verify", "evaluate", "report", "export")
 
@@ -62,4 +70,5 @@ def test_workers_and_the_driver_import_nothing_that_only_rare_paths_need() -> No
     assert {"workers.worker", "pipeline.methods.registry"} <= worker
     assert set(OF_THE_DRIVER) <= driver
     assert driver.isdisjoint(RARE)
+    assert driver.isdisjoint(MODELS)
     assert worker.isdisjoint(OF_THE_DRIVER)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ import torch
 from manifests.errors import CorruptError
 from stores.activations import ActivationStore
 from tests.workers.bench import flip
-from workers.hidden import HiddenStates, ShardKey
+from workers.copies import Copies
+from workers.hidden import HiddenStates, InMemory, ShardKey
 
 SHAPE = (3, 4, 8)
 BYTES = 3 * 4 * 8 * 4
@@ -137,3 +140,58 @@ def test_forgetting_says_whose_it_was(store: ActivationStore, tmp_path: Path) ->
     assert hidden.held == {}
     hidden.load(("dense", 1, 1), record)
     assert not hidden.forget(record.path)
+
+
+def test_the_device_comes_first_then_the_host_then_the_store(store: ActivationStore, tmp_path: Path) -> None:
+    """Room for one shard on the device and two on the host; what is let go of makes room again."""
+    hidden = HiddenStates(store, 2 * BYTES, Copies(torch.device("cpu")), BYTES)
+    for layer in (1, 2):
+        for shard in range(4):
+            put(hidden, ("dense", layer, shard), states(10 * layer + shard))
+            assert torch.equal(held(hidden, ("dense", layer, shard)), states(10 * layer + shard))
+    where = [slices.at if isinstance(slices, InMemory) else "store" for slices in hidden.held.values()]
+    assert sorted(where) == ["device", "host", "host", "store"]
+    assert len(generations(store, tmp_path)) == 1
+
+
+def test_a_micro_batch_is_on_its_way_while_the_one_before_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stream: read and begun ahead, waited for on the device, and kept from being given out meanwhile."""
+    done: list[str] = []
+    copies = Copies(torch.device("cpu"))
+    computing = SimpleNamespace(wait_stream=lambda stream: done.append(f"compute waits for {stream.name}"))
+    copies.stream = SimpleNamespace(  # type: ignore[assignment]
+        name="copies",
+        wait_stream=lambda stream: done.append("copies wait for compute"),
+        synchronize=lambda: done.append("host waits"),
+    )
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda values, stream: None)
+    values = states(3)
+
+    class Read:
+        def read(self, start: int, stop: int) -> torch.Tensor:
+            done.append(f"read {start}")
+            return values[start:stop]
+
+    found = []
+    for batch in copies.batches(Read(), [(0, 1), (1, 2), (2, 3)]):
+        done.append("computed")
+        found.append(batch)
+    assert torch.equal(torch.cat(found), values)
+    waits = "compute waits for copies"
+    assert done == ["read 0", "read 1", waits, "computed", "read 2", waits, "computed", waits, "computed"]
+    done.clear()
+    place, there = torch.zeros(SHAPE), states(4)
+    monkeypatch.setattr(copies, "device", torch.device("meta"))  # which is not where the host's memory is
+    copies.keep(place, there.as_subclass(_Elsewhere))
+    assert done == ["copies wait for compute"]
+    copies.finish()
+    assert done == ["copies wait for compute", "host waits"]
+    assert torch.equal(place, there)
+
+
+class _Elsewhere(torch.Tensor):
+    """Says that it is on another device."""
+
+    device = torch.device("meta")

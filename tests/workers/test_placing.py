@@ -7,15 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.methods.method import Moment, Task
-from pipeline.sum_units import Collect
+from pipeline.sum_units import Add, Collect
 from pipeline.units import Forward, Solve, Unit, Write
 from workers.placing import choose
 
 WRITE, COLLECT = Write(0, (), (), {}), Collect("compressed", 0, "worker", "pass-0", ())
 
 
-def worker(shards: Iterable[int] = ()) -> Any:
-    return SimpleNamespace(shards=set(shards))
+def worker(shards: Iterable[int] = (), name: str = "") -> Any:
+    return SimpleNamespace(shards=set(shards), name=name)
 
 
 def forward(shard: int) -> Unit:
@@ -43,3 +43,12 @@ def test_what_goes_beside_others_is_anybody_s() -> None:
     assert choose([COLLECT, forward(3), WRITE], poor, [rich, poor], beside=True) == 2
     assert choose([COLLECT, forward(3)], poor, [rich, poor], beside=True) is None
     assert choose([WRITE, solve("a")], rich, [rich, poor]) == 1
+
+
+def test_sums_are_added_on_their_node_while_somebody_lives_there() -> None:
+    here, there, elsewhere = worker(name="a"), worker(name="b"), worker(name="c")
+    add = Add("dense", 0, Moment("a.in"), 0, (), "node", ("a", "b"))
+    waiting = [add, WRITE]
+    assert choose(waiting, elsewhere, [here, there, elsewhere], beside=True) == 1
+    assert choose(waiting, there, [here, there, elsewhere], beside=True) == 0
+    assert choose(waiting, elsewhere, [elsewhere], beside=True) == 0

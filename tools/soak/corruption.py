@@ -36,7 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lorc": {"methods": [{"method": "lorc", "cache_keep": 0.5, "weighting": "input"}], "budget": None},
     "joint_rank_k": {"methods": [{"method": "joint_rank_k", "mlp": False, "keep": 0.6}], "budget": None},
 }
-STOPS = ("dense/00001", "statistics/00001", "layer/00001", "activations/00002", "assembling", "complete", "")
+STOPS = ("dense/00001", "activations/00001", "layer/00001", "activations/00002", "assembling", "complete", "")
 GENERATION = re.compile(r"[0-9a-f]{32}")
 
 

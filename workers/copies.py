@@ -1,0 +1,77 @@
+"""Copies between a worker's device and its host's pinned memory, on a stream of their own, beside what is computed.
+
+On a CPU there is nothing to cross: host and device are one.
+
+B micro-batch, S sequence, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Reader(Protocol):
+    """What can be read a micro-batch at a time."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Samples start to stop, (B, S, D), anywhere."""
+        ...
+
+
+class Copies:
+    """Of one device. A copy begun is waited for by what comes after it on the device, not by the caller."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, on_device: bool) -> Tensor:
+        """Memory on the device, or of the host: pinned there, so that copies need not be waited for."""
+        place = self.device if on_device else torch.device("cpu")
+        return torch.empty(shape, dtype=dtype, device=place, pin_memory=self.stream is not None and not on_device)
+
+    def keep(self, place_BSD: Tensor, values_BSD: Tensor) -> None:
+        """Copies values of the device to memory that `empty` gave; `finish` before the host reads them."""
+        if self.stream is None or place_BSD.device == values_BSD.device:
+            place_BSD.copy_(values_BSD)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            place_BSD.copy_(values_BSD, non_blocking=True)
+        values_BSD.record_stream(self.stream)
+
+    def finish(self) -> None:
+        """Waits for what was begun."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def batches(self, reader: Reader, ranges: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
+        """Micro-batches on the device: each is on its way while the one before is computed."""
+        ahead: Tensor | None = None
+        for start, stop in ranges:
+            coming_BSD = self._bring(reader.read(start, stop))
+            if ahead is not None:
+                yield self._arrived(ahead)
+            ahead = coming_BSD
+            if self.stream is None:
+                yield ahead
+                ahead = None
+        if ahead is not None:
+            yield self._arrived(ahead)
+
+    def _bring(self, values_BSD: Tensor) -> Tensor:
+        if self.stream is None or values_BSD.device == self.device:
+            return values_BSD
+        with torch.cuda.stream(self.stream):
+            return values_BSD.to(self.device, non_blocking=True)
+
+    def _arrived(self, values_BSD: Tensor) -> Tensor:
+        if self.stream is not None:
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_stream(self.stream)
+            values_BSD.record_stream(computing)
+        return values_BSD
