@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import embedding
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lamina import LaminaConfig
 from lamina.block_lamina import BLOCK_DEFAULTS
@@ -12,7 +14,9 @@ from lamina.decoder_layer_lamina import make_norm
 from lamina.inputs_lamina import default_position_ids, prepare_layer_inputs
 from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.rotary_lamina import LaminaRotaryEmbedding
+from tests.serving import serving_factors as kinds
 from tests.serving.serving_compressed import MIXED, compress, forms_for
+from tests.serving.serving_factors import factored
 from tests.serving.serving_sources import SOURCES, build, describe, layer_prefix, make_source, padded_batch
 
 
@@ -193,3 +197,18 @@ def test_the_mlp_norm_of_a_parallel_block() -> None:
         )
         expected = hidden_BTD + attention + theirs.mlp(theirs.post_attention_layernorm(hidden_BTD))
         assert torch.allclose(layer(hidden_BTD, **inputs.of(layer)), expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_an_attention_function_may_give_heads_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's does: (B, T, H·d), where transformers' give (B, T, H, d)."""
+    model, _ = factored("llama-gqa", kinds.dense, 0.5)
+    ids = torch.arange(4, 12)[None]
+    expected = model(ids).logits
+
+    def flat(*args: Any, **kwargs: Any) -> Any:
+        heads, weights = sdpa_attention_forward(*args, **kwargs)
+        return heads.flatten(2), weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", flat)
+    torch.testing.assert_close(model(ids).logits, expected)

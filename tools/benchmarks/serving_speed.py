@@ -1,6 +1,7 @@
 """Prefill, decoding and peak memory in transformers: the forms of each method against the dense model, in one run.
 
     python -m tools.benchmarks.serving_speed [--hidden 1024] [--layers 4] [--keep 0.8] [--contexts 256 1024]
+    python -m tools.benchmarks.serving_speed --methods lorc lorc_at_once --batches 1 --contexts 256 2048 4096
 
 Models of Llama's layers with random weights (speed does not depend on them): D hidden, heads of 64 over four times
 fewer KV heads, MLPs of 2.75 D, in float32 on as many threads as torch has. Every method has one rank share, found so
@@ -8,6 +9,7 @@ that its decoder layers store `keep` of the dense numbers; LoRC's latents hold `
 turns, `repeats` times after one to warm up; the fastest turn counts, in CPU-seconds, which other programs on the
 machine disturb least. Prints a Markdown table of ratios to the dense model: below 1 is faster, or smaller. Memory is
 what the process has grown by at most in prefill and decoding together: the cache and what is made on the way.
+`lorc_at_once` makes the keys of all cached tokens at once while decoding, where `lorc` makes those of a block.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 from lamina import LaminaConfig, LaminaForCausalLM
 from lamina.factored_lamina import stored_state
+from lamina.layers_lamina import LaminaAttention
 
 Forms = dict[str, dict[str, Any]]
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -47,6 +50,11 @@ def lorc(hidden: int, share: float) -> Forms:
     return {"k": latent, "v": latent}
 
 
+def lorc_at_once(hidden: int, share: float) -> Forms:
+    """The same forms; the model is told to read them without blocks."""
+    return lorc(hidden, share)
+
+
 def lestd(hidden: int, share: float) -> Forms:
     """A Tucker group of the attention."""
     spec = {"form": "tucker", "ranks": [max(1, round(hidden * share)), max(1, round(HEAD * share)), 2]}
@@ -68,8 +76,9 @@ def loss_aware(hidden: int, share: float) -> Forms:
     return forms
 
 
+AT_ONCE = lorc_at_once.__name__
 METHODS: dict[str, Callable[[int, float], Forms]] = {
-    method.__name__: method for method in (flat_llm, lorc, lestd, joint_rank_k, loss_aware)
+    method.__name__: method for method in (flat_llm, lorc, lorc_at_once, lestd, joint_rank_k, loss_aware)
 }
 
 
@@ -100,6 +109,13 @@ def forms_at(options: argparse.Namespace, method: Callable[[int, float], Forms],
         low, high = (share, high) if stored <= keep else (low, share)
     forms = method(options.hidden, low)
     return forms, decoder_numbers(describe(options, forms)) / dense
+
+
+def without_blocks_(model: Any) -> None:
+    """Decoding makes all keys at once, as a prefill does."""
+    for module in model.modules():
+        if isinstance(module, LaminaAttention):
+            module._in_blocks = lambda *_: False  # type: ignore[method-assign]
 
 
 def memory_kib(field: str) -> int:
@@ -134,17 +150,21 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[name for name in METHODS if name != AT_ONCE])
     options = parser.parse_args()
     torch.manual_seed(0)
     models: dict[str, Any] = {"dense": LaminaForCausalLM(describe(options, {})).eval()}
     stored, cached = {}, {}
-    for name, method in METHODS.items():
-        if method is lorc:
+    for name in options.methods:
+        method = METHODS[name]
+        if method in (lorc, lorc_at_once):
             forms = lorc(options.hidden, options.keep)
             stored[name] = decoder_numbers(describe(options, forms)) / decoder_numbers(describe(options, {}))
         else:
             forms, stored[name] = forms_at(options, method, options.keep)
         models[name] = LaminaForCausalLM(describe(options, forms)).eval()
+        if method is lorc_at_once:
+            without_blocks_(models[name])
         cached[name] = models[name].config.cache_numbers(0) / models["dense"].config.cache_numbers(0)
     print("| forms of | batch | context | stored | cache | prefill | decode | peak memory |")
     print("|---|---|---|---|---|---|---|---|")
@@ -154,7 +174,7 @@ def main() -> None:
             for _ in range(options.repeats + 1):
                 turns.append({name: measure(model, batch, context) for name, model in models.items()})
             best = {name: [min(turn[name][i] for turn in turns[1:]) for i in range(3)] for name in models}
-            for name in METHODS:
+            for name in options.methods:
                 ratios = (mine / of for mine, of in zip(best[name], best["dense"], strict=True))
                 figures = " | ".join(f"{ratio:.2f}" for ratio in (stored[name], cached[name], *ratios))
                 print(f"| {name} | {batch} | {context} | {figures} |", flush=True)

@@ -86,7 +86,9 @@ class LaminaAttention(SelfAttention):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return self._output(attn_output[..., : self.value_dim], hidden_states), attn_weights
+        if padding > 0:  # elsewhere the heads may come side by side, as vLLM gives them
+            attn_output = attn_output[..., : self.value_dim]
+        return self._output(attn_output, hidden_states), attn_weights
 
     def _read_block(
         self, x_BTD: Tensor, key: Tensor, value: Tensor, angles: Angles | None, slots: slice
