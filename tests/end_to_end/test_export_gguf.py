@@ -127,8 +127,7 @@ def test_half_precision_and_scaled_frequencies(tmp_path: Path, job: MakeJob) -> 
 
 @needs_gguf
 @pytest.mark.usefixtures("inline")
-@pytest.mark.parametrize(("bits", "group", "kind"), [(8, 64, "Q8_0"), (4, 32, "Q4_0"), (3, 32, "F32")])
-def test_codes_are_kept(bits: int, group: int, kind: str, tmp_path: Path, job: MakeJob) -> None:
+def test_codes_are_kept(tmp_path: Path, job: MakeJob) -> None:
     """Where blocks hold them, narrow MLPs and the ends among them; the file is as much smaller."""
     import gguf
 
@@ -136,16 +135,16 @@ def test_codes_are_kept(bits: int, group: int, kind: str, tmp_path: Path, job: M
     ranks = {"value": 16, "mlp": 64}
     made = job(
         source, budget=None, methods=[{"method": "flat_llm", "ranks": ranks}],
-        **{"quantize": {"bits": bits, "group": group, "what": "all"}},
+        **{"quantize": {"bits": 4, "group": 64, "what": "all"}},
     )  # fmt: skip
     made.run().json  # noqa: B018 - asserts the exit code
     _, fields, tensors = written(made)
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(made.root / "model.gguf").tensors}
     assert kinds["blk.0.attn_norm.weight"] == "F32"
-    assert {kinds[f"{name}.weight"] for name in ("blk.0.ffn_up", "blk.2.attn_q", "token_embd", "output")} == {kind}
+    assert {kinds[f"{name}.weight"] for name in ("blk.0.ffn_up", "blk.2.attn_q", "token_embd", "output")} == {"Q4_0"}
     ids_BT = some_tokens(320)
     found = relative_error(logits_of(as_llama(fields, tensors), ids_BT), logits_of(load(made.output), ids_BT))
-    assert found < (1e-5 if kind == "F32" else 2e-3)  # scales are float16 in the file
+    assert found < 2e-3  # scales are float16 in the file
 
 
 @needs_gguf
