@@ -147,7 +147,7 @@ def test_minimal_manifest(tmp_path: Path) -> None:
         ({"quantize": {"bits": 2}}, "quantize.bits", "2", "8, 4, 3 or 'auto'"),
         ({"quantize": {"bits": 4, "group": 48}}, "quantize.group", "48", "32, 64 or 128"),
         ({"quantize": {"bits": 4, "symmetric": False}}, "quantize.symmetric", "False", "only symmetric"),
-        ({"quantize": {"bits": 4, "skip": ["head"]}}, "quantize.skip.0", "'head'", "'q', 'k'"),
+        ({"quantize": {"bits": 4, "skip": ["tail"]}}, "quantize.skip.0", "'tail'", "'q', 'k'"),
         (
             {"quantize": {"bits": 4, "skip": ["q", "k", "v", "o", "gate", "up", "down"]}},
             "quantize",
