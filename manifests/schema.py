@@ -169,6 +169,8 @@ class Workers(Block):
     `max_failures`: the job ends when this many workers in a row have died on the same unit, or while starting.
     `start_timeout_s`: how long the job waits where no node has what a worker asks for and no autoscaler adds nodes, or
     where other processes hold a node's memory.
+    `cache_gb`: of each node's local disk (TMPDIR), which its workers fill with tensors of a source in a bucket, each
+    fetched once for all of them and all passes.
     """
 
     min: Annotated[PositiveInt, Field(le=100_000)] = 1
@@ -178,6 +180,7 @@ class Workers(Block):
     max_failures: PositiveInt = 3
     start_timeout_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 600.0
     activation_memory_gb: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 8.0
+    cache_gb: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
 
     @model_validator(mode="after")
     def _min_below_max(self) -> Self:

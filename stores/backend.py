@@ -63,9 +63,14 @@ class Hold(Protocol):
 
 
 class Readable(ABC):
-    """The bytes under one name, as they were when it was opened: its `size`, and ranges of them."""
+    """The bytes under one name, as they were when it was opened: its `size`, and ranges of them.
+
+    Attributes:
+        tag: tells them from all others that the name has had; None where reading is as cheap as looking that up.
+    """
 
     size: int
+    tag: str | None = None
 
     @abstractmethod
     def read(self, begin: int, end: int) -> bytes:

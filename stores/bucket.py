@@ -306,7 +306,7 @@ class _Object(Readable):
     def __init__(self, bucket: Bucket, name: str, head: Any) -> None:
         self._bucket = bucket
         self._name = name
-        self._e_tag = head["e_tag"]
+        self.tag = str(head["e_tag"])
         self.size = head["size"]
 
     def read(self, begin: int, end: int) -> bytes:
@@ -341,7 +341,7 @@ class _Object(Readable):
     def _range(self, begin: int, end: int) -> bytes:
         with self._bucket._errors("reading", self._name):
             try:
-                return self._bucket._get(self._name, (begin, end), self._e_tag)
+                return self._bucket._get(self._name, (begin, end), self.tag)
             except PreconditionError:
                 at = self._bucket.at(self._name)
                 raise StorageError(f"reading {at}: it was replaced while it was read; start again") from None

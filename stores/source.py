@@ -22,6 +22,7 @@ from stores.backend import PIECE_BYTES
 from stores.durable import storage_error
 from stores.headers import TensorRecord, read_header, without_duplicates
 from stores.hub import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, open_hub
+from stores.node_cache import NodeCache
 from stores.storage import Readable, Storage, is_address, open_storage
 
 __all__ = [
@@ -41,7 +42,8 @@ FileStamp = dict[str, int | str]
 class SourceCheckpoint:
     """A checked checkpoint. Holds no open file, so that it can be sent to workers on nodes that see its place.
 
-    `tensors`: every tensor by name; `files`: the safetensors files; `config`: the content of config.json.
+    `tensors`: every tensor by name; `files`: the safetensors files; `config`: the content of config.json;
+    `cache_bytes`: of the reading node's disk, for tensors that come from a bucket (`stores.node_cache`).
     """
 
     storage: Storage
@@ -49,6 +51,7 @@ class SourceCheckpoint:
     tensors: dict[str, TensorRecord]
     files: tuple[str, ...]
     indexed: bool
+    cache_bytes: int = 0
 
     @property
     def place(self) -> str:
@@ -79,6 +82,8 @@ class SourceCheckpoint:
         for file_name in sorted({record.file for record in records}):
             with self.storage.reader(file_name) as file:
                 self._check_size(file_name, file.size)
+                if self.cache_bytes and file.tag:
+                    file = NodeCache(self.cache_bytes).over(file, f"{self.storage.at(file_name)} {file.tag}")
                 tensors |= read_tensors(file, [record for record in records if record.file == file_name])
         return {name: tensors[name] for name in wanted}
 

@@ -220,7 +220,7 @@ def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
     """What workers of this job are told."""
     manifest, calibration = job.manifest, job.manifest.calibration
     return WorkerConfig(
-        source=job.inputs.source,
+        source=replace(job.inputs.source, cache_bytes=int(manifest.workers.cache_gb * 1e9)),
         config=job.inputs.config,
         geometry=job.inputs.geometry,
         run_dir=open_storage(job.run_dir.storage.address),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -386,3 +389,47 @@ def test_a_tensor_costs_its_bytes(bucket: Bucket, proxy: Proxy) -> None:
     assert torch.equal(source.read(["b"])["b"], tensors["b"])
     gets = [size for method, path, _, size in proxy.requests[asked:] if method == "GET"]
     assert gets == [source.tensors["b"].num_bytes]
+
+
+def test_a_node_fetches_a_tensor_once(
+    s3_url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whichever worker asks, as long as it fits and is whole and the object is the same."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = [f"t{number}" for number in range(4)]
+    write_shard(bucket, "model.safetensors", {name: torch.randn(100) for name in names})
+    bucket.replace("config.json", b"{}")
+    expected = open_source(bucket.at()).read(names)
+    proxy = Proxy(s3_url)
+
+    def read(wanted: list[str], cache_bytes: int = 10_000) -> int:
+        """Another worker reads. Gives the bytes that came."""
+        source = replace(pickle.loads(sent), cache_bytes=cache_bytes)
+        proxy.requests.clear()
+        found = source.read(wanted)
+        assert all(torch.equal(found[name], expected[name]) for name in wanted)
+        return sum(count for method, _, _, count in proxy.requests if method == "GET")
+
+    with proxy.running() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        sent = pickle.dumps(open_source(bucket.at()))
+        assert read(names[:3]) == 1200
+        assert read(names) == 400
+        assert read(names) == 0
+        (folder,) = tmp_path.iterdir()
+        ranges = sorted(folder.glob("*.range"), key=lambda path: path.stat().st_mtime_ns)
+        ranges[0].write_bytes(ranges[0].read_bytes()[:-5])
+        ranges[1].write_bytes(bytes(404))
+        assert read(names) == 800, "damaged ones come again"
+        assert read(names[:1], cache_bytes=900) == 0
+        assert read(["t0", "t1", "t2", "t3"], cache_bytes=900) <= 1600
+        assert sum(path.stat().st_size for path in folder.glob("*.range")) <= 10_000
+        read([names[0]], cache_bytes=100)
+        for path in folder.glob("*.range"):
+            path.unlink()
+        read(names, cache_bytes=900)
+        assert len(list(folder.glob("*.range"))) == 2, "the others had to go"
+        tensors = {name: torch.randn(100) for name in names}
+        write_shard(bucket, "model.safetensors", tensors)
+        expected |= tensors
+        assert read(names) == 1600, "of what was replaced nothing is given"
