@@ -128,9 +128,8 @@ class _Predictor:
         feedbacks: Feedbacks,
     ) -> None:
         self.weights, self.statistics = weights, statistics
-        self.whole: dict[
-            str, tuple[float, float]
-        ] = {}  # role -> predicted loss, share of squares lost, of the dense one
+        # By role, of the dense one: predicted loss, share of squares lost.
+        self.whole: dict[str, tuple[float, float]] = {}
         for role in (role for role in roles if role not in METRICS):
             weight_OI = weights[f"{role}.weight"].to(torch.float64)
             moment_II, felt_O = statistics.mean(INPUTS[role])[0], statistics.mean(_felt(role))[0]
