@@ -17,7 +17,7 @@ from manifests import packages
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("manifests", "pipeline", "stores", "workers", "deploy/serving/lamina")
 DISTRIBUTIONS = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}  # where they are named otherwise
-THROUGH_OTHERS = {"pyarrow": "datasets"}
+THROUGH_OTHERS = {"pyarrow": "datasets", "packaging": "transformers"}
 PLUGINS = {"engine_vllm": "vllm"}  # a folder that only this distribution loads
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import torch
 
+import lamina.modeling_lamina  # noqa: F401 - seconds, at the end of each job: once, before children are forked
 import pipeline.job.pool
 import pipeline.job.stages
 from manifests.errors import Interrupted

@@ -127,6 +127,7 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error")
 
+    (tmp_path / "a").write_bytes(b"a few bytes")
     opened: Callable[..., None] = fail
     monkeypatch.setattr("builtins.open", opened)
     with pytest.raises(StorageError, match="Input/output error"):
