@@ -10,7 +10,6 @@ from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import tensor_parallel_plan
 from pipeline.rounding.schemes import FIELD
 
-SIXTEEN = 16  # vLLM's kernels want value heads of so many numbers, or a multiple
 GGUF_FAMILIES = ("llama", "mistral")  # RMS norms, gated SiLU, no biases, halves rotated
 GGUF_ROPE_TYPES = ("default", "linear", "llama3")  # those that scale frequencies and nothing else
 
@@ -52,9 +51,8 @@ def _own_class(described: LayersConfig, rounded: bool) -> str:
     if any(shape.head_dim != described.head_dim for shape in shapes):
         return "not served: heads of different widths"
     weights = "weights, where vLLM has a kernel for their bits and widths" if rounded else "weights"
-    widest, head_dim = widest_value(described), described.head_dim
-    width = -(-widest // SIXTEEN) * SIXTEEN
-    if widest > head_dim:
+    width, head_dim = described.served_value_width(), described.head_dim
+    if width > head_dim:
         return f"{weights}; the cache is larger than the dense model's: heads of {width} numbers, not {head_dim}"
     share = (head_dim - width) / (2 * head_dim)
     return f"{weights}; on CUDA {share:.0%} of the cache" if share > 0 else f"{weights}; of the cache nothing"
@@ -64,7 +62,7 @@ def _backend(described: LayersConfig, rounded: bool) -> str:
     heads = {"num_attention_heads", "num_key_value_heads", "head_dim"}
     if any(heads & {*sizes} for sizes in described.layer_sizes):
         return "not served: heads that differ by layer"
-    if widest_value(described) > described.head_dim:
+    if described.widest_value() > described.head_dim:
         return "not served: values of more numbers than keys"
     weights = "weights; an error where vLLM has no kernel for their bits and widths" if rounded else "weights"
     return f"{weights}; of the cache nothing" + ("" if tensor_parallel_plan(described) else "; one device")
@@ -74,12 +72,6 @@ def mlp_widths(described: LayersConfig) -> list[int]:
     """The channels that the MLP of each layer has, before it is factored."""
     forms = (described.form_of(layer, "up") for layer in range(described.num_hidden_layers))
     return [form.inner_width(described.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms)]
-
-
-def widest_value(described: LayersConfig) -> int:
-    """Numbers of the widest value head of any layer."""
-    forms = (described.form_of(layer, "v") for layer in range(described.num_hidden_layers))
-    return max(form.head_width(described.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms))
 
 
 def gguf_faults(described: LayersConfig) -> list[str]:

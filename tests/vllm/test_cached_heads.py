@@ -7,7 +7,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from lamina import LaminaConfig
 from lamina.engine_vllm import attention
-from lamina.engine_vllm.attention import CachedHeads, value_width
+from lamina.engine_vllm.attention import CachedHeads
 from tests.serving.serving_factors import forms_of, latent_both
 from tests.serving.serving_sources import describe
 from tests.vllm.checkpoints import SOURCES, flat, wide
@@ -35,12 +35,12 @@ def backend(name: str) -> Any:
 
 
 def test_one_width_for_all_layers() -> None:
-    assert value_width(config_of(flat, flat, flat)) == 16
-    assert value_width(config_of(flat, latent_both, flat)) == 32
-    assert value_width(config_of(flat, wide, flat)) == 64  # 51, in sixteens
+    assert config_of(flat, flat, flat).served_value_width() == 16
+    assert config_of(flat, latent_both, flat).served_value_width() == 32
+    assert config_of(flat, wide, flat).served_value_width() == 64  # 51, in sixteens
     config = config_of(flat, flat, latent_both)
     config.head_dim = 40  # of which sixteens do not make a head: as wide as keys
-    assert value_width(config) == 40
+    assert config.served_value_width() == 40
 
 
 def test_a_cpu_holds_equal_widths() -> None:

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamina import LaminaForCausalLM
-from lamina.engine_vllm.attention import value_width
 from tests.vllm.checkpoints import CASES, DIFFERING, write, write_differing
 from tests.vllm.generate import LENGTH, PROMPTS
 
@@ -157,7 +156,7 @@ def test_the_cache_of_a_cpu_is_as_wide_as_keys(native: dict[str, Any], root: Pat
     wide = 64 if name == "lorc-wide" else head_dim
     assert native[name]["cached"] == config["num_hidden_layers"] * groups * 2 * wide
     if name == "lorc-wide":
-        assert value_width(LaminaForCausalLM.from_pretrained(root / name).config) == 64  # 51, in sixteens
+        assert LaminaForCausalLM.from_pretrained(root / name).config.served_value_width() == 64  # 51, in sixteens
 
 
 def without(tensors: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ BLOCK_KINDS: dict[str, Any] = {
     "parallel": bool,
     "positions": dict | None,
 }
+VALUE_MULTIPLE = 16  # engines' kernels want value heads of such widths
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # What config.json calls `auto_map`: the classes that transformers loads from the files beside the weights.
 AUTO_MAP = {
@@ -121,6 +122,17 @@ class LayersConfig(PreTrainedConfig):
         """How many numbers a layer caches per token, keys and values together."""
         forms = ((role, *self.form_of(layer, role)) for role in ("k", "v"))
         return sum(form.cache_numbers(self.layer_shape(layer), role, spec) for role, form, spec in forms)
+
+    def widest_value(self) -> int:
+        """Numbers of the widest value head of any layer."""
+        forms = (self.form_of(layer, "v") for layer in range(self.num_hidden_layers))
+        return max(form.head_width(self.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms))
+
+    def served_value_width(self) -> int:
+        """Of the value heads of all layers in an engine that has one width for them, and kernels for some widths."""
+        widest, head_dim = self.widest_value(), self.head_dim
+        width = -(-widest // VALUE_MULTIPLE) * VALUE_MULTIPLE
+        return width if widest > head_dim else min(width, head_dim)
 
     def latent_key_layers(self) -> dict[str, int]:
         """Layer type → the first layer of that type with latent keys; types without such a layer are left out."""

@@ -13,19 +13,6 @@ from lamina.configuration_lamina import LaminaConfig
 from lamina.decoder_layer_lamina import Memo
 from lamina.layers_lamina import LaminaAttention
 
-VALUE_MULTIPLE = 16  # kernels want value heads of such widths
-
-
-def value_width(config: LaminaConfig) -> int:
-    """The widest value head of any layer: backends with values of another width than keys have one for all layers."""
-    widths = []
-    for layer in range(config.num_hidden_layers):
-        form, spec = config.form_of(layer, "v")
-        widths.append(form.head_width(config.layer_shape(layer), spec))
-    widest, head_dim = max(widths), config.head_dim
-    width = -(-widest // VALUE_MULTIPLE) * VALUE_MULTIPLE
-    return width if widest > head_dim else min(width, head_dim)
-
 
 class CachedHeads:
     """The widths of key and value heads in vLLM's cache, and the backend that takes them (None: vLLM's choice).
@@ -36,7 +23,7 @@ class CachedHeads:
 
     def __init__(self, config: LaminaConfig, requested: Any = None, known_sizes: tuple[int, ...] = ()) -> None:
         self.backend: Any = None
-        width = value_width(config)
+        width = config.served_value_width()
         self.key = self.value = config.head_dim
         if width > config.head_dim:  # absorbed latents
             self.key = self.value = _widened(width, known_sizes)
