@@ -24,9 +24,10 @@ from pipeline.units import Backward
 from stores.activations import ActivationStore
 from stores.statistics import StatisticsStore
 from workers.config import WorkerConfig
+from workers.copies import HiddenReader
 from workers.differentiable import DifferentiableBlock, residual_dtype
 from workers.embedding_and_head import head
-from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
+from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 
 ROWS_PER_HEAD = 256

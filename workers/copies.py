@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Reader(Protocol):
+class HiddenReader(Protocol):
     """What can be read a micro-batch at a time."""
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -49,7 +49,7 @@ class Copies:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def batches(self, reader: Reader, ranges: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
+    def batches(self, reader: HiddenReader, ranges: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
         """Micro-batches on the device: each is on its way while the one before is computed."""
         ahead: Tensor | None = None
         for start, stop in ranges:

@@ -15,11 +15,10 @@ from manifests.records import ArrayRecord, StagedLayer
 from pipeline.units import Onward
 from stores.activations import ActivationStore
 from stores.background import Background
-from workers.copies import Copies, Reader
+from workers.copies import Copies, HiddenReader
 
 ShardKey = tuple[str, int, int]  # lineage, layer, shard
 Place = Literal["device", "host"]
-HiddenReader = Reader
 ON_CPU = Copies(torch.device("cpu"))
 
 

@@ -19,8 +19,9 @@ from pipeline.methods.method import Moment
 from pipeline.units import Pair
 from workers.block import Block, overflow_advice
 from workers.config import WorkerConfig
+from workers.copies import HiddenReader
 from workers.embedding_and_head import embedding
-from workers.hidden import HiddenReader, HiddenStates
+from workers.hidden import HiddenStates
 from workers.layers import LayerReader
 
 LINEAGE = "paired"

@@ -21,9 +21,10 @@ from pipeline.kernels.checks import all_finite
 from pipeline.score_units import Score, Scored, WindowForward, Windows
 from stores.activations import ActivationStore
 from workers.config import WorkerConfig
+from workers.copies import HiddenReader
 from workers.device_settings import tensor_cores
 from workers.embedding_and_head import embedding, head
-from workers.hidden import HiddenReader, HiddenStates, InMemory
+from workers.hidden import HiddenStates, InMemory
 from workers.layers import LayerReader
 
 ROWS_PER_LOGITS = 1024

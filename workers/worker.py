@@ -56,11 +56,11 @@ from workers.backward import BackwardPass
 from workers.block import Tap
 from workers.comparing import compare_models
 from workers.config import WorkerConfig
-from workers.copies import Copies
+from workers.copies import Copies, HiddenReader
 from workers.curves import made_of_curve
 from workers.device_settings import device_room, tensor_cores
 from workers.embedding_and_head import embedding, tapped
-from workers.hidden import HiddenReader, HiddenStates, HiddenWriter
+from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.pairing import PairPass
 from workers.scoring import ScorePass

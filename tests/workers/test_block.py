@@ -27,7 +27,6 @@ def make_block(
     setup: WorkerConfig, change: dict[str, float] | None = None, dtype: torch.dtype = torch.float32
 ) -> Block:
     config = LaminaConfig(**setup.config)
-    config._attn_implementation = "sdpa"
     prefix = setup.geometry.layers[LAYER].prefix
     tensors = {
         name.removeprefix(prefix): tensor.to(dtype)
