@@ -109,8 +109,9 @@ class JobObserver:
             print(line, file=self.stream, flush=True)
 
     def expect(self, outlook: Outlook) -> None:
-        """What is ahead of the job."""
+        """What is ahead of the job, the running phase included."""
         self.outlook = outlook
+        self.outlook.begin(self.state.get("phase", ""))
 
     def _update(self) -> None:
         if self.progress is not None and self.bar is not None:

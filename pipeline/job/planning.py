@@ -20,7 +20,14 @@ from pipeline.job.inputs import Inputs, read_inputs
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients, layers_of
 from pipeline.plan.estimate import make_plan
-from pipeline.plan.phases import Pass, committed_bytes, evaluate_seconds, layers_per_commit, phase_seconds
+from pipeline.plan.phases import (
+    WORKERS_SECONDS,
+    Pass,
+    committed_bytes,
+    evaluate_seconds,
+    layers_per_commit,
+    phase_seconds,
+)
 from pipeline.plan.rates import Rates, measured_rates, rates_of
 from pipeline.plan.work import HELD_OUT, layer_work, scoring_flops
 from pipeline.samples import gradient_samples
@@ -69,14 +76,15 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
 
 
 def scoring_seconds(inputs: Inputs | None, rates: Rates, workers: int) -> dict[str, float]:
-    """The phase of evaluation, where the text is here to be counted. Raises InputError about it."""
+    """The phase of evaluation, its workers' start included, where the text is here to be counted. Raises InputError
+    about it."""
     tokens = evaluation_tokens(inputs) if inputs else None
     if inputs is None or tokens is None:
         return {}
     perplexity = inputs.manifest.evaluation.perplexity
     models = 1 + (perplexity is not None and perplexity.dense)
     flops = models * tokens.numel() * scoring_flops(inputs.geometry, tokens.shape[-1])
-    return {"evaluate": evaluate_seconds(flops, rates, workers)}
+    return {"evaluate": models * WORKERS_SECONDS + evaluate_seconds(flops, rates, workers)}
 
 
 def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:

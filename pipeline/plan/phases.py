@@ -11,6 +11,7 @@ from pipeline.plan.rounding_work import round_seconds
 from pipeline.plan.work import LayerWork, SolveWork
 
 START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
+WORKERS_SECONDS = 6.0  # of these, the workers': again for each model that is evaluated
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
