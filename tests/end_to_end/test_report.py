@@ -179,6 +179,9 @@ def test_what_the_workers_did(done: Job) -> None:
     kinds = {line["kind"] for line in lines}
     assert kinds >= {"forward", "collect", "checkgrids", "solve", "write"}
     assert len({line["unit"] for line in lines if line["kind"] == "solve"}) == 6
+    assert {line["layer"] for line in lines if line["kind"] in ("forward", "solve", "write")} == {0, 1, 2}
+    assert {line["shard"] for line in lines if line["kind"] == "forward"} == {0, 1, 2}
+    assert {line["run"] for line in lines} == {done.run_dir.name}
     assert all(line["seconds"] >= 0 and line["compute_seconds"] <= line["seconds"] * 1.01 + 1e-3 for line in lines)
     held_out = 2 * (3 + 3) * 24  # two windows through the dense and the compressed layers
     assert sum(line["tokens"] for line in lines) == (3 + 3 + 2) * 12 * 24 + held_out
