@@ -78,6 +78,17 @@ def input_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
     return tuple(dict.fromkeys(INPUTS[role] for role in roles if role in INPUTS))
 
 
+def at_correction(
+    pair: Moment, moments: Mapping[Moment, Tensor], quantize: Quantize
+) -> tuple[dict[Moment, Tensor], Quantize]:
+    """What rounds a correction: the moment of what the layer as it is compressed reads at the pair's point, and
+    `quantize` without the roles that read elsewhere, which other corrections give."""
+    whole_1PF, read = moments[pair], Moment(pair.point)
+    elsewhere = tuple(role for role, point in INPUTS.items() if point != read)
+    skip = (*quantize.skip, *elsewhere)
+    return {read: whole_1PF[:, : whole_1PF.shape[2]]}, quantize.model_copy(update={"skip": skip})
+
+
 def round_solution(
     solution: Solution,
     quantize: Quantize,
@@ -90,9 +101,10 @@ def round_solution(
 
     First factors, and what is no factor, are rounded by the moment of the role's input, of the solution's own `inputs`
     before the dense one's; then second factors and pivoted coefficients are fitted again to what the rounded first ones
-    give, B' = B A C Â' (Â C Â')⁻¹, and rounded by the moment Â C Â' of these latents. Without a moment, every number
-    goes to the nearest code. What no linear module or table holds (biases, norms, factors per head, Tucker cores)
-    stays. `weights`: dense, in the dtype of the scales. `feedbacks`: those of these moments that are known already.
+    give, B' = B A C Â' (Â C Â')⁻¹, and rounded by the moment Â C Â' of these latents. Without a moment, or with
+    `feedback: false`, every number goes to the nearest code. What no linear module or table holds (biases, norms,
+    factors per head, Tucker cores) stays. `weights`: dense, in the dtype of the scales. `feedbacks`: those of these
+    moments that are known already.
 
     Raises ValueError, naming the matrix, where no group fits its columns, or on NaN and the like.
     """
@@ -100,11 +112,14 @@ def round_solution(
     schemes: dict[str, Scheme] = {}
     found: dict[str, Rounded] = {}
     nearest: list[str] = []
-    feedbacks = Feedbacks() if feedbacks is None else feedbacks
+    feedbacks, fed = Feedbacks() if feedbacks is None else feedbacks, quantize.feedback is not False
     for together in _reading_the_same(_matrices(solution, quantize.skip), solution):
         first = together[0]
         dtype = stored_dtype(first.key, solution.tensors[first.key], weights)
-        read = [_as_read(matrix, solution, moments, found) for matrix in together]
+        read = [
+            _as_read(matrix, solution, moments, found) if fed else (solution.tensors[matrix.key], None)
+            for matrix in together
+        ]
         weight_OI, moment_II = torch.cat([weight_oI for weight_oI, _ in read]), read[0][1]
         try:
             scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
@@ -122,7 +137,7 @@ def round_solution(
             worst = max(worst, _error(weight_oI, found[matrix.key], moment_II))
             nearest += [path] if moment_II is None else []
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
-    if nearest and moments:
+    if nearest and moments and fed:
         report["nearest"] = sorted(nearest)
     return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, found)
 

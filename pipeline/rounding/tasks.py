@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from manifests.errors import InputError
-from manifests.methods import LeSTD, LossAware, MethodEntry
+from manifests.methods import LeSTD, MethodEntry
 from manifests.quantize import QUANTIZED_ROLES, Quantize
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
@@ -19,7 +19,7 @@ from pipeline.rounding.solutions import LEAST_GROUP, input_moments
 def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry) -> tuple[Task, ...]:
     """The tasks with the moments that rounding with error feedback needs.
 
-    Raises InputError for what cannot be rounded: Tucker forms, corrected layers, dense widths or given ranks that no
+    Raises InputError for what cannot be rounded: Tucker forms, dense widths or given ranks that no
     group fits.
     """
     assert manifest.quantize is not None
@@ -43,11 +43,6 @@ def with_moments(task: Task, manifest: Manifest) -> Task:
 
 def _refuse_methods(manifest: Manifest) -> None:
     for position, entry in enumerate(manifest.methods):
-        if isinstance(entry, LossAware) and entry.correct != "none":
-            raise InputError(
-                f"quantize: methods.{position}.correct: {entry.correct} solves a layer in parts, which are not rounded "
-                "yet; use correct: none"
-            )
         if isinstance(entry, LeSTD):
             raise InputError(
                 f"quantize: methods.{position} (lestd) stores a sparse core and factors that no linear module holds; "

@@ -191,3 +191,18 @@ def test_channels_behind_a_refitted_down_are_felt_by_its_columns() -> None:
     now, then = multiplied(solution, {})["down",][:, 3], weights["down.weight"][:, column].double()
     alone = found.mean(Moment("up.out", kind="gradient", diagonal=True))[0][column]
     assert float(felt[3]) == pytest.approx(float(alone * (now @ metric @ now) / (then @ metric @ then)))
+
+
+def test_without_feedback_every_number_goes_to_the_nearest_code_whatever_is_known() -> None:
+    weights, found = {"o.weight": WEIGHT}, statistics("o")
+    whole = solve("o", {"rank": COLUMNS})
+    tensors = [
+        round_solution(whole, quantize, 4, moments, weights).solution.tensors["o.weight_packed"]
+        for quantize, moments in (
+            (Quantize(bits=4, feedback=False), found.moments),
+            (Quantize(bits=4), {}),
+            (Quantize(bits=4), found.moments),
+        )
+    ]
+    assert torch.equal(tensors[0], tensors[1])
+    assert not torch.equal(tensors[0], tensors[2])
