@@ -106,7 +106,9 @@ def test_feedback_is_nearer_than_nearest(wide: Path, job: MakeJob) -> None:
         job(wide, methods=[], budget=None, **{**rounding(4), **changes})
         for changes in ({}, {"quantize.feedback": False}, {"calibration": None})
     )
-    assert all(made.run().code == 0 for made in (fed, nearest, free))
+    ends = [made.run() for made in (fed, nearest, free)]
+    assert [ended.code for ended in ends] == [0, 0, 0]
+    assert ["every number goes to the nearest code" in ended.err for ended in ends] == [False, False, True]
     assert file_digests(nearest.output).items() >= shards(free.output).items()
     ids = torch.tensor(fed.compression()["compared"]["tokens"])
     dense = hidden_states(AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval(), ids)
@@ -152,7 +154,9 @@ def test_a_killed_job_goes_on_and_one_of_other_bits_reuses_the_pass(wide: Path, 
         ({"quantize.symmetric": False}, "only symmetric codes are stored"),
         ({"methods": [{"method": "lestd", "keep": 0.8}]}, "methods.0 (lestd) stores a sparse core"),
         ({"methods": [{"method": "flat_llm", "ranks": {"mlp": 40}}]}, "methods.0.ranks.mlp: groups of 32"),
+        ({"methods": [{"method": "flat_llm", "ranks": {"value": 2}}]}, "heads of 2 are 8 numbers that o reads"),
         ({"methods": [{"method": "flat_llm", "keep": 0.8, "rank_multiple": 24}]}, "budget.multiple: 96 would"),
+        ({"budget": {"keep": 0.8}}, "methods: [] leaves out none"),
     ],
 )
 @pytest.mark.usefixtures("no_ray")
