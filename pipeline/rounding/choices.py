@@ -118,7 +118,7 @@ class _Counts:
 
     def options(
         self, point: Point, pivoted: Mapping[str, str], odd: Collection[str]
-    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+    ) -> Iterator[tuple[float, tuple[int, ...]]]:
         """Stored numbers of the dtype, and of each side the place of its bits in CHOICES. `pivoted`: the names of ranks
         that are stored so, and one of their roles. `odd`: roles of which some columns `group` does not divide."""
         indices = {name: math.ceil(INDEX_BITS * point.ranks[name] / self.bits) for name in pivoted}
