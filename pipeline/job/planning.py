@@ -28,10 +28,11 @@ from pipeline.plan.phases import (
     layers_per_commit,
     phase_seconds,
 )
-from pipeline.plan.rates import Rates, measured_rates, rates_of
+from pipeline.plan.probe import LayerShape, measured_rates
+from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.work import HELD_OUT, layer_work, scoring_flops
 from pipeline.samples import gradient_samples
-from workers.cluster import connect, probe_worker
+from workers.cluster import connect, probe_workers
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
         tasks, remarks = claim_tasks(build_methods(manifest), geometry), []
         source_bytes = geometry.model_numbers() * dtype.itemsize
     plan = make_plan(manifest, geometry, tasks, dtype.itemsize, source_bytes)
-    rates = asked_rates(manifest, dtype, asked)
+    rates = asked_rates(manifest, geometry, dtype, asked)
     tokens = gradient_tokens(manifest, geometry, tasks)
     kept = plan.expected_numbers / plan.dense_numbers
     work = layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept)
@@ -98,9 +99,9 @@ def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
     return geometry_of(standard_config(config), 8 * dtype.itemsize), dtype
 
 
-def asked_rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:
+def asked_rates(manifest: Manifest, geometry: Geometry, dtype: torch.dtype, asked: Asked) -> Rates:
     """From where they are asked for. Raises InputError."""
-    workers = manifest.workers
+    workers, shape = manifest.workers, LayerShape.of(geometry, manifest)
     if asked.gpu is not None:
         try:
             return rates_of(asked.gpu)
@@ -108,12 +109,12 @@ def asked_rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:
             raise InputError(f"--gpu: {error}") from error
     if asked.probe:
         connect(asked.address, workers, asked.connect_timeout_s, threading.Event().is_set)
-        return probe_worker(workers, dtype)
-    measured = measured_rates(torch.device("cpu"), dtype, workers.cpus, workers.max)
+        return probe_workers(workers, dtype, shape)
+    measured = measured_rates(torch.device("cpu"), dtype, workers.cpus, workers.max, shape)
     if asked.tflops is None:
         return measured
     rate = asked.tflops * 1e12
-    return replace(measured, products=rate, single=rate, double=rate)
+    return replace(measured, products=rate, single=rate, double=rate, eigen=rate)
 
 
 def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:

@@ -27,7 +27,7 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[
     """As JSON: the plan of what all points share, seconds by phase, and `points`. Raises InputError."""
     swept = read_points(points, weights=False)
     shared = shared_inputs(swept, sweep.output)
-    rates = asked_rates(shared.manifest, shared.dtype, asked)
+    rates = asked_rates(shared.manifest, shared.geometry, shared.dtype, asked)
     tokens = evaluation_tokens(shared)
     whole = _seconds(shared, tokens, rates)
     phases = {name: whole[name] for name in SHARED if name in whole}
@@ -36,7 +36,7 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[
     for point in swept:
         seconds = _seconds(point.inputs, tokens, rates)
         own = {"solve": seconds["solve"], "score": _scoring(seconds)}
-        own["assemble"] = seconds["assemble"] if point.point.save else 0.0
+        own["assemble"] = seconds["assemble"] + seconds.get("compare", 0.0) if point.point.save else 0.0
         rows.append(_row(point, sum(own.values())))
         if point.curves_digest not in curved:  # of the same methods they are taken once
             own["curves"] = seconds.get("curves", 0.0)
