@@ -17,9 +17,9 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
-from pipeline.kernels.nystrom import nested_losses, refit_with_error, ridge_leverage, select_leverage
-from pipeline.kernels.sensitivity import projection_losses, pulled
-from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, symmetric_root, weighted_head_pca
+from pipeline.kernels.nystrom import nested_losses, nested_outputs, refit_with_error, ridge_leverage, select_leverage
+from pipeline.kernels.sensitivity import factored, projection_losses, pulled
+from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, weighted_head_pca
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
@@ -92,7 +92,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             metric_DD, down_DN = statistics.mean(AFTER_LAYER)[0], weights["down.weight"].double()
             hidden_NN = statistics.mean(HIDDEN)[0]
             priority_N = self._priority(hidden_NN, down_DN, metric_DD, variable.least)
-            losses = nested_losses(hidden_NN, down_DN, metric_DD, priority_N)
+            losses = nested_losses(nested_outputs(hidden_NN, down_DN, priority_N), metric_DD)
             return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: 0)
         output_DF = weights["o.weight"].double()
         encode_Gdd, decode_Gdd, _, _ = self._basis(geometry, output_DF, statistics, geometry.head_dim)
@@ -113,7 +113,7 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         """W_down, its rows as the loss feels them with `weighting: loss`."""
         if self.entry.weighting != "loss" or metric_DD is None:
             return down_DN
-        felt_DN: Tensor = symmetric_root(metric_DD)[0] @ down_DN
+        felt_DN: Tensor = factored(metric_DD).factor.T @ down_DN
         return felt_DN
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
