@@ -104,8 +104,9 @@ class CorrectedWalk:
         with self._redone(*(record for found in pairs.values() for record in found.values())):
             solutions, (record,) = self.steps.do_both(units, lambda solutions: [write(solutions)])
         solved.update(by_task(solutions))
-        # No matrix of a corrected layer is rounded: `quantize` is refused beside corrections.
-        return StagedLayer(**dict(record), forms=write(solutions).forms)
+        every = (*others, *by_task(solutions).values())
+        rounded = {path: scheme for _, done in every for path, scheme in done.rounded.items()}
+        return StagedLayer(**dict(record), forms=write(solutions).forms, rounded=rounded)
 
     def _drop_drafts(self) -> None:
         """What the layer in hand was made of, once it is entered."""
@@ -168,4 +169,12 @@ class CorrectedWalk:
 
 def _joined(before: SolveDone, after: SolveDone) -> SolveDone:
     """What two corrections say of a group; the factors are all in the later one."""
-    return replace(after, forms={**before.forms, **after.forms}, report={**before.report, **after.report})
+    report = {**before.report, **after.report}
+    if worst := [done.report["rounding_error"] for done in (before, after) if "rounding_error" in done.report]:
+        report["rounding_error"] = max(worst)
+    return replace(
+        after,
+        forms={**before.forms, **after.forms},
+        report=report,
+        rounded={**before.rounded, **after.rounded},
+    )

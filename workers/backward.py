@@ -83,7 +83,7 @@ class BackwardPass:
 
     def release(self) -> None:
         """Lets go of the compressed layer."""
-        self.packed.current = None
+        self.packed.release()
 
     def _gradients_at_output(self, unit: Backward) -> GradientOf:
         """Held, committed, or made from the nearest above that are; at the last layer's output, from the head."""

@@ -46,10 +46,10 @@ def head(layers: LayerReader, last: StagedLayer | None = None) -> Callable[[Tens
 
     `last`: that layer as staged, which holds the head's matrix where that is rounded.
     """
-    normed = head_input(layers)
     with torch.device("meta"):
-        matrix = make_head(layers.config)
-    (to_logits,) = _loaded(layers, {layers.config.block["head"]: matrix}, last)
+        norm, matrix = make_norm(layers.config), make_head(layers.config)
+    block = layers.config.block
+    normed, to_logits = _loaded(layers, {block["final_norm"]: norm, block["head"]: matrix}, last)
     return lambda hidden_TD: to_logits(normed(hidden_TD)).float()
 
 
@@ -83,12 +83,23 @@ def tapped(
 
 
 def _loaded(layers: LayerReader, modules: dict[str, nn.Module], staged: StagedLayer | None) -> list[nn.Module]:
-    """Modules by their paths in the model, with their tensors on the device."""
+    """Modules by their paths in the model, with their tensors on the device; those that are there, where they are."""
     block = layers.config.block
     tied = {f"{block['head']}.weight": f"{block['embed']}.weight"} if layers.config.tie_word_embeddings else {}
-    for path, module in modules.items():
-        stored = {key: tied.get(f"{path}.{key}", f"{path}.{key}") for key in module.state_dict()}
-        tensors = layers.outer(*stored.values(), staged=staged)
-        module.load_state_dict({key: tensors[name] for key, name in stored.items()}, assign=True)
-        module.requires_grad_(False)
-    return [*modules.values()]
+    stored = {
+        path: {key: tied.get(f"{path}.{key}", f"{path}.{key}") for key in module.state_dict()}
+        for path, module in modules.items()
+    }
+
+    names = [name for of_module in stored.values() for name in of_module.values()]
+    paths = tuple(f"{path}." for path in modules)
+    rounded = staged if staged and any(name.startswith(paths) for name in staged.tensors) else None
+
+    def build() -> list[nn.Module]:
+        tensors = layers.outer(*names, staged=rounded)
+        for path, module in modules.items():
+            module.load_state_dict({key: tensors[name] for key, name in stored[path].items()}, assign=True)
+            module.requires_grad_(False)
+        return [*modules.values()]
+
+    return layers.kept_outside((*modules, rounded and rounded.path), build)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,15 +23,19 @@ from workers.block import Block
 from workers.config import WorkerConfig
 from workers.differentiable import DifferentiableBlock
 
+T = TypeVar("T")
+
 
 class LayerReader:
-    """Builds the block of a layer. Holds one block on the device and at most one more layer's dense tensors."""
+    """Builds the block of a layer. Holds one block on the device and at most one more layer's dense tensors; and, at
+    the first layer or behind the last, the modules there that are of no layer."""
 
     def __init__(self, setup: WorkerConfig, device: torch.device) -> None:
         self.setup = setup
         self.device = device
         self.config = LayersConfig(**setup.config)
         self.current: tuple[tuple[int, str], Any] | None = None
+        self.outside: tuple[Hashable, Any] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
 
@@ -56,9 +60,23 @@ class LayerReader:
         """The one block that is held: the one of this name, or it is built in place of what was held."""
         if self.current is None or self.current[0] != name:
             self.current = None  # frees the device before the next layer is placed
+            self.outside = self.outside if name[0] == 0 else None
             with torch.inference_mode(False), torch.no_grad():  # or its tensors would not go with autograd
                 self.current = (name, build())
         return self.current[1]
+
+    def kept_outside(self, name: Hashable, build: Callable[[], T]) -> T:
+        """The modules of this name that are of no layer, kept while no layer but the first is placed."""
+        if self.outside is None or self.outside[0] != name:
+            self.outside = None
+            with torch.inference_mode(False), torch.no_grad():
+                self.outside = (name, build())
+        modules: T = self.outside[1]
+        return modules
+
+    def release(self) -> None:
+        """Lets go of everything on the device."""
+        self.current = self.outside = None
 
     def read_ahead(self, layer: int | None) -> None:
         """Starts reading a layer's source tensors in the background."""

@@ -60,7 +60,7 @@ class PairPass:
 
     def release(self) -> None:
         """Lets go of the compressed layer."""
-        self.packed.current = None
+        self.packed.release()
 
     def _replay(self, unit: Pair, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
         self._through(unit, layer, staged, inputs, {}, emit=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -103,9 +104,9 @@ class ScorePass:
         return self.reader
 
     def release(self) -> None:
-        """Lets go of the layer."""
+        """Lets go of what is on the device."""
         if self.reader is not None:
-            self.reader.current = None
+            self.reader.release()
 
 
 class _Shard:
@@ -116,7 +117,7 @@ class _Shard:
         self.unit = unit
         self.layers = owner.layers(unit.windows)
         self.lineage = f"windows-{unit.model}"
-        self.ids, self.length = self._open_tokens(unit.windows)
+        self.length = self._length(unit.windows)
         self.first, end = unit.windows.ranges[unit.shard]
         self.windows_M = end - self.first
 
@@ -195,14 +196,18 @@ class _Shard:
         assert held is not None
         return held
 
-    def _open_tokens(self, windows: Windows) -> tuple[HiddenReader, int]:
-        """Ids, and the length of a window."""
+    def _length(self, windows: Windows) -> int:
+        """Of a window."""
         record, ids = windows.tokens or self.owner.setup.tokens, self.owner.setup.token_ids
+        return int(ids.shape[1] if windows.tokens is None and ids is not None else _known(record).shape[1])
+
+    @cached_property
+    def ids(self) -> HiddenReader:
+        """Of all windows; most layers do without."""
+        windows, ids = self.unit.windows, self.owner.setup.token_ids
         if windows.tokens is None and ids is not None:
-            return InMemory(ids), ids.shape[1]
-        assert record is not None, "windows of no record are those that the workers were given"
-        reader = self.owner.activations.open(record)
-        return reader, reader.shape[1]
+            return InMemory(ids)
+        return self.owner.activations.open(_known(windows.tokens or self.owner.setup.tokens))
 
     def _tokens(self, start: int, stop: int) -> Tensor:
         """Ids (B, S) of some of the shard's windows."""
@@ -212,3 +217,8 @@ class _Shard:
         """(start, stop) within the shard."""
         batch = self.unit.windows.micro_batch
         return [(start, min(start + batch, self.windows_M)) for start in range(0, self.windows_M, batch)]
+
+
+def _known(record: ArrayRecord | None) -> ArrayRecord:
+    assert record is not None, "windows of no record are those that the workers were given"
+    return record

@@ -12,9 +12,9 @@ from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics, stored_dtype
-from pipeline.methods.unchanged import BITS
+from pipeline.methods.unchanged import chosen_bits
 from pipeline.rounding.schemes import WEIGHT
-from pipeline.rounding.solutions import round_solution
+from pipeline.rounding.solutions import at_correction, round_solution
 
 
 def solve_group(
@@ -34,7 +34,8 @@ def solve_group(
     group's last correction gave; those of roles that this one changes are replaced.
     """
     rounded: dict[str, Scheme] = {}
-    if not any(moment.kind == "pair" for moment in statistics.moments):
+    pairs = [moment for moment in statistics.moments if moment.kind == "pair"]
+    if not pairs:
         solution = method.compress(group, geometry, weights, statistics, ranks)
     else:
         assert isinstance(method, Correcting)
@@ -42,8 +43,11 @@ def solve_group(
         known = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
         solution = method.correct(group, geometry, weights, statistics, ranks, known)
     if quantize is not None:
-        bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
-        solution, schemes, _ = round_solution(solution, quantize, bits, statistics.moments, weights)
+        bits = chosen_bits(ranks, group.roles) if quantize.bits == "auto" else quantize.bits
+        moments = statistics.moments
+        if pairs:
+            moments, quantize = at_correction(pairs[0], moments, quantize)
+        solution, schemes, _ = round_solution(solution, quantize, bits, moments, weights)
         for key, scheme in schemes.items():
             rounded[geometry.tensor_name(key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
     replaced = tuple(f"{geometry.path(role)}." for role in group.roles if _changes(solution, role))

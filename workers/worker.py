@@ -149,7 +149,7 @@ class Worker:
         if not isinstance(unit, Backward):
             self.backward.release()
         if scoring:
-            self.layers.current = None
+            self.layers.release()
         else:
             self.scores.release()
 
@@ -346,7 +346,7 @@ class Worker:
 
     def _compare(self, unit: Compare) -> dict[str, Any]:
         """Both models in float32; of each no more than a layer at a time, beside none that was held before."""
-        self.layers.current = None
+        self.layers.release()
         setup = replace(self.setup, dtype=torch.float32)
         ids_BS = torch.tensor(unit.tokens, dtype=torch.int64, device=self.device)
         dense, packed = (LayerReader(setup, self.device) for _ in range(2))

@@ -78,21 +78,33 @@ def input_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
     return tuple(dict.fromkeys(INPUTS[role] for role in roles if role in INPUTS))
 
 
+def at_correction(
+    pair: Moment, moments: Mapping[Moment, Tensor], quantize: Quantize
+) -> tuple[dict[Moment, Tensor], Quantize]:
+    """What rounds a correction: the moment of what the layer as it is compressed reads at the pair's point, and
+    `quantize` without the roles that read elsewhere, which other corrections give."""
+    whole_1PF, read = moments[pair], Moment(pair.point)
+    elsewhere = tuple(role for role, point in INPUTS.items() if point != read)
+    skip = (*quantize.skip, *elsewhere)
+    return {read: whole_1PF[:, : whole_1PF.shape[2]]}, quantize.model_copy(update={"skip": skip})
+
+
 def round_solution(
     solution: Solution,
     quantize: Quantize,
-    bits: int,
+    bits: int | Mapping[str, int],
     moments: Mapping[Moment, Tensor],
     weights: Weights,
     feedbacks: Feedbacks | None = None,
 ) -> RoundedSolution:
-    """Rounds every matrix of a solution.
+    """Rounds every matrix of a solution, to `bits`, or to those of its role.
 
     First factors, and what is no factor, are rounded by the moment of the role's input, of the solution's own `inputs`
     before the dense one's; then second factors and pivoted coefficients are fitted again to what the rounded first ones
-    give, B' = B A C Â' (Â C Â')⁻¹, and rounded by the moment Â C Â' of these latents. Without a moment, every number
-    goes to the nearest code. What no linear module or table holds (biases, norms, factors per head, Tucker cores)
-    stays. `weights`: dense, in the dtype of the scales. `feedbacks`: those of these moments that are known already.
+    give, B' = B A C Â' (Â C Â')⁻¹, and rounded by the moment Â C Â' of these latents. Without a moment, or with
+    `feedback: false`, every number goes to the nearest code. What no linear module or table holds (biases, norms,
+    factors per head, Tucker cores) stays. `weights`: dense, in the dtype of the scales. `feedbacks`: those of these
+    moments that are known already.
 
     Raises ValueError, naming the matrix, where no group fits its columns, or on NaN and the like.
     """
@@ -100,16 +112,20 @@ def round_solution(
     schemes: dict[str, Scheme] = {}
     found: dict[str, Rounded] = {}
     nearest: list[str] = []
-    feedbacks = Feedbacks() if feedbacks is None else feedbacks
+    feedbacks, fed = Feedbacks() if feedbacks is None else feedbacks, quantize.feedback is not False
     for together in _reading_the_same(_matrices(solution, quantize.skip), solution):
         first = together[0]
         dtype = stored_dtype(first.key, solution.tensors[first.key], weights)
-        read = [_as_read(matrix, solution, moments, found) for matrix in together]
+        wanted = bits if isinstance(bits, int) else bits[first.roles[0]]
+        read = [
+            _as_read(matrix, solution, moments, found) if fed else (solution.tensors[matrix.key], None)
+            for matrix in together
+        ]
         weight_OI, moment_II = torch.cat([weight_oI for weight_oI, _ in read]), read[0][1]
         try:
-            scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
+            scheme = Scheme(bits=wanted, group=fitting_group(weight_OI.shape[1], quantize.group))
             feedback = feedbacks.of(_read_by(first, solution), moment_II)
-            rounded = round_with_feedback(weight_OI, feedback, bits, scheme.group, dtype)
+            rounded = round_with_feedback(weight_OI, feedback, wanted, scheme.group, dtype)
         except ValueError as error:
             raise ValueError(f"{', '.join(matrix.key for matrix in together)}: {error}") from error
         rows = [len(weight_oI) for weight_oI, _ in read]
@@ -122,7 +138,7 @@ def round_solution(
             worst = max(worst, _error(weight_oI, found[matrix.key], moment_II))
             nearest += [path] if moment_II is None else []
     report: dict[str, Any] = {"rounding_error": worst} if schemes else {}
-    if nearest and moments:
+    if nearest and moments and fed:
         report["nearest"] = sorted(nearest)
     return RoundedSolution(replace(solution, tensors=tensors, report={**solution.report, **report}), schemes, found)
 
@@ -154,6 +170,16 @@ def readers_of_firsts(solution: Solution) -> dict[str, tuple[str, ...]]:
         if matrix.behind is not None:
             found.setdefault(matrix.behind, set()).update(matrix.roles)
     return {key: tuple(role for role in QUANTIZED_ROLES if role in roles) for key, roles in found.items()}
+
+
+def roles_of_odd_groups(solution: Solution, quantize: Quantize) -> set[str]:
+    """Those with a matrix whose columns the groups do not divide, so that its own are smaller."""
+    return {
+        role
+        for matrix in _matrices(solution, quantize.skip)
+        if fitting_group(solution.tensors[matrix.key].shape[1], quantize.group) != quantize.group
+        for role in matrix.roles
+    }
 
 
 def fitting_group(columns: int, group: int | None) -> int | None:

@@ -1,4 +1,5 @@
-"""Jobs with `correct: output`: killed at every commit, on several workers, at another size, on every family."""
+"""Jobs with `correct: output`: killed at every commit, on several workers and at another size, where what is solved is
+rounded as well; on every family."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ CORRECTED: dict[str, Any] = {
     "calibration.propagate": "dense",
     "budget.keep": 0.6,
 }
+ROUNDED = {**CORRECTED, "quantize": {"bits": 4, "group": None}}
 LAYERS, SHARDS, POINTS, MOST_RUNS = 3, 3, 4, 60
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> dict[str, str]:
     """The output of one run without an interruption."""
-    made = Job(tmp_path_factory.mktemp("clean"), llama, text, CORRECTED).write()
+    made = Job(tmp_path_factory.mktemp("clean"), llama, text, ROUNDED).write()
     child = Child("run", [str(made.manifest)], made.root / "log")
     assert child.end() == 0, child.said
     assert len(list((made.run_dir / "staged").iterdir())) <= LAYERS, "drafts are left"
@@ -43,7 +45,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path)
 def test_killed_again_and_again_it_ends_the_same(
     every: int, hook: Hook, job: MakeJob, reference: dict[str, str]
 ) -> None:
-    made = job(**CORRECTED, **{"resume.every": every})
+    made = job(**ROUNDED, **{"resume.every": every})
     runs = list(killed_again_and_again(made, hook, MOST_RUNS))
     assert runs[-1] >= 3
     assert file_digests(made.output) == reference
@@ -52,14 +54,14 @@ def test_killed_again_and_again_it_ends_the_same(
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
 def test_bytes_for_any_number_of_workers(job: MakeJob, reference: dict[str, str]) -> None:
-    made = job(**CORRECTED, **{"workers.max": 3})
+    made = job(**ROUNDED, **{"workers.max": 3})
     assert made.run().code == 0
     assert file_digests(made.output) == reference
 
 
 def test_another_budget_walks_again(job: MakeJob, inline: None, reference: dict[str, str]) -> None:
     """What came of the layers at one size is no input at another."""
-    made = job(**CORRECTED)
+    made = job(**ROUNDED)
     assert made.run("--set", "budget.keep=0.8").code == 0
     second = made.root / "second"
     ended = made.run("--set", f"output={second}")

@@ -39,3 +39,31 @@ def test_only_what_is_used_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     read.clear()
     head(layers)
     assert sorted(read) == ["lm_head.weight", "model.norm.weight"]
+    read.clear()
+    head(layers)
+    assert not read, "it is there"
+
+
+def test_what_is_of_no_layer_is_read_once_while_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many shards come by; and it does not stay beside the layers between."""
+    setup = make_setup(save_source(tmp_path / "model"), tmp_path / "run")
+    layers = LayerReader(setup, torch.device("cpu"))
+    read: list[str] = []
+    outer = LayerReader.outer
+    monkeypatch.setattr(
+        LayerReader, "outer", lambda self, *names, **more: read.extend(names) or outer(self, *names, **more)
+    )
+    embedding(layers)
+    for _ in range(3):
+        layers.block(0, None)
+        embedding(layers)
+    assert read == ["model.embed_tokens.weight"]
+    layers.block(1, None)
+    assert layers.outside is None
+    with torch.inference_mode():
+        head(layers)
+    assert not head(layers)(torch.zeros(1, setup.geometry.hidden, requires_grad=True)).isnan().any()
+    assert sorted(read[1:]) == ["lm_head.weight", "model.norm.weight"]
+    layers.release()
+    assert layers.current is None
+    assert layers.outside is None

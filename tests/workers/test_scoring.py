@@ -26,6 +26,7 @@ from tests.workers.bench import (
 )
 from workers.config import WorkerConfig
 from workers.embedding_and_head import head
+from workers.layers import LayerReader
 
 
 def windows_of(setup: WorkerConfig, dtype: str = "float32") -> Windows:
@@ -101,6 +102,25 @@ def test_in_a_dtype_of_its_own(llama: Path, tmp_path: Path) -> None:
     assert worker.scores.reader is not None
     assert worker.scores.reader.current is None
     assert held(worker, "dense", 1, 0).dtype == torch.bfloat16
+
+
+def test_a_layer_in_between_reads_no_tokens_and_embedding_and_head_come_once(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = make_setup(llama, tmp_path / "run")
+    worker, windows, layers = make_worker(setup), windows_of(setup), setup.geometry.num_layers
+    opened, read = [], []
+    opening, outer = ActivationStore.open, LayerReader.outer
+    monkeypatch.setattr(ActivationStore, "open", lambda *of: opened.append(of) or opening(*of))
+    monkeypatch.setattr(LayerReader, "outer", lambda *of, **more: read.append(of[1:]) or outer(*of, **more))
+    for layer in range(layers):
+        for shard in range(2):
+            worker.execute(WindowForward(windows, "m", layer, shard, replay=(None,) * layer))
+    assert len(opened) == 2, "by each shard, for the embeddings"
+    for shard in range(2):
+        worker.execute(Score(windows, "m", layers, shard, replay=(None,) * layers))
+    assert [names[0] for names in read][-1] == "model.norm.weight"
+    assert len(read) <= 3, "the embeddings before and with the first layer, the head"
 
 
 def test_windows_that_came_with_the_setup(llama: Path, tmp_path: Path) -> None:
