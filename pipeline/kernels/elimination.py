@@ -26,7 +26,6 @@ from pipeline.kernels.nystrom import (
     refit_with_error,
 )
 
-
 ALONE = 512  # channels: of so many one goes at a time, of twice as many two
 MOST_SHARED = 0.1  # partial correlation of channels that go at once
 
@@ -260,8 +259,8 @@ def _rows(lower_nn: Tensor, j: Tensor) -> Tensor:
 
 
 def _apart(block_jj: Tensor, energy_j: Tensor) -> Tensor:
-    """Which of some channels, ascending by score, may go together: those that are no more than `MOST_SHARED` correlated,
-    given all others that stand, with any before them; the first at least.
+    """Which of some channels, ascending by score, may go together: those no more than `MOST_SHARED` correlated, given
+    all others that stand, with any before them; the first at least.
 
     Removing one then changes the other's b by a tenth of its norm at most, as the first has the lower score. Those that
     are gone already have an infinite energy.
@@ -276,7 +275,8 @@ def _factor(block_jj: Tensor) -> Tensor:
     """Cholesky, with pivots of at least a half, which they have but for rounding."""
     if len(block_jj) == 1:
         return block_jj.clamp_min(0.5).sqrt()
-    return torch.linalg.cholesky_ex(block_jj)[0]
+    factor_jj: Tensor = torch.linalg.cholesky_ex(block_jj)[0]
+    return factor_jj
 
 
 def _interlaced(lower_bn: Tensor, upper_bn: Tensor, first: int) -> Tensor:

@@ -110,16 +110,12 @@ def nested_outputs(moment_NN: Tensor, weight_DN: Tensor, priority_N: Tensor) -> 
     return outputs_DN
 
 
-def nested_losses(outputs_DN: Tensor, metric_DD: Tensor) -> Tensor:
-    """(N + 1,): ½ tr(G ΔW C ΔWᵀ) of the best refit of W on the first k channels, for k = 0 … N, from `nested_outputs`.
+def nested_losses(felt_DN: Tensor) -> Tensor:
+    """(N + 1,): ½ tr(G ΔW C ΔWᵀ) of the best refit of W on the first k channels, for k = 0 … N. docs/methods.md#curves.
 
-    docs/methods.md#curves. Raises ValueError on shapes that do not fit, NaN or infinity.
+    From the `nested_outputs` of Fᵀ W, G = F Fᵀ.
     """
-    if tuple(metric_DD.shape) != (outputs_DN.shape[0],) * 2:
-        raise ValueError(f"metric {tuple(metric_DD.shape)} and outputs {tuple(outputs_DN.shape)} do not fit")
-    require_finite("metric", metric_DD)
-    felt_DN = metric_DD.detach().to(torch.float64) @ outputs_DN
-    losses_N = 0.5 * felt_DN.mul_(outputs_DN).sum(dim=0).clamp_min_(0.0)
+    losses_N = 0.5 * felt_DN.square().sum(dim=0)
     return torch.cat((losses_N.flip(0).cumsum(0).flip(0), losses_N.new_zeros(1)))
 
 

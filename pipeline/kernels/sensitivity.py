@@ -65,8 +65,15 @@ def input_directions(moment_DD: Tensor | Factored, pull_DD: Tensor) -> Direction
     ‖G^{1/2} (W − W') C^{1/2}‖, with no root of either. C, or what it is `factored` to. float64. Raises ValueError on
     shapes that do not fit, NaN or infinity.
     """
-    found, values_D, vectors_DD = _eigenvectors("input moment", moment_DD, "pull", pull_DD)
-    return Directions(values_D, _unread(vectors_DD, found.factor), found.factor @ vectors_DD)
+    found = _factored("input moment", moment_DD, "pull", pull_DD)
+    return felt_directions(found, _felt(found, pull_DD))
+
+
+def felt_directions(moment: Factored, felt_DD: Tensor) -> Directions:
+    """`input_directions` from Fᵀ J F. Raises ValueError on NaN or infinity."""
+    values_D, vectors_DD = eigh_descending(felt_DD)
+    encode_DD = _unread(vectors_DD, moment.factor)
+    return Directions(values_D * moment.scale, encode_DD, moment.factor @ vectors_DD)
 
 
 def output_directions(weight_mF: Tensor, moment_FF: Tensor, metric_mm: Tensor | Factored) -> Directions:
@@ -75,8 +82,10 @@ def output_directions(weight_mF: Tensor, moment_FF: Tensor, metric_mm: Tensor | 
     With G = F Fᵀ and U the eigenvectors of Fᵀ W C Wᵀ F, decode = F⁻ᵀ U and encode = Uᵀ Fᵀ. G, or what it is `factored`
     to. float64. Raises ValueError on shapes that do not fit, NaN or infinity.
     """
-    found, values_m, vectors_mm = _eigenvectors("metric", metric_mm, "outputs", pushed(weight_mF, moment_FF))
-    return Directions(values_m, (found.factor @ vectors_mm).T, _unread(vectors_mm, found.factor).T)
+    spread_mm = pushed(weight_mF, moment_FF)
+    found = _factored("metric", metric_mm, "outputs", spread_mm)
+    values_m, vectors_mm = eigh_descending(_felt(found, spread_mm))
+    return Directions(values_m * found.scale, (found.factor @ vectors_mm).T, _unread(vectors_mm, found.factor).T)
 
 
 def least_losses(moment_nn: Tensor | Factored, other_nn: Tensor) -> Tensor:
@@ -86,16 +95,25 @@ def least_losses(moment_nn: Tensor | Factored, other_nn: Tensor) -> Tensor:
     outputs' moment), without directions. Raises ValueError as they do.
     """
     found = _factored("moment", moment_nn, "other", other_nn)
-    felt_nn = found.factor.T @ other_nn.detach().to(torch.float64) @ found.factor
-    return _tails(found.scale * eigenvalues_descending(felt_nn))
+    return felt_losses(_felt(found, other_nn), found.scale)
+
+
+def felt_losses(felt_nn: Tensor, scale: float) -> Tensor:
+    """`least_losses` from Fᵀ X F, the other moment as the first, `scale` · F Fᵀ, feels it."""
+    return tail_losses(scale * eigenvalues_descending(felt_nn))
 
 
 def least_losses_of(felt_nk: Tensor, scale: float) -> Tensor:
-    """`least_losses` of outputs whose moment, as the loss feels it, is `scale` · X Xᵀ; n outputs, k of anything."""
+    """`felt_losses` of a moment Y Yᵀ; n outputs, k of anything."""
     outputs, features = felt_nk.shape
-    felt = felt_nk.T @ felt_nk if features < outputs else felt_nk @ felt_nk.T
-    values = scale * eigenvalues_descending(felt)
-    return _tails(torch.cat((values, values.new_zeros(outputs - len(values)))))
+    gram = felt_nk.T @ felt_nk if features < outputs else felt_nk @ felt_nk.T
+    values = scale * eigenvalues_descending(gram)
+    return tail_losses(torch.cat((values, values.new_zeros(outputs - len(values)))))
+
+
+def tail_losses(values_n: Tensor) -> Tensor:
+    """(n + 1,): ½ Σ_{i>r} of eigenvalues, for r = 0 … n."""
+    return 0.5 * torch.cat((values_n.flip(0).cumsum(0).flip(0), values_n.new_zeros(1)))
 
 
 def losses_by_rank(found: Directions, moment_nn: Tensor, metric_nn: Tensor) -> Tensor:
@@ -163,16 +181,8 @@ def _factored(first: str, moment_nn: Tensor | Factored, second: str, other_nn: T
     return found
 
 
-def _eigenvectors(
-    first: str, moment_nn: Tensor | Factored, second: str, other_nn: Tensor
-) -> tuple[Factored, Tensor, Tensor]:
-    found = _factored(first, moment_nn, second, other_nn)
-    values_n, vectors_nn = eigh_descending(found.factor.T @ other_nn.detach().to(torch.float64) @ found.factor)
-    return found, values_n * found.scale, vectors_nn
-
-
-def _tails(values_n: Tensor) -> Tensor:
-    return 0.5 * torch.cat((values_n.flip(0).cumsum(0).flip(0), values_n.new_zeros(1)))
+def _felt(found: Factored, other_nn: Tensor) -> Tensor:
+    return found.factor.T @ other_nn.detach().to(torch.float64) @ found.factor
 
 
 def _unread(vectors_nn: Tensor, factor_nn: Tensor) -> Tensor:

@@ -133,8 +133,10 @@ def test_order_is_the_selection_seen_from_any_count() -> None:
 
 def test_channels_that_go_together_lose_no_more_than_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each channel has a twin that could stand in for it: one of both goes, never both, though both score lowest."""
-    moment, weight, values = problem(60, 8, 400)
-    twins = torch.cat((values, values + 0.05 * torch.randn(values.shape, generator=torch.Generator().manual_seed(5))), 1)
+    _, weight, values = problem(60, 8, 400)
+    twins = torch.cat(
+        (values, values + 0.05 * torch.randn(values.shape, generator=torch.Generator().manual_seed(5))), 1
+    )
     doubled, weights = twins.T @ twins / len(twins), torch.cat((weight, weight), dim=1)
     counts = (90, 60, 30)
     alone = [prune(doubled, weights, count).error for count in counts]

@@ -290,7 +290,9 @@ def test_nested_losses_are_those_of_each_refit(singular: bool) -> None:
     half = torch.randn(D, D, dtype=torch.float64, generator=source)
     metric, priority = half @ half.T, torch.randperm(N, generator=source)
     outputs = nested_outputs(moment, weight, priority)
-    losses = nested_losses(outputs, metric)
+    felt = torch.linalg.cholesky(metric).T
+    torch.testing.assert_close(nested_outputs(moment, felt @ weight, priority), felt @ outputs)
+    losses = nested_losses(felt @ outputs)
     assert losses.shape == (N + 1,)
     for count in range(1, N + 1):
         kept = priority[:count].sort().values
@@ -320,11 +322,10 @@ def test_nested_losses_wrong_input() -> None:
     moment, weight = torch.eye(4), torch.ones(2, 4)
     with pytest.raises(ValueError, match="no permutation"):
         nested_outputs(moment, weight, torch.tensor([0, 1, 1, 3]))
-    outputs = nested_outputs(moment, weight, torch.arange(4))
     with pytest.raises(ValueError, match="do not fit"):
-        nested_losses(outputs, torch.eye(3))
+        nested_outputs(moment, torch.ones(2, 3), torch.arange(4))
     with pytest.raises(ValueError, match="NaN"):
-        nested_losses(outputs, torch.full((2, 2), float("nan")))
+        nested_outputs(moment, torch.full((2, 4), float("nan")), torch.arange(4))
 
 
 def test_reports_say_what_was_done() -> None:

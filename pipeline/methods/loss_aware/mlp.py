@@ -124,7 +124,7 @@ def _begun(solver: Solver) -> Begun:
 def _pieces(solver: Solver, begun: Begun, asked: Sequence[int]) -> list[Piece]:
     pruned = dict(zip(widths_of(solver.entry, solver.geometry), begun["losses"], strict=True))
     found = {}
-    for width, linear, down in solver.losses(asked):
+    for width, linear, down in solver.losses(asked, begun["probed"]):
         bends = solver.bends(solver.kept(width), linear, pruned[width]) if width in begun["probed"] else []
         found[width] = Piece(gate_up=linear.tolist(), down=down.tolist(), bends=bends)
     return [found[width] for width in asked]

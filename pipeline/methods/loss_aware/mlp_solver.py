@@ -24,11 +24,12 @@ from pipeline.kernels.sensitivity import (
     Directions,
     Factored,
     factored,
-    input_directions,
-    least_losses,
+    felt_directions,
+    felt_losses,
     losses_by_rank,
     output_directions,
-    pulled,
+    pushed,
+    tail_losses,
 )
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
@@ -58,6 +59,11 @@ class _Cut(NamedTuple):
     first: Tensor | None
     parts: Mapping[str, Tensor]
     biases: Mapping[str, Tensor]
+
+    def at(self, rank: int) -> _Cut:
+        """At a smaller rank."""
+        assert self.first is not None
+        return _Cut(self.first[:rank], {role: part[:, :rank] for role, part in self.parts.items()}, self.biases)
 
 
 class Solver:
@@ -94,43 +100,55 @@ class Solver:
         """All channels: those that stay longest first."""
         if self.order is not None:
             return torch.tensor(self.order, device=self.down_DN.device)
-        felt_DN = self._output_factor.factor.T @ self.down_DN
-        order = eliminate(self.hidden_NN, felt_DN, self.least).order
+        chooses_DN = self._felt_down if self.by_loss else self.down_DN
+        order = eliminate(self.hidden_NN, chooses_DN, self.least).order
         stays_N = torch.ones(self.geometry.intermediate, dtype=torch.bool, device=order.device)
         return torch.cat((stays_N.index_fill(0, order, False).nonzero()[:, 0], order.flip(0)))
 
     @cached_property
     def width_losses(self) -> Tensor:
         """Predicted loss by width."""
-        return nested_losses(self._outputs, self.metric_DD)
+        return self._metric.scale * nested_losses(self._felt_outputs)
 
     @cached_property
-    def _outputs(self) -> Tensor:
-        return nested_outputs(self.hidden_NN, self.down_DN, self.priority)
+    def _felt_down(self) -> Tensor:
+        felt_DN: Tensor = self._metric.factor.T @ self.down_DN
+        return felt_DN
 
-    def losses(self, widths: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    @cached_property
+    def _felt_outputs(self) -> Tensor:
+        return nested_outputs(self.hidden_NN, self._felt_down, self.priority)
+
+    def losses(self, widths: Collection[int], directed: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Of widths among `widths_of`, ascending: what each rank of gate and up is predicted to lose, as if the
-        activation were linear, and of down.
+        activation were linear, and of down. `directed`: those whose directions are asked for when it is their turn.
 
         Both follow from moments that grow with the channels, by steps of all widths, so that which are asked for
         changes no bit.
         """
-        before, pull_DD = 0, torch.zeros_like(self.input_DD)
-        spread_DD = torch.zeros_like(self.metric_DD)
+        before, pull_DD, spread_DD = 0, torch.zeros_like(self.input_DD), torch.zeros_like(self.metric_DD)
         for width in widths_of(self.entry, self.geometry):
-            pull_DD = pull_DD + self._pull(self.priority[before:width], by_loss=True)
-            added_Dk = self._outputs[:, before:width]
-            spread_DD = spread_DD + added_Dk @ added_Dk.T
-            before = width
-            if width in widths and self.by_loss:
-                yield width, least_losses(self._input_factor, pull_DD), least_losses(self._output_factor, spread_DD)
-            elif width in widths:
-                kept_k = self.kept(width)
-                upper = losses_by_rank(self.reader_directions(kept_k), self.input_DD, pull_DD)
-                lower = self.down_directions(self.refit(kept_k)[0], self.moment(kept_k))
-                yield width, upper, losses_by_rank(lower, spread_DD, self.metric_DD)
-            if width >= max(widths):
+            if before >= max(widths):
                 return
+            pull_DD = pull_DD + self._pull(self.priority[before:width], self._input.factor)
+            spread_DD = spread_DD + _square(self._felt_outputs[:, before:width].T)
+            before = width
+            if width in widths and not self.by_loss:
+                yield width, *self._losses_of_others(width)
+            elif width in directed:
+                self._directions = {width: felt_directions(self._input, pull_DD)}
+                upper = tail_losses(self._directions[width].values)
+                yield width, upper, felt_losses(spread_DD, self._metric.scale)
+            elif width in widths:
+                yield width, felt_losses(pull_DD, self._input.scale), felt_losses(spread_DD, self._metric.scale)
+
+    def _losses_of_others(self, width: int) -> tuple[Tensor, Tensor]:
+        """Where what chooses directions is not the loss."""
+        kept_k = self.kept(width)
+        upper = losses_by_rank(self.reader_directions(kept_k), self.input_DD, self._pull(kept_k))
+        refit_Dk, moment_kk = self.refit(kept_k)[0], self.moment(kept_k)
+        lower = losses_by_rank(self.down_directions(refit_Dk, moment_kk), pushed(refit_Dk, moment_kk), self.metric_DD)
+        return upper, lower
 
     def read(self, kept_k: Tensor, ranks: Ranks) -> Solution:
         """gate and up on the channels that stay, at their rank."""
@@ -170,8 +188,8 @@ class Solver:
         """Of the stack of gate and up on the channels that stay."""
         width = kept_k.numel()
         if width not in self._directions:
-            self._directions.clear()  # of the one width in hand
-            self._directions[width] = input_directions(self._input_factor, self._pull(kept_k, by_loss=self.by_loss))
+            felt_DD = self._pull(kept_k, self._input.factor, by_loss=self.by_loss)
+            self._directions = {width: felt_directions(self._input, felt_DD)}  # of the one width in hand
         return self._directions[width]
 
     def bends(self, kept_k: Tensor, linear: Tensor, pruned: float) -> list[float]:
@@ -181,21 +199,19 @@ class Solver:
         are seen as the loss feels them, through a few random mixtures where there are many: what they leave varies by
         a hundredth or so, and alike for all ranks. `pruned`: what the width costs by itself.
         """
-        ranks, factors = probed_ranks(self.geometry, kept_k.numel()), [1.0] * len(PROBES)
+        width, factors = kept_k.numel(), [1.0] * len(PROBES)
+        ranks = probed_ranks(self.geometry, width)
         if not ranks:
             return factors
-        directions, sample_TD = self.reader_directions(kept_k), self._probe(kept_k.numel())
+        directions, batches = self.reader_directions(kept_k), self._probe(width).split(BATCH)
         felt_qD = self._felt_mixtures
-        targets_qN, start_qk = (felt_qD @ weight for weight in (self.down_DN, self.refit(kept_k)[0]))
+        targets_qN, start_qk = felt_qD @ self.down_DN, felt_qD @ self.refit(kept_k)[0]
+        targets = [_read(self._hidden(part_TD, self._whole), targets_qN) for part_TD in batches]
+        widest = self._cut(kept_k, directions, max(ranks))
         for rank, place in ranks.items():
-            cut = self._cut(kept_k, directions, rank)
-
-            def errors(cut: _Cut = cut) -> Iterator[tuple[Tensor, Tensor]]:
-                for part_TD in sample_TD.split(BATCH):
-                    whole_TN, cut_Tk = self._hidden(part_TD, self._whole), self._hidden(part_TD, cut)
-                    yield _read(whole_TN, targets_qN) - _read(cut_Tk, start_qk), cut_Tk
-
-            cost = 0.5 * refit_leaves(errors(), len(felt_qD), kept_k.numel()) - pruned
+            hidden = (self._hidden(part_TD, widest.at(rank)) for part_TD in batches)
+            errors = ((t_Tq - _read(cut_Tk, start_qk), cut_Tk) for t_Tq, cut_Tk in zip(targets, hidden, strict=True))
+            cost = 0.5 * refit_leaves(errors, len(felt_qD), width) - pruned
             factors[place] = max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0
         return factors
 
@@ -221,7 +237,8 @@ class Solver:
 
     def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
         """Of the refitted down, whose inputs have this moment."""
-        return output_directions(refit_Dk, moment_kk, self._output_factor)
+        metric = self._metric if self.by_loss else factored(torch.eye(len(self.metric_DD)).to(self.metric_DD))
+        return output_directions(refit_Dk, moment_kk, metric)
 
     def moment(self, kept_k: Tensor) -> Tensor:
         """Of the channels that stay."""
@@ -234,8 +251,7 @@ class Solver:
     @cached_property
     def _felt_mixtures(self) -> Tensor:
         """(q, D): X with XᵀX the metric, or in the mean over random signs, of which there are `PROBE_OUTPUTS`."""
-        metric = factored(self.metric_DD)
-        felt_DD: Tensor = metric.scale**0.5 * metric.factor.T
+        felt_DD: Tensor = self._metric.scale**0.5 * self._metric.factor.T
         if len(felt_DD) <= PROBE_OUTPUTS:
             return felt_DD
         signs_qD = torch.randint(0, 2, (PROBE_OUTPUTS, len(felt_DD)), generator=torch.Generator().manual_seed(0))
@@ -243,12 +259,12 @@ class Solver:
         return mixed_qD
 
     @cached_property
-    def _input_factor(self) -> Factored:
+    def _input(self) -> Factored:
         return factored(self.input_DD)
 
     @cached_property
-    def _output_factor(self) -> Factored:
-        return factored(self.metric_DD if self.by_loss else torch.eye(len(self.metric_DD)).to(self.metric_DD))
+    def _metric(self) -> Factored:
+        return factored(self.metric_DD)
 
     @cached_property
     def _whole(self) -> _Cut:
@@ -271,12 +287,19 @@ class Solver:
         activation = activation_of(self.geometry)
         return activation(read["gate"]) * read["up"] if "gate" in read else activation(read["up"])
 
-    def _pull(self, kept_k: Tensor, by_loss: bool) -> Tensor:
+    def _pull(self, kept_k: Tensor, factor_DD: Tensor | None = None, by_loss: bool = True) -> Tensor:
+        """Σ s w wᵀ of some channels of gate and up, as it stands or as the factor feels it."""
         pull_DD = torch.zeros_like(self.input_DD)
         for role, squares_N in self.gradients_N.items():
-            squares_k = squares_N[kept_k] if by_loss else torch.ones_like(squares_N[kept_k])
-            pull_DD += pulled(self.weights[f"{role}.weight"][kept_k], squares_k)
+            weight_kD = self.weights[f"{role}.weight"][kept_k].double()
+            if by_loss:
+                weight_kD *= squares_N[kept_k, None].double().sqrt()
+            pull_DD += _square(weight_kD if factor_DD is None else weight_kD @ factor_DD)
         return pull_DD
+
+
+def _square(values_kD: Tensor) -> Tensor:
+    return values_kD.T @ values_kD
 
 
 def _read(values_TF: Tensor, weight_qF: Tensor) -> Tensor:
