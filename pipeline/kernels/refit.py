@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
-from pipeline.kernels.moments import ROWS_PER_PRODUCT, add_head_moment_
+from pipeline.kernels.moments import ROWS_PER_PRODUCT, add_head_moment_, wide_product
 
 RIDGE = 1e-3  # of the mean of the inputs' diagonal moment
 
@@ -32,8 +32,13 @@ def refit(pairs: Iterable[tuple[Tensor, Tensor]], start_Dk: Tensor, ridge: float
     _check_ridge(ridge)
     start_Dk = start_Dk.detach().to(torch.float64)
     sums = _summed(pairs, *start_Dk.shape)
-    weight_Dk = start_Dk + correction(sums.cross - start_Dk @ sums.moment, sums.moment, ridge)
-    return Refit(weight_Dk, sums.moment)
+    penalty = ridge * float(sums.moment.diagonal().mean())
+    if penalty <= 0.0:
+        return Refit(start_Dk.clone(), sums.moment)
+    damped_kk = sums.moment.clone()
+    damped_kk.diagonal().add_(penalty)
+    pulled_kD = torch.add(sums.cross, start_Dk, alpha=penalty).T
+    return Refit(torch.cholesky_solve(pulled_kD, torch.linalg.cholesky(damped_kk)).T, sums.moment)
 
 
 def refit_leaves(pairs: Iterable[tuple[Tensor, Tensor]], outputs: int, inputs: int, ridge: float = RIDGE) -> float:
@@ -84,7 +89,7 @@ def _summed(pairs: Iterable[tuple[Tensor, Tensor]], outputs: int, inputs: int) -
         for targets_tq, inputs_tk in zip(
             targets_Tq.split(ROWS_PER_PRODUCT), inputs_Tk.split(ROWS_PER_PRODUCT), strict=True
         ):
-            cross_qk += targets_tq.to(dtype).T @ inputs_tk.to(dtype)
+            cross_qk += wide_product(targets_tq.T, inputs_tk)
         power += targets_Tq.to(torch.float64).square().sum()
         tokens += len(targets_Tq)
     if tokens == 0:

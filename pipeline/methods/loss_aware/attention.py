@@ -196,7 +196,7 @@ class _Fits:
             return self._dropped(reduced), losses_by_rank(directions, spread_DD, self.metric_DD)
         if rank >= self.width:
             return 0.0, least_losses(self.solving, pushed(self.output_DF, self.context_FF))
-        fitted = fit_value_output(self.problem, self.start_Gdd[:, :rank])
+        fitted = fit_value_output(self.problem, self.start_Gdd[:, :rank], least_gain=CURVE_GAIN)
         return fitted.loss, least_losses_of(fitted.felt, self.problem.scale)
 
     def _dropped(self, reduced: Reduced) -> float:

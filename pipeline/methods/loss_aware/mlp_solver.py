@@ -17,7 +17,6 @@ from manifests.records import FormSpec
 from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
-from pipeline.kernels.moments import wide_product
 from pipeline.kernels.nystrom import nested_losses, nested_outputs, nystrom_refit
 from pipeline.kernels.refit import Refit, refit, refit_leaves
 from pipeline.kernels.sensitivity import (
@@ -224,14 +223,16 @@ class Solver:
         return self._refits[width]
 
     def refit_again(self, kept_k: Tensor, rank: int) -> Refit:
-        """down on what the channels that stay give with gate and up at a rank, of the whole sample."""
+        """down on what the channels that stay give with gate and up at a rank, of the whole sample.
+
+        Targets are rounded as the forward pass rounds them.
+        """
         cut = self._cut(kept_k, self.reader_directions(kept_k), rank)
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for part_TD in self.sample_TD.split(BATCH):
                 hidden_TN = self._hidden(part_TD, self._whole)
-                targets_TD = wide_product(hidden_TN, self.down_DN.to(hidden_TN.dtype).T)
-                yield targets_TD, self._hidden(part_TD, cut)
+                yield hidden_TN @ self.weights["down.weight"].to(hidden_TN.dtype).T, self._hidden(part_TD, cut)
 
         return refit(pairs(), self.refit(kept_k)[0])
 
