@@ -114,13 +114,17 @@ def _cut(
 ) -> Iterator[Timed]:
     """What all pieces follow from, then a part of them for each of some workers."""
     assert curve.begun is not None
-    begun, whole = solve_seconds(curve.begun, rates), solve_seconds(curve, rates)
+    begun, whole, again = (
+        solve_seconds(curve.begun, rates),
+        solve_seconds(curve, rates),
+        curve.again_flops / rates.double,
+    )
     yield from read(f"{name} begun", after)
     yield Timed(f"{name} begun", "curves", begun, (f"{name} begun reread",))
     names = tuple(f"{name} part {part}" for part in range(parts))
     for each in names:
         yield from read(each, (f"{name} begun",))
-        yield Timed(each, "curves", (whole - begun) / parts, (f"{each} reread",))
+        yield Timed(each, "curves", (whole - begun) / parts + again, (f"{each} reread",))
     yield Timed(name, "barrier", 0.0, names, f"barrier {name}")
 
 

@@ -41,9 +41,8 @@ METRIC = Moment("mid", kind="gradient")
 MOMENTS = (CONTEXT, METRIC)
 READ, WRITTEN = pair("attention.in"), pair("o.in")
 CORRECTIONS = (READ, WRITTEN)
-BASES = (
-    16  # ranks of the value basis that are compared at most; each takes the eigenvalues of a matrix of D × D at most
-)
+CURVE_GAIN = 1e-2  # of a base's loss: a turn of its fit that gains less is the last in a curve; a solve goes on
+BASES = 16  # ranks of the value basis that are compared at most; each takes the eigenvalues of a D × D matrix
 
 
 class Reduced(NamedTuple):
