@@ -24,7 +24,7 @@ class Forward(Replaying):
 
     Attributes:
         lineage: whose hidden states come in and go out: those of the dense model or of the compressed one.
-        staged: the committed record of the compressed layer to use; None: the layer's dense weights.
+        staged: the compressed layer to use, as it is committed or on its way there; None: the layer's dense weights.
         moments: statistics to take. Samples of values go back with the result.
         sums: where the others are added, once for each shard; the worker keeps them until a `Collect`.
         cosine: whether to sum the cosines between input and output.
@@ -37,7 +37,7 @@ class Forward(Replaying):
     lineage: Lineage
     layer: int
     shard: int
-    staged: StagedLayer | None = None
+    staged: StagedLayer | Unwritten | None = None
     moments: tuple[Moment, ...] = ()
     sums: Sums | None = None
     cosine: bool = False
@@ -230,6 +230,21 @@ class Write:
     def key(self) -> str:
         """Names the unit in logs and results."""
         return f"write/{self.layer}"
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """A compressed layer while it is being written, from where its factors are in memory.
+
+    Attributes:
+        name: that no other has.
+        write: what writes it.
+        rounded: how matrices are rounded, by the path of their module.
+    """
+
+    name: str
+    write: Write
+    rounded: Mapping[str, Scheme]
 
 
 @dataclass(frozen=True)

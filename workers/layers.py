@@ -17,6 +17,7 @@ from manifests.records import Scheme, StagedLayer
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked
+from pipeline.units import Unwritten
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from workers.block import Block
@@ -45,6 +46,15 @@ class LayerReader:
             block = self._placed((layer, "dense"), lambda: self._source_block(layer))
         else:
             block = self._placed((layer, staged.path), lambda: self._staged_block(layer, staged))
+        assert isinstance(block, Block)
+        return block
+
+    def unwritten_block(self, made: Unwritten, tensors: Callable[[], Mapping[str, Tensor]]) -> Block:
+        """A layer as its solves left it; `tensors`: all that is being written of it."""
+        layer = made.write.layer
+        forms = {role: form.as_json() for role, form in made.write.forms.items()}
+        name = (layer, f"unwritten {made.name}")
+        block = self._placed(name, lambda: self._packed_block(layer, forms, made.rounded, tensors()))
         assert isinstance(block, Block)
         return block
 
@@ -114,11 +124,15 @@ class LayerReader:
         return Block(self.config, layer, tensors, self.device)
 
     def _staged_block(self, layer: int, staged: StagedLayer) -> Block:
-        config = copy.copy(self.config)
-        forms = staged.as_json()["forms"]
-        config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
         tensors = read_staged(self.setup.run_dir, staged)
-        return Block(config, layer, self._relative(layer, tensors, staged.rounded), self.device)
+        return self._packed_block(layer, staged.as_json()["forms"], staged.rounded, tensors)
+
+    def _packed_block(
+        self, layer: int, forms: dict[str, Any], rounded: Mapping[str, Scheme], tensors: Mapping[str, Tensor]
+    ) -> Block:
+        config = copy.copy(self.config)
+        config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
+        return Block(config, layer, self._relative(layer, tensors, rounded), self.device)
 
     def _read_layer(self, layer: int) -> dict[str, Tensor]:
         prefix = self.setup.geometry.layers[layer].prefix

@@ -65,7 +65,8 @@ class LocalTransfer:
 
     def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `TensorTransfer`."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        with torch.inference_mode(False):  # what comes from another process is no inference tensor either
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def get(self, handle: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `TensorTransfer`."""
@@ -75,11 +76,21 @@ class LocalTransfer:
 def pack(tensors: Mapping[str, Tensor]) -> Packed:
     """As numpy arrays, which Ray shares without copying; bfloat16 travels as int16."""
     packed: Packed = {}
-    for name, tensor in tensors.items():
-        host = tensor.detach().cpu().contiguous()
+    hosts = {name: _on_host(tensor.detach()) for name, tensor in tensors.items()}
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    for name, host in hosts.items():
         array = host.view(torch.int16).numpy() if host.dtype == torch.bfloat16 else host.numpy()
         packed[name] = (str(host.dtype).removeprefix("torch."), array)
     return packed
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """In one piece; from a GPU by way of pinned memory, which is several times as fast, and yet to be waited for."""
+    if not tensor.is_cuda:
+        return tensor.cpu().contiguous()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
 
 
 def unpack(packed: Packed) -> dict[str, Tensor]:

@@ -53,10 +53,13 @@ class Pass:
         return math.ceil(self.workers / rates.workers_per_node)
 
 
-def forward_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """A whole forward pass of all tokens on one worker; hidden states are copied meanwhile."""
+def forward_seconds(work: LayerWork, rates: Rates, way: Pass, *, packed: bool = False) -> float:
+    """A whole forward pass of all tokens on one worker; hidden states are copied meanwhile.
+
+    `packed`: through what has become of the layer.
+    """
     copied = BYTES_OF_READING * work.hidden_bytes / rates.link if way.offload else 0.0
-    return max(work.forward_flops / rates.products, copied)
+    return max((work.packed_flops if packed else work.forward_flops) / rates.products, copied)
 
 
 def statistics_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -80,12 +83,16 @@ def collect_seconds(work: LayerWork, rates: Rates) -> float:
 def add_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     """Until a layer's sums are added, part by part, on each node and then across them, beside what the workers compute.
 
-    Numbers are read twice and written once; what another node has summed comes over the network.
+    A worker takes a part of all sums of its node to its device, where numbers are read twice and written once, and
+    gives one sum back; what another node has summed comes over the network.
     """
     here, nodes = min(way.workers, rates.workers_per_node), way.nodes(rates)
-    on_node = 3 * work.moment_bytes * (1 - 1 / here) / rates.host
-    across = 3 * work.moment_bytes * (nodes - 1) / way.workers / rates.host
-    return on_node + max(across, work.moment_bytes * (1 - 1 / nodes) / rates.network)
+    seconds = 0.0
+    for given, share in zip((here, nodes), (1 / here, 1 / way.workers), strict=True):
+        if given > 1:
+            crossing = (given + 1) * share / rates.link if rates.link < rates.memory else 0.0
+            seconds += work.moment_bytes * (crossing + 3 * (given - 1) * share / rates.memory)
+    return seconds + work.moment_bytes * (1 - 1 / nodes) / rates.network
 
 
 def store_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -114,7 +121,8 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["statistics"] = layers * statistics
         found["reduce"] = layers * (collecting + adding)
         found["solve"] = layers * _spread([seconds + fetch_seconds(work, rates) for seconds in solves], way.workers)
-        found["propagate"] = layers * (work.written_bytes / rates.disk + forward)
+        onward = forward_seconds(work, rates, way, packed=True) * way.rounds
+        found["propagate"] = layers * max(onward, work.written_bytes / rates.disk)
     else:
         # Sums are added and stored, and a layer written, while others are computed.
         storing = store_seconds(work, rates, way) / nodes
@@ -139,10 +147,10 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["round"] = _spread([round_seconds(task, rates) for task in work.rounding], way.workers)
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
-    if work.held_out_flops:
-        scoring = work.held_out_flops / 2 / rates.single * way.rounds_of(way.held_out_shards)
+    if any(work.held_out_flops):
+        dense, packed = (flops / rates.single * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops)
         written = 0.0 if way.cached else work.written_bytes / rates.disk
-        found["held-out"] = layers * (max(scoring, again) + max(scoring, written))
+        found["held-out"] = layers * (max(dense, again) + max(packed, written))
     found["assemble"] = work.written_bytes / rates.disk
     return found
 

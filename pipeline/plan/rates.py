@@ -22,8 +22,7 @@ class Rates:
         single: of them in float32, which tensor cores may round (`workers.device_settings.tensor_cores`).
         double: of them in float64.
         memory: bytes that a worker's device memory moves, as far as elementwise kernels get.
-        link: bytes between host and device, pinned.
-        host: bytes that the threads of a worker move in the host's memory.
+        link: bytes between host and device, pinned; of a CPU, to which there is no link, as `memory`.
         network: bytes that leave a node.
         disk: bytes that a node reads or writes.
         step_s: seconds of one removal of an elimination that no product hides (launches of kernels).
@@ -36,7 +35,6 @@ class Rates:
     double: float
     memory: float
     link: float
-    host: float
     network: float
     disk: float
     step_s: float
@@ -54,7 +52,6 @@ _H200 = Rates(
     double=60 * TERA,
     memory=0.7 * 4.8 * TERA,
     link=40 * GIGA,
-    host=20 * GIGA,
     network=25 * GIGA,
     disk=5 * GIGA,
     step_s=1e-4,
@@ -68,7 +65,6 @@ NOMINAL_CPU = Rates(
     double=25 * GIGA,
     memory=5 * GIGA,
     link=5 * GIGA,
-    host=5 * GIGA,
     network=1.25 * GIGA,
     disk=1 * GIGA,
     step_s=5e-5,
@@ -132,8 +128,7 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int) -
         copies, seconds = _repeated(lambda: source.copy_(pinned, non_blocking=True), device)
         link = source.numel() * copies / seconds
     step_s = 1e-4 if device.type == "cuda" else 5e-5
-    host = memory if device.type == "cpu" else _H200.host
-    return Rates(products, single, double, memory, link, host, 1.25 * GIGA, 1 * GIGA, step_s, workers_per_node)
+    return Rates(products, single, double, memory, link, 1.25 * GIGA, 1 * GIGA, step_s, workers_per_node)
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:

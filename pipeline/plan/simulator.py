@@ -73,7 +73,8 @@ class Simulated:
     @property
     def idle_share(self) -> float:
         """Of the workers' time after the start."""
-        return 1.0 - sum(self.busy.values()) / (self.workers * self.seconds) if self.seconds else 0.0
+        seconds = self.seconds - self.transfers.get("start", 0.0)
+        return 1.0 - sum(self.busy.values()) / (self.workers * seconds) if seconds else 0.0
 
 
 def simulate(units: Sequence[Unit], workers: int, failures: Sequence[Failure] = ()) -> Simulated:
@@ -232,9 +233,10 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
         yield Unit(collected, "barrier", 0.0, collects, collected)
         yield Unit(added, "add", add_seconds(work, rates, way), (collected,), on="lanes")
         if way.compressed:
-            yield from _solves(layer, work, rates, way, (added,))
-            seconds = forward_seconds(work, rates, way)
-            before = yield from _forward("propagate", layer, seconds, (f"write {layer}",), rates, way, None)
+            solved = yield from _solves(layer, work, rates, way, (added,))
+            seconds = forward_seconds(work, rates, way, packed=True)
+            gone = yield from _forward("propagate", layer, seconds, solved, rates, way, None)
+            before = (*gone, f"write {layer}")
         else:
             stored.append(f"store {layer}")
             yield Unit(
@@ -288,10 +290,13 @@ def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass) -> I
         yield Unit(f"read {kind} {layer} {node}", "read", work.weight_bytes / rates.disk, after, f"disk {node}")
 
 
-def _solves(layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Iterator[Unit]:
-    """A layer's tasks, each by one worker that first gets its moments, and writing what came of them."""
+def _solves(
+    layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]
+) -> Generator[Unit, None, tuple[str, ...]]:
+    """A layer's tasks, whose names are returned, each by one worker that first gets its moments; and writing it."""
     getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
     names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
     for name, solve in zip(names, work.solves, strict=True):
         yield Unit(name, "solve", getting + solve_seconds(solve, rates), after)
     yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, names, f"disk {layer % way.nodes(rates)}")
+    return names

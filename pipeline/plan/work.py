@@ -57,14 +57,15 @@ class LayerWork:
     """One layer, all calibration tokens: operations, and bytes.
 
     Attributes:
-        statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one.
+        statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one;
+            `packed_flops`: of one through what has become of the layer.
         added_bytes: of device memory that summing the moments moves.
         moment_bytes: what the sums of a layer take, one triangle each.
         gradient_flops: of the backward pass, or of both where there are two rounds; 0 without one.
         curves: of each task whose sizes are compared by predicted loss, in every round.
         gradient_bytes: of the moments that one shard of the backward pass sums.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
-        held_out_flops: of both models on what is held out, in float32 on tensor cores.
+        held_out_flops: of the dense model, and of the compressed one, on what is held out, in float32 on tensor cores.
         rounding: of every task of the job that is rounded, those of all layers and what is outside of them.
     """
 
@@ -79,10 +80,11 @@ class LayerWork:
     moment_bytes: int
     gradient_flops: float
     solves: tuple[SolveWork, ...]
+    packed_flops: float = 0.0
     curves: tuple[SolveWork, ...] = ()
     gradient_bytes: int = 0
     correction_flops: float = 0.0
-    held_out_flops: float = 0.0
+    held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
 
 
@@ -112,6 +114,8 @@ def layer_work(
     moments = [moment for moment in layer_moments(tasks, busiest) if moment.kind != "sample"]
     gradients = layer_gradients(tasks, busiest)
     forward = forward_flops(layer, sequence)
+    packed = forward - 2.0 * (1.0 - kept) * layer.numbers()
+    held_out = -(-calibration.samples // HELD_OUT) * sequence if calibration else 0
     two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
     busy = [own.get(task.key, task) for task in tasks if task.layer == busiest]
     pairs = {moment for task in busy for moment in task.corrections}
@@ -126,6 +130,7 @@ def layer_work(
         written_bytes=int(kept * weight_bytes),
         hidden_bytes=tokens * layer.hidden * itemsize,
         forward_flops=tokens * forward,
+        packed_flops=tokens * packed,
         statistics_flops=tokens * (forward - skipped),
         moment_flops=float(
             tokens * sum(moment.heads // moment.groups * 2 * triangle_numbers(moment, layer) for moment in moments)
@@ -152,7 +157,7 @@ def layer_work(
         if pairs
         else 0.0,
         rounding=rounding,
-        held_out_flops=2.0 * -(-calibration.samples // HELD_OUT) * sequence * forward if calibration else 0.0,
+        held_out_flops=(held_out * forward, held_out * packed),
     )
 
 

@@ -45,6 +45,7 @@ from pipeline.units import (
     Solve,
     SolveDone,
     Unit,
+    Unwritten,
     Write,
 )
 
@@ -319,9 +320,12 @@ class SimulatedPool:
         if isinstance(unit, WindowForward | Score):
             return self._score(unit)
         assert isinstance(unit, Write)
+        return self.world.store_staged(unit.layer, self._written(unit))
+
+    def _written(self, unit: Write) -> str:
         assert {form.rank for form in unit.forms.values()} == {1 + unit.layer}
         parts = [self._open(handle) for handle in unit.factors]
-        return self.world.store_staged(unit.layer, digest("written", unit.layer, parts, sorted(unit.forms)))
+        return digest("written", unit.layer, parts, sorted(unit.forms))
 
     def _curve(self, unit: BeginCurve | CurvePieces | Predict) -> Any:
         """The same whether it is made of pieces or not."""
@@ -475,13 +479,16 @@ class SimulatedPool:
             labels=self.world.store("statistic", digest("labels", unit.shard)) if unit.keep_labels else None,
         )
 
-    def _through(self, layer: int, staged: StagedLayer | None, hidden: str) -> str:
+    def _through(self, layer: int, staged: StagedLayer | Unwritten | None, hidden: str) -> str:
         self.world.passes += 1
         return digest("through", layer, self._weights(layer, staged), hidden)
 
-    def _weights(self, layer: int, staged: StagedLayer | None) -> str:
+    def _weights(self, layer: int, staged: StagedLayer | Unwritten | None) -> str:
         if staged is None:
             return "dense"
+        if isinstance(staged, Unwritten):
+            assert staged.write.layer == layer
+            return self._written(staged.write)
         assert staged.forms
         assert all(form.rank == 1 + layer for form in staged.forms.values())
         return self.world.load("staged", staged)

@@ -104,7 +104,9 @@ def test_what_following_the_loss_takes() -> None:
     forward = 2 * LAYER + 2 * 32 * 64
     triangles = 3 * (48 * 49 // 2) + 2 * 80
     assert one.gradient_flops == 100 * (3 * forward + 2 * triangles)
-    assert one.held_out_flops == 2 * 1 * 32 * forward
+    assert one.held_out_flops == (32 * forward, 32 * forward)
+    kept = layer_work(job, llama(), tasks, 2, kept=0.75)
+    assert kept.held_out_flops == pytest.approx((32 * forward, 32 * (forward - 0.5 * LAYER)))
     assert [curve.name for curve in one.curves] == [solve.name for solve in one.solves]
     assert one.correction_flops == 0
     rest, seen = zip(*((curve.flops, curve.sample_flops) for curve in one.curves), strict=True)
