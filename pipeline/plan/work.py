@@ -211,7 +211,9 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
             + 4.0 * mean[1] * hidden * inner**2
             + mean[2] * inner**3 / 3
         )
-        begun = _elimination("begun", geometry, 1 - 1 / task.pieces, EIGEN_FLOPS * hidden**3)
+        begun = _elimination(
+            "begun", geometry, 1 - 1 / task.pieces, EIGEN_FLOPS * hidden**3 + hidden * float(inner) ** 2
+        )
         probe = min(PROBE_TOKENS * inner, tokens, samples[0].tokens)
         fitted = min(1.0, probe / (FIT_TOKENS * inner))  # of the channels, that so many tokens can fit
         seen = probe * (_sample_flops(geometry, 0.0) + PROBED * _cut_flops(geometry, 0.54 * fitted, 0.42 * fitted**2))
@@ -231,11 +233,11 @@ def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
 def _elimination(name: str, geometry: LayerGeometry, share: float, others: float) -> SolveWork:
     """Of a share of an MLP's channels, and other operations besides. kernels/elimination.py.
 
-    N³ for the inverse, 3 N² for each removal, 2 D N² for W_down's gram and energy, 2 D N for each removal in the refit.
+    N³ for the inverse, 3 N² for each removal, D N² for the gram of W_down, 2 D N for each removal in the refit.
     """
     width = geometry.intermediate
     removed = int(share * width)
-    flops = width**3 + 3.0 * removed * width**2 + 2.0 * geometry.hidden * width * (width + removed)
+    flops = width**3 + 3.0 * removed * width**2 + geometry.hidden * width * (width + 2.0 * removed)
     return SolveWork(name, flops + others, removed)
 
 
@@ -271,7 +273,9 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
             single = min(moment.tokens, tokens) * _sample_flops(geometry, 1 - REMOVED_SHARE)
             found = replace(found, sample_flops=found.sample_flops + single)
         elif moment.point == "down.in" and moment.heads == 1:
-            removing = _elimination(task.name, geometry, REMOVED_SHARE, 0.0)
+            felt = any(other.kind == "gradient" for other in task.moments)  # then W_down's energy is taken apart
+            energy = geometry.hidden * float(geometry.intermediate) ** 2 if felt else 0.0
+            removing = _elimination(task.name, geometry, REMOVED_SHARE, energy)
             found = replace(found, flops=found.flops + removing.flops, steps=found.steps + removing.steps)
         elif not moment.diagonal:
             found = replace(found, flops=found.flops + EIGEN_FLOPS * moment.groups * width**3)
