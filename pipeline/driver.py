@@ -36,6 +36,7 @@ from pipeline.keys import (
     regradient_key,
     statistics_key,
 )
+from pipeline.layer_reading import LayerReading
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 from pipeline.plan.phases import AHEAD
@@ -142,13 +143,15 @@ class Driver:
         phase = "statistics" if with_moments else "importance"
         self.observer.phase(phase, len(missing), self.job.shards)
         taken: deque[tuple[int, Taken]] = deque()  # layers whose sums are on their way to the store
+        reading = LayerReading(self.steps, last)
         for layer in missing:
             wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
             moments = tuple(moment for moment in wanted if moment.key not in self._dense_found(layer))
             store = self.job.is_boundary(layer + 1) and layer < last
             units = self.forwards.units(
-                "dense", layer, None, moments, base, cosine=True, emit=layer < last, store=store, keep=layer in span
-            )
+                "dense", layer, None, moments, base,
+                cosine=True, emit=layer < last, store=store, keep=layer in span, weights=reading.weights(layer),
+            )  # fmt: skip
             taken.append((layer, self.summing.take(moments, units)))
             # What is to be begun from is entered before anything builds on it.
             waiting = 1 + self.pool.size // AHEAD if moments and not store and layer != missing[-1] else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.computation import Job, staged_layer
@@ -31,8 +32,10 @@ class ForwardPass:
         emit: bool = True,
         store: bool = False,
         keep: bool = False,
+        weights: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ()),
     ) -> list[Forward]:
-        """All shards through a layer, in shard order. `base`: the last layer whose inputs are committed."""
+        """All shards through a layer, in shard order. `base`: the last layer whose inputs are committed; `weights` as
+        `LayerReading.weights` gives them."""
         activations = self.activations(lineage, base)
         replay = tuple(
             staged_layer(self.journal, before) if lineage == "compressed" else None for before in range(base, layer)
@@ -52,6 +55,8 @@ class ForwardPass:
                 base_record=activations[shard] if activations else None,
                 replay=replay,
                 ahead=layer + 1 if layer + 1 < self.job.num_layers else None,
+                weights=weights[0],
+                ahead_weights=weights[1],
             )
             for shard in range(self.job.shards)
         ]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from workers.config import WorkerConfig
 from workers.differentiable import DifferentiableBlock
 
 T = TypeVar("T")
+Shared = Callable[[], Mapping[str, Tensor]]  # gives source tensors, by name
 
 
 class LayerReader:
@@ -40,10 +42,10 @@ class LayerReader:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
 
-    def block(self, layer: int, staged: StagedLayer | None) -> Block:
-        """The layer with its dense weights, or as staged."""
+    def block(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> Block:
+        """The layer with its dense weights, or as staged. `shared` as of `read_ahead`."""
         if staged is None:
-            block = self._placed((layer, "dense"), lambda: self._source_block(layer))
+            block = self._placed((layer, "dense"), lambda: self._source_block(layer, shared))
         else:
             block = self._placed((layer, staged.path), lambda: self._staged_block(layer, staged))
         assert isinstance(block, Block)
@@ -88,10 +90,10 @@ class LayerReader:
         """Lets go of everything on the device."""
         self.current = self.outside = None
 
-    def read_ahead(self, layer: int | None) -> None:
-        """Starts reading a layer's source tensors in the background."""
+    def read_ahead(self, layer: int | None, shared: Shared = dict) -> None:
+        """Starts reading a layer's source tensors in the background. `shared`: gives those that were read for all."""
         if layer is not None and (self.ahead is None or self.ahead[0] != layer):
-            self.ahead = (layer, self.thread.submit(self._read_layer, layer))
+            self.ahead = (layer, self.thread.submit(self._read_layer, layer, shared))
 
     def outer(self, *names: str, staged: StagedLayer | None = None) -> dict[str, Tensor]:
         """Tensors outside the layers (embeddings, final norm, head), on the device, in the forward's dtype.
@@ -115,12 +117,12 @@ class LayerReader:
             _require_finite(name, tensor, f"layer {layer}")
         return {role: tensors[name].to(self.device) for role, name in names.items()}
 
-    def _source_block(self, layer: int) -> Block:
+    def _source_block(self, layer: int, shared: Shared = dict) -> Block:
         if self.ahead is not None and self.ahead[0] == layer:
             ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
             tensors = ahead.result()
         else:
-            tensors = self._read_layer(layer)
+            tensors = self._read_layer(layer, shared)
         return Block(self.config, layer, tensors, self.device)
 
     def _staged_block(self, layer: int, staged: StagedLayer) -> Block:
@@ -134,13 +136,26 @@ class LayerReader:
         config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
         return Block(config, layer, self._relative(layer, tensors, rounded), self.device)
 
-    def _read_layer(self, layer: int) -> dict[str, Tensor]:
-        prefix = self.setup.geometry.layers[layer].prefix
-        names = [name for name in self.setup.source.tensors if name.startswith(prefix)]
-        return self._relative(layer, self._read(names), rounded_modules(self.setup.config, packed_modules(names)))
+    def read_part(self, layer: int, part: int, parts: int) -> dict[str, Tensor]:
+        """One of so many parts of a layer's source tensors, as they are stored: the largest are dealt first."""
+        source = self.setup.source
+        dealt: list[list[str]] = [[] for _ in range(parts)]
+        for name in sorted(self._names(layer), key=lambda name: (-source.tensors[name].num_bytes, name)):
+            least = min(dealt, key=lambda names: sum(source.tensors[other].num_bytes for other in names))
+            least.append(name)
+        return source.read(dealt[part])
 
-    def _read(self, names: list[str]) -> dict[str, Tensor]:
-        tensors = self.setup.source.read(names)
+    def _names(self, layer: int) -> list[str]:
+        prefix = self.setup.geometry.layers[layer].prefix
+        return [name for name in self.setup.source.tensors if name.startswith(prefix)]
+
+    def _read_layer(self, layer: int, shared: Shared) -> dict[str, Tensor]:
+        names, there = self._names(layer), shared()
+        tensors = self._read(names, {name: there[name] for name in names if name in there})
+        return self._relative(layer, tensors, rounded_modules(self.setup.config, packed_modules(names)))
+
+    def _read(self, names: list[str], there: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
+        tensors = {**there, **self.setup.source.read([name for name in names if name not in there])}
         for name, tensor in tensors.items():
             _require_finite(name, tensor, "source")
         return {name: self._converted(tensor) for name, tensor in tensors.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,6 +59,15 @@ def get_all(transfer: TensorTransfer, handles: Sequence[Any]) -> Iterator[dict[s
             lost.append(error)
     if lost:
         raise LostInputError(str(lost[0]), tuple(key for error in lost for key in error.producers))
+
+
+def get_left(transfer: TensorTransfer, handles: Sequence[Any]) -> dict[str, Tensor]:
+    """The tensors of all handles, but those that were lost."""
+    found: dict[str, Tensor] = {}
+    for handle in handles:
+        with suppress(LostInputError):
+            found |= transfer.get(handle)
+    return found
 
 
 class LocalTransfer:

@@ -41,6 +41,8 @@ from pipeline.units import (
     Measure,
     Pair,
     Predict,
+    ReadDone,
+    ReadLayer,
     Reduce,
     Solve,
     SolveDone,
@@ -67,7 +69,7 @@ from workers.pairing import PairPass
 from workers.scoring import ScorePass
 from workers.solving import layer_tensors, solve_group
 from workers.sums import LayerSums, Squares
-from workers.tensor_transfer import TensorTransfer, get_all
+from workers.tensor_transfer import TensorTransfer, get_all, get_left
 from workers.totals import Totals
 
 
@@ -107,6 +109,7 @@ class Worker:
             StorageError: a write failed.
         """
         handlers: dict[type, Callable[[Any], Any]] = {
+            ReadLayer: self._read_part,
             Forward: self._forward,
             Pair: self._pair,
             Backward: self._backward,
@@ -159,7 +162,7 @@ class Worker:
     def _forward(self, unit: Forward) -> ForwardDone:
         inputs = self._inputs(unit)
         block = self._block(unit)
-        self.layers.read_ahead(unit.ahead)
+        self.layers.read_ahead(unit.ahead, partial(get_left, self.transfer, unit.ahead_weights))
         samples: dict[Moment, Tensor] = {}
         taps = self._taps(unit, samples)
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)
@@ -190,7 +193,10 @@ class Worker:
         if isinstance(unit.staged, Unwritten):
             write = unit.staged.write
             return self.layers.unwritten_block(unit.staged, lambda: layer_tensors(write, self.setup, self.transfer))
-        return self.layers.block(unit.layer, unit.staged)
+        return self.layers.block(unit.layer, unit.staged, partial(get_left, self.transfer, unit.weights))
+
+    def _read_part(self, unit: ReadLayer) -> ReadDone:
+        return ReadDone(self.transfer.put(self.layers.read_part(unit.layer, unit.part, unit.parts)))
 
     def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> ArrayRecord:
         """Stores the inputs of the samples that the backward pass will take."""

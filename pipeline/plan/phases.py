@@ -75,6 +75,16 @@ def solve_seconds(solve: SolveWork, rates: Rates) -> float:
     return solve.flops / rates.double + solve.sample_flops / rates.products + solve.steps * rates.step_s
 
 
+def read_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """A layer by each node of a dense pass: its part of the tensors, of which none is cut."""
+    return max(work.weight_bytes / way.nodes(rates), work.largest_bytes) / rates.disk
+
+
+def pass_on_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """The parts of a layer that other nodes have read, over the network to each node."""
+    return work.weight_bytes * (1 - 1 / way.nodes(rates)) / rates.network
+
+
 def collect_seconds(work: LayerWork, rates: Rates) -> float:
     """A worker's sums of a layer from its device to where workers pass tensors on."""
     return work.moment_bytes / rates.link
@@ -92,7 +102,12 @@ def add_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
         if given > 1:
             crossing = (given + 1) * share / rates.link if rates.link < rates.memory else 0.0
             seconds += work.moment_bytes * (crossing + 3 * (given - 1) * share / rates.memory)
-    return seconds + work.moment_bytes * (1 - 1 / nodes) / rates.network
+    return seconds + cross_seconds(work, rates, way)
+
+
+def cross_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """What other nodes have summed of a layer, over the network to each node."""
+    return work.moment_bytes * (1 - 1 / way.nodes(rates)) / rates.network
 
 
 def store_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -109,8 +124,9 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     """Phase -> seconds of the whole job, in the order in which they come."""
     nodes, layers = way.nodes(rates), way.layers
     reading = work.weight_bytes / rates.disk  # each node reads each layer
-    forward = max(forward_seconds(work, rates, way) * way.rounds, reading)
-    statistics = max(statistics_seconds(work, rates, way) * way.rounds, reading)
+    shared, passing_on = read_seconds(work, rates, way), pass_on_seconds(work, rates, way)
+    forward = max(forward_seconds(work, rates, way) * way.rounds, shared, passing_on)
+    statistics = statistics_seconds(work, rates, way) * way.rounds
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
     found = {"start": START_SECONDS}
@@ -118,7 +134,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         cosine = work.cosine_bytes / rates.memory * way.rounds
         if way.importance:
             found["importance"] = layers * (forward + cosine)
-        found["statistics"] = layers * statistics
+        found["statistics"] = layers * max(statistics, reading)
         found["reduce"] = layers * (collecting + adding)
         found["solve"] = layers * _spread([seconds + fetch_seconds(work, rates) for seconds in solves], way.workers)
         onward = forward_seconds(work, rates, way, packed=True) * way.rounds
@@ -126,7 +142,8 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     else:
         # Sums are added and stored, and a layer written, while others are computed.
         storing = store_seconds(work, rates, way) / nodes
-        found["statistics"] = layers * max(statistics, reading + storing - collecting, adding - collecting)
+        beside = max(shared + storing, adding, cross_seconds(work, rates, way) + passing_on)
+        found["statistics"] = layers * max(statistics, beside - collecting)
         found["reduce"] = layers * collecting
         rereading = reread_seconds(work, rates, way)
         every = [seconds + rereading for seconds in solves for _ in range(layers)]

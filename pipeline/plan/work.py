@@ -57,6 +57,7 @@ class LayerWork:
     """One layer, all calibration tokens: operations, and bytes.
 
     Attributes:
+        largest_bytes: of its largest tensor.
         statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one;
             `packed_flops`: of one through what has become of the layer.
         added_bytes: of device memory that summing the moments moves.
@@ -70,6 +71,7 @@ class LayerWork:
     """
 
     weight_bytes: int
+    largest_bytes: int
     written_bytes: int
     hidden_bytes: int
     forward_flops: float
@@ -127,6 +129,7 @@ def layer_work(
     weight_bytes = layer.numbers() * itemsize
     return LayerWork(
         weight_bytes=weight_bytes,
+        largest_bytes=max((layer.numbers((role,)) for role in layer.roles), default=0) * itemsize,
         written_bytes=int(kept * weight_bytes),
         hidden_bytes=tokens * layer.hidden * itemsize,
         forward_flops=tokens * forward,

@@ -41,6 +41,8 @@ from pipeline.units import (
     Measure,
     Pair,
     Predict,
+    ReadDone,
+    ReadLayer,
     Reduce,
     Solve,
     SolveDone,
@@ -247,6 +249,11 @@ class SimulatedPool:
         self.last_first = order == "last"
         world.life += 1
 
+    @property
+    def nodes(self) -> list[list[str]]:
+        names = [f"worker-{number}" for number in range(self.size)]
+        return [names[at : at + self.workers_per_node] for at in range(0, self.size, self.workers_per_node)]
+
     def submit(self, unit: Unit) -> None:
         assert unit.key not in [other.key for other in self.pending]
         self.pending.append(unit)
@@ -281,6 +288,8 @@ class SimulatedPool:
         self.world.events.append(("forget", ""))
 
     def _execute(self, unit: Unit) -> Any:
+        if isinstance(unit, ReadLayer):
+            return ReadDone(self._handle(f"weights {unit.layer} {unit.part}/{unit.parts}"))
         if isinstance(unit, Forward):
             return self._forward(unit)
         if isinstance(unit, Pair):
@@ -346,6 +355,9 @@ class SimulatedPool:
         assert 0 <= unit.base <= unit.layer
         assert len(unit.replay) == unit.layer - unit.base
         assert (unit.base_record is None) == (unit.base == 0)
+        for layer, handles in ((unit.layer, unit.weights), (unit.layer + 1, unit.ahead_weights)):
+            parts = range(len(handles))
+            assert [self._open(handle) for handle in handles] == [f"weights {layer} {p}/{len(parts)}" for p in parts]
         hidden = digest("embedded", unit.shard)
         if unit.base_record is not None:
             hidden = self.world.load("activation", unit.base_record)
