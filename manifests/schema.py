@@ -298,6 +298,14 @@ class Manifest(Block):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _a_size_has_its_methods(self) -> Self:
+        if not self.methods and self.budget is not None and self.budget.keep not in (None, 1.0):
+            raise ValueError(
+                "budget.keep counts numbers, and methods: [] leaves out none; leave it out, or give budget.bytes"
+            )
+        return self
+
     @property
     def rank_multiple(self) -> int | None:
         """What ranks are multiples of unless an entry says so itself: of the budget's `multiple` and of the groups."""

@@ -48,6 +48,7 @@ class WindowForward(Replaying):
         model: names what is scored among all that the same windows go through.
         keep_inputs: whether what goes into the layer is stored, too.
         staged, store, ahead: as in `pipeline.units.Forward`.
+        ahead_staged: the layer that is read ahead, where it is no dense one.
     """
 
     windows: Windows
@@ -58,6 +59,7 @@ class WindowForward(Replaying):
     store: bool = False
     keep_inputs: bool = False
     ahead: int | None = None
+    ahead_staged: StagedLayer | None = None
 
     @property
     def key(self) -> str:

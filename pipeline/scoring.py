@@ -77,7 +77,7 @@ def window_units(
     records: Sequence[ArrayRecord] | None = None,
 ) -> list[WindowForward]:
     """All shards through a layer. `records`: of what enters layer `base`, if that is committed."""
-    behind = layer + 1 < len(layers) and layers[layer + 1] is None
+    ahead = layer + 1 if layer + 1 < len(layers) else None
     return [
         WindowForward(
             windows,
@@ -90,7 +90,8 @@ def window_units(
             base=base,
             base_record=records[shard] if records else None,
             replay=tuple(layers[base:layer]),
-            ahead=layer + 1 if behind else None,
+            ahead=ahead,
+            ahead_staged=None if ahead is None else layers[ahead],
         )
         for shard in range(windows.shards)
     ]

@@ -6,6 +6,7 @@ import hashlib
 import re
 import uuid
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -13,7 +14,7 @@ from manifests.errors import CorruptError, InputError
 from manifests.records import StagedRecord
 from stores.checkpoint import write_shard
 from stores.headers import parse_header
-from stores.source import read_tensors
+from stores.source import HASH_THREADS, read_tensors
 from stores.storage import Place, open_storage
 
 STAGED = "staged"
@@ -58,8 +59,10 @@ def read_staged(run_dir: Place, record: StagedRecord, names: Collection[str] | N
             if at is None or (at.dtype, at.shape) != (committed.dtype, committed.shape):
                 raise _damaged(path, key, name)
         tensors = read_tensors(file, sorted((there[key] for key in wanted), key=lambda at: at.begin))
+    with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="digest") as pool:
+        digests = dict(zip(wanted, pool.map(lambda key: _digest(tensors[key]), wanted), strict=True))
     for key, committed in wanted.items():
-        if _digest(tensors[key]) != committed.sha256:
+        if digests[key] != committed.sha256:
             raise _damaged(path, key, name)
     return {key: tensors[key] for key in wanted}
 

@@ -28,7 +28,8 @@ from ray.experimental.internal_kv import _internal_kv_get
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
-from pipeline.plan.rates import Rates, measured_rates
+from pipeline.plan.probe import LayerShape, mean_rates, measured_rates
+from pipeline.plan.rates import Rates
 
 LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 1.0  # how soon a signal is noticed
@@ -36,6 +37,7 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame; its fourth byte is the type
 AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # processes that a raylet starts, and dies with
 AGENT_PORTS = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT", "RUNTIME_ENV_AGENT")
+PROBED = 64  # workers at most, to measure what one does
 STARTS = 2  # of a Ray of our own, on a machine that may be busy
 TOO_SLOW = "timed out during startup"  # what Ray says of its own node
 
@@ -217,16 +219,36 @@ def _bare_node() -> Iterator[None]:
         ray_node.Node = usual  # type: ignore[misc]
 
 
-def probe_worker(workers: Workers, dtype: torch.dtype) -> Rates:
-    """What one worker of this size does in a second, measured where Ray places it."""
+def probe_workers(workers: Workers, dtype: torch.dtype, shape: LayerShape) -> Rates:
+    """What one of these workers does in a second while the others work, too: measured where Ray places them.
 
-    def measure() -> Rates:
-        device = torch.device("cuda" if workers.gpus else "cpu")
-        return measured_rates(device, dtype, workers.cpus, workers.max)
+    All that the cluster has room for are measured at a time, `PROBED` at most; the mean of them is returned.
+    """
 
-    remote: Any = ray.remote(measure).options(num_cpus=workers.cpus, num_gpus=workers.gpus)
-    found: Rates = ray.get(remote.remote())
-    return found
+    class Probe:
+        """As a worker, of the same size."""
+
+        def node(self) -> str:
+            """Where it is, when all is imported."""
+            return str(ray.get_runtime_context().get_node_id())
+
+        def rates(self, workers_per_node: int) -> Rates:
+            """Its own."""
+            device = torch.device("cuda" if workers.gpus else "cpu")
+            return measured_rates(device, dtype, workers.cpus, workers_per_node, shape)
+
+    remote: Any = ray.remote(Probe).options(num_cpus=workers.cpus, num_gpus=workers.gpus)
+    probes = [remote.remote() for _ in range(min(workers.max, PROBED, _room(workers)))]
+    nodes = ray.get([probe.node.remote() for probe in probes])
+    on_one = max(nodes.count(node) for node in nodes)
+    return mean_rates(ray.get([probe.rates.remote(on_one) for probe in probes]))
+
+
+def _room(workers: Workers) -> int:
+    """How many workers there is room for beside other jobs; one at least, which an autoscaler may have to place."""
+    free = ray.available_resources()
+    by_gpu = free.get("GPU", 0.0) // workers.gpus if workers.gpus else float("inf")
+    return max(1, int(min(free.get("CPU", 0.0) // workers.cpus, by_gpu)))
 
 
 def machine_bytes() -> int:

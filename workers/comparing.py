@@ -56,7 +56,9 @@ def compare_models(
     dense_BSD, packed_BSD = embedding(dense)(ids_BS), embedding(packed, staged[0])(ids_BS)
     errors, sketches = [], []
     for layer, record in enumerate(staged):
-        after_BSD = _run(dense.block(layer, None).run(dense_BSD))
+        block = dense.block(layer, None)
+        dense.read_ahead(layer + 1 if layer + 1 < len(staged) else None)
+        after_BSD = _run(block.run(dense_BSD))
         dense.current = None
         block = packed.block(layer, record)
         alone_BSD, packed_BSD = _run(block.run(dense_BSD)), _run(block.run(packed_BSD))

@@ -36,18 +36,19 @@ class LayerReader:
     def __init__(self, setup: WorkerConfig, device: torch.device) -> None:
         self.setup = setup
         self.device = device
+        self.on_gpu = device.type == "cuda"
         self.config = LayersConfig(**setup.config)
         self.current: tuple[tuple[int, str], Any] | None = None
         self.outside: tuple[Hashable, Any] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-        self.ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
+        self.ahead: tuple[tuple[int, str], Future[dict[str, Tensor]]] | None = None
 
     def block(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> Block:
         """The layer with its dense weights, or as staged. `shared` as of `read_ahead`."""
         if staged is None:
-            block = self._placed((layer, "dense"), lambda: self._source_block(layer, shared))
+            block = self._placed(_name(layer, None), lambda: self._source_block(layer, shared))
         else:
-            block = self._placed((layer, staged.path), lambda: self._staged_block(layer, staged))
+            block = self._placed(_name(layer, staged), lambda: self._staged_block(layer, staged))
         assert isinstance(block, Block)
         return block
 
@@ -90,10 +91,16 @@ class LayerReader:
         """Lets go of everything on the device."""
         self.current = self.outside = None
 
-    def read_ahead(self, layer: int | None, shared: Shared = dict) -> None:
-        """Starts reading a layer's source tensors in the background. `shared`: gives those that were read for all."""
-        if layer is not None and (self.ahead is None or self.ahead[0] != layer):
-            self.ahead = (layer, self.thread.submit(self._read_layer, layer, shared))
+    def read_ahead(self, layer: int | None, staged: StagedLayer | None = None, shared: Shared = dict) -> None:
+        """Starts reading a layer's source tensors, or those of what it has become, in the background.
+
+        `shared`: gives those of the source that were read for all nodes.
+        """
+        if layer is None:
+            return
+        name = _name(layer, staged)
+        if self.ahead is None or self.ahead[0] != name:
+            self.ahead = (name, self.thread.submit(self._read_layer, layer, staged, shared))
 
     def outer(self, *names: str, staged: StagedLayer | None = None) -> dict[str, Tensor]:
         """Tensors outside the layers (embeddings, final norm, head), on the device, in the forward's dtype.
@@ -106,9 +113,9 @@ class LayerReader:
         present = [name for name in wanted - replaced if name in self.setup.source.tensors]
         tensors, rounded = self._read(present), rounded_modules(self.setup.config, packed_modules(present))
         if staged is not None and inside:
-            tensors |= {name: self._converted(t) for name, t in read_staged(self.setup.run_dir, staged, inside).items()}
+            tensors |= read_staged(self.setup.run_dir, staged, inside)
             rounded |= staged.rounded
-        return {name: tensor.to(self.device) for name, tensor in unpacked(tensors, rounded).items()}
+        return unpacked({name: self._converted(tensor) for name, tensor in tensors.items()}, rounded)
 
     def dense_weights(self, layer: int, names: Mapping[str, str]) -> dict[str, Tensor]:
         """`role.weight` -> source tensor, for {role.weight: tensor name}; in the source's dtype, on the device."""
@@ -118,15 +125,19 @@ class LayerReader:
         return {role: tensors[name].to(self.device) for role, name in names.items()}
 
     def _source_block(self, layer: int, shared: Shared = dict) -> Block:
-        if self.ahead is not None and self.ahead[0] == layer:
-            ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
-            tensors = ahead.result()
-        else:
-            tensors = self._read_layer(layer, shared)
-        return Block(self.config, layer, tensors, self.device)
+        tensors = self._tensors(layer, None, shared)
+        rounded = rounded_modules(self.setup.config, packed_modules(tensors))
+        return Block(self.config, layer, self._relative(layer, tensors, rounded), self.device)
+
+    def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> dict[str, Tensor]:
+        """As they were read ahead, or are read now."""
+        if self.ahead is None or self.ahead[0] != _name(layer, staged):
+            return self._read_layer(layer, staged, shared)
+        ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
+        return ahead.result()
 
     def _staged_block(self, layer: int, staged: StagedLayer) -> Block:
-        tensors = read_staged(self.setup.run_dir, staged)
+        tensors = self._tensors(layer, staged)
         return self._packed_block(layer, staged.as_json()["forms"], staged.rounded, tensors)
 
     def _packed_block(
@@ -149,16 +160,20 @@ class LayerReader:
         prefix = self.setup.geometry.layers[layer].prefix
         return [name for name in self.setup.source.tensors if name.startswith(prefix)]
 
-    def _read_layer(self, layer: int, shared: Shared) -> dict[str, Tensor]:
-        names, there = self._names(layer), shared()
-        tensors = self._read(names, {name: there[name] for name in names if name in there})
-        return self._relative(layer, tensors, rounded_modules(self.setup.config, packed_modules(names)))
+    def _read_layer(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
+        """What is stored of it, checked, in host memory: of half the size where the forward pass is in float32."""
+        if staged is not None:
+            tensors = read_staged(self.setup.run_dir, staged)
+        else:
+            names, there = self._names(layer), shared()
+            tensors = self._read(names, {name: there[name] for name in names if name in there})
+        return {name: tensor.pin_memory() for name, tensor in tensors.items()} if self.on_gpu else tensors
 
     def _read(self, names: list[str], there: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
         tensors = {**there, **self.setup.source.read([name for name in names if name not in there])}
         for name, tensor in tensors.items():
             _require_finite(name, tensor, "source")
-        return {name: self._converted(tensor) for name, tensor in tensors.items()}
+        return tensors
 
     def _relative(self, layer: int, tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
         """By names inside the layer; rounded weights multiplied out in the forward's dtype, as transformers does."""
@@ -167,8 +182,9 @@ class LayerReader:
         return {name.removeprefix(prefix): tensor for name, tensor in unpacked(converted, rounded).items()}
 
     def _converted(self, tensor: Tensor) -> Tensor:
-        """In the forward's dtype; indices stay as they are."""
-        return tensor.to(self.setup.dtype) if tensor.is_floating_point() else tensor
+        """On the device, there in the forward's dtype; indices stay as they are."""
+        placed = tensor.to(self.device)
+        return placed.to(self.setup.dtype) if tensor.is_floating_point() else placed
 
 
 def cpu_reader(source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch.dtype) -> LayerReader:
@@ -190,6 +206,10 @@ def cpu_reader(source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch
         hidden_bytes=0,
     )
     return LayerReader(setup, torch.device("cpu"))
+
+
+def _name(layer: int, staged: StagedLayer | None) -> tuple[int, str]:
+    return layer, "dense" if staged is None else staged.path
 
 
 def _require_finite(name: str, tensor: Tensor, where: str) -> None:

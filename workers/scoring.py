@@ -85,7 +85,7 @@ class ScorePass:
         shard = _Shard(self, unit)
         inputs = shard.inputs()
         kept = shard.keep_inputs(inputs) if unit.keep_inputs else None
-        record = shard.through(unit.layer, unit.staged, inputs, store=unit.store, ahead=unit.ahead)
+        record = shard.through(unit.layer, unit.staged, inputs, unit.store, (unit.ahead, unit.ahead_staged))
         return Passed(record if unit.store else None, kept, shard.windows_M * shard.length)
 
     def score(self, unit: Score) -> Scored:
@@ -130,13 +130,12 @@ class _Shard:
         layer: int,
         staged: StagedLayer | None,
         inputs: HiddenReader,
-        *,
         store: bool = False,
-        ahead: int | None = None,
+        ahead: tuple[int | None, StagedLayer | None] = (None, None),
     ) -> ArrayRecord | None:
         """A layer's outputs, which are held then; their record if they were stored."""
         block = self.layers.block(layer, staged)
-        self.layers.read_ahead(ahead)
+        self.layers.read_ahead(*ahead)
 
         def outputs() -> Iterator[Tensor]:
             for start, stop in self._micro_batches():

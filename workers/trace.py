@@ -18,6 +18,8 @@ def unit_line(unit: Unit, outcome: Any, worker: str) -> dict[str, Any]:
     return {
         "unit": unit.key,
         "kind": unit_kind(unit),
+        "layer": _layer(unit),
+        "shard": getattr(unit, "shard", None),
         "worker": worker,
         "ended": time.time(),
         "seconds": outcome.seconds,
@@ -26,3 +28,10 @@ def unit_line(unit: Unit, outcome: Any, worker: str) -> dict[str, Any]:
         "tokens": outcome.result.tokens if isinstance(outcome.result, ForwardDone) else 0,
         "error": str(outcome.error) if outcome.error is not None else None,
     }
+
+
+def _layer(unit: Unit) -> int | None:
+    """The layer that a unit is of, if it is of one."""
+    task = getattr(unit, "task", None)
+    found: int | None = getattr(unit, "layer", None) if task is None else task.layer
+    return found

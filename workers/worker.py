@@ -162,7 +162,7 @@ class Worker:
     def _forward(self, unit: Forward) -> ForwardDone:
         inputs = self._inputs(unit)
         block = self._block(unit)
-        self.layers.read_ahead(unit.ahead, partial(get_left, self.transfer, unit.ahead_weights))
+        self.layers.read_ahead(unit.ahead, shared=partial(get_left, self.transfer, unit.ahead_weights))
         samples: dict[Moment, Tensor] = {}
         taps = self._taps(unit, samples)
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 KINDS = {  # of work, by the first word of a phase's name; others are of their own
-    "importance": "passes", "statistics": "passes", "gradient": "passes",
+    "importance": "products", "statistics": "products", "gradient": "products",
+    "score": "products", "evaluate": "products",
     "curves": "solves", "compress": "solves",
-    "score": "scores", "evaluate": "scores",
 }  # fmt: skip
+START = "start"  # waits rather than computes: its pace tells nothing of other work, and theirs nothing of it
+
+
+class Ahead(NamedTuple):
+    """A phase that is to come, with its planned seconds over all layers.
+
+    Attributes:
+        of: whose work it is, where phases of one kind are not alike: the methods of a sweep's point.
+    """
+
+    phase: str
+    seconds: float
+    of: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Phases of one kind go at one pace."""
+        word = self.phase.partition(" ")[0]
+        kind = KINDS.get(word, word)
+        return f"{kind} {self.of}" if kind == "solves" else kind
 
 
 class Outlook:
@@ -18,8 +39,8 @@ class Outlook:
     makes those to come ten times longer, and with them all of another kind, until one of these has been seen.
     """
 
-    def __init__(self, planned: Sequence[tuple[str, float]] = (), layers: int = 1) -> None:
-        """`planned`: (phase, seconds) in their order, each over all `layers`; none: nothing can be told."""
+    def __init__(self, planned: Sequence[Ahead] = (), layers: int = 1) -> None:
+        """`planned`: in their order, each over all `layers`; none: nothing can be told."""
         self.planned = tuple(planned)
         self.layers = layers
         self.at: int | None = None  # the phase that runs
@@ -29,7 +50,7 @@ class Outlook:
 
     def begin(self, phase: str, layers: int | None = None) -> None:
         """A phase begins: so many layers of it, where it has layers and some are done already."""
-        names = [name for name, _ in self.planned]
+        names = [ahead.phase for ahead in self.planned]
         self.at = names.index(phase, self.begun) if phase in names[self.begun :] else None
         self.begun = self.begun if self.at is None else self.at + 1
         self.part = 1.0 if layers is None else layers / self.layers
@@ -48,23 +69,37 @@ class Outlook:
         if self.at is None or share <= 0:
             return None
         seen = self._with(spent, share)
-        taken, foreseen = (sum(part) for part in zip(*seen.values(), strict=True))
         later = 0.0
-        for name, seconds in self.planned[self.begun :]:
-            of_kind = seen.get(_kind(name), (0.0, 0.0))
-            if not (of_kind[1] or foreseen):
+        for ahead in self.planned[self.begun :]:
+            if (pace := _pace(seen, ahead)) is None:
                 return None
-            later += seconds * (of_kind[0] / of_kind[1] if of_kind[1] else taken / foreseen)
-        return spent / share * (1 - share) + later
+            later += ahead.seconds * pace
+        return self._rest(spent, share) + later
+
+    def _rest(self, spent: float, share: float) -> float:
+        """Of the running phase. Its first units may not be like the others: what they tell weighs as much as is done,
+        and the rest of the weight is that of phases of its kind, if there were any."""
+        assert self.at is not None
+        ahead, by_itself = self.planned[self.at], spent / share * (1 - share)
+        taken, foreseen = self.seen.get(ahead.kind, (0.0, 0.0))
+        if not foreseen:
+            return by_itself
+        by_kind = ahead.seconds * self.part * (1 - share) * taken / foreseen
+        return share * by_itself + (1 - share) * by_kind
 
     def _with(self, seconds: float, share: float) -> dict[str, tuple[float, float]]:
         """What was seen, and a share of the running phase besides."""
         assert self.at is not None
-        name, planned = self.planned[self.at]
-        taken, foreseen = self.seen.get(_kind(name), (0.0, 0.0))
-        return {**self.seen, _kind(name): (taken + seconds, foreseen + planned * self.part * share)}
+        ahead = self.planned[self.at]
+        taken, foreseen = self.seen.get(ahead.kind, (0.0, 0.0))
+        return {**self.seen, ahead.kind: (taken + seconds, foreseen + ahead.seconds * self.part * share)}
 
 
-def _kind(phase: str) -> str:
-    word = phase.partition(" ")[0]
-    return KINDS.get(word, word)
+def _pace(seen: dict[str, tuple[float, float]], ahead: Ahead) -> float | None:
+    """Seconds taken for each foreseen: of its kind, else of all that computes; None where nothing was seen."""
+    working = [amounts for kind, amounts in seen.items() if kind != START]
+    overall = sum(taken for taken, _ in working), sum(foreseen for _, foreseen in working)
+    for taken, foreseen in (seen.get(ahead.kind, (0.0, 0.0)), overall):
+        if foreseen:
+            return taken / foreseen
+    return None

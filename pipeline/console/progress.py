@@ -8,20 +8,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.entries import GroupReport
-from manifests.errors import StorageError
 from pipeline.console.outlook import Outlook
 from pipeline.score_units import WindowForward
 from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Pair, Unit
-from stores.durable import storage_errors
-from stores.storage import Growing, Place, open_storage
 
 LOG = logging.getLogger("lamina")
-STORES = logging.getLogger("stores")
 SHOWN = {"walk": "compress layer by layer"}  # phases whose name says too little
 
 
@@ -38,7 +33,7 @@ class JobObserver:
         self.peak_bytes: Mapping[str, int] = {}
         self.seconds: dict[str, float] = {}
         self.tokens = 0
-        self.total_units = self.done_units = 0
+        self.total_units = self.done_units = self.done_layers = 0
         self.started = time.monotonic()
         self.outlook = Outlook()
         self.progress: Progress | None = None
@@ -59,7 +54,8 @@ class JobObserver:
     def stage(self, name: str | None, layers: int | None = None) -> None:
         """Something begins (None: nothing more), of so many layers if it has any, and what was before ends."""
         self._close_phase()
-        self.started, self.tokens, self.done_units, self.total_units = time.monotonic(), 0, 0, 0
+        self.started, self.tokens = time.monotonic(), 0
+        self.done_units = self.total_units = self.done_layers = 0
         self.state = {"phase": name} if name else {}
         self.outlook.begin(name or "", layers)
 
@@ -91,7 +87,9 @@ class JobObserver:
         """A layer is committed, or, where nothing is kept of it, done."""
         figures = "; ".join(f"{group}: {_figures(report)}" for group, report in summary.items())
         state = "done" if phase == "evaluate" else "committed"
-        self.say(f"{phase} layer {layer} {state}{f' ({figures})' if figures else ''}{self._rate()}")
+        self.done_layers += 1
+        of = f", {self.done_layers}/{self.state['layers']}" if self.state.get("layers") else ""
+        self.say(f"{phase} layer {layer} {state}{f' ({figures})' if figures else ''}{of}{self._rate()}")
         if phase == "compress" and not self.tokens:
             self.done_units += 1
             self._update()
@@ -109,8 +107,9 @@ class JobObserver:
             print(line, file=self.stream, flush=True)
 
     def expect(self, outlook: Outlook) -> None:
-        """What is ahead of the job."""
+        """What is ahead of the job, the running phase included."""
         self.outlook = outlook
+        self.outlook.begin(self.state.get("phase", ""))
 
     def _update(self) -> None:
         if self.progress is not None and self.bar is not None:
@@ -140,52 +139,6 @@ class JobObserver:
         if self.progress is not None and self.bar is not None:
             self.progress.remove_task(self.bar)
             self.bar = None
-
-
-class _LogFile(logging.StreamHandler[Growing]):
-    """Says once when nothing more can be written; logging itself would print a traceback for every line."""
-
-    failed = False
-
-    def __init__(self, path: str, file: Growing) -> None:
-        super().__init__(file)
-        self.path = path
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        error = sys.exc_info()[1]
-        if not self.failed:
-            print(f"log {self.path}: {error}; the job goes on without", file=sys.stderr)
-        self.failed = True
-
-    def close(self) -> None:
-        super().close()
-        try:
-            self.stream.close()
-        except (OSError, StorageError) as error:  # what was buffered is written here
-            if not self.failed:
-                print(f"log {self.path}: {error}", file=sys.stderr)
-
-
-def open_log(directory: Place) -> str:
-    """Starts a log file of its own for this run; everything `say` says and all warnings go there. Returns its path."""
-    close_log()
-    storage, name = open_storage(directory), f"{time.strftime('%Y%m%d-%H%M%S')}-{psutil.Process().pid}.log"
-    path = storage.at(name)
-    with storage_errors("writing", path):
-        handler = _LogFile(path, storage.appender(name))
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    LOG.setLevel(logging.INFO)
-    LOG.propagate = False
-    LOG.handlers = [handler]
-    STORES.handlers = [handler, logging.StreamHandler()]  # damaged entries, a lock taken over
-    return path
-
-
-def close_log() -> None:
-    """Ends the log file of this run, if there is one."""
-    for handler in LOG.handlers:
-        handler.close()
-    LOG.handlers = STORES.handlers = []
 
 
 def _figures(report: GroupReport) -> str:

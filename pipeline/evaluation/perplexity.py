@@ -119,6 +119,7 @@ def _score(
             token_ids=tokens.to(torch.int32),  # through Ray: another node sees no folder of this one
         )
         windows = Windows.even(len(tokens), setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)
+        observer.stage("start")
         with worker_pool(setup, workers, stop, observer) as pool:
             found = score_windows(pool, windows, geometry.num_layers, observer)
     return {

@@ -12,7 +12,8 @@ from pipeline.job.context import JobContext
 from pipeline.job.planning import pass_of
 from pipeline.keys import SCHEDULE
 from pipeline.plan.phases import layers_per_commit
-from pipeline.plan.rates import GPUS, Rates, measured_rates
+from pipeline.plan.probe import LayerShape, measured_rates
+from pipeline.plan.rates import GPUS, Rates
 from pipeline.plan.work import layer_work
 
 
@@ -39,7 +40,8 @@ def _rates(job: JobContext, device: str) -> Rates:
     """Of the workers' GPU by its name, or of this machine's CPU, measured."""
     workers = job.manifest.workers
     if not workers.gpus:
-        return measured_rates(torch.device("cpu"), job.inputs.dtype, workers.cpus, workers.max)
+        shape = LayerShape.of(job.inputs.geometry, job.manifest)
+        return measured_rates(torch.device("cpu"), job.inputs.dtype, workers.cpus, workers.max, shape)
     if device in GPUS:
         return GPUS[device]
     fastest = max(GPUS, key=lambda name: GPUS[name].products)

@@ -173,7 +173,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     with (
         worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool,
         heartbeat.attending(pool),
-        units_logged(pool, job.run_dir.logs),
+        units_logged(pool, job.run_dir.logs, job.name),
     ):
         job.ledger.commit(HARDWARE, dict(pool.hardware))
         job.observer.show_memory_of(pool.peak_bytes)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ class JobContext:
     def manifest(self) -> Manifest:
         """The job as it was asked for."""
         return self.inputs.manifest
+
+    @property
+    def name(self) -> str:
+        """What logs, metrics and Ray's dashboard call it: its run directory's name."""
+        return PurePosixPath(self.manifest.run_dir).name
 
     @property
     def ledger(self) -> Ledger:

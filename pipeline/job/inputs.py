@@ -77,7 +77,7 @@ class Inputs:
             for position, method in enumerate(self.methods)
             if isinstance(method, Remarking)
             for remark in method.remarks(self.geometry)
-        ) + (rounding_remarks(self.manifest.quantize, self.geometry) if self.manifest.quantize else ())
+        ) + rounding_remarks(self.manifest, self.geometry)
 
     @property
     def needs_calibration(self) -> bool:

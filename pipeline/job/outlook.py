@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.console.outlook import Outlook
+from pipeline.console.outlook import Ahead, Outlook
 from pipeline.job.context import JobContext
 from pipeline.job.planning import gradient_tokens, pass_of
-from pipeline.plan.phases import evaluate_seconds, phase_seconds
+from pipeline.plan.phases import WORKERS_SECONDS, evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import layer_work, scoring_flops
 
@@ -31,7 +31,8 @@ def job_outlook(job: JobContext, rates: Rates) -> Outlook:
     else:
         solving = [("compress", seconds["solve"] + seconds.get("round", 0.0))]
     first = "importance" if way.compressed else "statistics"
-    planned = [(first, seconds[first])] if first in seconds and has_moments else []
+    planned = [("start", seconds["start"])]
+    planned += [(first, seconds[first])] if first in seconds and has_moments else []
     planned += [(name, seconds[name]) for name in ("gradient", "curves") if name in seconds]
     planned += solving
     if job.held_out is not None and "held-out" in seconds:
@@ -40,5 +41,5 @@ def job_outlook(job: JobContext, rates: Rates) -> Outlook:
     if job.evaluation is not None and manifest.evaluation.perplexity is not None:
         flops = job.evaluation.numel() * scoring_flops(geometry, job.evaluation.shape[-1])
         scoring = evaluate_seconds(flops, rates, way.workers)
-        planned += [("evaluate", scoring)] * (1 + manifest.evaluation.perplexity.dense)
-    return Outlook(planned, geometry.num_layers)
+        planned += [("start", WORKERS_SECONDS), ("evaluate", scoring)] * (1 + manifest.evaluation.perplexity.dense)
+    return Outlook([Ahead(*phase) for phase in planned], geometry.num_layers)

@@ -20,11 +20,19 @@ from pipeline.job.inputs import Inputs, read_inputs
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients, layers_of
 from pipeline.plan.estimate import make_plan
-from pipeline.plan.phases import Pass, committed_bytes, evaluate_seconds, layers_per_commit, phase_seconds
-from pipeline.plan.rates import Rates, measured_rates, rates_of
+from pipeline.plan.phases import (
+    WORKERS_SECONDS,
+    Pass,
+    committed_bytes,
+    evaluate_seconds,
+    layers_per_commit,
+    phase_seconds,
+)
+from pipeline.plan.probe import LayerShape, measured_rates
+from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.work import HELD_OUT, layer_work, scoring_flops
 from pipeline.samples import gradient_samples
-from workers.cluster import connect, probe_worker
+from workers.cluster import connect, probe_workers
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
         tasks, remarks = claim_tasks(build_methods(manifest), geometry), []
         source_bytes = geometry.model_numbers() * dtype.itemsize
     plan = make_plan(manifest, geometry, tasks, dtype.itemsize, source_bytes)
-    rates = asked_rates(manifest, dtype, asked)
+    rates = asked_rates(manifest, geometry, dtype, asked)
     tokens = gradient_tokens(manifest, geometry, tasks)
     kept = plan.expected_numbers / plan.dense_numbers
     work = layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept)
@@ -69,14 +77,15 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
 
 
 def scoring_seconds(inputs: Inputs | None, rates: Rates, workers: int) -> dict[str, float]:
-    """The phase of evaluation, where the text is here to be counted. Raises InputError about it."""
+    """The phase of evaluation, its workers' start included, where the text is here to be counted. Raises InputError
+    about it."""
     tokens = evaluation_tokens(inputs) if inputs else None
     if inputs is None or tokens is None:
         return {}
     perplexity = inputs.manifest.evaluation.perplexity
     models = 1 + (perplexity is not None and perplexity.dense)
     flops = models * tokens.numel() * scoring_flops(inputs.geometry, tokens.shape[-1])
-    return {"evaluate": evaluate_seconds(flops, rates, workers)}
+    return {"evaluate": models * WORKERS_SECONDS + evaluate_seconds(flops, rates, workers)}
 
 
 def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
@@ -90,9 +99,9 @@ def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
     return geometry_of(standard_config(config), 8 * dtype.itemsize), dtype
 
 
-def asked_rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:
+def asked_rates(manifest: Manifest, geometry: Geometry, dtype: torch.dtype, asked: Asked) -> Rates:
     """From where they are asked for. Raises InputError."""
-    workers = manifest.workers
+    workers, shape = manifest.workers, LayerShape.of(geometry, manifest)
     if asked.gpu is not None:
         try:
             return rates_of(asked.gpu)
@@ -100,12 +109,12 @@ def asked_rates(manifest: Manifest, dtype: torch.dtype, asked: Asked) -> Rates:
             raise InputError(f"--gpu: {error}") from error
     if asked.probe:
         connect(asked.address, workers, asked.connect_timeout_s, threading.Event().is_set)
-        return probe_worker(workers, dtype)
-    measured = measured_rates(torch.device("cpu"), dtype, workers.cpus, workers.max)
+        return probe_workers(workers, dtype, shape)
+    measured = measured_rates(torch.device("cpu"), dtype, workers.cpus, workers.max, shape)
     if asked.tflops is None:
         return measured
     rate = asked.tflops * 1e12
-    return replace(measured, products=rate, single=rate, double=rate)
+    return replace(measured, products=rate, single=rate, double=rate, eigen=rate)
 
 
 def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:

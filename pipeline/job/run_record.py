@@ -11,7 +11,7 @@ from typing import Any
 
 from manifests.errors import InUseError, LaminaError
 from pipeline.console.endings import Ending, ending_of
-from pipeline.console.progress import close_log, open_log
+from pipeline.console.log_files import close_log, open_log
 from pipeline.job.context import JobContext
 from stores.run_directory import ENDED
 
@@ -22,7 +22,7 @@ LOG = logging.getLogger("lamina")
 @contextmanager
 def recorded(job: JobContext) -> Iterator[None]:
     """Opens the log of this run; enters how the block ended, unless RUN_DIR has become another's meanwhile."""
-    log = open_log(job.run_dir.logs)
+    log = open_log(job.run_dir.logs, job.name, lambda: job.observer.state)
     job.observer.say(f"log: {log}")
     try:
         yield

@@ -18,15 +18,18 @@ SUFFIX = ".units.jsonl"
 
 
 class Traced(Protocol):
-    """A pool that tells of every unit that is done: `unit`, `kind`, `worker`, `ended` (Unix time by the driver's
-    clock), `seconds`, `compute_seconds`, `peak_bytes`, `tokens`, `error`."""
+    """A pool that tells of every unit that is done: `unit`, `kind`, `layer`, `shard`, `worker`, `ended` (Unix time by
+    the driver's clock), `seconds`, `compute_seconds`, `peak_bytes`, `tokens`, `error`."""
 
     trace: Callable[[dict[str, Any]], None]
 
 
 @contextmanager
-def units_logged(pool: Traced, logs: Place) -> Iterator[None]:
-    """Within it, a file of its own in `logs` takes a line for each unit. What cannot be written ends no job."""
+def units_logged(pool: Traced, logs: Place, run: str) -> Iterator[None]:
+    """Within it, a file of its own in `logs` takes a line for each unit. What cannot be written ends no job.
+
+    `run`: what the job is called there.
+    """
     storage, name = open_storage(logs), f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{SUFFIX}"
     path = storage.at(name)
     try:
@@ -38,7 +41,7 @@ def units_logged(pool: Traced, logs: Place) -> Iterator[None]:
 
     def write(line: dict[str, Any]) -> None:
         try:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({"run": run, **line}) + "\n")
         except (OSError, StorageError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             LOG.warning("units are not logged any more: %s: %s", path, reason)

@@ -18,7 +18,7 @@ from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
-from pipeline.methods.rounded_size import bytes_of_keep, keep_of_bytes, saved_outside, scope_numbers
+from pipeline.methods.rounded_size import bytes_of_keep, keep_of_bytes, numbers_of_bytes, saved_outside, scope_numbers
 from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers, tied
 from pipeline.ranks.curves import from_columns
@@ -136,7 +136,8 @@ def allocate_ranks(
         if manifest.quantize is not None and manifest.quantize.bits == "auto" and scores.curves is not None:
             saved = saved_outside(manifest, geometry)
             return Budget("budget.bytes", budget.bytes, total, untouched - saved + own_numbers)
-        return Budget("budget.bytes, as keep", keep_of_bytes(manifest, geometry), total, untouched + own_numbers)
+        whole, taken = numbers_of_bytes(manifest, geometry)
+        return Budget("budget.bytes", budget.bytes, whole, taken + untouched + own_numbers)
 
     if manifest.budget is not None and manifest.budget.bytes and all(entry.fixed for entry in entries):
         _check_bytes(manifest, geometry, entries)

@@ -46,9 +46,17 @@ def keep_of_bytes(manifest: Manifest, geometry: Geometry) -> float:
     """The share of numbers, at most 1, that takes no more than `budget.bytes` of the bytes once it is rounded."""
     assert manifest.budget is not None
     assert manifest.budget.bytes is not None
+    whole, taken = numbers_of_bytes(manifest, geometry)
+    return min(1.0, max(0.0, manifest.budget.bytes * whole - taken) / scope_numbers(geometry, manifest.budget.scope))
+
+
+def numbers_of_bytes(manifest: Manifest, geometry: Geometry) -> tuple[float, float]:
+    """How many numbers all of the dense bytes would hold once they are rounded, and how many of these are taken by what
+    keeps the dtype, beyond its own, and by what lies beside codes."""
+    assert manifest.budget is not None
     share, total = _share(manifest, geometry), scope_numbers(geometry, manifest.budget.scope)
-    left = manifest.budget.bytes * total - _unrounded(manifest, geometry, total) * (1.0 - share)
-    return min(1.0, max(0.0, left - _beside(manifest, geometry)) / share / total)
+    taken = _unrounded(manifest, geometry, total) * (1.0 - share) + _beside(manifest, geometry)
+    return total / share, taken / share
 
 
 def bytes_of_keep(manifest: Manifest, geometry: Geometry, keep: float) -> float:

@@ -11,6 +11,7 @@ from pipeline.plan.rounding_work import round_seconds
 from pipeline.plan.work import LayerWork, SolveWork
 
 START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
+WORKERS_SECONDS = 6.0  # of these, the workers': again for each model that is evaluated
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
@@ -72,7 +73,9 @@ def statistics_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
 
 def solve_seconds(solve: SolveWork, rates: Rates) -> float:
     """One task on one worker."""
-    return solve.flops / rates.double + solve.sample_flops / rates.products + solve.steps * rates.step_s
+    products = solve.flops - solve.eigen_flops
+    seconds = products / rates.double + solve.eigen_flops / rates.eigen
+    return seconds + solve.sample_flops / rates.products + solve.steps * rates.step_s
 
 
 def read_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -164,6 +167,8 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["round"] = _spread([round_seconds(task, rates) for task in work.rounding], way.workers)
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
+    if work.compare_flops:
+        found["compare"] = layers * compare_seconds(work, rates, way)
     if any(work.held_out_flops):
         dense, packed = (flops / rates.single * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops)
         written = 0.0 if way.cached else work.written_bytes / rates.disk
@@ -181,6 +186,12 @@ def reread_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     """What a task of a dense pass waits for its moments, which the workers of a node read at once."""
     rate = rates.link if way.cached else rates.disk / min(way.workers, rates.workers_per_node)
     return work.moment_bytes / max(1, len(work.solves)) / rate
+
+
+def compare_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """A layer of both models on one worker, which reads the dense one ahead."""
+    rate = rates.link if way.cached else rates.disk
+    return max(work.weight_bytes / rate, work.written_bytes / rate + work.compare_flops / rates.single)
 
 
 def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:

@@ -1,16 +1,10 @@
-"""What a worker and its node do in a second: the table of GPUs, and this machine measured."""
+"""What a worker and its node do in a second: the table of GPUs. `probe.py` measures."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 TERA, GIGA = 1e12, 1e9
-PROBE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -18,9 +12,10 @@ class Rates:
     """Operations and bytes a second.
 
     Attributes:
-        products: floating-point operations in products of the checkpoint's dtype.
+        products: floating-point operations in products of the checkpoint's dtype, in a layer's forward pass.
         single: of them in float32, which tensor cores may round (`workers.device_settings.tensor_cores`).
         double: of them in float64.
+        eigen: of them in eigenproblems, of 10 n³.
         memory: bytes that a worker's device memory moves, as far as elementwise kernels get.
         link: bytes between host and device, pinned; of a CPU, to which there is no link, as `memory`.
         network: bytes that leave a node.
@@ -33,6 +28,7 @@ class Rates:
     products: float
     single: float
     double: float
+    eigen: float
     memory: float
     link: float
     network: float
@@ -50,6 +46,7 @@ _H200 = Rates(
     products=500 * TERA,
     single=250 * TERA,
     double=60 * TERA,
+    eigen=60 * TERA,
     memory=0.7 * 4.8 * TERA,
     link=40 * GIGA,
     network=25 * GIGA,
@@ -63,6 +60,7 @@ NOMINAL_CPU = Rates(
     products=50 * GIGA,
     single=50 * GIGA,
     double=25 * GIGA,
+    eigen=10 * GIGA,
     memory=5 * GIGA,
     link=5 * GIGA,
     network=1.25 * GIGA,
@@ -79,6 +77,7 @@ GPUS: dict[str, Rates] = {
         products=160 * TERA,
         single=80 * TERA,
         double=15 * TERA,
+        eigen=15 * TERA,
         memory=0.7 * 2.0 * TERA,
         link=20 * GIGA,
         device_bytes=80 * GIGA,
@@ -97,60 +96,3 @@ def rates_of(gpu: str) -> Rates:
 def known_rates(device: str) -> Rates:
     """Of a GPU by its whole name, or those of a core: to compare the phases of one job."""
     return GPUS.get(device, NOMINAL_CPU)
-
-
-def measured_rates(device: torch.device, dtype: torch.dtype, threads: int, workers_per_node: int = 1) -> Rates:
-    """Of this process: products, float64 and memory, a fraction of a second each; network and disk are assumed.
-
-    On a CPU there is no link to cross: copies go at memory's rate.
-    """
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads if device.type == "cpu" else before)
-    try:
-        return _measured(device, dtype, workers_per_node)
-    finally:
-        torch.set_num_threads(before)
-
-
-def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int) -> Rates:
-    import torch
-
-    size = 4096 if device.type == "cuda" else 512
-    products, single, double = (_product_rate(device, kind, size) for kind in (dtype, torch.float32, torch.float64))
-    source = torch.zeros(32 * size * 512, dtype=torch.uint8, device=device)
-    copies, seconds = _repeated(lambda: source.clone(), device)
-    memory = 2 * source.numel() * copies / seconds
-    link = memory
-    if device.type == "cuda":
-        pinned = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
-        copies, seconds = _repeated(lambda: source.copy_(pinned, non_blocking=True), device)
-        link = source.numel() * copies / seconds
-    step_s = 1e-4 if device.type == "cuda" else 5e-5
-    return Rates(products, single, double, memory, link, 1.25 * GIGA, 1 * GIGA, step_s, workers_per_node)
-
-
-def _product_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    import torch
-
-    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    count, seconds = _repeated(lambda: left @ right, device)
-    return count * 2 * size**3 / seconds
-
-
-def _repeated(call: object, device: torch.device) -> tuple[int, float]:
-    import torch
-
-    assert callable(call)
-    call()  # the first one loads libraries
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started, count = time.perf_counter(), 0
-    while True:
-        call()
-        count += 1
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if (seconds := time.perf_counter() - started) >= PROBE_SECONDS:
-            return count, seconds

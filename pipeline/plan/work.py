@@ -29,6 +29,7 @@ REMOVED_SHARE = 0.25  # of an MLP's channels, where ranks are not known yet
 EIGEN_FLOPS = 10.0  # times n³
 BACK, BACK_AGAIN = 3, 3 + 7  # forward passes that a backward pass costs; with a second: once forth, and two blocks
 WALKED, WALKED_SHORT = 4, 4  # layers that a walk of corrections goes through, to the end and to their attention's
+COMPARED_TOKENS = 128  # that both models go through side by side, as `verify` does again
 HELD_OUT = 10  # one window held out for so many samples
 WIDTH_FLOPS, BASE_FLOPS = 52.0, 46.0  # times D³: what a width of an MLP takes, or a basis of values, with its losses
 BASES = 16  # ranks of the value basis that are compared at most
@@ -39,7 +40,8 @@ FIT_TOKENS = 2  # for each channel that is fitted, at least
 
 @dataclass(frozen=True)
 class SolveWork:
-    """One task: float64 operations, those on a sample in the checkpoint's dtype, removals that wait for one another.
+    """One task: float64 operations, of them those of eigenproblems, those on a sample in the checkpoint's dtype, and
+    removals that wait for one another.
 
     Of a curve: `pieces` into which it may be cut, and of the above what is done before (`begun`, None: it is not cut).
     """
@@ -50,6 +52,7 @@ class SolveWork:
     sample_flops: float = 0.0
     pieces: int = 1
     begun: SolveWork | None = None
+    eigen_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class LayerWork:
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
         held_out_flops: of the dense model, and of the compressed one, on what is held out, in float32 on tensor cores.
         rounding: of every task of the job that is rounded, those of all layers and what is outside of them.
+        compare_flops: of what `verify` measures again: a layer, and what became of it on both models' hidden states, in
+            float32.
     """
 
     weight_bytes: int
@@ -88,6 +93,7 @@ class LayerWork:
     correction_flops: float = 0.0
     held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
+    compare_flops: float = 0.0
 
 
 def layer_work(
@@ -160,6 +166,7 @@ def layer_work(
         if pairs
         else 0.0,
         rounding=rounding,
+        compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
         held_out_flops=(held_out * forward, held_out * packed),
     )
 
@@ -281,5 +288,6 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
             removing = _elimination(task.name, geometry, REMOVED_SHARE, energy)
             found = replace(found, flops=found.flops + removing.flops, steps=found.steps + removing.steps)
         elif not moment.diagonal:
-            found = replace(found, flops=found.flops + EIGEN_FLOPS * moment.groups * width**3)
+            eigen = EIGEN_FLOPS * moment.groups * width**3
+            found = replace(found, flops=found.flops + eigen, eigen_flops=found.eigen_flops + eigen)
     return found

@@ -64,7 +64,7 @@ class Budget:
 
     field: str
     keep: float
-    total: int
+    total: float
     taken: float
 
     @property

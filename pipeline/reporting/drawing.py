@@ -87,6 +87,13 @@ def by_layer(axes: Axes, layers: int, label: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
+def legend_below(axes: Axes, columns: int) -> None:
+    """A legend below everything, for which room is made."""
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.legend(loc="outside lower center", ncols=columns)
+
+
 def _inline(svg: str, name: str) -> str:
     """Without what belongs to a file, with the page's colours and identifiers of its own."""
     element = svg[svg.index("<svg") :]

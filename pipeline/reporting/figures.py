@@ -10,7 +10,19 @@ from matplotlib.lines import Line2D
 from manifests.records import Curve
 from pipeline.methods.method import read_task_key, task_key
 from pipeline.methods.registry import build_methods
-from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, MUTED, SERIES, Plot, by_layer, depth_colour, draw
+from pipeline.reporting.drawing import (
+    DASHES,
+    GRID,
+    INK,
+    MARKERS,
+    MUTED,
+    SERIES,
+    Plot,
+    by_layer,
+    depth_colour,
+    draw,
+    legend_below,
+)
 from pipeline.reporting.reading import Run
 from pipeline.reporting.time_figures import time_plots
 
@@ -83,7 +95,7 @@ def _stored(run: Run) -> Plot | None:
         axes.axhline(run.plan.layer_bytes / mebi, color=INK, linestyle="--", linewidth=1.0, label="dense")
         by_layer(axes, run.geometry.num_layers, "MiB")
         axes.set_title("stored bytes")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=4)
+        legend_below(axes, 4)
 
     told = "Bytes that each compressed layer stores, by group; the dashed line is a layer of the source."
     return Plot("ranks", draw("stored", plot, height_inches=3.1), told)
@@ -155,7 +167,7 @@ def _predicted_loss(run: Run) -> Plot | None:
             below = [under + loss[layer] for under, layer in zip(below, layers, strict=True)]
         by_layer(axes, run.geometry.num_layers, "nats per token")
         axes.set_title("predicted loss by layer")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=4)
+        legend_below(axes, 4)
 
     told = "Predicted loss of what was chosen, by layer and group: where the budget was taken from."
     return Plot("curves", draw("predicted-loss", plot, height_inches=3.1), told)
@@ -198,7 +210,7 @@ def _lines(run: Run, name: str, label: str, found: Mapping[str, Mapping[int, flo
         axes.set_yscale("log")
         by_layer(axes, run.geometry.num_layers, label)
         axes.set_title(label)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
+        legend_below(axes, 3)
 
     return draw(name, plot, height_inches=3.1)
 

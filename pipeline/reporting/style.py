@@ -60,5 +60,8 @@ summary {{ cursor: pointer; color: var(--muted); }}
   .plots {{ grid-template-columns: 1fr 1fr; }}
   .wide, pre {{ overflow: visible; }}
   pre {{ white-space: pre-wrap; }}
+  table {{ font-size: .68rem; }}
+  th, td {{ padding-right: .5rem; overflow-wrap: anywhere; }}
+  td:first-child {{ white-space: normal; }}
 }}
 """

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from matplotlib.axes import Axes
 
-from pipeline.reporting.drawing import DASHES, INK, MARKERS, MUTED, SERIES, Plot, draw
+from pipeline.reporting.drawing import DASHES, INK, MARKERS, MUTED, SERIES, Plot, draw, legend_below
 from pipeline.reporting.reading import Run
 from pipeline.units import BesideUnit
 
@@ -19,7 +19,16 @@ COMMITTED = {
     "statistics": "statistics",
     "layer": "compressed",
 }
+ASIDE = "beside"
 BESIDE = {unit.__name__.lower() for unit in get_args(BesideUnit)}  # kinds that a worker's second thread does
+WORK = {  # what units of a kind are drawn as: a colour for each
+    **dict.fromkeys(("forward", "pair", "backward"), "passes"),
+    **dict.fromkeys(("choosegrids", "collect", "reduce"), "sums"),
+    **dict.fromkeys(("measure", "begincurve", "curvepieces", "predict"), "curves"),
+    "solve": "solves",
+    **dict.fromkeys(("windowforward", "score", "compare"), "scores"),
+    **dict.fromkeys(BESIDE, ASIDE),
+}
 MINUTE_S, HOUR_S = 60.0, 3600.0
 BINS = 80
 SHOWN_WORKERS = 32
@@ -54,7 +63,7 @@ def _commits(run: Run) -> Plot | None:
         axes.set_xlabel(f"{name} since the first commit")
         axes.set_ylabel("layers")
         axes.set_title("layers committed")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
+        legend_below(axes, 3)
 
     told = "When each layer was committed, the last time it was: a flat stretch is a wait or an interruption."
     return Plot("time", draw("commits", plot, height_inches=3.1), told)
@@ -84,28 +93,29 @@ def _timeline(run: Run) -> Plot | None:
     start, span = _span(run.units)
     unit, name = _time_unit(span)
     workers = sorted({line["worker"] for line in run.units})[:SHOWN_WORKERS]
-    kinds = sorted({line["kind"] for line in run.units})
+    units = [{**line, "kind": WORK.get(line["kind"], line["kind"])} for line in run.units]
+    kinds = dict.fromkeys([*WORK.values(), *sorted(line["kind"] for line in units)])
 
     def plot(axes: Axes) -> None:
         for kind_place, kind in enumerate(kinds):
             for place, worker in enumerate(workers):
-                bars = joined_bars(run.units, worker, kind, start, span * JOINED)
+                bars = joined_bars(units, worker, kind, start, span * JOINED)
                 drawn = [(begin / unit, length / unit) for begin, length in bars]
-                label = kind if place == 0 else None
-                row = (place + 0.15, 0.25) if kind in BESIDE else (place - 0.4, 0.8)
+                label = kind if place == 0 and any(line["kind"] == kind for line in units) else None
+                row = (place + 0.15, 0.25) if kind == ASIDE else (place - 0.4, 0.8)
                 axes.broken_barh(drawn, row, color=SERIES[kind_place % len(SERIES)], label=label)
         axes.set_yticks(range(len(workers)), workers)
         axes.set_ylim(len(workers) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(f"{name} since the first unit of the last run")
         axes.set_title("workers")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=4)
+        legend_below(axes, 4)
 
     busy = sum(line["seconds"] for line in run.units if line["kind"] not in BESIDE)
     idle = 1 - busy / (span * len({line["worker"] for line in run.units}) or 1)
     share = f"{max(0.0, idle):.0%} of the time from first to last unit"
-    told = f"What each worker did, narrow bars beside the others; a gap is idle time ({share})."
-    return Plot("time", draw("timeline", plot, height_inches=1.5 + 0.2 * len(workers)), told)
+    told = f"What each worker did, narrow what it added and wrote beside; a gap is idle time ({share})."
+    return Plot("time", draw("timeline", plot, height_inches=1.6 + 0.2 * len(workers)), told)
 
 
 def joined_bars(

@@ -25,6 +25,7 @@ def rounded_tasks(tasks: Sequence[Task], manifest: Manifest, geometry: Geometry)
     assert manifest.quantize is not None
     _refuse_methods(manifest)
     _check_multiples(manifest, manifest.quantize.group)
+    _check_value_ranks(manifest, geometry)
     _check_ends(manifest.quantize, geometry)
     _check_groups(manifest.quantize, geometry)
     return tuple(with_moments(task, manifest) for task in tasks)
@@ -61,7 +62,7 @@ def _check_multiples(manifest: Manifest, group: int | None) -> None:
 
 
 def _check_ranks(position: int, entry: MethodEntry, group: int | None) -> None:
-    """Of ranks given outright. Value heads lie side by side in what o reads, so that theirs are checked when solved."""
+    """Of ranks given outright, but those of value heads."""
     given = getattr(entry, "ranks", None)
     for name, rank in given.model_dump().items() if given is not None else ():
         if group and rank and math.gcd(rank, group) < LEAST_GROUP and name != "value":
@@ -69,6 +70,24 @@ def _check_ranks(position: int, entry: MethodEntry, group: int | None) -> None:
                 f"methods.{position}.ranks.{name}: groups of {group} (quantize.group) have less than {LEAST_GROUP} in "
                 f"common with {rank}; give a multiple of it, or `keep`, whose ranks are multiples of {group}"
             )
+
+
+def _check_value_ranks(manifest: Manifest, geometry: Geometry) -> None:
+    """Of ranks given outright: value heads lie side by side in what o reads."""
+    quantize = manifest.quantize
+    assert quantize is not None
+    for position, entry in enumerate(manifest.methods):
+        rank, group = getattr(getattr(entry, "ranks", None), "value", None), quantize.group
+        if not rank or not group or "o" in quantize.skip:
+            continue
+        for layer in geometry.layers:
+            read = layer.heads * rank
+            if rank < layer.head_dim and math.gcd(read, group) < LEAST_GROUP:
+                raise InputError(
+                    f"methods.{position}.ranks.value: {layer.heads} heads of {rank} are {read} numbers that o reads, "
+                    f"and groups of {group} (quantize.group) have less than {LEAST_GROUP} in common with them; give a "
+                    f"multiple of {LEAST_GROUP // math.gcd(layer.heads, LEAST_GROUP)}, or skip: [o]"
+                )
 
 
 def _check_ends(quantize: Quantize, geometry: Geometry) -> None:
@@ -105,10 +124,14 @@ def _odd_widths(quantize: Quantize, geometry: Geometry) -> list[tuple[str, int]]
     return [(role, width) for role, width in widths if quantize.group and width % quantize.group]
 
 
-def rounding_remarks(quantize: Quantize, geometry: Geometry) -> tuple[str, ...]:
+def rounding_remarks(manifest: Manifest, geometry: Geometry) -> tuple[str, ...]:
     """What is not as the manifest asks, and what will be instead."""
+    quantize = manifest.quantize
+    if quantize is None:
+        return ()
     group = quantize.group or 1
-    return tuple(
+    unfed = quantize.feedback is None and not manifest.rounds_by_feedback
+    return (("quantize: without calibration every number goes to the nearest code",) if unfed else ()) + tuple(
         f"quantize.group: {group} does not divide the {width} numbers that {role} reads; its groups, where it stays "
         f"that wide, are of {math.gcd(width, group)}, which not every engine's kernels take"
         for role, width in _odd_widths(quantize, geometry)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from manifests.sweep import Point, Sweep
-from pipeline.console.outlook import Outlook
+from pipeline.console.outlook import Ahead, Outlook
 from pipeline.job.calibration import evaluation_tokens
 from pipeline.job.context import JobContext
 from pipeline.job.inputs import Inputs
@@ -27,7 +27,7 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[
     """As JSON: the plan of what all points share, seconds by phase, and `points`. Raises InputError."""
     swept = read_points(points, weights=False)
     shared = shared_inputs(swept, sweep.output)
-    rates = asked_rates(shared.manifest, shared.dtype, asked)
+    rates = asked_rates(shared.manifest, shared.geometry, shared.dtype, asked)
     tokens = evaluation_tokens(shared)
     whole = _seconds(shared, tokens, rates)
     phases = {name: whole[name] for name in SHARED if name in whole}
@@ -36,7 +36,7 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[
     for point in swept:
         seconds = _seconds(point.inputs, tokens, rates)
         own = {"solve": seconds["solve"], "score": _scoring(seconds)}
-        own["assemble"] = seconds["assemble"] if point.point.save else 0.0
+        own["assemble"] = seconds["assemble"] + seconds.get("compare", 0.0) if point.point.save else 0.0
         rows.append(_row(point, sum(own.values())))
         if point.curves_digest not in curved:  # of the same methods they are taken once
             own["curves"] = seconds.get("curves", 0.0)
@@ -58,20 +58,21 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[
 def sweep_outlook(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Outlook:
     """What is ahead of a sweep in which these points are missing; `job`: what they share."""
     whole = _seconds(job.inputs, job.evaluation, rates)
-    planned: list[tuple[str, float]] = [(name, whole[name]) for name in ("statistics", "gradient") if name in whole]
-    planned += [("score evaluation-dense", whole["evaluate"])] if "evaluate" in whole else []
+    names = ("start", "statistics", "gradient")
+    planned = [Ahead(name, whole[name]) for name in names if name in whole]
+    planned += [Ahead("score evaluation-dense", whole["evaluate"])] if "evaluate" in whole else []
     curved = set()
     for place, point in enumerate(pending):
-        seconds = _seconds(point.inputs, job.evaluation, rates)
+        seconds, series = _seconds(point.inputs, job.evaluation, rates), point.point.series
         if point.curves_digest not in curved and "curves" in seconds:
-            planned.append(("curves", seconds["curves"]))
+            planned.append(Ahead("curves", seconds["curves"], series))
         curved.add(point.curves_digest)
-        planned.append(("compress", seconds["solve"]))
+        planned.append(Ahead("compress", seconds["solve"], series))
         if job.held_out is not None:
             of_model = seconds.get("held-out", 0.0) / 2
-            planned += [(f"score {name}", of_model) for name in ("held-out-dense", "held-out")[place > 0 :]]
-        planned += [("score evaluation", seconds["evaluate"])] if "evaluate" in seconds else []
-        planned += [("assemble", seconds["assemble"])] if point.point.save else []
+            planned += [Ahead(f"score {name}", of_model) for name in ("held-out-dense", "held-out")[place > 0 :]]
+        planned += [Ahead("score evaluation", seconds["evaluate"])] if "evaluate" in seconds else []
+        planned += [Ahead("assemble", seconds["assemble"])] if point.point.save else []
     return Outlook(planned, job.inputs.geometry.num_layers)
 
 

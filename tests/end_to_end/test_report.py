@@ -6,9 +6,7 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
-from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from stores.ledger import Ledger
 from stores.run_directory import RunDirectory
 from tests.end_to_end.jobs import Job, command
 from tests.end_to_end.report_page import Page
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def report(job: Job) -> Page:
@@ -183,6 +179,9 @@ def test_what_the_workers_did(done: Job) -> None:
     kinds = {line["kind"] for line in lines}
     assert kinds >= {"forward", "collect", "checkgrids", "solve", "write"}
     assert len({line["unit"] for line in lines if line["kind"] == "solve"}) == 6
+    assert {line["layer"] for line in lines if line["kind"] in ("forward", "solve", "write")} == {0, 1, 2}
+    assert {line["shard"] for line in lines if line["kind"] == "forward"} == {0, 1, 2}
+    assert {line["run"] for line in lines} == {done.run_dir.name}
     assert all(line["seconds"] >= 0 and line["compute_seconds"] <= line["seconds"] * 1.01 + 1e-3 for line in lines)
     held_out = 2 * (3 + 3) * 24  # two windows through the dense and the compressed layers
     assert sum(line["tokens"] for line in lines) == (3 + 3 + 2) * 12 * 24 + held_out
@@ -228,62 +227,3 @@ def test_output_and_wrong_input(done: Job, tmp_path: Path) -> None:
     assert Page(elsewhere.read_text())
     assert command("report", str(tmp_path)).code == 2
     assert command("report", str(done.run_dir), "--output", str(tmp_path / "none" / "x.html")).code == 1
-
-
-LOOK = """
-const page = document.querySelector("iframe").contentDocument, view = page.defaultView;
-const colour = (element, what) => view.getComputedStyle(element)[what];
-document.getElementById("seen").textContent = JSON.stringify({
-  wide: page.documentElement.scrollWidth, given: view.innerWidth,
-  plots: [...page.querySelectorAll("svg")].map(plot => plot.getBoundingClientRect().width),
-  paper: colour(page.body, "backgroundColor"), ink: colour(page.body, "color"),
-  texts: [...page.querySelectorAll("svg text, figcaption, th, dt, .state")].map(
-    text => colour(text, text instanceof view.SVGElement ? "fill" : "color")),
-});
-"""
-
-
-@pytest.fixture
-def look(tmp_path: Path) -> Callable[[str, int, str], Any]:
-    """What a browser makes of a page at a width, in a colour scheme."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium to look with: apt-get install chromium")
-
-    def seen(content: str, width: int, scheme: str) -> Any:
-        frame = f'<iframe srcdoc="{escape(content)}" width="{width}" height="4000" style="border: 0"></iframe>'
-        script = f"<script>onload = () => {{{LOOK}}}</script>"
-        (tmp_path / "look.html").write_text(f"<!doctype html><body>{frame}<pre id=seen></pre>{script}</body>")
-        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-        options += [f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}", "--dump-dom"]
-        command = [str(CHROMIUM), *options, f"file://{tmp_path / 'look.html'}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return json.loads(unescape(done.stdout.partition('<pre id="seen">')[2].partition("</pre>")[0]))
-
-    return seen
-
-
-def test_in_a_browser(done: Job, look: Callable[[str, int, str], Any]) -> None:
-    """Nothing scrolls sideways but a table in its place, plots fill theirs, all text stands out from the paper."""
-    content = report(done).content
-    papers = set()
-    for width, scheme in ((360, "light"), (360, "dark"), (1280, "light"), (1280, "dark")):
-        seen = look(content, width, scheme)
-        assert seen["given"] == width
-        assert seen["wide"] <= width
-        assert all(280 <= plot <= 544 for plot in seen["plots"])
-        assert contrast(seen["ink"], seen["paper"]) > 7
-        assert min(contrast(text, seen["paper"]) for text in seen["texts"]) > 4.5
-        papers.add(seen["paper"])
-    assert len(papers) == 2
-
-
-def contrast(one: str, other: str) -> float:
-    """Of two colours `rgb(R, G, B)`: 1 to 21, as WCAG 2 counts it."""
-
-    def luminance(colour: str) -> float:
-        shares = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shares)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)

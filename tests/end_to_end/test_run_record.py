@@ -55,6 +55,11 @@ def test_failed(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["error"] == "layer 1: tensor x.weight holds NaN"
     assert record["where"].startswith("phase ")
     assert "wrong input: layer 1" in Path(record["log"]).read_text()
+    lines = [json.loads(line) for line in Path(record["log"]).with_suffix(".jsonl").read_text().splitlines()]
+    assert len(lines) == len(Path(record["log"]).read_text().splitlines())
+    assert (lines[-1]["level"], lines[-1]["run"], lines[-1]["phase"]) == ("ERROR", "run", "walk")
+    assert lines[-1]["message"].endswith("layer 1: tensor x.weight holds NaN")
+    assert {line["layer"] for line in lines if line["phase"] == "importance"} == {None, 0, 1, 2}
     state = status(made)
     assert (state["state"], state["last_run"]["exit_code"]) == ("failed", 2)
     shown = command("status", str(made.run_dir)).out

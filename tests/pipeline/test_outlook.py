@@ -7,11 +7,16 @@ import time
 
 import pytest
 
-from pipeline.console.outlook import Outlook
+from pipeline.console.outlook import Ahead, Outlook
 from pipeline.console.progress import JobObserver
 from pipeline.units import Forward, ForwardDone
 
-PLANNED = (("statistics", 10.0), ("compress", 20.0), ("assemble", 5.0), ("evaluate", 4.0), ("evaluate", 4.0))
+
+def ahead(*phases: tuple[str, float]) -> list[Ahead]:
+    return [Ahead(*phase) for phase in phases]
+
+
+PLANNED = ahead(("statistics", 10.0), ("compress", 20.0), ("assemble", 5.0), ("evaluate", 4.0), ("evaluate", 4.0))
 
 
 def test_the_rest_of_the_phase_and_all_later_ones_at_the_pace_of_those_before() -> None:
@@ -26,26 +31,39 @@ def test_the_rest_of_the_phase_and_all_later_ones_at_the_pace_of_those_before() 
     outlook.begin("assemble")
     outlook.end(10.0)
     outlook.begin("evaluate", 8)
-    assert outlook.left(4.0, 0.5) == pytest.approx(4.0 + 2 * 4.0)
-    outlook.end(8.0)
+    # Of the other half, half by what this one took and half at the pace of the statistics; the last, at that of both.
+    assert outlook.left(4.0, 0.5) == pytest.approx(0.5 * 4.0 + 0.5 * 4.0 + 24.0 / 12.0 * 4.0)
+    outlook.end(10.0)
     outlook.begin("evaluate", 8)
-    assert outlook.left(6.0, 0.75) == pytest.approx(2.0)
+    assert outlook.left(6.0, 0.75) == pytest.approx(0.75 * 2.0 + 0.25 * 30.0 / 14.0)
 
 
-def test_each_kind_of_work_has_a_pace_of_its_own() -> None:
-    """Passes take thrice as long as planned, solves as long; what was not seen yet, as long as both together."""
-    phases = (("importance", 10.0), ("curves", 10.0), ("compress", 20.0), ("gradient", 30.0), ("score held-out", 1.0))
-    outlook = Outlook((*phases, ("evaluate", 100.0)), layers=8)
+def test_solves_have_a_pace_of_their_own() -> None:
+    """Products take thrice as long as planned, solves as long; what was not seen yet, as long as both together."""
+    phases = ahead(("importance", 10.0), ("curves", 10.0), ("compress", 20.0), ("gradient", 30.0), ("other", 7.0))
+    outlook = Outlook(phases, layers=8)
     outlook.begin("importance", 8)
     outlook.end(30.0)
     outlook.begin("curves", 8)
-    assert outlook.left(5.0, 0.5) == pytest.approx(5.0 + 20.0 + 3 * 30.0 + 35.0 / 15.0 * 101.0)
-    outlook.end(10.0)
-    for phase in ("compress", "gradient"):
-        outlook.begin(phase, 8)
-        outlook.end(0.0)
-    outlook.begin("score held-out", 8)
-    assert outlook.left(2.0, 0.5) == pytest.approx(2.0 + 4 * 100.0)
+    assert outlook.left(5.0, 0.5) == pytest.approx(5.0 + 20.0 + 3 * 30.0 + 35.0 / 15.0 * 7.0)
+
+
+def test_methods_are_not_taken_for_each_other() -> None:
+    """Small solves of one take ten times as long as planned: that tells nothing of another's."""
+    phases = [Ahead("score", 10.0), Ahead("compress", 1.0, "svd"), Ahead("compress", 5.0, "flat")]
+    outlook = Outlook([*phases, phases[1]], layers=1)
+    outlook.begin("score")
+    outlook.end(20.0)
+    outlook.begin("compress")
+    assert outlook.left(5.0, 0.5) == pytest.approx(5.0 + 25.0 / 10.5 * 5.0 + 10.0)
+
+
+def test_a_start_tells_of_starts_alone() -> None:
+    outlook = Outlook(ahead(("start", 15.0), ("statistics", 10.0), ("start", 6.0), ("evaluate", 5.0)), layers=8)
+    outlook.begin("start")
+    outlook.end(30.0)
+    outlook.begin("statistics", 8)
+    assert outlook.left(1.0, 0.2) == pytest.approx(4.0 + 12.0 + 2.5)
 
 
 def test_what_an_earlier_run_did_is_not_counted_as_pace() -> None:
@@ -70,11 +88,13 @@ def test_it_is_shown_and_given_to_status(monkeypatch: pytest.MonkeyPatch) -> Non
     shown, clock = io.StringIO(), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     observer = JobObserver(shown)
-    observer.expect(Outlook((("statistics", 1.0), ("compress", 3.0)), layers=2))
+    observer.stage("start")
+    observer.expect(Outlook(ahead(("start", 1.0), ("statistics", 1.0), ("start", 2.0), ("compress", 3.0)), layers=2))
+    clock[0] += 4.0
     with observer:
         observer.phase("statistics", 2, 1)
         clock[0] += 5.0
         observer.unit_done(Forward("dense", 0, 0), ForwardDone({}, None, None, tokens=100))
         observer.layer_done("statistics", 0, {})
-        assert observer.state["seconds_left"] == 5.0 + 30.0
-    assert "20 tokens/s, 5 s left, job 35 s left" in shown.getvalue()
+        assert observer.state["seconds_left"] == 5.0 + 8.0 + 30.0
+    assert "20 tokens/s, 5 s left, job 43 s left" in shown.getvalue()

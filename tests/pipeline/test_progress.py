@@ -31,7 +31,7 @@ def lines(width: int) -> list[str]:
 @pytest.mark.parametrize("width", [80, 160])
 def test_no_line_is_broken_inside_a_word(width: int) -> None:
     shown = lines(width)
-    for word in ("committed", "query_key", "4864,", "1.23e-02;", "tokens/s"):
+    for word in ("committed", "query_key", "4864,", "1.23e-02;", "1/2,", "tokens/s"):
         assert any(word in line for line in shown), word
     assert max(len(line) for line in shown if "━" not in line) <= width
 

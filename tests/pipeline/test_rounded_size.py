@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -87,3 +88,17 @@ def test_a_scale_for_each_row_is_not_counted_ahead() -> None:
         parse_manifest(
             {**manifest(0.5, None, {"method": "flat_llm"}).model_dump(), "budget": {"keep": 0.5, "bytes": 0.5}}
         )
+
+
+def test_what_is_out_of_reach_is_said_in_bytes() -> None:
+    """And the share that it names is reachable, and hardly more than need be."""
+    quantize, method = {"bits": 4, "group": 32}, {"method": "flat_llm"}
+    for share in (0.001, 0.1):
+        job = manifest(share, quantize, method)
+        with pytest.raises(InputError, match=rf"budget\.bytes: {share:g} leaves .* reachable is 0\.\d+ to 1") as raised:
+            allocate_ranks(job, build_methods(job), wide(), Scores({0: 1.0, 1: 1.0}))
+        named = float(re.search(r"reachable is (\S+) to", str(raised.value)).group(1))  # type: ignore[union-attr]
+        enough, short = manifest(named, quantize, method), manifest(named - 0.001, quantize, method)
+        assert allocate_ranks(enough, build_methods(enough), wide(), Scores({0: 1.0, 1: 1.0}))
+        with pytest.raises(InputError):
+            allocate_ranks(short, build_methods(short), wide(), Scores({0: 1.0, 1: 1.0}))

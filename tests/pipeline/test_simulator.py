@@ -18,6 +18,7 @@ RATES = Rates(
     products=100,
     single=50,
     double=10,
+    eigen=10,
     memory=1e9,
     link=50,
     network=20,

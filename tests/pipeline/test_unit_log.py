@@ -14,11 +14,15 @@ from pipeline.job.unit_log import units_logged
 
 def test_a_line_for_each_unit(tmp_path: Path) -> None:
     pool: Any = SimpleNamespace(trace=None)
-    with units_logged(pool, tmp_path):
+    with units_logged(pool, tmp_path, "job"):
         pool.trace({"unit": "solve/1", "seconds": 1.5})
         (path,) = tmp_path.iterdir()
         assert path.name.endswith(".units.jsonl")
-        assert json.loads(path.read_text()) == {"unit": "solve/1", "seconds": 1.5}  # at once: a kill may come
+        assert json.loads(path.read_text()) == {
+            "run": "job",
+            "unit": "solve/1",
+            "seconds": 1.5,
+        }  # at once: a kill may come
         pool.trace({"unit": "solve/2"})
     assert [json.loads(line)["unit"] for line in path.read_text().splitlines()] == ["solve/1", "solve/2"]
     pool.trace({"unit": "solve/3"})
@@ -28,7 +32,7 @@ def test_a_line_for_each_unit(tmp_path: Path) -> None:
 def test_what_cannot_be_opened_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pool: Any = SimpleNamespace(trace=lambda _: None)
     reached = False
-    with units_logged(pool, tmp_path / "none"):
+    with units_logged(pool, tmp_path / "none", "job"):
         pool.trace({"unit": "solve/1"})
         reached = True
     assert reached
@@ -42,7 +46,7 @@ def test_a_full_disk_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     pool: Any = SimpleNamespace(trace=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.open", lambda *_, opened=open, **options: opened(full, "w", **options))
-        with units_logged(pool, tmp_path):
+        with units_logged(pool, tmp_path, "job"):
             pool.trace({"unit": "solve/1"})
             pool.trace({"unit": "solve/2"})
     assert caplog.text.count("units are not logged any more") == 1

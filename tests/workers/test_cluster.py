@@ -11,15 +11,19 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+import torch
 from ray._private import ray_constants
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
+from pipeline.plan.probe import LayerShape
+from pipeline.plan.rates import NOMINAL_CPU, Rates
 from workers import cluster
 from workers.cluster import autoscales, await_cluster, connect, declared_memory, why_unplaceable
 
@@ -205,3 +209,57 @@ def test_the_autoscaler_s_report(mapping: dict[str, str], found: bool, monkeypat
     assert autoscales()
     monkeypatch.setattr(cluster, "_internal_kv_get", lambda _: None)
     assert not autoscales()
+
+
+class Probed:
+    """Ray as far as probing goes: two nodes take actors in turn; a class decorated is made here."""
+
+    def __init__(self, **free: float) -> None:
+        self.free = free
+        self.made: list[Any] = []
+        self.node = 0
+
+    def available_resources(self) -> dict[str, float]:
+        return self.free
+
+    def get_runtime_context(self) -> SimpleNamespace:
+        return SimpleNamespace(get_node_id=lambda: f"node {self.node}")
+
+    def remote(self, kind: type) -> SimpleNamespace:
+        def options(**asked: float) -> SimpleNamespace:
+            return SimpleNamespace(remote=lambda: self._place(kind(), asked))
+
+        return SimpleNamespace(options=options)
+
+    def _place(self, actor: Any, asked: dict[str, float]) -> SimpleNamespace:
+        place = len(self.made) % 2
+        self.made.append(asked)
+
+        def node() -> str:
+            self.node = place
+            return str(actor.node())
+
+        return SimpleNamespace(node=SimpleNamespace(remote=node), rates=SimpleNamespace(remote=actor.rates))
+
+    @staticmethod
+    def get(results: list[Any]) -> list[Any]:
+        return results
+
+
+@pytest.mark.parametrize(("free", "probes", "on_one"), [({"CPU": 11.0}, 5, 3), ({"CPU": 7.0}, 3, 2), ({}, 1, 1)])
+def test_as_many_workers_are_probed_as_there_is_room_for(
+    free: dict[str, float], probes: int, on_one: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share their nodes, and what is found is their mean."""
+    fake, shape = Probed(**free), LayerShape(64, 64, 16)
+    speeds = iter(range(1, 10))
+
+    def measured(device: torch.device, dtype: torch.dtype, threads: int, per_node: int, asked: LayerShape) -> Rates:
+        assert (device.type, dtype, threads, asked) == ("cpu", torch.bfloat16, 2, shape)
+        return replace(NOMINAL_CPU, products=float(next(speeds)), workers_per_node=per_node)
+
+    monkeypatch.setattr(cluster, "ray", fake)
+    monkeypatch.setattr(cluster, "measured_rates", measured)
+    found = cluster.probe_workers(Workers(max=5, cpus=2), torch.bfloat16, shape)
+    assert fake.made == [{"num_cpus": 2, "num_gpus": 0}] * probes
+    assert found == replace(NOMINAL_CPU, products=(1 + probes) / 2, workers_per_node=on_one)

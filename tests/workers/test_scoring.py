@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from manifests.errors import CorruptError
 from pipeline.score_units import Score, WindowForward, Windows
+from pipeline.scoring import window_units
 from pipeline.units import Forward
 from stores.activations import ActivationStore
 from tests.workers.bench import (
@@ -19,6 +21,7 @@ from tests.workers.bench import (
     LOW,
     SAMPLES,
     Reference,
+    flip,
     held,
     make_setup,
     make_worker,
@@ -157,3 +160,28 @@ def test_what_is_forgotten_is_not_taken_for_another_models(llama: Path, tmp_path
     before = worker.execute(Score(windows, "m", 3, 0, replay=(None,) * 3))
     worker.forget()
     assert worker.execute(Score(windows, "m", 3, 0, replay=(staged, None, None))).loss != before.loss
+
+
+def test_a_compressed_layer_is_read_ahead_and_held_against_its_digest(llama: Path, tmp_path: Path) -> None:
+    setup = make_setup(llama, tmp_path / "run", EVERYTHING)
+    worker, windows = make_worker(setup), windows_of(setup)
+    staged = solve_layer(worker, 1, LOW)[0]
+    layers: list[Any] = [None, staged]
+    first, last = (window_units(windows, "made", layers, layer)[0] for layer in (0, 1))
+    assert (first.ahead, first.ahead_staged) == (1, staged)
+    assert (last.ahead, last.ahead_staged) == (None, None)
+    worker.execute(first)
+    reader = worker.scores.layers(windows)
+    assert reader.ahead is not None
+    name, future = reader.ahead
+    assert name == (1, staged.path)
+    read = {tensor.data_ptr() for tensor in future.result(timeout=30).values()}
+    worker.execute(last)
+    assert reader.ahead is None
+    assert reader.current is not None
+    held_here = {tensor.data_ptr() for tensor in reader.current[1].module.state_dict().values()}
+    assert held_here & read
+    flip(tmp_path / "run" / staged.path)
+    make_worker(setup).execute(first)
+    with pytest.raises(CorruptError, match="is not what was committed"):
+        make_worker(setup).execute(last)

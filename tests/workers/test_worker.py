@@ -168,9 +168,9 @@ def test_the_next_layer_is_read_ahead(llama: Path, tmp_path: Path) -> None:
     worker = make_worker(setup)
     worker.execute(Forward("dense", 0, 0, ahead=1))
     assert worker.layers.ahead is not None
-    layer, future = worker.layers.ahead
-    assert layer == 1
-    weight = future.result(timeout=30)["self_attn.q_proj.weight"]
+    name, future = worker.layers.ahead
+    assert name == (1, "dense")
+    weight = future.result(timeout=30)["model.layers.1.self_attn.q_proj.weight"]
     worker.execute(Forward("dense", 1, 0, replay=(None,), ahead=None))
     assert worker.layers.ahead is None
     assert worker.layers.current is not None
@@ -183,10 +183,10 @@ def test_a_read_ahead_that_failed_is_tried_again(llama: Path, tmp_path: Path, mo
     real = worker.layers._read_layer
     failing = [True]
 
-    def read(layer: int) -> dict[str, Tensor]:
+    def read(layer: int, staged: None) -> dict[str, Tensor]:
         if failing.pop() if failing else False:
             raise NumericsError("a passing fault")
-        return real(layer)
+        return real(layer, staged)
 
     monkeypatch.setattr(worker.layers, "_read_layer", read)
     worker.layers.read_ahead(1)

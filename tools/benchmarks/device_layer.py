@@ -20,7 +20,8 @@ from torch import Tensor
 from pipeline.kernels.elimination import prune
 from pipeline.kernels.exact_sums import add_rounded_moment_, choose_grid, empty_bands, sample_squares, whole_moment
 from pipeline.plan.phases import solve_seconds
-from pipeline.plan.rates import measured_rates, rates_of
+from pipeline.plan.probe import LayerShape, measured_rates
+from pipeline.plan.rates import rates_of
 from tools.benchmarks.jobs import print_table
 from tools.simulate import geometry, work_of
 
@@ -80,8 +81,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = options.parse_args(argv)
     device, shape = torch.device(arguments.device), geometry(arguments.model).layers[0]
     hidden, width = shape.hidden // arguments.narrower, shape.intermediate // arguments.narrower
+    probed = LayerShape(hidden, width, 4096)
     rates = (
-        rates_of(arguments.gpu) if arguments.gpu else measured_rates(device, torch.bfloat16, torch.get_num_threads())
+        rates_of(arguments.gpu)
+        if arguments.gpu
+        else measured_rates(device, torch.bfloat16, torch.get_num_threads(), shape=probed)
     )
     found = measure(hidden, width, arguments.tokens, device)
     scale = WHOLE_TOKENS / arguments.tokens

@@ -23,7 +23,8 @@ from manifests.quantize import Quantize
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Group, Solution, Statistics, Task
-from pipeline.plan.rates import Rates, measured_rates
+from pipeline.plan.probe import measured_rates
+from pipeline.plan.rates import Rates
 from pipeline.plan.rounding_work import round_seconds, rounding_work
 from pipeline.plan.work import moment_width
 from pipeline.rounding.solutions import input_moments, round_solution
