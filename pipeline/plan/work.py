@@ -60,20 +60,23 @@ class LayerWork:
     """One layer, all calibration tokens: operations, and bytes.
 
     Attributes:
-        statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one.
+        largest_bytes: of its largest tensor.
+        statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one;
+            `packed_flops`: of one through what has become of the layer.
         added_bytes: of device memory that summing the moments moves.
         moment_bytes: what the sums of a layer take, one triangle each.
         gradient_flops: of the backward pass, or of both where there are two rounds; 0 without one.
         curves: of each task whose sizes are compared by predicted loss, in every round.
         gradient_bytes: of the moments that one shard of the backward pass sums.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
-        held_out_flops: of both models on what is held out, in float32 on tensor cores.
+        held_out_flops: of the dense model, and of the compressed one, on what is held out, in float32 on tensor cores.
         rounding: of every task of the job that is rounded, those of all layers and what is outside of them.
         compare_flops: of what `verify` measures again: a layer, and what became of it on both models' hidden states, in
             float32.
     """
 
     weight_bytes: int
+    largest_bytes: int
     written_bytes: int
     hidden_bytes: int
     forward_flops: float
@@ -84,10 +87,11 @@ class LayerWork:
     moment_bytes: int
     gradient_flops: float
     solves: tuple[SolveWork, ...]
+    packed_flops: float = 0.0
     curves: tuple[SolveWork, ...] = ()
     gradient_bytes: int = 0
     correction_flops: float = 0.0
-    held_out_flops: float = 0.0
+    held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
     compare_flops: float = 0.0
 
@@ -118,6 +122,8 @@ def layer_work(
     moments = [moment for moment in layer_moments(tasks, busiest) if moment.kind != "sample"]
     gradients = layer_gradients(tasks, busiest)
     forward = forward_flops(layer, sequence)
+    packed = forward - 2.0 * (1.0 - kept) * layer.numbers()
+    held_out = -(-calibration.samples // HELD_OUT) * sequence if calibration else 0
     two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
     busy = [own.get(task.key, task) for task in tasks if task.layer == busiest]
     pairs = {moment for task in busy for moment in task.corrections}
@@ -129,9 +135,11 @@ def layer_work(
     weight_bytes = layer.numbers() * itemsize
     return LayerWork(
         weight_bytes=weight_bytes,
+        largest_bytes=max((layer.numbers((role,)) for role in layer.roles), default=0) * itemsize,
         written_bytes=int(kept * weight_bytes),
         hidden_bytes=tokens * layer.hidden * itemsize,
         forward_flops=tokens * forward,
+        packed_flops=tokens * packed,
         statistics_flops=tokens * (forward - skipped),
         moment_flops=float(
             tokens * sum(moment.heads // moment.groups * 2 * triangle_numbers(moment, layer) for moment in moments)
@@ -159,7 +167,7 @@ def layer_work(
         else 0.0,
         rounding=rounding,
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
-        held_out_flops=2.0 * -(-calibration.samples // HELD_OUT) * sequence * forward if calibration else 0.0,
+        held_out_flops=(held_out * forward, held_out * packed),
     )
 
 
@@ -213,7 +221,9 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
             + 4.0 * mean[1] * hidden * inner**2
             + mean[2] * inner**3 / 3
         )
-        begun = _elimination("begun", geometry, 1 - 1 / task.pieces, EIGEN_FLOPS * hidden**3)
+        begun = _elimination(
+            "begun", geometry, 1 - 1 / task.pieces, EIGEN_FLOPS * hidden**3 + hidden * float(inner) ** 2
+        )
         probe = min(PROBE_TOKENS * inner, tokens, samples[0].tokens)
         fitted = min(1.0, probe / (FIT_TOKENS * inner))  # of the channels, that so many tokens can fit
         seen = probe * (_sample_flops(geometry, 0.0) + PROBED * _cut_flops(geometry, 0.54 * fitted, 0.42 * fitted**2))
@@ -233,11 +243,11 @@ def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
 def _elimination(name: str, geometry: LayerGeometry, share: float, others: float) -> SolveWork:
     """Of a share of an MLP's channels, and other operations besides. kernels/elimination.py.
 
-    N³ for the inverse, 3 N² for each removal, 2 D N² for W_down's gram and energy, 2 D N for each removal in the refit.
+    N³ for the inverse, 3 N² for each removal, D N² for the gram of W_down, 2 D N for each removal in the refit.
     """
     width = geometry.intermediate
     removed = int(share * width)
-    flops = width**3 + 3.0 * removed * width**2 + 2.0 * geometry.hidden * width * (width + removed)
+    flops = width**3 + 3.0 * removed * width**2 + geometry.hidden * width * (width + 2.0 * removed)
     return SolveWork(name, flops + others, removed)
 
 
@@ -273,7 +283,9 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
             single = min(moment.tokens, tokens) * _sample_flops(geometry, 1 - REMOVED_SHARE)
             found = replace(found, sample_flops=found.sample_flops + single)
         elif moment.point == "down.in" and moment.heads == 1:
-            removing = _elimination(task.name, geometry, REMOVED_SHARE, 0.0)
+            felt = any(other.kind == "gradient" for other in task.moments)  # then W_down's energy is taken apart
+            energy = geometry.hidden * float(geometry.intermediate) ** 2 if felt else 0.0
+            removing = _elimination(task.name, geometry, REMOVED_SHARE, energy)
             found = replace(found, flops=found.flops + removing.flops, steps=found.steps + removing.steps)
         elif not moment.diagonal:
             eigen = EIGEN_FLOPS * moment.groups * width**3

@@ -60,7 +60,7 @@ def test_a_small_job_by_hand() -> None:
     assert plan.forward_flops == 3 * 6 * 320 * (2 * LAYER + 2 * 32 * 64)
     assert plan.moment_flops == 6 * 320 * (2 * 4 * 16 * 16 + 2 * 80 * 80)
     # Heads by their eigenvectors; of the MLP's 80 channels a quarter goes, one after another.
-    assert plan.solve_flops == 6 * (10 * 2 * 16**3 + 80**3 + 3 * 20 * 80**2 + 2 * 48 * 80 * (80 + 20))
+    assert plan.solve_flops == 6 * (10 * 2 * 16**3 + 80**3 + 3 * 20 * 80**2 + 48 * 80 * (80 + 2 * 20))
     statistics = plan.statistics_bytes_per_layer
     assert plan.run_dir_bytes == 2 * plan.activation_bytes + statistics + 320 * 4 + plan.output_bytes
     streaming = 2 * LAYER * 2 + 2 * statistics + 2 * 32 * (6 * 48 + 3 * 80 + 4 * 64) * 4
@@ -107,7 +107,9 @@ def test_what_following_the_loss_takes() -> None:
     forward = 2 * LAYER + 2 * 32 * 64
     triangles = 3 * (48 * 49 // 2) + 2 * 80
     assert one.gradient_flops == 100 * (3 * forward + 2 * triangles)
-    assert one.held_out_flops == 2 * 1 * 32 * forward
+    assert one.held_out_flops == (32 * forward, 32 * forward)
+    kept = layer_work(job, llama(), tasks, 2, kept=0.75)
+    assert kept.held_out_flops == pytest.approx((32 * forward, 32 * (forward - 0.5 * LAYER)))
     assert [curve.name for curve in one.curves] == [solve.name for solve in one.solves]
     assert one.correction_flops == 0
     rest, seen = zip(*((curve.flops, curve.sample_flops) for curve in one.curves), strict=True)
