@@ -1,4 +1,4 @@
-"""A method's solution of one group as tensors of the checkpoint."""
+"""Solutions as tensors of the checkpoint: a method's of one group, and all of a layer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, 
 from pipeline.methods.unchanged import chosen_bits
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
+from pipeline.units import Write
+from workers.config import WorkerConfig
+from workers.tensor_transfer import TensorTransfer, get_all
 
 
 def solve_group(
@@ -57,6 +60,21 @@ def solve_group(
     if refitted := _refitted(group, geometry, weights, factors, solution):
         solution = replace(solution, report={**solution.report, "refitted": refitted})
     return factors, solution, rounded
+
+
+def layer_tensors(write: Write, setup: WorkerConfig, transfer: TensorTransfer) -> dict[str, Tensor]:
+    """All that is written of a layer: the factors of its groups, and what is copied from the source.
+
+    Raises LostInputError: factors went with their node.
+    """
+    geometry, source = setup.geometry.layers[write.layer], setup.source
+    tensors: dict[str, Tensor] = {}
+    for factors in get_all(transfer, write.factors):
+        tensors.update(factors)
+    claimed = tuple(f"{geometry.path(role)}." for role in write.roles)
+    names = (name for name in source.tensors if name.startswith(geometry.prefix))
+    tensors.update(source.read([name for name in names if not name.startswith(claimed)]))
+    return tensors
 
 
 def _refitted(

@@ -41,10 +41,13 @@ from pipeline.units import (
     Measure,
     Pair,
     Predict,
+    ReadDone,
+    ReadLayer,
     Reduce,
     Solve,
     SolveDone,
     Unit,
+    Unwritten,
     Write,
 )
 from stores.activations import ActivationStore
@@ -53,7 +56,7 @@ from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
 from workers.backward import BackwardPass
-from workers.block import Tap
+from workers.block import Block, Tap
 from workers.comparing import compare_models
 from workers.config import WorkerConfig
 from workers.copies import Copies, HiddenReader
@@ -64,9 +67,9 @@ from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.pairing import PairPass
 from workers.scoring import ScorePass
-from workers.solving import solve_group
+from workers.solving import layer_tensors, solve_group
 from workers.sums import LayerSums, Squares
-from workers.tensor_transfer import TensorTransfer, get_all
+from workers.tensor_transfer import TensorTransfer, get_all, get_left
 from workers.totals import Totals
 
 
@@ -91,7 +94,7 @@ class Worker:
             setup, self.layers, self.hidden, self.activations, self.statistics, self._computing
         )
         self.sums = LayerSums(self.transfer, self.device)
-        self.totals = Totals(self.transfer, self.statistics)
+        self.totals = Totals(self.transfer, self.statistics, self.device)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # spent inside products and decompositions
@@ -106,6 +109,7 @@ class Worker:
             StorageError: a write failed.
         """
         handlers: dict[type, Callable[[Any], Any]] = {
+            ReadLayer: self._read_part,
             Forward: self._forward,
             Pair: self._pair,
             Backward: self._backward,
@@ -157,8 +161,8 @@ class Worker:
 
     def _forward(self, unit: Forward) -> ForwardDone:
         inputs = self._inputs(unit)
-        block = self.layers.block(unit.layer, unit.staged)
-        self.layers.read_ahead(unit.ahead)
+        block = self._block(unit)
+        self.layers.read_ahead(unit.ahead, shared=partial(get_left, self.transfer, unit.ahead_weights))
         samples: dict[Moment, Tensor] = {}
         taps = self._taps(unit, samples)
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)
@@ -184,6 +188,15 @@ class Worker:
             inputs=kept_inputs,
             worker=self.name,
         )
+
+    def _block(self, unit: Forward) -> Block:
+        if isinstance(unit.staged, Unwritten):
+            write = unit.staged.write
+            return self.layers.unwritten_block(unit.staged, lambda: layer_tensors(write, self.setup, self.transfer))
+        return self.layers.block(unit.layer, unit.staged, partial(get_left, self.transfer, unit.weights))
+
+    def _read_part(self, unit: ReadLayer) -> ReadDone:
+        return ReadDone(self.transfer.put(self.layers.read_part(unit.layer, unit.part, unit.parts)))
 
     def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> ArrayRecord:
         """Stores the inputs of the samples that the backward pass will take."""
@@ -246,7 +259,7 @@ class Worker:
     def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
         forward: Forward = unit.forward
         inputs = self._inputs(forward)
-        block = self.layers.block(forward.layer, forward.staged)
+        block = self._block(forward)
         start, stop = self._micro_batches(forward.shard)[0]
         squares = Squares(self._calibration_tokens)
         with self._computing():
@@ -329,18 +342,7 @@ class Worker:
         return SolveDone(self.transfer.put(factors), found.forms, found.report, rounded)
 
     def _write(self, unit: Write) -> Any:
-        geometry, source = self.setup.geometry.layers[unit.layer], self.setup.source
-        tensors: dict[str, Tensor] = {}
-        for factors in get_all(self.transfer, unit.factors):
-            tensors.update(factors)
-        claimed = {geometry.path(role) + "." for role in unit.roles}
-        copied = [
-            name
-            for name in source.tensors
-            if name.startswith(geometry.prefix) and not any(name.startswith(path) for path in claimed)
-        ]
-        tensors.update(source.read(copied))
-        return write_staged(self.setup.run_dir, unit.layer, tensors)
+        return write_staged(self.setup.run_dir, unit.layer, layer_tensors(unit, self.setup, self.transfer))
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

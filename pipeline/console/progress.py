@@ -17,6 +17,7 @@ from pipeline.score_units import WindowForward
 from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Pair, Unit
 
 LOG = logging.getLogger("lamina")
+BY_LAYER = ("measure", "curves", "compress")  # phases without forward units, in which layers are counted
 SHOWN = {"walk": "compress layer by layer"}  # phases whose name says too little
 
 
@@ -88,11 +89,12 @@ class JobObserver:
         figures = "; ".join(f"{group}: {_figures(report)}" for group, report in summary.items())
         state = "done" if phase == "evaluate" else "committed"
         self.done_layers += 1
+        if phase in BY_LAYER and not self.tokens:
+            self.done_units += 1
+            self.state["layer"] = layer
+            self._update()
         of = f", {self.done_layers}/{self.state['layers']}" if self.state.get("layers") else ""
         self.say(f"{phase} layer {layer} {state}{f' ({figures})' if figures else ''}{of}{self._rate()}")
-        if phase == "compress" and not self.tokens:
-            self.done_units += 1
-            self._update()
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:
         """Stored data was corrupt or lost."""
@@ -113,7 +115,7 @@ class JobObserver:
 
     def _update(self) -> None:
         if self.progress is not None and self.bar is not None:
-            where = f"layer {self.state.get('layer')} shard {self.state.get('shard')}"
+            where = " ".join(f"{name} {self.state[name]}" for name in ("layer", "shard") if name in self.state)
             detail = f"{where}{self._rate()}"
             self.progress.update(self.bar, completed=min(self.done_units, self.total_units), detail=detail)
 

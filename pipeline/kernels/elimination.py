@@ -24,6 +24,7 @@ from pipeline.kernels.nystrom import (
     fill_correlations,
     output_energy,
     refit_with_error,
+    triangle_sum,
 )
 
 ALONE = 512  # channels: of so many one goes at a time, of twice as many two
@@ -84,7 +85,7 @@ def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor
     if state.lost is None:
         refit_Dk, report, error = refit_with_error(weight_down_DN, moment_NN, kept_k)
         return Pruned(kept_k, refit_Dk, error, jitter, report)
-    whole = output_energy(weight_down_DN, moment_NN)
+    whole = state.energy if felt_DN is weight_down_DN else output_energy(weight_down_DN, moment_NN)
     error = 0.0 if state.lost <= 0.0 else state.lost / whole if whole > 0.0 else float("inf")
     report = RefitReport(jitter=0.0, condition=state.condition(kept_k), fallback=False, dropped=0)
     return Pruned(kept_k, state.refit_Dn / state.scale_N[kept_k], error, jitter, report)
@@ -118,7 +119,7 @@ class _Elimination:
             INVERSE_JITTERS,
         )
         inverse_(self.array[:, :size])
-        self._fill_gram(felt_DN)
+        self.energy = self._fill_gram(felt_DN)
         if weight_DN is not None and not self.jitter:
             check_down(moment_NN, weight_DN)
             self.refit_Dn: Tensor = weight_DN.detach().to(torch.float64) * self.scale_N
@@ -163,16 +164,22 @@ class _Elimination:
     def _gram(self) -> Tensor:
         return self.array[:, 1:]
 
-    def _fill_gram(self, felt_DN: Tensor) -> None:
-        """BᵀB of what chooses. A dead channel gets b = 0: it goes first."""
+    def _fill_gram(self, felt_DN: Tensor) -> float:
+        """BᵀB of what chooses; tr(B C Bᵀ), as it stands against C already. A dead channel gets b = 0: it goes first."""
         felt_DN = felt_DN.detach().to(torch.float64)
         # Only ratios of scores count: both scales may be normalised, which keeps the squares within range.
         scale_N = torch.where(self.live_N, self.scale_N, 0.0)
-        felt_DN = felt_DN / (felt_DN.abs().max() or 1.0) * (scale_N / (scale_N.max() or 1.0))
+        largest, widest = felt_DN.abs().max() or 1.0, scale_N.max() or 1.0
+        felt_DN = felt_DN / largest * (scale_N / widest)
+        energy = 0.0
         for rows in blocks_of(self.size):
             upper_bn = felt_DN.new_zeros(rows.stop - rows.start, self.size)
             upper_bn[:, rows.start :] = felt_DN[:, rows].mT @ felt_DN[:, rows.start :]
+            part_bn = self.moment_NN.detach()[rows, rows.start :] / self.scale_N[rows, None]
+            part_bn.div_(self.scale_N[rows.start :]).mul_(upper_bn[:, rows.start :])
+            energy += float(triangle_sum(part_bn, rows.stop - rows.start))
             self.array[rows] = _interlaced(self._inverse[rows], upper_bn, rows.start)
+        return energy * float(largest * widest) ** 2
 
     def _remove_panel(self, gone_n: Tensor, steps: int) -> Tensor:
         """Removes `steps` channels: marks them in `gone_n`, brings everything up to date, and returns which, in order.

@@ -196,9 +196,14 @@ def output_energy(weight_DN: Tensor, moment_NN: Tensor) -> float:
         left_Db = weight_DN.detach()[:, rows].to(torch.float64)
         product_Dn = left_Db @ moment_NN.detach()[rows, rows.start :].to(torch.float64)
         product_Dn.mul_(weight_DN.detach()[:, rows.start :])
-        width = rows.stop - rows.start
-        total += float(product_Dn[:, :width].sum()) + 2.0 * float(product_Dn[:, width:].sum())
+        total += float(triangle_sum(product_Dn, rows.stop - rows.start))
     return total
+
+
+def triangle_sum(rows_bn: Tensor, width: int) -> Tensor:
+    """What some rows above the diagonal contribute to the sum over both triangles; their first `width` columns are a
+    block on the diagonal."""
+    return rows_bn[:, :width].sum() + 2.0 * rows_bn[:, width:].sum()
 
 
 def _solve(moment_NN: Tensor, scale_N: Tensor, indices_k: Tensor, pull_Dk: Tensor) -> tuple[Tensor, RefitReport]:

@@ -19,6 +19,7 @@ LARGEST_EIGENPROBLEM = 25_000
 _SHIFTS, _LEAST_SHARE = 12, 20  # shifts that are tried; the smaller part holds a twentieth
 _SIGN_STEPS, _SIGN_TOLERANCE = 60, 1e-14
 _COUPLING = 1e-12  # between the parts, relative to the matrix
+_STEPS = 16  # of a spectrum that is drawn
 _NOISE = 1e-13  # relative to the matrix
 
 
@@ -74,6 +75,15 @@ def dropped_share(energies: Tensor, rank: int) -> float:
     """
     total = energies.sum().item()
     return energies[..., rank:].sum().item() / total if total > 0 else 0.0
+
+
+def spectrum(energies: Tensor) -> list[float]:
+    """What `dropped_share` would be at 0, 1/16, … 16/16 of the full rank, to three digits: for a plot."""
+    by_rank_n = energies.flatten(0, -2).sum(dim=0) if energies.ndim > 1 else energies
+    beyond_n = torch.cat((by_rank_n.flip(0).cumsum(0).flip(0), by_rank_n.new_zeros(1)))
+    places = [round(step / _STEPS * len(by_rank_n)) for step in range(_STEPS + 1)]
+    shares = beyond_n[places] / beyond_n[0].clamp_min(torch.finfo(energies.dtype).tiny)
+    return [float(f"{share:.2e}") for share in shares.tolist()]
 
 
 def head_pca(moment_Gdd: Tensor, rank: int) -> tuple[Tensor, Tensor]:

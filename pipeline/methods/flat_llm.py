@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
 from pipeline.kernels.nystrom import nested_losses, nested_outputs, refit_with_error, ridge_leverage, select_leverage
 from pipeline.kernels.sensitivity import factored, projection_losses, pulled
-from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, weighted_head_pca
+from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, spectrum, weighted_head_pca
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
@@ -162,7 +162,8 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         if "o.bias" in weights:
             tensors["o.bias"] = weights["o.bias"].double()
         form = FormSpec(form="head_pca", rank=rank)
-        report = {"error": dropped_share(eigenvalues_Gd, rank)} | ({"clipped": clipped} if clipped else {})
+        report = {"error": dropped_share(eigenvalues_Gd, rank), "spectrum": spectrum(eigenvalues_Gd)}
+        report |= {"clipped": clipped} if clipped else {}
         inputs = {}
         if CONTEXT in statistics.moments:
             encoder_Hrd = of_heads(encoder_Grd, geometry.heads).double()
@@ -222,14 +223,14 @@ def _compress_query_key(
     if rank * (geometry.hidden + geometry.head_dim) >= geometry.head_dim * geometry.hidden:
         return Solution(dict(weights), {}, {"dense": True})
     tensors: dict[str, Tensor] = {}
-    report = {}
+    report: dict[str, Any] = {}
     for role, moment in zip(("q", "k"), _query_key_moments(geometry), strict=True):
         basis_ndr, eigenvalues_nd = head_pca(moments[moment], rank)
         tensors[f"{role}.first.weight"] = encode_heads(basis_ndr.transpose(1, 2), weights[f"{role}.weight"])
         tensors[f"{role}.second"] = basis_ndr
         if f"{role}.bias" in weights:
             tensors[f"{role}.bias"] = _project(basis_ndr, weights[f"{role}.bias"])
-        report[f"{role}_error"] = dropped_share(eigenvalues_nd, rank)
+        report |= {f"{role}_error": dropped_share(eigenvalues_nd, rank), f"{role}_spectrum": spectrum(eigenvalues_nd)}
     form = FormSpec(form="head_low_rank", rank=rank)
     return Solution(tensors, {"q": form, "k": form}, report)
 

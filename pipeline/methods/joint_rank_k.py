@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.lowrank import InputRoots, input_roots, joint_low_rank, low_rank, rank_limit
 from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.kernels.sensitivity import losses_by_rank
-from pipeline.kernels.spectra import dropped_share
+from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of, directions, factors, pull
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
@@ -198,7 +198,7 @@ def _saves_nothing(stack: Stack, rank: int) -> bool:
 def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -> Solution:
     tensors: dict[str, Tensor] = {}
     forms: dict[str, FormSpec] = {}
-    report = {}
+    report: dict[str, Any] = {}
     for role, weight in weights.items():
         if rank > rank_limit(*weight.shape):
             tensors[f"{role}.weight"] = weight
@@ -207,6 +207,7 @@ def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None
         tensors |= {f"{role}.first.weight": first_kD, f"{role}.second.weight": second_mk}
         forms[role] = FormSpec(form="low_rank", rank=rank)
         report[f"{role}_error"] = dropped_share(values.square(), rank)
+        report[f"{role}_spectrum"] = spectrum(values.square())
     return Solution(tensors, forms, report)
 
 
@@ -219,7 +220,8 @@ def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None, p
     tensors = {f"{owner}.first.weight": first_kD}
     tensors |= {f"{role}.second.weight": second for role, second in zip(weights, seconds, strict=True)}
     form = FormSpec(form="joint_low_rank", rank=rank, group=pair)
-    report = {"error": dropped_share(values.square(), rank), **scale_report(scales)}
+    energies = values.square()
+    report = {"error": dropped_share(energies, rank), "spectrum": spectrum(energies), **scale_report(scales)}
     return Solution(tensors, dict.fromkeys(weights, form), report)
 
 

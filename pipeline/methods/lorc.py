@@ -19,7 +19,7 @@ from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.heads import by_heads, of_heads
 from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.kernels.sensitivity import losses_by_rank
-from pipeline.kernels.spectra import dropped_share
+from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of, directions, factors, pull
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
@@ -195,11 +195,8 @@ class LoRCMethod(MethodBase[LoRC]):
             return first_rD, second_Cr, {"predicted": float(losses_by_rank(found, input_DD, pull_DD)[rank])}
         roots = input_roots(statistics.moments[INPUT][0]) if self.entry.weighting == "input" else None
         first_rD, second_Cr, values = low_rank(weight_CD, rank, roots)
-        return (
-            first_rD,
-            second_Cr,
-            {"error": dropped_share(values.square(), rank)} | ({"clipped": roots.clipped} if roots else {}),
-        )
+        report = {"error": dropped_share(values.square(), rank), "spectrum": spectrum(values.square())}
+        return first_rD, second_Cr, report | ({"clipped": roots.clipped} if roots else {})
 
     def _stays_dense(self, geometry: LayerGeometry, name: str, rank: int) -> bool:
         """At full rank; and, when stored numbers are what is saved, where the factors would save none."""

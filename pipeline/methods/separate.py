@@ -8,14 +8,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from manifests.records import FormSpec
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.lowrank import InputRoots, low_rank, rank_limit
-from pipeline.kernels.spectra import dropped_share
+from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods.base import E, MethodBase
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
@@ -73,7 +73,7 @@ class SeparateMethod(MethodBase[E]):
         roots = self.roots(statistics.moments[group.moments[0]][0]) if self.needs_inputs else None
         tensors: dict[str, Tensor] = {}
         forms: dict[str, FormSpec] = {}
-        report: dict[str, float] = {}
+        report: dict[str, Any] = {}
         for key, weight in weights.items():
             role, _, kind = key.partition(".")
             if kind != "weight" or ranks[role] > rank_limit(*weight.shape):
@@ -83,6 +83,7 @@ class SeparateMethod(MethodBase[E]):
             tensors |= {f"{role}.first.weight": first_rD, f"{role}.second.weight": second_mr}
             forms[role] = FormSpec(form="low_rank", rank=ranks[role])
             report[f"{role}_error"] = dropped_share(values.square(), ranks[role])
+            report[f"{role}_spectrum"] = spectrum(values.square())
         clipped = {"clipped": roots.clipped} if roots else {}
         return Solution(tensors, forms, report | clipped)
 

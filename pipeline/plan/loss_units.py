@@ -43,11 +43,11 @@ def last_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...])
     if work.compare_flops:
         yield Timed("compare", "compare", way.layers * compare_seconds(work, rates, way), after)
         after = ("compare",)
-    seconds = work.held_out_flops / 2 / rates.single
-    for model, stored in (("dense", work.weight_bytes), ("compressed", work.written_bytes)) if seconds else ():
+    stored = {"dense": work.weight_bytes, "compressed": work.written_bytes}
+    for model, flops in zip(stored, work.held_out_flops, strict=True) if any(work.held_out_flops) else ():
         for layer in range(way.layers):
-            kind = f"held-out {model}"
-            yield from _reads(kind, layer, stored, rates, way, after)
+            kind, seconds = f"held-out {model}", flops / rates.single
+            yield from _reads(kind, layer, stored[model], rates, way, after)
             after = yield from _passes(kind, "held-out", layer, seconds, way.held_out_shards, after, rates, way)
     return after
 

@@ -66,20 +66,23 @@ class LayerWork:
     """One layer, all calibration tokens: operations, and bytes.
 
     Attributes:
-        statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one.
+        largest_bytes: of its largest tensor.
+        statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one;
+            `packed_flops`: of one through what has become of the layer.
         added_bytes: of device memory that summing the moments moves.
         moment_bytes: what the sums of a layer take, one triangle each.
         gradient_flops: of the backward pass, or of both where there are two rounds; 0 without one.
         curves: of each task whose sizes are compared by predicted loss, in every round.
         gradient_bytes: of the moments that one shard of the backward pass sums.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
-        held_out_flops: of both models on what is held out, in float32 on tensor cores.
+        held_out_flops: of the dense model, and of the compressed one, on what is held out, in float32 on tensor cores.
         rounding: of every task of the job that is rounded, those of all layers and what is outside of them.
         compare_flops: of what `verify` measures again: a layer, and what became of it on both models' hidden states, in
             float32.
     """
 
     weight_bytes: int
+    largest_bytes: int
     written_bytes: int
     hidden_bytes: int
     forward_flops: float
@@ -90,10 +93,11 @@ class LayerWork:
     moment_bytes: int
     gradient_flops: float
     solves: tuple[SolveWork, ...]
+    packed_flops: float = 0.0
     curves: tuple[SolveWork, ...] = ()
     gradient_bytes: int = 0
     correction_flops: float = 0.0
-    held_out_flops: float = 0.0
+    held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
     compare_flops: float = 0.0
 
@@ -124,6 +128,8 @@ def layer_work(
     moments = [moment for moment in layer_moments(tasks, busiest) if moment.kind != "sample"]
     gradients = layer_gradients(tasks, busiest)
     forward = forward_flops(layer, sequence)
+    packed = forward - 2.0 * (1.0 - kept) * layer.numbers()
+    held_out = -(-calibration.samples // HELD_OUT) * sequence if calibration else 0
     two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
     busy = [own.get(task.key, task) for task in tasks if task.layer == busiest]
     pairs = {moment for task in busy for moment in task.corrections}
@@ -135,9 +141,11 @@ def layer_work(
     weight_bytes = layer.numbers() * itemsize
     return LayerWork(
         weight_bytes=weight_bytes,
+        largest_bytes=max((layer.numbers((role,)) for role in layer.roles), default=0) * itemsize,
         written_bytes=int(kept * weight_bytes),
         hidden_bytes=tokens * layer.hidden * itemsize,
         forward_flops=tokens * forward,
+        packed_flops=tokens * packed,
         statistics_flops=tokens * (forward - skipped),
         moment_flops=float(
             tokens * sum(moment.heads // moment.groups * 2 * triangle_numbers(moment, layer) for moment in moments)
@@ -165,7 +173,7 @@ def layer_work(
         else 0.0,
         rounding=rounding,
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
-        held_out_flops=2.0 * -(-calibration.samples // HELD_OUT) * sequence * forward if calibration else 0.0,
+        held_out_flops=(held_out * forward, held_out * packed),
     )
 
 
@@ -266,14 +274,14 @@ def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
 def _elimination(name: str, geometry: LayerGeometry, share: float, refit: bool = False) -> SolveWork:
     """Of a share of an MLP's channels. kernels/elimination.py.
 
-    N³ for the inverse, 3 n² for each removal from n channels, D N² for W_down's gram. With its refit 2 D n for each
-    removal, and D N² for what it is compared with.
+    N³ for the inverse, 3 n² for each removal from n channels, D N² for W_down's gram; 2 D n for each removal with its
+    refit.
     """
     hidden, width = geometry.hidden, geometry.intermediate
     removed, together = int(share * width), max(1, width // ALONE)
     flops = width**3 + (width**3 - (width - removed) ** 3) + 1.0 * hidden * width**2
     if refit:
-        flops += hidden * (width**2 - (width - removed) ** 2) + hidden * width**2
+        flops += hidden * (width**2 - (width - removed) ** 2)
     return SolveWork(name, flops, removed if together == 1 else ROUND_STEPS * removed // together)
 
 
@@ -306,7 +314,12 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
         width = moment_width(moment, geometry)
         if moment.point == "down.in" and moment.heads == 1:
             removing = _elimination(task.name, geometry, REMOVED_SHARE, refit=not samples)
-            found = replace(found, flops=found.flops + removing.flops, steps=found.steps + removing.steps)
+            apart = not samples and any(other.kind == "gradient" for other in task.moments)
+            energy = (
+                geometry.hidden * float(geometry.intermediate) ** 2 if apart else 0.0
+            )  # of W_down, not what is felt
+            flops = found.flops + removing.flops + energy
+            found = replace(found, flops=flops, steps=found.steps + removing.steps)
         elif not moment.diagonal and moment.kind != "sample":
             eigen = EIGEN_FLOPS * moment.groups * width**3
             found = replace(found, flops=found.flops + eigen, eigen_flops=found.eigen_flops + eigen)

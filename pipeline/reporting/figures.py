@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -30,7 +30,7 @@ from pipeline.reporting.time_figures import time_plots
 def all_plots(run: Run) -> list[Plot]:
     """In the order of the page."""
     plots = [_importance(run), *_ranks(run), _stored(run), *_curves(run), _predicted_loss(run)]
-    plots += [_errors(run), _conditions(run), *time_plots(run)]
+    plots += [_errors(run), *_spectra(run), _conditions(run), *time_plots(run)]
     return [plot for plot in plots if plot is not None]
 
 
@@ -124,11 +124,15 @@ def _curve_plot(run: Run, group: str, tasks: list[str]) -> Plot:
         axes.set_xlabel("share of the dense numbers stored")
         axes.set_ylabel("nats per token")
         axes.set_title(f"predicted loss of {group}")
-        first, last = (Line2D([], [], color=depth_colour(depth)) for depth in (0.0, 1.0))
-        axes.legend([first, last], ["layer 0", f"layer {run.geometry.num_layers - 1}"], loc="lower left")
+        _name_depths(axes, run)
 
     told = f"Predicted loss of {group} by what it stores, one line for each layer; a dot is what was chosen."
     return Plot("curves", draw(f"curves-{group}", plot), told)
+
+
+def _name_depths(axes: Axes, run: Run) -> None:
+    first, last = (Line2D([], [], color=depth_colour(depth)) for depth in (0.0, 1.0))
+    axes.legend([first, last], ["layer 0", f"layer {run.geometry.num_layers - 1}"], loc="lower left")
 
 
 def _frontier(curve: Curve) -> list[tuple[float, float]]:
@@ -187,6 +191,41 @@ def _conditions(run: Run) -> Plot | None:
         return None
     told = "Condition number of what was solved for each group; fallbacks are in the table."
     return Plot("errors", _lines(run, "conditions", "condition number", found), told)
+
+
+def _spectra(run: Run) -> list[Plot]:
+    found: dict[str, dict[int, tuple[Sequence[float], float]]] = {}
+    for layer, entry in sorted(run.layers.items()):
+        for group, report in entry.groups.items():
+            told = report.as_json()
+            for name in sorted(name for name in told if name.endswith("spectrum")):
+                error = told.get(name.removesuffix("spectrum") + "error", 0.0)
+                line = f"{group}: {name.removesuffix('_spectrum')}" if name != "spectrum" else group
+                found.setdefault(line, {})[layer] = (told[name], error)
+    return [_spectrum_plot(run, line, values) for line, values in found.items()]
+
+
+def _spectrum_plot(run: Run, line: str, values: Mapping[int, tuple[Sequence[float], float]]) -> Plot:
+    deepest = max(1, run.geometry.num_layers - 1)
+
+    def plot(axes: Axes) -> None:
+        for layer, (beyond, error) in values.items():
+            colour, steps = depth_colour(layer / deepest), len(beyond) - 1
+            points = [(step / steps, share) for step, share in enumerate(beyond) if share > 0]
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=0.9)
+            if error > 0:
+                at = next(step for step, share in enumerate(beyond) if share <= error)
+                before, after = beyond[max(0, at - 1)], beyond[at]
+                part = (before - error) / (before - after) if before > after else 0.0
+                axes.plot((at - 1 + part) / steps, error, MARKERS[0], color=colour)
+        axes.set_yscale("log")
+        axes.set_xlabel("share of the full rank")
+        axes.set_ylabel("energy beyond it")
+        axes.set_title(f"spectrum of {line}")
+        _name_depths(axes, run)
+
+    told = f"Share of the energy of {line} that stands beyond a rank, a line for each layer; a dot is what was chosen."
+    return Plot("errors", draw(f"spectrum-{line.replace(': ', '-')}", plot), told)
 
 
 def _figures(run: Run, ending: str) -> dict[str, dict[int, float]]:

@@ -99,6 +99,17 @@ def claimed_bytes(entry: dict[str, Any]) -> int:
     return sum(math.prod(tensor["shape"]) * DTYPES[tensor["dtype"]].itemsize for tensor in claimed)
 
 
+def test_spectra(done: Job) -> None:
+    """Of what was cut by its energy, with every layer in the plot, and what was chosen on its line."""
+    page = report(done)
+    (told,) = (caption for caption in page.captions if "stands beyond a rank" in caption)
+    assert "energy of attention" in told
+    for layer in range(3):
+        found = done.ledger(f"layer/{layer:05d}")["groups"]["attention"]
+        assert found["spectrum"][0] >= found["error"] >= found["spectrum"][-1] == 0.0
+        assert sorted(found["spectrum"], reverse=True) == found["spectrum"]
+
+
 def test_of_a_job_that_was_killed(done: Job) -> None:
     """No record of its end, two layers, no summary."""
     ledger = Ledger(done.run_dir / "ledger")

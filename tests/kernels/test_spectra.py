@@ -14,6 +14,7 @@ from pipeline.kernels.spectra import (
     fix_signs,
     head_pca,
     output_gram,
+    spectrum,
     symmetric_root,
     weighted_head_pca,
 )
@@ -321,3 +322,15 @@ class _Sizes:
     def __call__(self, symmetric: Tensor) -> tuple[Tensor, Tensor]:
         self.sizes.append(symmetric.shape[-1])
         return self.solver(symmetric)
+
+
+@pytest.mark.parametrize("shape", [(5,), (48,), (3, 16), (2, 3, 33)])
+def test_a_spectrum_is_the_share_dropped_at_each_sixteenth(shape: tuple[int, ...]) -> None:
+    energies = torch.rand(shape, dtype=torch.float64).pow(4).sort(dim=-1, descending=True).values
+    before = energies.clone()
+    found = spectrum(energies)
+    expected = [dropped_share(energies, round(step * shape[-1] / 16)) for step in range(17)]
+    assert found == pytest.approx(expected, rel=6e-3, abs=1e-12)
+    assert (found[0], found[-1]) == (1.0, 0.0)
+    assert torch.equal(energies, before)
+    assert spectrum(torch.zeros(shape)) == [0.0] * 17

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +84,34 @@ def test_a_phase_that_was_not_planned_tells_nothing() -> None:
     outlook.end(100.0)
     outlook.begin("compress", 8)  # statistics were there
     assert outlook.left(10.0, 0.5) == pytest.approx(10.0 + 13.0)
+
+
+RECORDED = json.loads(Path(__file__).with_name("recorded_jobs.json").read_text())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_real_jobs_end_when_it_was_said_from_their_midst_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs as they were timed, two workers on two busy cores: said within a quarter of the whole job's time."""
+    recorded, clock, said = RECORDED[name], [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    observer = JobObserver(io.StringIO(), quiet=True)
+    for at, kind, *what in recorded["events"]:
+        clock[0] = at
+        if kind == "stage":
+            observer.stage(*what)
+        elif kind == "expect":
+            observer.expect(Outlook([Ahead(*phase) for phase in recorded["planned"]], recorded["layers"]))
+        elif kind == "phase":
+            phase, layers, units = what
+            observer.phase(phase, layers, units // max(1, layers))
+        elif kind == "layer":
+            observer.done_units, observer.tokens = what[0], 1
+            observer.layer_done(observer.state["phase"], 0, {})
+            if "seconds_left" in observer.state:
+                said.append((at, observer.state["seconds_left"]))
+    late = {at / clock[0]: (at + left - clock[0]) / clock[0] for at, left in said if at > clock[0] / 2}
+    assert len(late) > 10
+    assert max(map(abs, late.values())) < 0.25, late
 
 
 def test_it_is_shown_and_given_to_status(monkeypatch: pytest.MonkeyPatch) -> None:

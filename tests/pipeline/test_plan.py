@@ -60,7 +60,7 @@ def test_a_small_job_by_hand() -> None:
     assert plan.forward_flops == 3 * 6 * 320 * (2 * LAYER + 2 * 32 * 64)
     assert plan.moment_flops == 6 * 320 * (2 * 4 * 16 * 16 + 2 * 80 * 80)
     # Heads by their eigenvectors; of the MLP's 80 channels a quarter goes, one after another.
-    eliminated = 80**3 + (80**3 - 60**3) + 2 * 48 * 80**2 + 48 * (80**2 - 60**2)
+    eliminated = 80**3 + (80**3 - 60**3) + 48 * 80**2 + 48 * (80**2 - 60**2)
     assert plan.solve_flops == 6 * (10 * 2 * 16**3 + eliminated)
     statistics = plan.statistics_bytes_per_layer
     assert plan.run_dir_bytes == 2 * plan.activation_bytes + statistics + 320 * 4 + plan.output_bytes
@@ -108,7 +108,9 @@ def test_what_following_the_loss_takes() -> None:
     forward = 2 * LAYER + 2 * 32 * 64
     triangles = 3 * (48 * 49 // 2) + 2 * 80
     assert one.gradient_flops == 100 * (3 * forward + 2 * triangles)
-    assert one.held_out_flops == 2 * 1 * 32 * forward
+    assert one.held_out_flops == (32 * forward, 32 * forward)
+    kept = layer_work(job, llama(), tasks, 2, kept=0.75)
+    assert kept.held_out_flops == pytest.approx((32 * forward, 32 * (forward - 0.5 * LAYER)))
     assert [curve.name for curve in one.curves] == [solve.name for solve in one.solves]
     assert one.correction_flops == 0
     rest, seen = zip(*((curve.flops, curve.sample_flops) for curve in one.curves), strict=True)

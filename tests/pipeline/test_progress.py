@@ -40,6 +40,19 @@ def test_phases_have_names_that_say_something() -> None:
     assert any("phase compress layer by layer: 2 layers" in line for line in lines(160))
 
 
+def test_a_phase_of_layers_alone_says_how_far_it_is() -> None:
+    shown = io.StringIO()
+    observer = JobObserver(shown)
+    observer.console = Console(file=shown, force_terminal=True, color_system=None, width=160)
+    observer.live = True
+    with observer:
+        observer.phase("curves", 4, 1)
+        observer.layer_done("curves", 2, {})
+        assert (observer.state["layer"], observer.done_units) == (2, 1)
+    assert "curves layer 2 committed, 1/4, " in shown.getvalue()
+    assert "None" not in shown.getvalue()
+
+
 def test_stages_add_up() -> None:
     observer = JobObserver(io.StringIO(), quiet=True)
     for name in ("checks", "start"):
