@@ -167,7 +167,7 @@ def layer_work(
             if task.name in predicted
             for _ in range(1 + two_rounds)
         ),
-        gradient_bytes=8 * sum(2 * triangle_numbers(moment, layer) for moment in gradients),
+        gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in gradients),
         correction_flops=float(tokens * (walked + sum(_pair_flops(moment, layer) for moment in pairs)))
         if pairs
         else 0.0,
