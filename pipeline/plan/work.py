@@ -35,8 +35,8 @@ ALONE, ROUND_STEPS = 512, 3  # channels of which one goes at a time; removals th
 BASES = 16  # ranks of the value basis that are compared at most
 TURNS, GRADIENT_STEPS = 3, 24  # of the fit of values and o; conjugate gradients in each
 PROBED = 3  # widths of an MLP at which the activation is looked at: the smallest, the largest, and between
-PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up at each
-PROBE_TOKENS, LEAST_PROBE = 4, 2048  # of the sample, for each channel, and in all
+PROBES = (0.2, 0.45, 0.75)  # shares of the full rank of gate and up at each
+PROBE_TOKENS, LEAST_PROBE = 3, 2048  # of the sample, for each channel, and in all
 PROBE_OUTPUTS = 256  # mixtures of outputs at most
 FIT_TOKENS = 2  # for each channel that is fitted, at least
 CUT_SHARE = 0.5  # of the full rank of gate and up, where ranks are not known yet
@@ -167,7 +167,7 @@ def layer_work(
             if task.name in predicted
             for _ in range(1 + two_rounds)
         ),
-        gradient_bytes=8 * sum(2 * triangle_numbers(moment, layer) for moment in gradients),
+        gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in gradients),
         correction_flops=float(tokens * (walked + sum(_pair_flops(moment, layer) for moment in pairs)))
         if pairs
         else 0.0,

@@ -119,9 +119,9 @@ def test_what_following_the_loss_takes() -> None:
     grown = cube / 3 + (4 * 2 + 2) * 80 * square + (2 * 8 * 4 + 3 * 6) * cube
     looked, tokens = 0.0, 0.0
     for width in (10, 40, 80):
-        ranks = [share * min(2 * width, 48) for share in (0.125, 0.25, 0.5, 0.75)]
+        ranks = [share * min(2 * width, 48) for share in (0.2, 0.45, 0.75)]
         refit = width**3 / 3 + 2 * 48 * width * 80 if width < 80 else 0
-        looked += 3 * cube + refit + 2 * 2 * max(ranks) * 48 * width + 4 * (width**3 / 3 + 2 * 48 * width**2)
+        looked += 3 * cube + refit + 2 * 2 * max(ranks) * 48 * width + 3 * (width**3 / 3 + 2 * 48 * width**2)
         tokens += 2 * 2 * 48 * 80 + 4 * 48 * 80
         tokens += sum(2 * rank * (48 + 2 * width) + width**2 + 8 * 48 * width for rank in ranks)
     fits = cube / 3 + 4 * cube + 4 * 48 * 64 * (48 + 64) + 4 * cube

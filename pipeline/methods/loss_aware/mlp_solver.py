@@ -38,9 +38,9 @@ INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
 METRIC = Moment("out", kind="gradient")
 SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
 LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
-PROBE_TOKENS = 4  # for each channel that stays; enough to see what a rank of gate and up costs
+PROBE_TOKENS = 3  # for each channel that stays; enough to see what a rank of gate and up costs
 PROBE_OUTPUTS = 256  # mixtures of outputs at most, through which that is seen
-PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up
+PROBES = (0.2, 0.45, 0.75)  # shares of the full rank of gate and up
 PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
 TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sample
 BATCH = 4096  # tokens that pass the MLP at a time
