@@ -1,6 +1,7 @@
 """What the backward pass sums, and the labels it starts from (docs/methods.md#gradient-moments).
 
-S tokens of one sample, F features, n rows of a moment, H heads, G groups of heads, d = F / H, R = S · H / G rows of a group, V vocabulary.
+S tokens of one sample, F features, n rows of a moment, H heads, G groups of heads, d = F / H, R = S · H / G rows of a
+group, V vocabulary.
 """
 
 from collections.abc import Iterable, Mapping
