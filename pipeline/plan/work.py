@@ -36,6 +36,7 @@ BASES = 16  # ranks of the value basis that are compared at most
 TURNS, GRADIENT_STEPS = 3, 24  # of the fit of values and o; conjugate gradients in each
 PROBED = 3  # widths of an MLP at which the activation is looked at: the smallest, the largest, and between
 PROBES = (0.2, 0.45, 0.75)  # shares of the full rank of gate and up at each
+SAMPLE_TOKENS, LEAST_SAMPLE = 16, 65_536  # on which down is fitted again, for each channel that stays, and in all
 PROBE_TOKENS, LEAST_PROBE = 3, 2048  # of the sample, for each channel, and in all
 PROBE_OUTPUTS = 256  # mixtures of outputs at most
 FIT_TOKENS = 2  # for each channel that is fitted, at least
@@ -325,7 +326,8 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
             found = replace(found, flops=found.flops + eigen, eigen_flops=found.eigen_flops + eigen)
     if samples:
         fitting, sample = _fit_flops(geometry)
-        found = replace(found, flops=found.flops + fitting, sample_flops=samples[0] * sample)
+        fitted = min(samples[0], max(LEAST_SAMPLE, SAMPLE_TOKENS * (1 - REMOVED_SHARE) * geometry.intermediate))
+        found = replace(found, flops=found.flops + fitting, sample_flops=fitted * sample)
     return found
 
 

@@ -187,7 +187,7 @@ def solve(
     if ranks[GATE_UP] < upper.full and solver.sees(width):
         again = solver.refit_again(kept, ranks[GATE_UP])
         refit_Dk, moment_kk = again.weight, again.moment
-        report = {**report, "refit_tokens": len(solver.sample_TD)}
+        report = {**report, "refit_tokens": solver.fitted_tokens(width)}
     written = solver.written(refit_Dk, moment_kk, ranks)
     inputs, outputs = {"down": moment_kk}, dict.fromkeys(readers(geometry), kept)
     return Solution(read.tensors | written.tensors, read.forms | written.forms, report, inputs, outputs)

@@ -18,7 +18,7 @@ from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
 from pipeline.kernels.nystrom import nested_losses, nested_outputs, nystrom_refit
-from pipeline.kernels.refit import Refit, refit, refit_leaves
+from pipeline.kernels.refit import Refit, evenly_spread, refit, refit_leaves
 from pipeline.kernels.sensitivity import (
     Directions,
     Factored,
@@ -36,7 +36,7 @@ from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
 INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
 METRIC = Moment("out", kind="gradient")
-SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
+SAMPLE_TOKENS = 16  # for each channel that stays; down is fitted again on them
 LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
 PROBE_TOKENS = 3  # for each channel that stays; enough to see what a rank of gate and up costs
 PROBE_OUTPUTS = 256  # mixtures of outputs at most, through which that is seen
@@ -223,18 +223,26 @@ class Solver:
         return self._refits[width]
 
     def refit_again(self, kept_k: Tensor, rank: int) -> Refit:
-        """down on what the channels that stay give with gate and up at a rank, of the whole sample.
+        """down on what the channels that stay give with gate and up at a rank, of as much of the sample as they need.
 
         Targets are rounded as the forward pass rounds them.
         """
         cut = self._cut(kept_k, self.reader_directions(kept_k), rank)
+        tokens = self.fitted_tokens(kept_k.numel())
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for part_TD in self.sample_TD.split(BATCH):
+            for start in range(0, len(self.sample_TD), BATCH):
+                part_TD = self.sample_TD[start : start + BATCH]
+                chosen = evenly_spread(start, len(part_TD), len(self.sample_TD), tokens)
+                part_TD = part_TD[chosen.to(part_TD.device)]
                 hidden_TN = self._hidden(part_TD, self._whole)
                 yield hidden_TN @ self.weights["down.weight"].to(hidden_TN.dtype).T, self._hidden(part_TD, cut)
 
         return refit(pairs(), self.refit(kept_k)[0])
+
+    def fitted_tokens(self, width: int) -> int:
+        """Of the sample, on which so many channels are fitted."""
+        return min(len(self.sample_TD), _sampled(width))
 
     def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
         """Of the refitted down, whose inputs have this moment."""
@@ -311,7 +319,11 @@ def _read(values_TF: Tensor, weight_qF: Tensor) -> Tensor:
 
 def sample_of(geometry: LayerGeometry) -> Moment:
     """Inputs of the MLP, whole tokens."""
-    return Moment("mlp.in", kind="sample", tokens=max(LEAST_SAMPLE, SAMPLE_TOKENS * geometry.intermediate))
+    return Moment("mlp.in", kind="sample", tokens=_sampled(geometry.intermediate))
+
+
+def _sampled(width: int) -> int:
+    return max(LEAST_SAMPLE, SAMPLE_TOKENS * width)
 
 
 def gradient_of(role: str) -> Moment:
