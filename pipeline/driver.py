@@ -13,22 +13,21 @@ from functools import partial
 from typing import Any
 
 from manifests.entries import (
-    ActivationsEntry,
     CurvesEntry,
     DenseEntry,
     MeasuredEntry,
     RanksEntry,
-    StatisticsEntry,
 )
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, StagedLayer
+from manifests.records import ArrayRecord
+from pipeline.compressed_walk import CompressedWalk
 from pipeline.computation import Job, RanksOf, entered_importance, entered_scores, staged_layer
 from pipeline.correction import CorrectedWalk
 from pipeline.curve_taking import take_curves
+from pipeline.forward_pass import ForwardPass
 from pipeline.gradient_pass import GradientPass
 from pipeline.keys import (
     RANKS,
-    activations_key,
     curves_key,
     dense_key,
     gradient_key,
@@ -37,16 +36,16 @@ from pipeline.keys import (
     regradient_key,
     statistics_key,
 )
+from pipeline.layer_reading import LayerReading
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 from pipeline.plan.phases import AHEAD
 from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs, computed_keys
 from pipeline.second_round import SecondRound
-from pipeline.steps import Steps, write_unit
-from pipeline.sum_units import Summed
+from pipeline.steps import Steps, solve_units, write_unit
 from pipeline.summing import Summing, Taken
-from pipeline.units import Forward, Lineage, Measure, Solve, SolveDone, Write
+from pipeline.units import Measure, Solve, SolveDone, Write
 
 
 class Driver:
@@ -62,6 +61,7 @@ class Driver:
         self.steps = Steps(pool, journal, observer, self.repairs)
         self.summing = Summing(self.steps)
         self.gradients = GradientPass(job, self.steps, cleaner)
+        self.forwards = ForwardPass(job, journal)
 
     def run(self) -> None:
         """Goes through the phases, each from where the journal says it was left.
@@ -111,7 +111,7 @@ class Driver:
         elif dense or not has_moments:
             self._solve_all(ranks)
         else:
-            self._walk(ranks)
+            CompressedWalk(self.job, self.steps, self.cleaner, self.summing, self._gradient_statistics).run(ranks)
         self.cleaner.retain_activations(())
         self._retain_statistics()
 
@@ -139,17 +139,19 @@ class Driver:
         missing = [layer for layer in range(last + 1) if not self._is_measured(layer, with_moments, layer in span)]
         if not missing:
             return
-        base = next((layer for layer in range(missing[0], 0, -1) if self._activations("dense", layer)), 0)
+        base = self.forwards.last_committed("dense", missing[0])
         phase = "statistics" if with_moments else "importance"
         self.observer.phase(phase, len(missing), self.job.shards)
         taken: deque[tuple[int, Taken]] = deque()  # layers whose sums are on their way to the store
+        reading = LayerReading(self.steps, last)
         for layer in missing:
             wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
             moments = tuple(moment for moment in wanted if moment.key not in self._dense_found(layer))
             store = self.job.is_boundary(layer + 1) and layer < last
-            units = self._forward(
-                "dense", layer, None, moments, base, cosine=True, emit=layer < last, store=store, keep=layer in span
-            )
+            units = self.forwards.units(
+                "dense", layer, None, moments, base,
+                cosine=True, emit=layer < last, store=store, keep=layer in span, weights=reading.weights(layer),
+            )  # fmt: skip
             taken.append((layer, self.summing.take(moments, units)))
             # What is to be begun from is entered before anything builds on it.
             waiting = 1 + self.pool.size // AHEAD if moments and not store and layer != missing[-1] else 0
@@ -237,7 +239,7 @@ class Driver:
         while pending or solving or writing:
             while pending and len(solving) <= self.pool.size:
                 layer = pending.popleft()
-                solving.append((layer, self._solves(layer, self._dense_statistics(layer), ranks)))
+                solving.append((layer, solve_units(self.job.tasks, layer, self._dense_statistics(layer), ranks)))
                 self.steps.begin(solving[-1][1])
             if solving:
                 layer, solves = solving.popleft()
@@ -266,117 +268,6 @@ class Driver:
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
         entered = self._dense_statistics(task.layer)
         return {moment: entered[moment.key] for moment in task.moments}
-
-    # -- the walk with propagate: compressed -------------------------------------------------------------------------
-
-    def _walk(self, ranks: RanksOf) -> None:
-        pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
-        if not pending:
-            return
-        first, last = pending[0], pending[-1]
-        base = next((layer for layer in range(first, 0, -1) if self._activations("compressed", layer)), 0)
-        self.observer.phase("walk", last + 1 - base, 2 * self.job.shards)
-        for layer in range(base, last + 1):
-            if layer in pending:
-                self._compress_behind(layer, base, ranks)
-                if not self.job.keep_statistics:
-                    self.cleaner.retain_statistics(())
-            if layer < last and self.job.is_boundary(layer + 1):
-                base = self._propagate(layer, base)
-
-    def _compress_behind(self, layer: int, base: int, ranks: RanksOf) -> None:
-        """Takes a layer's moments behind compressed layers, and compresses it from these; they are stored meanwhile, if
-        they are to outlive it."""
-        moments, gradients = layer_moments(self.job.tasks, layer), self._gradient_statistics(layer)
-        entered = self.journal.get(statistics_key(layer))
-        if entered is not None or not moments:
-            known = entered.statistics if entered else {}
-            return self._compress(layer, {**known, **gradients}, ranks, lambda: None)
-        units = self._forward("compressed", layer, None, moments, base, emit=False)
-        taken = self.summing.take(moments, units, self.job.keep_statistics)
-
-        def enter() -> None:
-            if self.job.keep_statistics:
-                self.steps.enter(statistics_key(layer), StatisticsEntry(statistics=self.summing.stored(taken)))
-
-        self._compress(layer, {**taken.samples, **self.summing.summed(taken), **gradients}, ranks, enter)
-
-    def _propagate(self, layer: int, base: int) -> int:
-        """The layer's outputs, by the weights it now has, become the committed inputs of the next (returned)."""
-        done = self.steps.do(
-            self._forward("compressed", layer, staged_layer(self.journal, layer), (), base, store=True)
-        )
-        activations = tuple(result.activation for result in done)
-        self.steps.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
-        self.cleaner.retain_activations(activations)
-        return layer + 1
-
-    # -- units -------------------------------------------------------------------------------------------------------
-
-    def _forward(
-        self,
-        lineage: Lineage,
-        layer: int,
-        staged: StagedLayer | None,
-        moments: tuple[Moment, ...],
-        base: int,
-        *,
-        cosine: bool = False,
-        emit: bool = True,
-        store: bool = False,
-        keep: bool = False,
-    ) -> list[Forward]:
-        """All shards through a layer, in shard order."""
-        activations = self._activations(lineage, base)
-        replay = tuple(
-            staged_layer(self.journal, before) if lineage == "compressed" else None for before in range(base, layer)
-        )
-        return [
-            Forward(
-                lineage=lineage,
-                layer=layer,
-                shard=shard,
-                staged=staged,
-                moments=moments,
-                cosine=cosine,
-                emit=emit,
-                store=store,
-                keep_inputs=keep and shard in self.job.gradient_shards,
-                base=base,
-                base_record=activations[shard] if activations else None,
-                replay=replay,
-                ahead=layer + 1 if layer + 1 < self.job.num_layers else None,
-            )
-            for shard in range(self.job.shards)
-        ]
-
-    def _compress(
-        self, layer: int, statistics: Mapping[str, ArrayRecord | Summed], ranks: RanksOf, enter: Callable[[], None]
-    ) -> None:
-        """Solves every group of a layer, then writes and enters it; before that, `enter` enters something else."""
-        solves = self._solves(layer, statistics, ranks)
-        solutions, (record,) = self.steps.do_both(solves, partial(_writes, layer, solves))
-        enter()
-        self.steps.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
-
-    def _solves(self, layer: int, statistics: Mapping[str, ArrayRecord | Summed], ranks: RanksOf) -> list[Solve]:
-        return [
-            Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments})
-            for task in self.job.tasks
-            if task.layer == layer
-        ]
-
-    # -- the journal -------------------------------------------------------------------------------------------------
-
-    def _activations(self, lineage: Lineage, layer: int) -> Sequence[ArrayRecord] | None:
-        """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""
-        if layer == 0:
-            return None
-        if lineage == "dense":
-            dense = self.journal.get(dense_key(layer - 1))
-            return dense.activations if dense else None
-        walked = self.journal.get(activations_key(layer))
-        return walked.activations if walked else None
 
 
 def _writes(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:

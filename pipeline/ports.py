@@ -18,6 +18,11 @@ class Pool(Protocol):
         """How many workers there are to keep busy."""
         ...
 
+    @property
+    def nodes(self) -> Sequence[Sequence[str]]:
+        """Names of the workers that are ready, node by node."""
+        ...
+
     def submit(self, unit: Unit) -> None:
         """Queues a unit."""
         ...

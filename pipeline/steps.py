@@ -11,10 +11,12 @@ from typing import Any
 from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, E, FormSpec, GradientRecord, Key, StagedRecord
+from pipeline.computation import RanksOf
 from pipeline.keys import layer_key
-from pipeline.methods.method import Moment
+from pipeline.methods.method import Moment, Task
 from pipeline.ports import Journal, Observer, Pool
 from pipeline.repair import Repairs
+from pipeline.sum_units import Summed
 from pipeline.units import BackwardDone, ForwardDone, Lineage, Reduce, Solve, SolveDone, Unit, Write
 
 
@@ -198,6 +200,17 @@ class Steps:
         """As many layers as there are workers, and the rest."""
         count = max(1, self.pool.size)  # 0 while the only worker is being replaced
         return pending[:count], pending[count:]
+
+
+def solve_units(
+    tasks: Sequence[Task], layer: int, statistics: Mapping[str, ArrayRecord | Summed], ranks: RanksOf
+) -> list[Solve]:
+    """Solves every group of a layer. `statistics`: by the keys of moments."""
+    return [
+        Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments})
+        for task in tasks
+        if task.layer == layer
+    ]
 
 
 def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:

@@ -24,7 +24,7 @@ class Forward(Replaying):
 
     Attributes:
         lineage: whose hidden states come in and go out: those of the dense model or of the compressed one.
-        staged: the committed record of the compressed layer to use; None: the layer's dense weights.
+        staged: the compressed layer to use, as it is committed or on its way there; None: the layer's dense weights.
         moments: statistics to take. Samples of values go back with the result.
         sums: where the others are added, once for each shard; the worker keeps them until a `Collect`.
         cosine: whether to sum the cosines between input and output.
@@ -32,12 +32,14 @@ class Forward(Replaying):
         store: whether these outputs are written to the activation store.
         keep_inputs: whether the inputs of the shard's gradient samples are written there, for the backward pass.
         ahead: the layer to read next, if any.
+        weights, ahead_weights: handles of the layer's source tensors, and of that one's, where they are read for all
+            nodes; what is not there a worker reads by itself.
     """
 
     lineage: Lineage
     layer: int
     shard: int
-    staged: StagedLayer | None = None
+    staged: StagedLayer | Unwritten | None = None
     moments: tuple[Moment, ...] = ()
     sums: Sums | None = None
     cosine: bool = False
@@ -45,6 +47,8 @@ class Forward(Replaying):
     store: bool = False
     keep_inputs: bool = False
     ahead: int | None = None
+    weights: tuple[Any, ...] = ()
+    ahead_weights: tuple[Any, ...] = ()
 
     @property
     def key(self) -> str:
@@ -55,6 +59,40 @@ class Forward(Replaying):
     def handles(self) -> int:
         """How many handles its result holds."""
         return sum(moment.kind == "sample" for moment in self.moments)
+
+
+@dataclass(frozen=True)
+class ReadLayer:
+    """Reads one of `parts` parts of a layer's source tensors for the workers of all nodes.
+
+    `near`: names of the workers of one node, one of whom does it.
+    """
+
+    layer: int
+    part: int
+    parts: int
+    near: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"readlayer/{self.layer}/{self.part}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return 1
+
+
+@dataclass(frozen=True)
+class ReadDone:
+    """The handle of tensors of the source, by name."""
+
+    tensors: Any
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of the handle."""
+        return replace(self, tensors=made(self.tensors))
 
 
 @dataclass(frozen=True)
@@ -233,6 +271,21 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Unwritten:
+    """A compressed layer while it is being written, from where its factors are in memory.
+
+    Attributes:
+        name: that no other has.
+        write: what writes it.
+        rounded: how matrices are rounded, by the path of their module.
+    """
+
+    name: str
+    write: Write
+    rounded: Mapping[str, Scheme]
+
+
+@dataclass(frozen=True)
 class Measure:
     """What a method's ranks follow, of one group, from the dense weights alone; the result is JSON."""
 
@@ -310,8 +363,11 @@ class Compare:
 
 Onward = Forward | Pair | WindowForward | Score  # takes a shard on from the inputs of a layer
 SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
-BesideUnit = CheckGrids | Add | Total | Write  # takes nothing that a worker computes with: done beside its other units
+# Takes nothing that a worker computes with: done beside its other units.
+BesideUnit = ReadLayer | CheckGrids | Add | Total | Write
 CurveUnit = BeginCurve | CurvePieces | Predict
-Unit = Forward | Pair | Backward | SumUnit | Measure | CurveUnit | Solve | Write | WindowForward | Score | Compare
+PassUnit = Forward | Pair | Backward | WindowForward | Score | Compare
+Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | Solve | Write
 ShardUnit = Forward | Pair | Backward | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard
-TensorUnit = Forward | Pair | Backward | ChooseGrids | Collect | CheckGrids | Add | Solve  # its result holds handles
+# Its result holds handles.
+TensorUnit = ReadLayer | Forward | Pair | Backward | ChooseGrids | Collect | CheckGrids | Add | Solve

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from manifests.records import Scheme, StagedLayer
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked
+from pipeline.units import Unwritten
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from workers.block import Block
@@ -24,6 +26,7 @@ from workers.config import WorkerConfig
 from workers.differentiable import DifferentiableBlock
 
 T = TypeVar("T")
+Shared = Callable[[], Mapping[str, Tensor]]  # gives source tensors, by name
 
 
 class LayerReader:
@@ -40,12 +43,21 @@ class LayerReader:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.ahead: tuple[tuple[int, str], Future[dict[str, Tensor]]] | None = None
 
-    def block(self, layer: int, staged: StagedLayer | None) -> Block:
-        """The layer with its dense weights, or as staged."""
+    def block(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> Block:
+        """The layer with its dense weights, or as staged. `shared` as of `read_ahead`."""
         if staged is None:
-            block = self._placed(_name(layer, None), lambda: self._source_block(layer))
+            block = self._placed(_name(layer, None), lambda: self._source_block(layer, shared))
         else:
             block = self._placed(_name(layer, staged), lambda: self._staged_block(layer, staged))
+        assert isinstance(block, Block)
+        return block
+
+    def unwritten_block(self, made: Unwritten, tensors: Callable[[], Mapping[str, Tensor]]) -> Block:
+        """A layer as its solves left it; `tensors`: all that is being written of it."""
+        layer = made.write.layer
+        forms = {role: form.as_json() for role, form in made.write.forms.items()}
+        name = (layer, f"unwritten {made.name}")
+        block = self._placed(name, lambda: self._packed_block(layer, forms, made.rounded, tensors()))
         assert isinstance(block, Block)
         return block
 
@@ -79,13 +91,16 @@ class LayerReader:
         """Lets go of everything on the device."""
         self.current = self.outside = None
 
-    def read_ahead(self, layer: int | None, staged: StagedLayer | None = None) -> None:
-        """Starts reading a layer's source tensors, or those of what it has become, in the background."""
+    def read_ahead(self, layer: int | None, staged: StagedLayer | None = None, shared: Shared = dict) -> None:
+        """Starts reading a layer's source tensors, or those of what it has become, in the background.
+
+        `shared`: gives those of the source that were read for all nodes.
+        """
         if layer is None:
             return
         name = _name(layer, staged)
         if self.ahead is None or self.ahead[0] != name:
-            self.ahead = (name, self.thread.submit(self._read_layer, layer, staged))
+            self.ahead = (name, self.thread.submit(self._read_layer, layer, staged, shared))
 
     def outer(self, *names: str, staged: StagedLayer | None = None) -> dict[str, Tensor]:
         """Tensors outside the layers (embeddings, final norm, head), on the device, in the forward's dtype.
@@ -109,36 +124,53 @@ class LayerReader:
             _require_finite(name, tensor, f"layer {layer}")
         return {role: tensors[name].to(self.device) for role, name in names.items()}
 
-    def _source_block(self, layer: int) -> Block:
-        tensors = self._tensors(layer, None)
+    def _source_block(self, layer: int, shared: Shared = dict) -> Block:
+        tensors = self._tensors(layer, None, shared)
         rounded = rounded_modules(self.setup.config, packed_modules(tensors))
         return Block(self.config, layer, self._relative(layer, tensors, rounded), self.device)
 
-    def _tensors(self, layer: int, staged: StagedLayer | None) -> dict[str, Tensor]:
+    def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> dict[str, Tensor]:
         """As they were read ahead, or are read now."""
         if self.ahead is None or self.ahead[0] != _name(layer, staged):
-            return self._read_layer(layer, staged)
+            return self._read_layer(layer, staged, shared)
         ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
         return ahead.result()
 
     def _staged_block(self, layer: int, staged: StagedLayer) -> Block:
-        config = copy.copy(self.config)
-        forms = staged.as_json()["forms"]
-        config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
-        tensors = self._relative(layer, self._tensors(layer, staged), staged.rounded)
-        return Block(config, layer, tensors, self.device)
+        tensors = self._tensors(layer, staged)
+        return self._packed_block(layer, staged.as_json()["forms"], staged.rounded, tensors)
 
-    def _read_layer(self, layer: int, staged: StagedLayer | None) -> dict[str, Tensor]:
+    def _packed_block(
+        self, layer: int, forms: dict[str, Any], rounded: Mapping[str, Scheme], tensors: Mapping[str, Tensor]
+    ) -> Block:
+        config = copy.copy(self.config)
+        config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
+        return Block(config, layer, self._relative(layer, tensors, rounded), self.device)
+
+    def read_part(self, layer: int, part: int, parts: int) -> dict[str, Tensor]:
+        """One of so many parts of a layer's source tensors, as they are stored: the largest are dealt first."""
+        source = self.setup.source
+        dealt: list[list[str]] = [[] for _ in range(parts)]
+        for name in sorted(self._names(layer), key=lambda name: (-source.tensors[name].num_bytes, name)):
+            least = min(dealt, key=lambda names: sum(source.tensors[other].num_bytes for other in names))
+            least.append(name)
+        return source.read(dealt[part])
+
+    def _names(self, layer: int) -> list[str]:
+        prefix = self.setup.geometry.layers[layer].prefix
+        return [name for name in self.setup.source.tensors if name.startswith(prefix)]
+
+    def _read_layer(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
         """What is stored of it, checked, in host memory: of half the size where the forward pass is in float32."""
         if staged is not None:
             tensors = read_staged(self.setup.run_dir, staged)
         else:
-            prefix = self.setup.geometry.layers[layer].prefix
-            tensors = self._read([name for name in self.setup.source.tensors if name.startswith(prefix)])
+            names, there = self._names(layer), shared()
+            tensors = self._read(names, {name: there[name] for name in names if name in there})
         return {name: tensor.pin_memory() for name, tensor in tensors.items()} if self.on_gpu else tensors
 
-    def _read(self, names: list[str]) -> dict[str, Tensor]:
-        tensors = self.setup.source.read(names)
+    def _read(self, names: list[str], there: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
+        tensors = {**there, **self.setup.source.read([name for name in names if name not in there])}
         for name, tensor in tensors.items():
             _require_finite(name, tensor, "source")
         return tensors

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from pipeline.sum_units import Add, Collect
-from pipeline.units import BesideUnit, ShardUnit, Unit
+from pipeline.units import BesideUnit, ReadLayer, ShardUnit, Unit
 
 
 class Holder(Protocol):
@@ -28,8 +28,8 @@ class Holder(Protocol):
 def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
     """The place in `waiting` of the unit that a worker should do; None: of all that waits, nothing is for it.
 
-    With `beside`, the first of those that go beside others, but for sums that are to be added on another node. Else one
-    of its own shards or of no shard; else one of a shard that nobody holds; else, so that those who join late have
+    With `beside`, the first of those that go beside others, but for what is to be read or added on another node. Else
+    one of its own shards or of no shard; else one of a shard that nobody holds; else, so that those who join late have
     something to do, one of a worker that holds at least two shards more.
     """
     if beside:
@@ -54,6 +54,6 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
 
 def _near(unit: Unit, member: Holder, live: Collection[Holder]) -> bool:
     """Whether a unit may be done by this worker: it is near, or nobody who is lives."""
-    if not isinstance(unit, Add) or not unit.near or member.name in unit.near:
+    if not isinstance(unit, Add | ReadLayer) or not unit.near or member.name in unit.near:
         return True
     return not any(other.name in unit.near for other in live)

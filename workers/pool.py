@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,6 +120,14 @@ class RayPool:
     def size(self) -> int:
         """How many workers are ready."""
         return len(self._ready())
+
+    @property
+    def nodes(self) -> Sequence[Sequence[str]]:
+        """Names of the workers that are ready, node by node."""
+        found: dict[str, list[str]] = {}
+        for member in self._ready():
+            found.setdefault(str(member.where.get("node")), []).append(member.name)
+        return list(found.values())
 
     def resize(self, workers: int) -> None:
         """Asks for another number of workers, from 1 to the number of shards; units in hand are finished first.

@@ -1,4 +1,4 @@
-"""A method's solution of one group as tensors of the checkpoint."""
+"""Solutions as tensors of the checkpoint: a method's of one group, and all of a layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics, stored_dtype
-from pipeline.methods.unchanged import chosen_bits
+from pipeline.methods.unchanged import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
+from pipeline.units import Write
+from workers.config import WorkerConfig
+from workers.tensor_transfer import TensorTransfer, get_all
 
 
 def solve_group(
@@ -43,7 +46,7 @@ def solve_group(
         known = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
         solution = method.correct(group, geometry, weights, statistics, ranks, known)
     if quantize is not None:
-        bits = chosen_bits(ranks, group.roles) if quantize.bits == "auto" else quantize.bits
+        bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
         moments = statistics.moments
         if pairs:
             moments, quantize = at_correction(pairs[0], moments, quantize)
@@ -57,6 +60,21 @@ def solve_group(
     if refitted := _refitted(group, geometry, weights, factors, solution):
         solution = replace(solution, report={**solution.report, "refitted": refitted})
     return factors, solution, rounded
+
+
+def layer_tensors(write: Write, setup: WorkerConfig, transfer: TensorTransfer) -> dict[str, Tensor]:
+    """All that is written of a layer: the factors of its groups, and what is copied from the source.
+
+    Raises LostInputError: factors went with their node.
+    """
+    geometry, source = setup.geometry.layers[write.layer], setup.source
+    tensors: dict[str, Tensor] = {}
+    for factors in get_all(transfer, write.factors):
+        tensors.update(factors)
+    claimed = tuple(f"{geometry.path(role)}." for role in write.roles)
+    names = (name for name in source.tensors if name.startswith(geometry.prefix))
+    tensors.update(source.read([name for name in names if not name.startswith(claimed)]))
+    return tensors
 
 
 def _refitted(

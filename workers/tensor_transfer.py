@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,12 +61,22 @@ def get_all(transfer: TensorTransfer, handles: Sequence[Any]) -> Iterator[dict[s
         raise LostInputError(str(lost[0]), tuple(key for error in lost for key in error.producers))
 
 
+def get_left(transfer: TensorTransfer, handles: Sequence[Any]) -> dict[str, Tensor]:
+    """The tensors of all handles, but those that were lost."""
+    found: dict[str, Tensor] = {}
+    for handle in handles:
+        with suppress(LostInputError):
+            found |= transfer.get(handle)
+    return found
+
+
 class LocalTransfer:
     """Within one process: handles are the tensors themselves."""
 
     def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `TensorTransfer`."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        with torch.inference_mode(False):  # what comes from another process is no inference tensor either
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def get(self, handle: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `TensorTransfer`."""
@@ -75,11 +86,21 @@ class LocalTransfer:
 def pack(tensors: Mapping[str, Tensor]) -> Packed:
     """As numpy arrays, which Ray shares without copying; bfloat16 travels as int16."""
     packed: Packed = {}
-    for name, tensor in tensors.items():
-        host = tensor.detach().cpu().contiguous()
+    hosts = {name: _on_host(tensor.detach()) for name, tensor in tensors.items()}
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    for name, host in hosts.items():
         array = host.view(torch.int16).numpy() if host.dtype == torch.bfloat16 else host.numpy()
         packed[name] = (str(host.dtype).removeprefix("torch."), array)
     return packed
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """In one piece; from a GPU by way of pinned memory, which is several times as fast, and yet to be waited for."""
+    if not tensor.is_cuda:
+        return tensor.cpu().contiguous()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
 
 
 def unpack(packed: Packed) -> dict[str, Tensor]:

@@ -1,12 +1,14 @@
 """What becomes of the sums that workers have given away: added, held against their grids, stored, solved from.
 
-On the CPU, from where tensors are passed on; only what is solved from goes to a device. The tensors of a sum are its
-bands (`pipeline.kernels.exact_sums`), by their place as text.
+They come from where tensors are passed on, in the host's memory, and are added on the device, on a stream of their own,
+so that what is computed there does not wait. The tensors of a sum are its bands (`pipeline.kernels.exact_sums`), by
+their place as text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -23,13 +25,16 @@ from workers.tensor_transfer import TensorTransfer, get_all
 class Totals:
     """Holds nothing between its calls: they may be made beside a worker's other units."""
 
-    def __init__(self, transfer: TensorTransfer, statistics: StatisticsStore) -> None:
+    def __init__(self, transfer: TensorTransfer, statistics: StatisticsStore, device: torch.device) -> None:
         self.transfer = transfer
         self.statistics = statistics
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def add(self, unit: Add) -> AddDone:
         """Adds a part of some sums, in any order."""
-        return AddDone(self.transfer.put(_added(get_all(self.transfer, unit.partials))))
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            return AddDone(self.transfer.put(_added(get_all(self.transfer, unit.partials), self.device)))
 
     def check(self, unit: CheckGrids) -> CheckGridsDone:
         """Wider grids for the moments that exceed theirs. Raises NumericsError when there is none."""
@@ -63,12 +68,13 @@ class Totals:
         return Grid.unpacked(self.transfer.get(summed.grid)), [named[place] for place in sorted(named)]
 
 
-def _added(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum of all parts, by name: what only one of them has is as it is, not to be written to."""
+def _added(parts: Iterable[dict[str, Tensor]], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """The sum of all parts on a device, by name: what only one of them has is as it is, not to be written to."""
     total: dict[str, Tensor] = {}
     own: set[str] = set()
     for part in parts:
-        for name, tensor in part.items():
+        for name, given in part.items():
+            tensor = given.to(device)
             if name in own:
                 total[name].add_(tensor)
             elif name in total:

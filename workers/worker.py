@@ -20,7 +20,7 @@ from torch import Tensor
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, GradientRecord, StagedLayer
 from pipeline.families.family import LayerGeometry
-from pipeline.kernels.gradients import ordered_sum
+from pipeline.kernels.gradients import folded, ordered_sum, unfolded
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
@@ -41,10 +41,13 @@ from pipeline.units import (
     Measure,
     Pair,
     Predict,
+    ReadDone,
+    ReadLayer,
     Reduce,
     Solve,
     SolveDone,
     Unit,
+    Unwritten,
     Write,
 )
 from stores.activations import ActivationStore
@@ -53,7 +56,7 @@ from stores.staging import write_staged
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
 from workers.backward import BackwardPass
-from workers.block import Tap
+from workers.block import Block, Tap
 from workers.comparing import compare_models
 from workers.config import WorkerConfig
 from workers.copies import Copies, HiddenReader
@@ -64,9 +67,9 @@ from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.pairing import PairPass
 from workers.scoring import ScorePass
-from workers.solving import solve_group
+from workers.solving import layer_tensors, solve_group
 from workers.sums import LayerSums, Squares
-from workers.tensor_transfer import TensorTransfer, get_all
+from workers.tensor_transfer import TensorTransfer, get_all, get_left
 from workers.totals import Totals
 
 
@@ -91,7 +94,7 @@ class Worker:
             setup, self.layers, self.hidden, self.activations, self.statistics, self._computing
         )
         self.sums = LayerSums(self.transfer, self.device)
-        self.totals = Totals(self.transfer, self.statistics)
+        self.totals = Totals(self.transfer, self.statistics, self.device)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # spent inside products and decompositions
@@ -106,6 +109,7 @@ class Worker:
             StorageError: a write failed.
         """
         handlers: dict[type, Callable[[Any], Any]] = {
+            ReadLayer: self._read_part,
             Forward: self._forward,
             Pair: self._pair,
             Backward: self._backward,
@@ -157,8 +161,8 @@ class Worker:
 
     def _forward(self, unit: Forward) -> ForwardDone:
         inputs = self._inputs(unit)
-        block = self.layers.block(unit.layer, unit.staged)
-        self.layers.read_ahead(unit.ahead)
+        block = self._block(unit)
+        self.layers.read_ahead(unit.ahead, shared=partial(get_left, self.transfer, unit.ahead_weights))
         samples: dict[Moment, Tensor] = {}
         taps = self._taps(unit, samples)
         shard_key = (unit.lineage, unit.layer + 1, unit.shard)
@@ -185,6 +189,15 @@ class Worker:
             worker=self.name,
         )
 
+    def _block(self, unit: Forward) -> Block:
+        if isinstance(unit.staged, Unwritten):
+            write = unit.staged.write
+            return self.layers.unwritten_block(unit.staged, lambda: layer_tensors(write, self.setup, self.transfer))
+        return self.layers.block(unit.layer, unit.staged, partial(get_left, self.transfer, unit.weights))
+
+    def _read_part(self, unit: ReadLayer) -> ReadDone:
+        return ReadDone(self.transfer.put(self.layers.read_part(unit.layer, unit.part, unit.parts)))
+
     def _keep_inputs(self, unit: Forward, inputs: HiddenReader) -> ArrayRecord:
         """Stores the inputs of the samples that the backward pass will take."""
         count = self.setup.gradient_count(unit.shard)
@@ -196,8 +209,12 @@ class Worker:
 
     def _backward(self, unit: Backward) -> BackwardDone:
         partials, record, labels = self.backward.run(unit)
+        given = {
+            moment: self.transfer.put({**partial, "moment": folded(partial["moment"])})
+            for moment, partial in partials.items()
+        }
         return BackwardDone(
-            partials={moment: self.transfer.put(partial) for moment, partial in partials.items()},
+            partials=given,
             activation=record if unit.store else None,
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
             labels=labels,
@@ -246,7 +263,7 @@ class Worker:
     def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
         forward: Forward = unit.forward
         inputs = self._inputs(forward)
-        block = self.layers.block(forward.layer, forward.staged)
+        block = self._block(forward)
         start, stop = self._micro_batches(forward.shard)[0]
         squares = Squares(self._calibration_tokens)
         with self._computing():
@@ -274,8 +291,10 @@ class Worker:
             parts = [partial["moment"] for partial in get_all(self.transfer, unit.partials)]
             return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
         totals = ordered_sum([*self._summed_before(unit), *get_all(self.transfer, unit.partials)])
-        record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", totals["moment"])
-        if unit.moment.kind != "gradient":
+        gradient = unit.moment.kind == "gradient"
+        total = unfolded(totals["moment"]) if gradient else totals["moment"]
+        record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", total)
+        if not gradient:
             return record
         sequences = self.setup.gradient_samples + (unit.before.sequences if unit.before else 0)
         squares, tokens = tuple(totals["square_norms"].tolist()), sequences * self._sequence
@@ -285,7 +304,7 @@ class Worker:
         if unit.before is None:
             return []
         squares_G = torch.tensor(unit.before.square_norms, dtype=torch.float64)
-        return [{"moment": self.statistics.read(unit.before), "square_norms": squares_G}]
+        return [{"moment": folded(self.statistics.read(unit.before)), "square_norms": squares_G}]
 
     def _measure(self, unit: Measure) -> Any:
         (method, _), weights = self.methods[unit.task.method], self._group_weights(unit.task)
@@ -329,18 +348,7 @@ class Worker:
         return SolveDone(self.transfer.put(factors), found.forms, found.report, rounded)
 
     def _write(self, unit: Write) -> Any:
-        geometry, source = self.setup.geometry.layers[unit.layer], self.setup.source
-        tensors: dict[str, Tensor] = {}
-        for factors in get_all(self.transfer, unit.factors):
-            tensors.update(factors)
-        claimed = {geometry.path(role) + "." for role in unit.roles}
-        copied = [
-            name
-            for name in source.tensors
-            if name.startswith(geometry.prefix) and not any(name.startswith(path) for path in claimed)
-        ]
-        tensors.update(source.read(copied))
-        return write_staged(self.setup.run_dir, unit.layer, tensors)
+        return write_staged(self.setup.run_dir, unit.layer, layer_tensors(unit, self.setup, self.transfer))
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

@@ -54,10 +54,13 @@ class Pass:
         return math.ceil(self.workers / rates.workers_per_node)
 
 
-def forward_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """A whole forward pass of all tokens on one worker; hidden states are copied meanwhile."""
+def forward_seconds(work: LayerWork, rates: Rates, way: Pass, *, packed: bool = False) -> float:
+    """A whole forward pass of all tokens on one worker; hidden states are copied meanwhile.
+
+    `packed`: through what has become of the layer.
+    """
     copied = BYTES_OF_READING * work.hidden_bytes / rates.link if way.offload else 0.0
-    return max(work.forward_flops / rates.products, copied)
+    return max((work.packed_flops if packed else work.forward_flops) / rates.products, copied)
 
 
 def statistics_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -75,6 +78,16 @@ def solve_seconds(solve: SolveWork, rates: Rates) -> float:
     return seconds + solve.sample_flops / rates.products + solve.steps * rates.step_s
 
 
+def read_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """A layer by each node of a dense pass: its part of the tensors, of which none is cut."""
+    return max(work.weight_bytes / way.nodes(rates), work.largest_bytes) / rates.disk
+
+
+def pass_on_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """The parts of a layer that other nodes have read, over the network to each node."""
+    return work.weight_bytes * (1 - 1 / way.nodes(rates)) / rates.network
+
+
 def collect_seconds(work: LayerWork, rates: Rates) -> float:
     """A worker's sums of a layer from its device to where workers pass tensors on."""
     return work.moment_bytes / rates.link
@@ -83,12 +96,21 @@ def collect_seconds(work: LayerWork, rates: Rates) -> float:
 def add_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     """Until a layer's sums are added, part by part, on each node and then across them, beside what the workers compute.
 
-    Numbers are read twice and written once; what another node has summed comes over the network.
+    A worker takes a part of all sums of its node to its device, where numbers are read twice and written once, and
+    gives one sum back; what another node has summed comes over the network.
     """
     here, nodes = min(way.workers, rates.workers_per_node), way.nodes(rates)
-    on_node = 3 * work.moment_bytes * (1 - 1 / here) / rates.host
-    across = 3 * work.moment_bytes * (nodes - 1) / way.workers / rates.host
-    return on_node + max(across, work.moment_bytes * (1 - 1 / nodes) / rates.network)
+    seconds = 0.0
+    for given, share in zip((here, nodes), (1 / here, 1 / way.workers), strict=True):
+        if given > 1:
+            crossing = (given + 1) * share / rates.link if rates.link < rates.memory else 0.0
+            seconds += work.moment_bytes * (crossing + 3 * (given - 1) * share / rates.memory)
+    return seconds + cross_seconds(work, rates, way)
+
+
+def cross_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """What other nodes have summed of a layer, over the network to each node."""
+    return work.moment_bytes * (1 - 1 / way.nodes(rates)) / rates.network
 
 
 def store_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -105,8 +127,9 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     """Phase -> seconds of the whole job, in the order in which they come."""
     nodes, layers = way.nodes(rates), way.layers
     reading = work.weight_bytes / rates.disk  # each node reads each layer
-    forward = max(forward_seconds(work, rates, way) * way.rounds, reading)
-    statistics = max(statistics_seconds(work, rates, way) * way.rounds, reading)
+    shared, passing_on = read_seconds(work, rates, way), pass_on_seconds(work, rates, way)
+    forward = max(forward_seconds(work, rates, way) * way.rounds, shared, passing_on)
+    statistics = statistics_seconds(work, rates, way) * way.rounds
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
     found = {"start": START_SECONDS}
@@ -114,14 +137,16 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         cosine = work.cosine_bytes / rates.memory * way.rounds
         if way.importance:
             found["importance"] = layers * (forward + cosine)
-        found["statistics"] = layers * statistics
+        found["statistics"] = layers * max(statistics, reading)
         found["reduce"] = layers * (collecting + adding)
         found["solve"] = layers * _spread([seconds + fetch_seconds(work, rates) for seconds in solves], way.workers)
-        found["propagate"] = layers * (work.written_bytes / rates.disk + forward)
+        onward = forward_seconds(work, rates, way, packed=True) * way.rounds
+        found["propagate"] = layers * max(onward, work.written_bytes / rates.disk)
     else:
         # Sums are added and stored, and a layer written, while others are computed.
         storing = store_seconds(work, rates, way) / nodes
-        found["statistics"] = layers * max(statistics, reading + storing - collecting, adding - collecting)
+        beside = max(shared + storing, adding, cross_seconds(work, rates, way) + passing_on)
+        found["statistics"] = layers * max(statistics, beside - collecting)
         found["reduce"] = layers * collecting
         rereading = reread_seconds(work, rates, way)
         every = [seconds + rereading for seconds in solves for _ in range(layers)]
@@ -144,10 +169,10 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
     if work.compare_flops:
         found["compare"] = layers * compare_seconds(work, rates, way)
-    if work.held_out_flops:
-        scoring = work.held_out_flops / 2 / rates.single * way.rounds_of(way.held_out_shards)
+    if any(work.held_out_flops):
+        dense, packed = (flops / rates.single * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops)
         written = 0.0 if way.cached else work.written_bytes / rates.disk
-        found["held-out"] = layers * (max(scoring, again) + max(scoring, written))
+        found["held-out"] = layers * (max(dense, again) + max(packed, written))
     found["assemble"] = work.written_bytes / rates.disk
     return found
 

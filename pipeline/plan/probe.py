@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.plan.rates import GIGA, Rates, rates_of
+from pipeline.plan.rates import GIGA, Rates
 
 PROBE_SECONDS = 0.2
 LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # of the layer that is measured; larger ones go at its rate
@@ -94,10 +94,7 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
         pinned = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
         copies, seconds = _repeated(lambda: source.copy_(pinned, non_blocking=True), device)
         link = source.numel() * copies / seconds
-    host = memory if kind == "cpu" else rates_of("H200").host
-    return Rates(
-        products, single, double, eigen, memory, link, host, NETWORK, DISK, STEP_SECONDS[kind], workers_per_node
-    )
+    return Rates(products, single, double, eigen, memory, link, NETWORK, DISK, STEP_SECONDS[kind], workers_per_node)
 
 
 @torch.inference_mode()

@@ -17,8 +17,7 @@ class Rates:
         double: of them in float64.
         eigen: of them in eigenproblems, of 10 n³.
         memory: bytes that a worker's device memory moves, as far as elementwise kernels get.
-        link: bytes between host and device, pinned.
-        host: bytes that the threads of a worker move in the host's memory.
+        link: bytes between host and device, pinned; of a CPU, to which there is no link, as `memory`.
         network: bytes that leave a node.
         disk: bytes that a node reads or writes.
         step_s: seconds of one removal of an elimination that no product hides (launches of kernels).
@@ -32,7 +31,6 @@ class Rates:
     eigen: float
     memory: float
     link: float
-    host: float
     network: float
     disk: float
     step_s: float
@@ -51,7 +49,6 @@ _H200 = Rates(
     eigen=60 * TERA,
     memory=0.7 * 4.8 * TERA,
     link=40 * GIGA,
-    host=20 * GIGA,
     network=25 * GIGA,
     disk=5 * GIGA,
     step_s=1e-4,
@@ -66,7 +63,6 @@ NOMINAL_CPU = Rates(
     eigen=10 * GIGA,
     memory=5 * GIGA,
     link=5 * GIGA,
-    host=5 * GIGA,
     network=1.25 * GIGA,
     disk=1 * GIGA,
     step_s=5e-5,

@@ -19,8 +19,11 @@ from pipeline.plan.phases import (
     Pass,
     add_seconds,
     collect_seconds,
+    cross_seconds,
     fetch_seconds,
     forward_seconds,
+    pass_on_seconds,
+    read_seconds,
     reread_seconds,
     solve_seconds,
     statistics_seconds,
@@ -30,6 +33,7 @@ from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork
 
 WORKER = "worker"
+PIECES = 8  # of a layer's sums, as a disk sees them
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Simulated:
     @property
     def idle_share(self) -> float:
         """Of the workers' time after the start."""
-        return 1.0 - sum(self.busy.values()) / (self.workers * self.seconds) if self.seconds else 0.0
+        seconds = self.seconds - self.transfers.get("start", 0.0)
+        return 1.0 - sum(self.busy.values()) / (self.workers * seconds) if seconds else 0.0
 
 
 def simulate(units: Sequence[Unit], workers: int, failures: Sequence[Failure] = ()) -> Simulated:
@@ -217,12 +222,12 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
     if way.compressed and way.importance:
         cosine = work.cosine_bytes / rates.memory
         for layer in range(way.layers):
-            yield from _reads("importance", layer, work, rates, way)
+            yield from _reads("importance", layer, work, rates, way, shared=True)
             seconds = forward_seconds(work, rates, way) + cosine
             before = yield from _forward("importance", layer, seconds, before, rates, way, None)
     stored: list[str] = []
     for layer in range(way.layers):
-        yield from _reads("statistics", layer, work, rates, way)
+        yield from _reads("statistics", layer, work, rates, way, shared=not way.compressed)
         added, collected = f"add {layer}", f"collected {layer}"
         seconds = statistics_seconds(work, rates, way)
         forward = yield from _forward("statistics", layer, seconds, before, rates, way, added)
@@ -230,16 +235,15 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
         for name in collects:
             yield Unit(name, "collect", collect_seconds(work, rates), forward)
         yield Unit(collected, "barrier", 0.0, collects, collected)
-        yield Unit(added, "add", add_seconds(work, rates, way), (collected,), on="lanes")
+        yield from _adds(layer, added, collected, work, rates, way)
         if way.compressed:
-            yield from _solves(layer, work, rates, way, (added,))
-            seconds = forward_seconds(work, rates, way)
-            before = yield from _forward("propagate", layer, seconds, (f"write {layer}",), rates, way, None)
+            solved = yield from _solves(layer, work, rates, way, (added,))
+            seconds = forward_seconds(work, rates, way, packed=True)
+            gone = yield from _forward("propagate", layer, seconds, solved, rates, way, None)
+            before = (*gone, f"write {layer}")
         else:
             stored.append(f"store {layer}")
-            yield Unit(
-                stored[-1], "store", store_seconds(work, rates, way), (added,), f"disk {layer % way.nodes(rates)}"
-            )
+            yield from _stores(layer, store_seconds(work, rates, way), added, f"disk {layer % way.nodes(rates)}")
             ahead = 1 + way.workers // AHEAD
             before = (collected, stored[layer - ahead]) if layer >= ahead else (collected,)
     if way.compressed:
@@ -281,17 +285,47 @@ def _forward(
     return (barrier,)
 
 
-def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
-    """Each node reads a layer while the one before is computed."""
-    for node in range(way.nodes(rates)):
-        after = (f"{kind} {layer - 2}",) if layer >= 2 else ("start",)
-        yield Unit(f"read {kind} {layer} {node}", "read", work.weight_bytes / rates.disk, after, f"disk {node}")
+def _adds(layer: int, added: str, collected: str, work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
+    """A layer's sums: on the workers' second threads, which wait for what comes over the network, too."""
+    crossing = cross_seconds(work, rates, way)
+    before = (collected, f"add {layer - 1}") if crossing and layer else (collected,)
+    here = f"add {layer} here" if crossing else added
+    yield Unit(here, "add", add_seconds(work, rates, way) - crossing, before, "lanes")
+    if crossing:
+        yield Unit(added, "cross", crossing, (here,), "network")
 
 
-def _solves(layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Iterator[Unit]:
-    """A layer's tasks, each by one worker that first gets its moments, and writing what came of them."""
+def _stores(layer: int, seconds: float, added: str, disk: str) -> Iterator[Unit]:
+    """A layer's sums, some rows at a time: what else the disk is asked for comes in between."""
+    names = [f"store {layer} {piece}" for piece in range(PIECES - 1)] + [f"store {layer}"]
+    for name, before in zip(names, (added, *names), strict=False):
+        yield Unit(name, "store", seconds / PIECES, (before,), disk)
+
+
+def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass, *, shared: bool) -> Iterator[Unit]:
+    """Each node reads a layer while the one before is computed; if `shared`, its part of it, two layers before."""
+    nodes = way.nodes(rates)
+    shared = shared and nodes > 1
+    ahead = 3 if shared else 2
+    after = (f"{kind} {layer - ahead}",) if layer >= ahead else ("start",)
+    seconds = read_seconds(work, rates, way) if shared else work.weight_bytes / rates.disk
+    parts = tuple(f"read {kind} {layer} {node}" for node in range(nodes))
+    for node, name in enumerate(parts):
+        yield Unit(f"{name} part" if shared else name, "read", seconds, after, f"disk {node}")
+    if shared:
+        there = tuple(f"{name} part" for name in parts)
+        yield Unit(f"pass on {kind} {layer}", "pass on", pass_on_seconds(work, rates, way), there, "network")
+        for name in parts:
+            yield Unit(name, "barrier", 0.0, (f"pass on {kind} {layer}",), f"barrier {name}")
+
+
+def _solves(
+    layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]
+) -> Generator[Unit, None, tuple[str, ...]]:
+    """A layer's tasks, whose names are returned, each by one worker that first gets its moments; and writing it."""
     getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
     names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
     for name, solve in zip(names, work.solves, strict=True):
         yield Unit(name, "solve", getting + solve_seconds(solve, rates), after)
     yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, names, f"disk {layer % way.nodes(rates)}")
+    return names

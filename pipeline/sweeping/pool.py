@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,11 @@ class PointPool:
     def size(self) -> int:
         """How many workers there are to keep busy."""
         return self.whole.size
+
+    @property
+    def nodes(self) -> Sequence[Sequence[str]]:
+        """Names of the workers that are ready, node by node."""
+        return self.whole.nodes
 
     @property
     def seconds(self) -> dict[str, list[float]]:

@@ -55,6 +55,7 @@ class InlinePool:
         self.worker = Worker(setup, LocalTransfer())
         self.stop = stop
         self.size = self.wanted = 1
+        self.nodes = [["inline"]]
         self.hardware = describe_hardware(self.worker.device)
         self.waiting: deque[Unit] = deque()
         self.trace: Callable[[dict[str, Any]], None] = lambda _: None

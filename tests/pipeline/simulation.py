@@ -41,10 +41,13 @@ from pipeline.units import (
     Measure,
     Pair,
     Predict,
+    ReadDone,
+    ReadLayer,
     Reduce,
     Solve,
     SolveDone,
     Unit,
+    Unwritten,
     Write,
 )
 
@@ -246,6 +249,11 @@ class SimulatedPool:
         self.last_first = order == "last"
         world.life += 1
 
+    @property
+    def nodes(self) -> list[list[str]]:
+        names = [f"worker-{number}" for number in range(self.size)]
+        return [names[at : at + self.workers_per_node] for at in range(0, self.size, self.workers_per_node)]
+
     def submit(self, unit: Unit) -> None:
         assert unit.key not in [other.key for other in self.pending]
         self.pending.append(unit)
@@ -280,6 +288,8 @@ class SimulatedPool:
         self.world.events.append(("forget", ""))
 
     def _execute(self, unit: Unit) -> Any:
+        if isinstance(unit, ReadLayer):
+            return ReadDone(self._handle(f"weights {unit.layer} {unit.part}/{unit.parts}"))
         if isinstance(unit, Forward):
             return self._forward(unit)
         if isinstance(unit, Pair):
@@ -319,9 +329,12 @@ class SimulatedPool:
         if isinstance(unit, WindowForward | Score):
             return self._score(unit)
         assert isinstance(unit, Write)
+        return self.world.store_staged(unit.layer, self._written(unit))
+
+    def _written(self, unit: Write) -> str:
         assert {form.rank for form in unit.forms.values()} == {1 + unit.layer}
         parts = [self._open(handle) for handle in unit.factors]
-        return self.world.store_staged(unit.layer, digest("written", unit.layer, parts, sorted(unit.forms)))
+        return digest("written", unit.layer, parts, sorted(unit.forms))
 
     def _curve(self, unit: BeginCurve | CurvePieces | Predict) -> Any:
         """The same whether it is made of pieces or not."""
@@ -342,6 +355,9 @@ class SimulatedPool:
         assert 0 <= unit.base <= unit.layer
         assert len(unit.replay) == unit.layer - unit.base
         assert (unit.base_record is None) == (unit.base == 0)
+        for layer, handles in ((unit.layer, unit.weights), (unit.layer + 1, unit.ahead_weights)):
+            parts = range(len(handles))
+            assert [self._open(handle) for handle in handles] == [f"weights {layer} {p}/{len(parts)}" for p in parts]
         hidden = digest("embedded", unit.shard)
         if unit.base_record is not None:
             hidden = self.world.load("activation", unit.base_record)
@@ -475,13 +491,16 @@ class SimulatedPool:
             labels=self.world.store("statistic", digest("labels", unit.shard)) if unit.keep_labels else None,
         )
 
-    def _through(self, layer: int, staged: StagedLayer | None, hidden: str) -> str:
+    def _through(self, layer: int, staged: StagedLayer | Unwritten | None, hidden: str) -> str:
         self.world.passes += 1
         return digest("through", layer, self._weights(layer, staged), hidden)
 
-    def _weights(self, layer: int, staged: StagedLayer | None) -> str:
+    def _weights(self, layer: int, staged: StagedLayer | Unwritten | None) -> str:
         if staged is None:
             return "dense"
+        if isinstance(staged, Unwritten):
+            assert staged.write.layer == layer
+            return self._written(staged.write)
         assert staged.forms
         assert all(form.rank == 1 + layer for form in staged.forms.values())
         return self.world.load("staged", staged)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.methods.method import Moment, Task
 from pipeline.sum_units import Add, Collect
-from pipeline.units import Forward, Solve, Unit, Write
+from pipeline.units import Forward, ReadLayer, Solve, Unit, Write
 from workers.placing import choose
 
 WRITE, COLLECT = Write(0, (), (), {}), Collect("compressed", 0, "worker", "pass-0", ())
@@ -52,3 +52,6 @@ def test_sums_are_added_on_their_node_while_somebody_lives_there() -> None:
     assert choose(waiting, elsewhere, [here, there, elsewhere], beside=True) == 1
     assert choose(waiting, there, [here, there, elsewhere], beside=True) == 0
     assert choose(waiting, elsewhere, [elsewhere], beside=True) == 0
+    read = ReadLayer(3, 1, 2, ("a", "b"))
+    assert choose([read, WRITE], elsewhere, [here, there, elsewhere], beside=True) == 1
+    assert choose([read, WRITE], here, [here, there, elsewhere], beside=True) == 0

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifests.errors import NumericsError
-from manifests.records import FormSpec
+from manifests.quantize import Quantize
+from manifests.records import FormSpec, StagedLayer
 from pipeline.methods.method import Moment
 from pipeline.sum_units import ChooseGrids, Summed, Sums, Total
-from pipeline.units import Forward, ForwardDone, Reduce, Solve
+from pipeline.units import Forward, ForwardDone, Reduce, Solve, Unwritten
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,
@@ -322,6 +323,32 @@ def test_replay_through_staged_layers(llama: Path, tmp_path: Path) -> None:
     newcomer = make_worker(setup)
     newcomer.execute(Forward("compressed", 2, 0, emit=False, cosine=True, replay=tuple(staged)))
     assert torch.equal(held(newcomer, "compressed", 2, 0), held(worker, "compressed", 2, 0))
+
+
+@pytest.mark.parametrize("quantize", [None, {"bits": 4, "group": None}])
+def test_a_layer_from_its_factors_is_what_is_written_of_it(
+    llama: Path, tmp_path: Path, quantize: dict[str, Any] | None
+) -> None:
+    setup = make_setup(llama, tmp_path / "run", EVERYTHING)
+    if quantize:
+        assert setup.manifest is not None
+        setup = replace(setup, manifest=setup.manifest.model_copy(update={"quantize": Quantize(**quantize)}))
+    worker, newcomer = make_worker(setup), make_worker(setup)
+    solved = [
+        worker.execute(Solve(task, LOW, sum_layer(0, task.moments, [worker, worker]))) for task in tasks_of(setup, 0)
+    ]
+    write = write_unit(setup, 0, solved)
+    rounded = {path: scheme for found in solved for path, scheme in found.rounded.items()}
+    assert bool(rounded) == bool(quantize)
+    newcomer.execute(Forward("compressed", 0, 0, staged=Unwritten("one", write, rounded)))
+    staged = StagedLayer(**dict(worker.execute(write)), forms=write.forms, rounded=rounded)
+    worker.execute(Forward("compressed", 0, 0, staged=staged))
+    assert torch.equal(held(newcomer, "compressed", 1, 0), held(worker, "compressed", 1, 0))
+    built = newcomer.layers.current
+    newcomer.execute(Forward("compressed", 0, 1, staged=Unwritten("one", write, rounded)))
+    assert newcomer.layers.current is built
+    newcomer.execute(Forward("compressed", 0, 1, staged=Unwritten("other", write, rounded)))
+    assert newcomer.layers.current is not built
 
 
 def test_setup_cuts_samples_in_fixed_parts(llama: Path, tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""The units that take all calibration shards through a layer, from the hidden states that are committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from manifests.records import ArrayRecord, StagedLayer
+from pipeline.computation import Job, staged_layer
+from pipeline.keys import activations_key, dense_key
+from pipeline.methods.method import Moment
+from pipeline.ports import Journal
+from pipeline.units import Forward, Lineage, Unwritten
+
+
+class ForwardPass:
+    """Of one job: which units, by what the journal holds."""
+
+    def __init__(self, job: Job, journal: Journal) -> None:
+        self.job = job
+        self.journal = journal
+
+    def units(
+        self,
+        lineage: Lineage,
+        layer: int,
+        staged: StagedLayer | Unwritten | None,
+        moments: tuple[Moment, ...],
+        base: int,
+        *,
+        cosine: bool = False,
+        emit: bool = True,
+        store: bool = False,
+        keep: bool = False,
+        weights: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ()),
+    ) -> list[Forward]:
+        """All shards through a layer, in shard order. `base`: the last layer whose inputs are committed; `weights` as
+        `LayerReading.weights` gives them."""
+        activations = self.activations(lineage, base)
+        replay = tuple(
+            staged_layer(self.journal, before) if lineage == "compressed" else None for before in range(base, layer)
+        )
+        return [
+            Forward(
+                lineage=lineage,
+                layer=layer,
+                shard=shard,
+                staged=staged,
+                moments=moments,
+                cosine=cosine,
+                emit=emit,
+                store=store,
+                keep_inputs=keep and shard in self.job.gradient_shards,
+                base=base,
+                base_record=activations[shard] if activations else None,
+                replay=replay,
+                ahead=layer + 1 if layer + 1 < self.job.num_layers else None,
+                weights=weights[0],
+                ahead_weights=weights[1],
+            )
+            for shard in range(self.job.shards)
+        ]
+
+    def activations(self, lineage: Lineage, layer: int) -> Sequence[ArrayRecord] | None:
+        """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""
+        if layer == 0:
+            return None
+        if lineage == "dense":
+            dense = self.journal.get(dense_key(layer - 1))
+            return dense.activations if dense else None
+        walked = self.journal.get(activations_key(layer))
+        return walked.activations if walked else None
+
+    def last_committed(self, lineage: Lineage, layer: int) -> int:
+        """The last layer up to this one whose inputs are committed; 0: the embeddings."""
+        return next((at for at in range(layer, 0, -1) if self.activations(lineage, at)), 0)

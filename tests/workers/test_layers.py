@@ -1,0 +1,82 @@
+"""Layers as a worker reads them: by itself, or from what was read for all nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from manifests.errors import LostInputError
+from pipeline.units import Forward, ReadLayer
+from stores.source import SourceCheckpoint
+from tests.workers.bench import held, layer_names, make_setup, make_worker
+from workers.tensor_transfer import LocalTransfer
+from workers.worker import Worker
+
+PARTS = 3
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all tensors that are read from the source."""
+    names: list[str] = []
+    real = SourceCheckpoint.read
+
+    def reading(source: SourceCheckpoint, wanted: Any) -> dict[str, Tensor]:
+        wanted = list(wanted)
+        names.extend(wanted)
+        return real(source, wanted)
+
+    monkeypatch.setattr(SourceCheckpoint, "read", reading)
+    return names
+
+
+def parts_of(worker: Worker, layer: int) -> tuple[Any, ...]:
+    return tuple(worker.execute(ReadLayer(layer, part, PARTS)).tensors for part in range(PARTS))
+
+
+def test_parts_of_a_layer_are_all_of_it_once(llama: Path, tmp_path: Path, read: list[str]) -> None:
+    setup = make_setup(llama, tmp_path / "run")
+    parts = parts_of(make_worker(setup), 1)
+    assert sorted(read) == sorted(layer_names(setup, 1))
+    assert sorted(name for part in parts for name in part) == sorted(read)
+    sizes = sorted(sum(tensor.nbytes for tensor in part.values()) for part in parts)
+    largest = max(tensor.nbytes for part in parts for tensor in part.values())
+    assert sizes[-1] - sizes[0] <= largest
+
+
+def test_what_was_read_for_all_is_not_read_again(llama: Path, tmp_path: Path, read: list[str]) -> None:
+    setup = make_setup(llama, tmp_path / "run")
+    reader, alone, worker = (make_worker(setup) for _ in range(3))
+    first, second = parts_of(reader, 0), parts_of(reader, 1)
+    alone.execute(Forward("dense", 0, 0))
+    alone.execute(Forward("dense", 1, 0, replay=(None,)))
+    read.clear()
+    worker.execute(Forward("dense", 0, 0, weights=first, ahead=1, ahead_weights=second))
+    worker.execute(Forward("dense", 1, 0, replay=(None,), weights=second))
+    assert not set(read) & {*layer_names(setup, 0), *layer_names(setup, 1)}
+    assert torch.equal(held(worker, "dense", 2, 0), held(alone, "dense", 2, 0))
+
+
+def test_what_was_lost_is_read_from_the_source(
+    llama: Path, tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = make_setup(llama, tmp_path / "run")
+    reader, alone, worker = (make_worker(setup) for _ in range(3))
+    parts = parts_of(reader, 0)
+    alone.execute(Forward("dense", 0, 0))
+    real = LocalTransfer.get
+
+    def get(transfer: LocalTransfer, handle: dict[str, Tensor]) -> dict[str, Tensor]:
+        if handle is parts[1]:
+            raise LostInputError("gone with its node", ("readlayer/0/1",))
+        return real(transfer, handle)
+
+    monkeypatch.setattr(LocalTransfer, "get", get)
+    read.clear()
+    worker.execute(Forward("dense", 0, 0, weights=parts))
+    assert set(read) & set(layer_names(setup, 0)) == set(parts[1])
+    assert torch.equal(held(worker, "dense", 1, 0), held(alone, "dense", 1, 0))
