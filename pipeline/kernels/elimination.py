@@ -180,44 +180,53 @@ class _Elimination:
 
         Removing j with k = C⁻¹[:, j] / C⁻¹[j, j]: C⁻¹ -= C⁻¹[j, j] k kᵀ and B -= b_j kᵀ, hence BᵀB -= p kᵀ + k pᵀ
         with p = Bᵀb_j − ½‖b_j‖² k. The panel holds the k and p; only row j of either matrix is ever needed before its
-        end. No step waits for the device: the index j stays a tensor.
+        end. No step waits for the device: the index j stays a tensor. On a device a step costs as much as it launches
+        kernels, of which it has 20: both matrices are treated as one pair wherever they can be.
         """
-        size = gone_n.numel()
-        positions_n = torch.arange(size, device=gone_n.device)
+        size, device = gone_n.numel(), gone_n.device
+        places_n = torch.arange(size, device=device)
+        # By place from the end, of which the first of equal minima is found, the last channel: j, j + 1, j, -j.
+        table_n4 = torch.stack((places_n, places_n + 1, places_n, -places_n), dim=1).flip(0)
+        signed_2n = torch.stack((places_n, -places_n))
+        order_4 = torch.tensor([0, 1, 0, 0], device=device)
         precision_n = self._inverse.diagonal().masked_fill(gone_n, 1.0)
-        energy_n = self._gram.diagonal().masked_fill(gone_n, float("inf"))
-        ratios_mn, pulls_mn = (precision_n.new_empty(steps, size) for _ in range(2))
-        pivots_m = precision_n.new_empty(steps)
+        half_energy_n = 0.5 * self._gram.diagonal().masked_fill(gone_n, float("inf"))
+        state_2n = torch.stack((precision_n, half_energy_n))
+        # In exact arithmetic 1 / (1 − R²) >= 1 (with a jitter hardly less), and norms are not negative.
+        least_21 = state_2n.new_tensor([[0.5], [0.0]])
+        pairs_m2n = state_2n.new_empty(steps, 2, size)  # k and p
+        # Of what is taken off row j of C⁻¹ and of BᵀB: k times k_j C⁻¹[i, i] and p_j, p times 0 and k_j.
+        weights_m4 = state_2n.new_tensor([[0.0, 1.0, 0.0, 1.0]]).repeat(steps, 1)
+        precision_n, half_energy_n = state_2n
+        rows = zip(*pairs_m2n.unbind(1), weights_m4[:, :1], strict=True)
         places = []
-        for step in range(steps):
-            # The last of the minima goes, so that of equal channels the lower index stays.
-            j = size - 1 - (energy_n / precision_n).flip(0).argmin().view(1)
+        for step, (ratio_n, pull_n, pivot) in enumerate(rows):
+            last = (half_energy_n / precision_n).flip(0).argmin(dim=0, keepdim=True)
+            (j_4,) = table_n4.index_select(0, last)
+            j, columns, turns = j_4[:1], j_4[:2], j_4[2:, None]
             places.append(j)
-            ratios, pulls, pivots = ratios_mn[:step], pulls_mn[:step], pivots_m[:step]
-            ratios_j, pulls_j = ratios.index_select(1, j)[:, 0], pulls.index_select(1, j)[:, 0]
-            row_n = torch.where(positions_n <= j, _row(self._inverse, j), _column(self._inverse, j))
-            row_n = torch.addmv(row_n, ratios.T, ratios_j * pivots, alpha=-1)
-            pivot = row_n.index_select(0, j).clamp_min(0.5)
-            ratio_n = (row_n / pivot).index_fill_(0, j, 1.0)
-            inner_n = torch.where(positions_n >= j, _row(self._gram, j), _column(self._gram, j))
-            inner_n = torch.addmv(inner_n, ratios.T, pulls_j, alpha=-1)
-            inner_n = torch.addmv(inner_n, pulls.T, ratios_j, alpha=-1)
-            pull_n = inner_n - 0.5 * inner_n.index_select(0, j) * ratio_n
-            # In exact arithmetic 1 / (1 − R²) >= 1 (with a jitter hardly less), and norms are not negative.
-            precision_n = torch.addcmul(precision_n, ratio_n, ratio_n * pivot, value=-1).clamp_min_(0.5)
-            energy_n = torch.addcmul(energy_n, pull_n, ratio_n, value=-2).clamp_min_(0.0)
-            energy_n.index_fill_(0, j, float("inf"))
-            gone_n.index_fill_(0, j, True)
-            ratios_mn[step], pulls_mn[step], pivots_m[step] = ratio_n, pull_n, pivot[0]
+            row_2n = self.array[j][0].unfold(0, size, 1)  # of C⁻¹ up to j, of BᵀB from j on
+            pair_2n = torch.where(signed_2n <= turns, row_2n, self.array[:, columns].T)
+            factors_t4 = pairs_m2n[:step, order_4, j.expand(4)].mul_(weights_m4[:step])
+            before_2tn = pairs_m2n[:step].view(2 * step, size)
+            pair_2n = torch.addmm(pair_2n, factors_t4.view(2 * step, 2).T, before_2tn, alpha=-1)
+            row_n, inner_n = pair_2n
+            at_j = pair_2n.index_select(1, j)
+            torch.clamp_min(at_j[0], 0.5, out=pivot)
+            torch.div(row_n, pivot, out=ratio_n).index_fill_(0, j, 1.0)
+            pull_n.copy_(inner_n.addcmul_(ratio_n, at_j[1], value=-0.5))
+            state_2n.addcmul_(ratio_n, pair_2n, value=-1).clamp_(min=least_21)
+            half_energy_n.index_fill_(0, j, float("inf"))
         places_m = torch.cat(places)
-        self._update_(ratios_mn, pulls_mn, pivots_m)
+        gone_n.index_fill_(0, places_m, True)
+        self._update_(pairs_m2n, weights_m4[:, 0])
         if self.lost is not None:
-            self._refit_(ratios_mn, pivots_m, places_m)
+            self._refit_(pairs_m2n[:, 0], weights_m4[:, 0], places_m)
         return places_m
 
-    def _update_(self, ratios_mn: Tensor, pulls_mn: Tensor, pivots_m: Tensor) -> None:
-        scaled_mn = ratios_mn * pivots_m[:, None]
-        left_2mn, right_2mn = torch.cat((pulls_mn, ratios_mn)), torch.cat((ratios_mn, pulls_mn))
+    def _update_(self, pairs_m2n: Tensor, pivots_m: Tensor) -> None:
+        ratios_mn, right_2mn = pairs_m2n[:, 0], pairs_m2n.flatten(0, 1)
+        scaled_mn, left_2mn = ratios_mn * pivots_m[:, None], pairs_m2n.flip(1).flatten(0, 1)
         for rows in blocks_of(self.array.shape[0]):
             self._inverse[rows, : rows.start].addmm_(scaled_mn[:, rows].mT, ratios_mn[:, : rows.start], alpha=-1)
             self._gram[rows, rows.stop :].addmm_(left_2mn[:, rows].mT, right_2mn[:, rows.stop :], alpha=-1)
@@ -244,14 +253,6 @@ class _Elimination:
         self.array, self.standing_n = self.array[:size, : size + 1], self.standing_n[stay]
         if self.lost is not None:
             self.refit_Dn = self.refit_Dn[:, stay]
-
-
-def _row(matrix_nn: Tensor, j: Tensor) -> Tensor:
-    return matrix_nn[j][0]  # index_select would copy the whole of a view first
-
-
-def _column(matrix_nn: Tensor, j: Tensor) -> Tensor:
-    return matrix_nn[:, j][:, 0]
 
 
 def _interlaced(lower_bn: Tensor, upper_bn: Tensor, first: int) -> Tensor:

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.kernels import cholesky
@@ -110,6 +112,33 @@ def test_cost_follows_what_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flops[599] < 1.6
     assert flops[580] < flops[599] + 0.4
     assert flops[240] > flops[599] + 1.2
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that write something: views launch nothing on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op(*args, **(kwargs or {}))
+        shared = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        first = found[0] if isinstance(found, tuple | list) else found
+        new = isinstance(first, torch.Tensor) and first.untyped_storage().data_ptr() not in shared
+        self.count += op._schema.is_mutable or new
+        return found
+
+
+def test_a_step_launches_twenty_kernels() -> None:
+    """What a step takes on a device, in the plan."""
+    moment, weight, _ = problem(80, 12, 200)
+    counts = []
+    for steps in (10, 30):
+        with Launches() as launches:
+            eliminate(moment, weight, 80 - steps, block=steps)
+        counts.append(launches.count)
+    assert (counts[1] - counts[0]) / 20 == 20
 
 
 @pytest.mark.slow
