@@ -33,7 +33,7 @@ __all__ = [
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MAX_FAULTS = 20
 MAX_JSON_BYTES = 512 * 1024 * 1024  # an index of a million tensors has 100 MB
-HASH_THREADS = 4
+HASH_THREADS = min(16, os.cpu_count() or 1)  # OpenSSL takes digests outside Python's lock
 
 FileStamp = dict[str, int | str]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ from stores.checkpoint import (
 )
 from stores.headers import read_header
 from stores.hub import CODE, COMPANIONS
-from stores.source import CONFIG_FILE, INDEX_FILE
+from stores.source import CONFIG_FILE, HASH_THREADS, INDEX_FILE
 from stores.storage import Place, matching, open_storage
 
 SHARD_SUFFIX = ".safetensors"
@@ -139,15 +140,22 @@ class Assembler:
     def damaged_layers(self) -> dict[str, str]:
         """Ledger key -> fault of every staged layer that is not what was committed. Their entries are retracted."""
         damaged: dict[str, str] = {}
-        for layer in range(self.inputs.geometry.num_layers):
-            entry = self.journal.get(key := layer_key(layer))
-            try:
-                if entry is not None:
-                    verify_shard(self.run_dir, entry.staged.path, entry.staged)
-            except CorruptError as error:
-                self.journal.retract(key)
-                damaged[key] = str(error)
+        keys = [layer_key(layer) for layer in range(self.inputs.geometry.num_layers)]
+        with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="digest") as pool:
+            for key, fault in zip(keys, pool.map(self._fault, map(self.journal.get, keys)), strict=True):
+                if fault is not None:
+                    self.journal.retract(key)
+                    damaged[key] = fault
         return damaged
+
+    def _fault(self, entry: LayerEntry | None) -> str | None:
+        """Why a staged layer is not what was committed."""
+        try:
+            if entry is not None:
+                verify_shard(self.run_dir, entry.staged.path, entry.staged)
+        except CorruptError as error:
+            return str(error)
+        return None
 
     def _remove_index(self, replaceable: Set[str]) -> None:
         """First, so that what is being replaced is no checkpoint; then shards that would only take room meanwhile."""

@@ -85,11 +85,6 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
     def _mlp_moments(self) -> tuple[Moment, ...]:
         return (HIDDEN, *((AFTER_LAYER,) if self.entry.needs_gradient else ()))
 
-    def written_numbers(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> int:
-        """Of o at the rank of the values, or of down at the channels that stay."""
-        columns = {"attention": geometry.heads * ranks.get("value", 0), "mlp": ranks.get("mlp", 0)}
-        return geometry.hidden * columns.get(group.name, 0)
-
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank of the values, or by width of the MLP."""
         (variable,) = self.group_variables(group, geometry)

@@ -82,11 +82,6 @@ def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     return _stack(entry, geometry, rank).least(multiple) + _other_numbers(geometry, rank)
 
 
-def written_numbers(entry: LossAware, geometry: LayerGeometry, ranks: Ranks) -> int:
-    """Of those that are stored, what o takes, without its bias."""
-    return _stack(entry, geometry, ranks[VALUE]).numbers(ranks[OUTPUT])
-
-
 def solve(
     entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:

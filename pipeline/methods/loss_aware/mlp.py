@@ -171,11 +171,6 @@ def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     return sum(stack.least(multiple) for stack in stacks) + bias_numbers(geometry, width)
 
 
-def written_numbers(entry: LossAware, geometry: LayerGeometry, ranks: Ranks) -> int:
-    """Of those that are stored, what down takes, without its bias."""
-    return down_stack(entry, geometry, ranks[WIDTH]).numbers(ranks[DOWN])
-
-
 def solve(
     entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:

@@ -42,11 +42,6 @@ def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     return _stack(entry, geometry).least(entry.multiple(geometry.hidden)) + _bias_numbers(geometry)
 
 
-def written_numbers(entry: LossAware, geometry: LayerGeometry, ranks: Ranks) -> int:
-    """Neither writes to the stream."""
-    return 0
-
-
 def solve(
     entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:
