@@ -16,7 +16,7 @@ from pipeline.plan.rates import Rates
 
 TRIED_BYTES, NEAREST_BYTES = 200, 700  # of memory for each number while scales are tried: six of them, or twenty
 FED_BYTES = 300  # for each number, mostly the errors before it in its block
-COLUMN = 1 / 3  # of the launches that a removal of an elimination has
+COLUMN = 0.2  # of the launches that a removal of an elimination has
 CHOSEN = 1 + 3 * 2 * 3  # roundings of a task whose bits are chosen: at each of three of them two kinds of three sizes
 READ = ("attention.in", "o.in", "mlp.in", "down.in", "head.in")
 
