@@ -119,7 +119,7 @@ def test_what_following_the_loss_takes() -> None:
     grown = cube / 3 + (4 * 2 + 2) * 80 * square + (2 * 8 * 4 + 3 * 6) * cube
     looked, tokens = 0.0, 0.0
     for width in (10, 40, 80):
-        ranks = [share * min(2 * width, 48) for share in (0.2, 0.45, 0.75)]
+        ranks = [share * min(2 * width, 48) for share in (0.125, 0.375, 0.75)]
         refit = width**3 / 3 + 2 * 48 * width * 80 if width < 80 else 0
         looked += 3 * cube + refit + 2 * 2 * max(ranks) * 48 * width + 3 * (width**3 / 3 + 2 * 48 * width**2)
         tokens += 2 * 2 * 48 * 80 + 4 * 48 * 80
