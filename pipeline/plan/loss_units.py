@@ -13,6 +13,7 @@ from pipeline.plan.phases import Pass, compare_seconds, solve_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork, SolveWork
 
+FORGOTTEN = 1_000_000  # more than there are shards: workers forget those of a model before the next is scored
 CORRECTED = 5  # passes of both layers: to each of four points, and to the end
 
 
@@ -43,14 +44,20 @@ def last_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...])
     """Both models side by side on a few tokens, then held-out text through each, when all layers are written."""
     if work.compare_flops:
         yield Timed("compare", "compare", way.layers * compare_seconds(work, rates, way), after)
-        after = ("compare",)
+    compared = ("compare",) if work.compare_flops else ()
+    if way.workers == 1:
+        after = compared or after
     stored = {"dense": work.weight_bytes, "compressed": work.written_bytes}
     for model, flops in zip(stored, work.held_out_flops, strict=True) if any(work.held_out_flops) else ():
         for layer in range(way.layers):
             kind, seconds = f"held-out {model}", flops / rates.single
+            if model == "compressed" and layer == 0:
+                after = (*after, *compared)
             yield from _reads(kind, layer, stored[model], rates, way, after)
-            after = yield from _passes(kind, "held-out", layer, seconds, way.held_out_shards, after, rates, way)
-    return after
+            first = FORGOTTEN * (1 + (model == "compressed"))
+            shards = way.held_out_shards
+            after = yield from _passes(kind, "held-out", layer, seconds, shards, after, rates, way, first=first)
+    return (*after, *compared)
 
 
 def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
@@ -159,13 +166,14 @@ def _passes(
     rates: Rates,
     way: Pass,
     read: str | None = None,
+    first: int = 0,
 ) -> Units:
-    """All shards through a layer, and a barrier."""
+    """All shards through a layer, and a barrier. `first`: by which shards of other hidden states are told apart."""
     names = tuple(f"{kind} {layer} {shard}" for shard in range(shards))
     for shard, name in enumerate(names):
         node = shard % way.workers // rates.workers_per_node
         waits = (*after, f"read {read or kind} {layer} {node}")
-        yield Timed(name, phase, seconds / shards, waits, shard=shard)
+        yield Timed(name, phase, seconds / shards, waits, shard=first + shard)
     barrier = f"{kind} barrier {layer}"
     yield Timed(barrier, "barrier", 0.0, names, barrier)
     return (barrier,)
