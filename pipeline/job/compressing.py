@@ -137,11 +137,11 @@ class JobWorkers:
         for attempt in range(REPAIRS + 1):
             self.pool.forget()  # what is behind layers that are made anew
             self._driver(job).run()
-            if compared:
-                _compare(job, self.pool)
+            comparing = _begin_comparing(job, self.pool) if compared else None
             job.observer.stage("verify")
-            with interrupting(job.stop):
-                damaged = _assembler(job).damaged_layers()
+            damaged = _damaged_layers(job)
+            if comparing is not None and not _enter_compared(job, self.pool, comparing, bool(damaged)):
+                damaged = damaged or _damaged_layers(job)  # since they were looked at
             if not damaged:
                 return
             if attempt < REPAIRS:
@@ -181,23 +181,40 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
         yield JobWorkers(pool, always, commit_interval(job, pool.hardware))
 
 
-def _compare(job: JobContext, pool: Pool) -> None:
-    """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again on OUTPUT."""
+def _begin_comparing(job: JobContext, pool: Pool) -> Compare | None:
+    """Submits what the staged layers do on a few tokens beside the dense ones, where it is not entered: `verify`
+    measures it again on OUTPUT."""
     staged = tuple(staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers))
-    layers = tuple(found.sha256 if found else None for found in staged)
-    origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
-    tokens = tuple(map(tuple, ids_BS.tolist()))
+    _, ids_BS = sample_tokens(job.tokens, job.inputs.config)
+    unit = Compare(tuple(map(tuple, ids_BS.tolist())), staged)
     entered = job.ledger.get(COMPARED)
-    if entered is not None and entered.layers == layers and entered.compared.tokens == tokens:
-        return
+    if entered is not None and entered.layers == _digests(unit) and entered.compared.tokens == unit.tokens:
+        return None
+    pool.submit(unit)
+    return unit
+
+
+def _enter_compared(job: JobContext, pool: Pool, unit: Compare, damaged: bool) -> bool:
+    """Waits for it, and enters it unless layers are known to be damaged. False: what it read was."""
     try:
-        pool.submit(Compare(tokens, staged))
         _, found = pool.wait()
-    except CorruptError as error:  # `damaged_layers` names the layer, and it is made again
+    except CorruptError as error:
         job.observer.repaired(str(error), ["compared"])
-        return
-    figures = ComparedFigures(origin=origin, tokens=tokens, **found)
-    job.ledger.commit(COMPARED, ComparedEntry(layers=layers, compared=figures))
+        return False
+    if not damaged:
+        origin, _ = sample_tokens(job.tokens, job.inputs.config)
+        figures = ComparedFigures(origin=origin, tokens=unit.tokens, **found)
+        job.ledger.commit(COMPARED, ComparedEntry(layers=_digests(unit), compared=figures))
+    return True
+
+
+def _damaged_layers(job: JobContext) -> dict[str, str]:
+    with interrupting(job.stop):
+        return _assembler(job).damaged_layers()
+
+
+def _digests(unit: Compare) -> tuple[str | None, ...]:
+    return tuple(found.sha256 if found else None for found in unit.staged)
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
-from pipeline.plan.phases import Pass, compare_seconds, solve_seconds
+from pipeline.plan.phases import Pass, solve_seconds, verify_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork, SolveWork
 
@@ -39,10 +39,9 @@ def loss_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...])
 
 
 def last_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """Both models side by side on a few tokens, then held-out text through each, when all layers are written."""
-    if work.compare_flops:
-        yield Timed("compare", "compare", way.layers * compare_seconds(work, rates, way), after)
-        after = ("compare",)
+    """When all layers are written: their digests, both models side by side, then held-out text through each."""
+    yield Timed("verify", "verify", verify_seconds(work, rates, way), after)
+    after = ("verify",)
     stored = {"dense": work.weight_bytes, "compressed": work.written_bytes}
     for model, flops in zip(stored, work.held_out_flops, strict=True) if any(work.held_out_flops) else ():
         for layer in range(way.layers):

@@ -132,7 +132,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     statistics = statistics_seconds(work, rates, way) * way.rounds
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
-    found = {"start": START_SECONDS}
+    found = {"digests": digest_seconds(work, rates, way), "start": START_SECONDS}
     if way.compressed:
         cosine = work.cosine_bytes / rates.memory * way.rounds
         if way.importance:
@@ -167,8 +167,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["round"] = _spread([round_seconds(task, rates) for task in work.rounding], way.workers)
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
-    if work.compare_flops:
-        found["compare"] = layers * compare_seconds(work, rates, way)
+    found["verify"] = verify_seconds(work, rates, way)
     if any(work.held_out_flops):
         dense, packed = (flops / rates.single * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops)
         written = 0.0 if way.cached else work.written_bytes / rates.disk
@@ -188,10 +187,17 @@ def reread_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     return work.moment_bytes / max(1, len(work.solves)) / rate
 
 
-def compare_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """A layer of both models on one worker, which reads the dense one ahead."""
+def digest_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """Of the source, by the driver, before anything starts."""
+    return way.layers * work.weight_bytes / min(rates.disk, rates.digest)
+
+
+def verify_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """Until the driver has held all staged layers against their digests, and a worker has gone through both models,
+    of which it reads the dense one ahead."""
     rate = rates.link if way.cached else rates.disk
-    return max(work.weight_bytes / rate, work.written_bytes / rate + work.compare_flops / rates.single)
+    comparing = max(work.weight_bytes / rate, work.written_bytes / rate + work.compare_flops / rates.single)
+    return way.layers * max(work.written_bytes / min(rate, rates.digest), comparing)
 
 
 def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:

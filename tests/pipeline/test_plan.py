@@ -292,13 +292,14 @@ def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixt
     found = json.loads(capsys.readouterr().out)
     assert found["rates"]["products"] == found["rates"]["double"] == 0.5e12
     assert list(found["phases"]) == [
+        "digests",
         "start",
         "importance",
         "statistics",
         "reduce",
         "solve",
         "propagate",
-        "compare",
+        "verify",
         "held-out",
         "assemble",
     ]
