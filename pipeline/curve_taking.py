@@ -16,13 +16,15 @@ Found = Mapping[Moment, ArrayRecord]
 def take_curves(steps: Steps, tasks: Mapping[Task, Found]) -> dict[Task, Curve]:
     """One of each task, from its statistics. A cut costs reading these again for each part, and changes no byte.
 
-    Groups that may be cut are the long ones. While there are as many of them as workers, each stays whole.
+    Groups that may be cut are the long ones, and come first. While there are as many of them as workers, each stays
+    whole.
     """
     long = [task for task in tasks if task.pieces > 1]
     share = steps.pool.size // len(long) if long else 1
     cut = long if share > 1 else []
-    units = [BeginCurve(task, found) if task in cut else Predict(task, found) for task, found in tasks.items()]
-    done: dict[Task, Any] = dict(zip(tasks, steps.do(units), strict=True))
+    ordered = sorted(tasks, key=lambda task: -task.pieces)
+    units = [BeginCurve(task, tasks[task]) if task in cut else Predict(task, tasks[task]) for task in ordered]
+    done: dict[Task, Any] = dict(zip(ordered, steps.do(units), strict=True))
     parts = [
         CurvePieces(task, tasks[task], done[task], numbers) for task in cut for numbers in _dealt(task.pieces, share)
     ]
@@ -33,7 +35,8 @@ def take_curves(steps: Steps, tasks: Mapping[Task, Found]) -> dict[Task, Curve]:
         Predict(task, tasks[task], done[task], tuple(pieces[task][number] for number in range(task.pieces)))
         for task in cut
     ]
-    return {**done, **dict(zip(cut, steps.do(joined), strict=True))}
+    done |= dict(zip(cut, steps.do(joined), strict=True))
+    return {task: done[task] for task in tasks}
 
 
 def _dealt(pieces: int, parts: int) -> Sequence[tuple[int, ...]]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from manifests.quantize import Quantize
 from manifests.records import ArrayRecord, Curve
 from pipeline.families.family import LayerGeometry
-from pipeline.methods.method import Dividing, Method, Moment, Predicting, Statistics, Writing
-from pipeline.rounding.choices import Sizes, with_bits
+from pipeline.methods.method import Dividing, Method, Moment, Predicting, Statistics
+from pipeline.rounding.choices import with_bits
 from pipeline.units import BeginCurve, CurvePieces, CurveUnit, Predict
 
 Read = Callable[[Mapping[Moment, ArrayRecord]], Statistics]
@@ -55,6 +55,5 @@ def _curve(
         curve = method.curve(unit.task, geometry, weights, statistics)
     if quantize is None or not choosing:
         return curve
-    written = partial(method.written_numbers, unit.task, geometry) if isinstance(method, Writing) else None
-    sizes = Sizes(partial(method.compress, unit.task, geometry, weights, statistics), written)
-    return with_bits(curve, unit.task, quantize, weights, statistics, sizes, geometry.bits)
+    solve = partial(method.compress, unit.task, geometry, weights, statistics)
+    return with_bits(curve, unit.task, quantize, weights, statistics, solve, geometry.bits)

@@ -12,7 +12,7 @@ from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics, stored_dtype
-from pipeline.methods.unchanged import chosen_bits
+from pipeline.methods.unchanged import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
 from pipeline.units import Write
@@ -46,7 +46,7 @@ def solve_group(
         known = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
         solution = method.correct(group, geometry, weights, statistics, ranks, known)
     if quantize is not None:
-        bits = chosen_bits(ranks, group.roles) if quantize.bits == "auto" else quantize.bits
+        bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
         moments = statistics.moments
         if pairs:
             moments, quantize = at_correction(pairs[0], moments, quantize)

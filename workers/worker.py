@@ -20,7 +20,7 @@ from torch import Tensor
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, GradientRecord, StagedLayer
 from pipeline.families.family import LayerGeometry
-from pipeline.kernels.gradients import ordered_sum
+from pipeline.kernels.gradients import folded, ordered_sum, unfolded
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
@@ -209,8 +209,12 @@ class Worker:
 
     def _backward(self, unit: Backward) -> BackwardDone:
         partials, record, labels = self.backward.run(unit)
+        given = {
+            moment: self.transfer.put({**partial, "moment": folded(partial["moment"])})
+            for moment, partial in partials.items()
+        }
         return BackwardDone(
-            partials={moment: self.transfer.put(partial) for moment, partial in partials.items()},
+            partials=given,
             activation=record if unit.store else None,
             tokens=self.setup.gradient_count(unit.shard) * self._sequence,
             labels=labels,
@@ -287,8 +291,10 @@ class Worker:
             parts = [partial["moment"] for partial in get_all(self.transfer, unit.partials)]
             return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
         totals = ordered_sum([*self._summed_before(unit), *get_all(self.transfer, unit.partials)])
-        record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", totals["moment"])
-        if unit.moment.kind != "gradient":
+        gradient = unit.moment.kind == "gradient"
+        total = unfolded(totals["moment"]) if gradient else totals["moment"]
+        record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", total)
+        if not gradient:
             return record
         sequences = self.setup.gradient_samples + (unit.before.sequences if unit.before else 0)
         squares, tokens = tuple(totals["square_norms"].tolist()), sequences * self._sequence
@@ -298,7 +304,7 @@ class Worker:
         if unit.before is None:
             return []
         squares_G = torch.tensor(unit.before.square_norms, dtype=torch.float64)
-        return [{"moment": self.statistics.read(unit.before), "square_norms": squares_G}]
+        return [{"moment": folded(self.statistics.read(unit.before)), "square_norms": squares_G}]
 
     def _measure(self, unit: Measure) -> Any:
         (method, _), weights = self.methods[unit.task.method], self._group_weights(unit.task)

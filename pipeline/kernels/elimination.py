@@ -27,6 +27,9 @@ from pipeline.kernels.nystrom import (
     triangle_sum,
 )
 
+ALONE = 512  # channels: of so many one goes at a time, of twice as many two
+MOST_SHARED = 0.1  # partial correlation of channels that go at once
+
 
 class Elimination(NamedTuple):
     """The channels removed (n,), in `order`; `jitter` as in Selection."""
@@ -49,9 +52,11 @@ def select_eliminate(moment_NN: Tensor, weight_down_DN: Tensor, count: int, bloc
     """The `count` channels that stay after greedy elimination.
 
     Removes, one after another, the channel whose removal adds least output error after the best refit of W_down:
-    ‖b_j‖² / [C⁻¹]_jj with B the refitted W_down so far; of equal ones the lower index stays. Exact for every `block`:
-    it is the number of removals after which C⁻¹ and BᵀB, otherwise updated only where they are read, are updated as a
-    whole by one matrix product (as in a blocked pivoted Cholesky factorisation), and changes speed and rounding only.
+    ‖b_j‖² / [C⁻¹]_jj with B the refitted W_down so far; of equal ones the lower index stays. Of many channels N / 512
+    go at once, those of least score that are hardly correlated given the rest, as none of a round then changes much for
+    another: a step is a dozen small kernels however many it removes. That is exact for every `block`: it is the number
+    of removals after which C⁻¹ and BᵀB, otherwise updated only where they are read, are updated as a whole by one
+    matrix product (as in a blocked pivoted Cholesky factorisation), and changes speed and rounding only.
     A singular C gets a relative jitter. Needs N² + D·N float64 numbers besides its inputs; N³ + D N² + 3 N² for each
     removal multiplications and additions. Raises ValueError on shapes that do not fit, NaN, infinity, count outside
     1..N, or if C is not positive semidefinite.
@@ -99,6 +104,7 @@ class _Elimination:
         self.panel = (64 if size < 4096 else 128) if block is None else block
         if self.panel < 1:
             raise ValueError(f"block must be at least 1, not {block}")
+        self.together = max(1, size // ALONE)
         self.moment_NN, self.size, self.count, self.jitter = moment_NN, size, count, 0.0
         self.scale_N = channel_scale(moment_NN)
         self.live_N = channel_diagonal(moment_NN) > 0
@@ -178,61 +184,68 @@ class _Elimination:
     def _remove_panel(self, gone_n: Tensor, steps: int) -> Tensor:
         """Removes `steps` channels: marks them in `gone_n`, brings everything up to date, and returns which, in order.
 
-        Removing j with k = C⁻¹[:, j] / C⁻¹[j, j]: C⁻¹ -= C⁻¹[j, j] k kᵀ and B -= b_j kᵀ, hence BᵀB -= p kᵀ + k pᵀ
-        with p = Bᵀb_j − ½‖b_j‖² k. The panel holds the k and p; only row j of either matrix is ever needed before its
-        end. No step waits for the device: the index j stays a tensor.
+        Removing channels J with R = C⁻¹[J, :], C⁻¹[J, J] = L Lᵀ and X = L⁻¹ R: C⁻¹ -= Xᵀ X and B -= B_J L⁻ᵀ X, hence
+        BᵀB -= Pᵀ X + Xᵀ P with P = Y − ½ Y_J L⁻ᵀ X and Y = L⁻¹ (BᵀB)[J, :]. The panel holds the X and P; only rows J
+        of either matrix are ever needed before its end. Where channels go one by one, no step waits for the device: the
+        index stays a tensor.
         """
-        size = gone_n.numel()
-        positions_n = torch.arange(size, device=gone_n.device)
         precision_n = self._inverse.diagonal().masked_fill(gone_n, 1.0)
         energy_n = self._gram.diagonal().masked_fill(gone_n, float("inf"))
-        ratios_mn, pulls_mn = (precision_n.new_empty(steps, size) for _ in range(2))
-        pivots_m = precision_n.new_empty(steps)
-        places = []
-        for step in range(steps):
-            # The last of the minima goes, so that of equal channels the lower index stays.
-            j = size - 1 - (energy_n / precision_n).flip(0).argmin().view(1)
-            places.append(j)
-            ratios, pulls, pivots = ratios_mn[:step], pulls_mn[:step], pivots_m[:step]
-            ratios_j, pulls_j = ratios.index_select(1, j)[:, 0], pulls.index_select(1, j)[:, 0]
-            row_n = torch.where(positions_n <= j, _row(self._inverse, j), _column(self._inverse, j))
-            row_n = torch.addmv(row_n, ratios.T, ratios_j * pivots, alpha=-1)
-            pivot = row_n.index_select(0, j).clamp_min(0.5)
-            ratio_n = (row_n / pivot).index_fill_(0, j, 1.0)
-            inner_n = torch.where(positions_n >= j, _row(self._gram, j), _column(self._gram, j))
-            inner_n = torch.addmv(inner_n, ratios.T, pulls_j, alpha=-1)
-            inner_n = torch.addmv(inner_n, pulls.T, ratios_j, alpha=-1)
-            pull_n = inner_n - 0.5 * inner_n.index_select(0, j) * ratio_n
+        changes_mn, pulls_mn = (precision_n.new_empty(steps, gone_n.numel()) for _ in range(2))
+        places, filled = [], 0
+        while filled < steps:
+            changes_sn, pulls_sn = changes_mn[:filled], pulls_mn[:filled]
             # In exact arithmetic 1 / (1 − R²) >= 1 (with a jitter hardly less), and norms are not negative.
-            precision_n = torch.addcmul(precision_n, ratio_n, ratio_n * pivot, value=-1).clamp_min_(0.5)
-            energy_n = torch.addcmul(energy_n, pull_n, ratio_n, value=-2).clamp_min_(0.0)
+            j = self._lowest(energy_n / precision_n)
+            rows_jn = _rows(self._inverse, j) - changes_sn.index_select(1, j).T @ changes_sn
+            if self.together > 1:
+                go = _apart(rows_jn.index_select(1, j), energy_n[j])[: steps - filled]
+                j, rows_jn = j[go], rows_jn[go]
+            inner_jn = _rows(self._gram.T, j)
+            inner_jn = torch.addmm(inner_jn, pulls_sn.index_select(1, j).T, changes_sn, alpha=-1)
+            inner_jn = torch.addmm(inner_jn, changes_sn.index_select(1, j).T, pulls_sn, alpha=-1)
+            factor_jj = _factor(rows_jn.index_select(1, j))
+            change_jn = torch.linalg.solve_triangular(factor_jj, rows_jn, upper=False)
+            read_jn = torch.linalg.solve_triangular(factor_jj, inner_jn, upper=False)
+            square_jj = torch.linalg.solve_triangular(factor_jj, read_jn.index_select(1, j).T, upper=False)
+            pull_jn = torch.addmm(read_jn, square_jj, change_jn, alpha=-0.5)
+            precision_n = (precision_n - change_jn.square().sum(dim=0)).clamp_min_(0.5)
+            energy_n = (energy_n - 2.0 * (pull_jn * change_jn).sum(dim=0)).clamp_min_(0.0)
             energy_n.index_fill_(0, j, float("inf"))
             gone_n.index_fill_(0, j, True)
-            ratios_mn[step], pulls_mn[step], pivots_m[step] = ratio_n, pull_n, pivot[0]
+            now = slice(filled, filled + len(j))
+            changes_mn[now], pulls_mn[now], filled = change_jn, pull_jn, now.stop
+            places.append(j)
         places_m = torch.cat(places)
-        self._update_(ratios_mn, pulls_mn, pivots_m)
+        self._update_(changes_mn, pulls_mn)
         if self.lost is not None:
-            self._refit_(ratios_mn, pivots_m, places_m)
+            self._refit_(changes_mn, places_m)
         return places_m
 
-    def _update_(self, ratios_mn: Tensor, pulls_mn: Tensor, pivots_m: Tensor) -> None:
-        scaled_mn = ratios_mn * pivots_m[:, None]
-        left_2mn, right_2mn = torch.cat((pulls_mn, ratios_mn)), torch.cat((ratios_mn, pulls_mn))
+    def _lowest(self, score_n: Tensor) -> Tensor:
+        """Where the lowest scores are, ascending; the last of equal ones first, so that the lower index stays."""
+        last = len(score_n) - 1
+        if self.together == 1:
+            return last - score_n.flip(0).argmin().view(1)
+        return last - score_n.flip(0).sort(stable=True).indices[: self.together]
+
+    def _update_(self, changes_mn: Tensor, pulls_mn: Tensor) -> None:
+        left_2mn, right_2mn = torch.cat((pulls_mn, changes_mn)), torch.cat((changes_mn, pulls_mn))
         for rows in blocks_of(self.array.shape[0]):
-            self._inverse[rows, : rows.start].addmm_(scaled_mn[:, rows].mT, ratios_mn[:, : rows.start], alpha=-1)
+            self._inverse[rows, : rows.start].addmm_(changes_mn[:, rows].mT, changes_mn[:, : rows.start], alpha=-1)
             self._gram[rows, rows.stop :].addmm_(left_2mn[:, rows].mT, right_2mn[:, rows.stop :], alpha=-1)
-            lower_bb = scaled_mn[:, rows].mT @ ratios_mn[:, rows]
+            lower_bb = changes_mn[:, rows].mT @ changes_mn[:, rows]
             upper_bb = left_2mn[:, rows].mT @ right_2mn[:, rows]
             self.array[rows, rows.start : rows.stop + 1] -= _interlaced(lower_bb, upper_bb, 0)
 
-    def _refit_(self, ratios_mn: Tensor, pivots_m: Tensor, places_m: Tensor) -> None:
-        """B -= Σ b_j kᵀ. The b_j, each as those before it left it, are B's columns times the inverse of the k at j."""
+    def _refit_(self, changes_mn: Tensor, places_m: Tensor) -> None:
+        """B -= Σ q xᵀ. The q are the columns of B times the inverse of the changes at their own places."""
         assert self.lost is not None
-        unit_mm = ratios_mn.index_select(1, places_m).triu()
-        removed_Dm = torch.linalg.solve_triangular(unit_mm, self.refit_Dn[:, places_m], upper=True, left=False)
+        own_mm = changes_mn.index_select(1, places_m).triu()
+        removed_Dm = torch.linalg.solve_triangular(own_mm, self.refit_Dn[:, places_m], upper=True, left=False)
         live_m = self.live_N[self.standing_n[places_m]]
-        self.lost += float((removed_Dm.square().sum(dim=0) / pivots_m * live_m).sum())
-        self.refit_Dn.addmm_(removed_Dm, ratios_mn, alpha=-1)
+        self.lost += float((removed_Dm.square().sum(dim=0) * live_m).sum())
+        self.refit_Dn.addmm_(removed_Dm, changes_mn, alpha=-1)
 
     def _keep(self, stay: Tensor) -> None:
         """Closes the gaps, in place: no row is written before it has been read."""
@@ -246,12 +259,31 @@ class _Elimination:
             self.refit_Dn = self.refit_Dn[:, stay]
 
 
-def _row(matrix_nn: Tensor, j: Tensor) -> Tensor:
-    return matrix_nn[j][0]  # index_select would copy the whole of a view first
+def _rows(lower_nn: Tensor, j: Tensor) -> Tensor:
+    """(j, n): rows of the symmetric matrix of which this holds the lower triangle."""
+    positions_n = torch.arange(lower_nn.shape[1], device=j.device)
+    return torch.where(positions_n <= j[:, None], lower_nn[j], lower_nn[:, j].T)
 
 
-def _column(matrix_nn: Tensor, j: Tensor) -> Tensor:
-    return matrix_nn[:, j][:, 0]
+def _apart(block_jj: Tensor, energy_j: Tensor) -> Tensor:
+    """Which of some channels, ascending by score, may go together: those no more than `MOST_SHARED` correlated, given
+    all others that stand, with any before them; the first at least.
+
+    Removing one then changes the other's b by a tenth of its norm at most, as the first has the lower score. Those that
+    are gone already have an infinite energy.
+    """
+    diagonal_j = block_jj.diagonal()
+    shared_jj = block_jj.square() / diagonal_j / diagonal_j[:, None]
+    apart_j = ~(shared_jj > MOST_SHARED**2).tril(-1).any(dim=1)
+    return (apart_j & torch.isfinite(energy_j)).nonzero()[:, 0]
+
+
+def _factor(block_jj: Tensor) -> Tensor:
+    """Cholesky, with pivots of at least a half, which they have but for rounding."""
+    if len(block_jj) == 1:
+        return block_jj.clamp_min(0.5).sqrt()
+    factor_jj: Tensor = torch.linalg.cholesky_ex(block_jj)[0]
+    return factor_jj
 
 
 def _interlaced(lower_bn: Tensor, upper_bn: Tensor, first: int) -> Tensor:

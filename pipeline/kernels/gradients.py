@@ -1,6 +1,7 @@
 """What the backward pass sums, and the labels it starts from (docs/methods.md#gradient-moments).
 
-S tokens of one sample, F features, H heads, G groups of heads, d = F / H, R = S · H / G rows of a group, V vocabulary.
+S tokens of one sample, F features, n rows of a moment, H heads, G groups of heads, d = F / H, R = S · H / G rows of a
+group, V vocabulary.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,29 @@ def ordered_sum(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     if not totals:
         raise ValueError("a sum of nothing has no shape")
     return totals
+
+
+def folded(moment: Tensor) -> Tensor:
+    """(G, ⌈n/2⌉, n + 1): the upper triangles of symmetric (G, n, n), the lower half of their rows turned round to fill
+    what the upper half leaves. Of sums of squares (G, n) themselves.
+    """
+    if moment.ndim == 2:
+        return moment
+    half = (moment.shape[-1] + 1) // 2
+    both = torch.nn.functional.pad(moment[:, :half].triu(), (1, 0))
+    turned = moment[:, half:].flip(1, 2).tril()
+    both[:, : turned.shape[1], :-1] += turned
+    return both
+
+
+def unfolded(parts: Tensor) -> Tensor:
+    """The moment that was `folded`, symmetric to the last bit."""
+    if parts.ndim == 2:
+        return parts
+    size = parts.shape[-1] - 1
+    half = (size + 1) // 2
+    upper = torch.cat((parts[:, :, 1:].triu(), parts[:, : size - half, :-1].tril().flip(1, 2)), dim=1)
+    return upper + upper.triu(1).mT
 
 
 def draw_labels(logits_TV: Tensor, uniform_T: Tensor) -> Tensor:

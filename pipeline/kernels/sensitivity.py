@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
+from pipeline.kernels.cholesky import jittered_factor
 from pipeline.kernels.heads import by_heads, of_heads
-from pipeline.kernels.spectra import FLOOR, eigh_descending, symmetric_root
+from pipeline.kernels.nystrom import INVERSE_JITTERS, LEAST_PIVOT, channel_scale, fill_correlations
+from pipeline.kernels.spectra import FLOOR, eigenvalues_descending, eigh_descending
 
 
 class Directions(NamedTuple):
@@ -27,58 +29,91 @@ class Directions(NamedTuple):
     decode: Tensor
 
 
-class Roots(NamedTuple):
-    """`root` M^{1/2} and `inverse` M^{-1/2} of a moment of mean diagonal 1, and the divisor `scale` that made it so."""
+class Factored(NamedTuple):
+    """A moment M = `scale` · F Fᵀ, of mean diagonal 1 but for `scale`; `factor` F (n, n) lower triangular."""
 
-    root: Tensor
-    inverse: Tensor
+    factor: Tensor
     scale: float
 
 
-def roots_of(moment_nn: Tensor, floor: float = FLOOR) -> Roots:
-    """For several directions in one metric, or of one input. float64.
+def factored(moment_nn: Tensor) -> Factored:
+    """For several directions in one metric, or of one input, where a Cholesky factor is as good as a root. float64.
 
-    Eigenvalues are clipped from below at `floor` x the largest. Raises ValueError on a shape that is not square, NaN or
-    infinity.
+    A singular moment gets a jitter, relative to each diagonal element, and no diagonal element counts for less than
+    1e-10 of the largest. Of zeros F is the identity, and `scale` 0. Raises ValueError on a shape that is not square,
+    NaN or infinity, or if M is not positive semidefinite.
     """
     require_square("moment", moment_nn)
     require_finite("moment", moment_nn)
     unit_nn, scale = _unit(moment_nn)
-    root_nn, inverse_nn, _ = symmetric_root(unit_nn, floor)
-    return Roots(root_nn, inverse_nn, scale)
+    scale_n = channel_scale(unit_nn)
+    factor_nn = torch.empty_like(unit_nn)
+    jittered_factor(
+        lambda into_nn: fill_correlations(into_nn, unit_nn, scale_n), factor_nn, LEAST_PIVOT, INVERSE_JITTERS
+    )
+    diagonal_n = unit_nn.diagonal()
+    if not bool(diagonal_n.any()):
+        return Factored(factor_nn.tril_(), 0.0)
+    return Factored(factor_nn.tril_().mul_(diagonal_n.clamp_min(FLOOR * diagonal_n.max()).sqrt()[:, None]), scale)
 
 
-def input_directions(moment_DD: Tensor | Roots, pull_DD: Tensor, floor: float = FLOOR) -> Directions:
+def input_directions(moment_DD: Tensor | Factored, pull_DD: Tensor) -> Directions:
     """Of a stack of weights W that read one input: W' = W · decode[:, :r] · encode[:r] is the best of rank r.
 
-    With S = C^{1/2} of the input moment C and V the eigenvectors of S J S, decode = S V and encode = Vᵀ S⁻¹;
-    J = Wᵀ G W, or as E[j jᵀ] of j = Wᵀ g, is the gradient pulled back to the input. Least error in the metric
-    ‖G^{1/2} (W − W') C^{1/2}‖, with no root of G. C, or its `roots_of`. float64. Raises ValueError on shapes that do
-    not fit, NaN or infinity.
+    With C = F Fᵀ the input moment and V the eigenvectors of Fᵀ J F, decode = F V and encode = Vᵀ F⁻¹; J = Wᵀ G W, or
+    as E[j jᵀ] of j = Wᵀ g, is the gradient pulled back to the input. Least error in the metric
+    ‖G^{1/2} (W − W') C^{1/2}‖, with no root of either. C, or what it is `factored` to. float64. Raises ValueError on
+    shapes that do not fit, NaN or infinity.
     """
-    roots = moment_DD if isinstance(moment_DD, Roots) else roots_of(moment_DD, floor)
-    _same_order("input moment", roots.root, "pull", pull_DD)
-    values_D, vectors_DD = eigh_descending(roots.root @ pull_DD.detach().to(torch.float64) @ roots.root)
-    return Directions(values_D * roots.scale, vectors_DD.T @ roots.inverse, roots.root @ vectors_DD)
+    found = _factored("input moment", moment_DD, "pull", pull_DD)
+    return felt_directions(found, _felt(found, pull_DD))
 
 
-def output_directions(
-    weight_mF: Tensor, moment_FF: Tensor, metric_mm: Tensor | Roots, floor: float = FLOOR
-) -> Directions:
+def felt_directions(moment: Factored, felt_DD: Tensor) -> Directions:
+    """`input_directions` from Fᵀ J F. Raises ValueError on NaN or infinity."""
+    values_D, vectors_DD = eigh_descending(felt_DD)
+    encode_DD = _unread(vectors_DD, moment.factor)
+    return Directions(values_D * moment.scale, encode_DD, moment.factor @ vectors_DD)
+
+
+def output_directions(weight_mF: Tensor, moment_FF: Tensor, metric_mm: Tensor | Factored) -> Directions:
     """Of one weight by its output: W' = decode[:, :r] · (encode[:r] W) is the best of rank r.
 
-    With R = G^{1/2} and U the eigenvectors of R W C Wᵀ R, decode = R⁻¹ U and encode = Uᵀ R. G, or its `roots_of`.
-    float64. Raises ValueError on shapes that do not fit, NaN or infinity.
+    With G = F Fᵀ and U the eigenvectors of Fᵀ W C Wᵀ F, decode = F⁻ᵀ U and encode = Uᵀ Fᵀ. G, or what it is `factored`
+    to. float64. Raises ValueError on shapes that do not fit, NaN or infinity.
     """
-    return spread_directions(pushed(weight_mF, moment_FF), metric_mm, floor)
+    spread_mm = pushed(weight_mF, moment_FF)
+    found = _factored("metric", metric_mm, "outputs", spread_mm)
+    values_m, vectors_mm = eigh_descending(_felt(found, spread_mm))
+    return Directions(values_m * found.scale, (found.factor @ vectors_mm).T, _unread(vectors_mm, found.factor).T)
 
 
-def spread_directions(spread_mm: Tensor, metric_mm: Tensor | Roots, floor: float = FLOOR) -> Directions:
-    """`output_directions`, from the moment W C Wᵀ of the outputs (`pushed`). Raises ValueError as it does."""
-    roots = metric_mm if isinstance(metric_mm, Roots) else roots_of(metric_mm, floor)
-    _same_order("metric", roots.root, "outputs", spread_mm)
-    values_m, vectors_mm = eigh_descending(roots.root @ spread_mm @ roots.root)
-    return Directions(values_m * roots.scale, vectors_mm.T @ roots.root, roots.inverse @ vectors_mm)
+def least_losses(moment_nn: Tensor | Factored, other_nn: Tensor) -> Tensor:
+    """(n + 1,): what the best change to rank r costs, in nats per token, for r = 0 … n: ½ Σ_{i>r} of the eigenvalues.
+
+    As the `values` of `input_directions` (an input's moment, and its pull) or `output_directions` (the metric, and the
+    outputs' moment), without directions. Raises ValueError as they do.
+    """
+    found = _factored("moment", moment_nn, "other", other_nn)
+    return felt_losses(_felt(found, other_nn), found.scale)
+
+
+def felt_losses(felt_nn: Tensor, scale: float) -> Tensor:
+    """`least_losses` from Fᵀ X F, the other moment as the first, `scale` · F Fᵀ, feels it."""
+    return tail_losses(scale * eigenvalues_descending(felt_nn))
+
+
+def least_losses_of(felt_nk: Tensor, scale: float) -> Tensor:
+    """`felt_losses` of a moment Y Yᵀ; n outputs, k of anything."""
+    outputs, features = felt_nk.shape
+    gram = felt_nk.T @ felt_nk if features < outputs else felt_nk @ felt_nk.T
+    values = scale * eigenvalues_descending(gram)
+    return tail_losses(torch.cat((values, values.new_zeros(outputs - len(values)))))
+
+
+def tail_losses(values_n: Tensor) -> Tensor:
+    """(n + 1,): ½ Σ_{i>r} of eigenvalues, for r = 0 … n."""
+    return 0.5 * torch.cat((values_n.flip(0).cumsum(0).flip(0), values_n.new_zeros(1)))
 
 
 def losses_by_rank(found: Directions, moment_nn: Tensor, metric_nn: Tensor) -> Tensor:
@@ -138,6 +173,22 @@ def change_loss(change_mF: Tensor, moment_FF: Tensor, metric: Tensor) -> float:
     if tuple(moment_FF.shape) != (change_mF.shape[1],) * 2:
         raise ValueError(f"change {tuple(change_mF.shape)} and moment {tuple(moment_FF.shape)} do not fit")
     return 0.5 * float((pulled(change_mF, metric) * moment_FF.to(torch.float64)).sum())
+
+
+def _factored(first: str, moment_nn: Tensor | Factored, second: str, other_nn: Tensor) -> Factored:
+    found = moment_nn if isinstance(moment_nn, Factored) else factored(moment_nn)
+    _same_order(first, found.factor, second, other_nn)
+    return found
+
+
+def _felt(found: Factored, other_nn: Tensor) -> Tensor:
+    return found.factor.T @ other_nn.detach().to(torch.float64) @ found.factor
+
+
+def _unread(vectors_nn: Tensor, factor_nn: Tensor) -> Tensor:
+    """Vᵀ F⁻¹."""
+    solved_nn: Tensor = torch.linalg.solve_triangular(factor_nn, vectors_nn.T, upper=False, left=False)
+    return solved_nn
 
 
 def _unit(matrix: Tensor) -> tuple[Tensor, float]:

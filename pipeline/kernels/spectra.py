@@ -30,16 +30,24 @@ def eigh_descending(moment: Tensor) -> tuple[Tensor, Tensor]:
     component of largest magnitude (the first, of equal ones) is positive, so that the result does not hang on a
     library's choice of sign. Raises ValueError on a shape that is not square, NaN, infinity, or if no solver converges.
     """
-    require_square("moment", moment)
-    peak = require_finite("moment", moment)
-    # Exactly undone; keeps solvers that do not scale by themselves away from overflow.
-    exponent = max(-1000, min(1000, math.frexp(peak)[1]))
-    scaled = moment.detach().to(torch.float64) * 2.0**-exponent
-    scaled = (scaled + scaled.mT).mul_(0.5)
+    scaled, exponent = _prepared(moment)
     values, vectors = _eigh(scaled)
     values = values.clamp_min(0.0).flip(-1)
     vectors = fix_signs(vectors.flip(-1))
     return values * 2.0**exponent, vectors
+
+
+def eigenvalues_descending(moment: Tensor) -> Tensor:
+    """Eigenvalues (n,) alone, as `eigh_descending` gives them but for rounding: a third of its operations at most.
+
+    Raises ValueError as it does.
+    """
+    scaled, exponent = _prepared(moment)
+    if scaled.shape[-1] > LARGEST_EIGENPROBLEM:
+        values, _ = _eigh(scaled)
+    else:
+        (values,) = _solved(scaled, vectors=False)
+    return values.clamp_min(0.0).flip(-1) * 2.0**exponent
 
 
 def symmetric_root(moment: Tensor, floor: float = FLOOR) -> tuple[Tensor, Tensor, int]:
@@ -127,6 +135,14 @@ def output_gram(weight_DF: Tensor, heads: int, groups: int) -> Tensor:
     return head_moment(weight_DF, heads, groups, product_dtype=torch.float64)
 
 
+def _prepared(moment: Tensor) -> tuple[Tensor, int]:
+    """Symmetric, and divided by two to a power, which is exactly undone: some solvers do not scale by themselves."""
+    require_square("moment", moment)
+    exponent = max(-1000, min(1000, math.frexp(require_finite("moment", moment))[1]))
+    scaled = moment.detach().to(torch.float64) * 2.0**-exponent
+    return (scaled + scaled.mT).mul_(0.5), exponent
+
+
 def _with_spectrum(vectors: Tensor, values: Tensor) -> Tensor:
     product = (vectors * values[..., None, :]) @ vectors.mT
     return (product + product.mT).mul_(0.5)
@@ -148,7 +164,8 @@ def _eigh(symmetric: Tensor, noise: float | None = None) -> tuple[Tensor, Tensor
     """
     size = symmetric.shape[-1]
     if size <= LARGEST_EIGENPROBLEM:
-        return _solved(symmetric)
+        values, vectors = _solved(symmetric)
+        return values, vectors
     if symmetric.ndim > 2:
         pairs = [_eigh(matrix, noise) for matrix in symmetric.flatten(0, -3)]
         values, vectors = (torch.stack(parts).unflatten(0, symmetric.shape[:-2]) for parts in zip(*pairs, strict=True))
@@ -215,21 +232,21 @@ def _symmetric(matrix: Tensor) -> Tensor:
     return 0.5 * (matrix + matrix.mT)
 
 
-def _solved(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """torch.linalg.eigh; a solver that fails is tried again on the CPU, then with a tiny relative jitter."""
+def _solved(symmetric: Tensor, vectors: bool = True) -> tuple[Tensor, ...]:
+    """Eigenvalues, and vectors if asked for; a solver that fails is tried again on the CPU, then with a tiny jitter."""
     size = symmetric.shape[-1]
     mean = symmetric.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]
     eye = torch.eye(size, dtype=symmetric.dtype, device=symmetric.device)
     causes = []
     for device, jitter in ((symmetric.device, 0.0), (torch.device("cpu"), 0.0), (torch.device("cpu"), _JITTER)):
         try:
-            tried = symmetric if jitter == 0.0 else symmetric + jitter * mean * eye
-            values, vectors = torch.linalg.eigh(tried.to(device))
+            tried = (symmetric if jitter == 0.0 else symmetric + jitter * mean * eye).to(device)
+            found = tuple(torch.linalg.eigh(tried)) if vectors else (torch.linalg.eigvalsh(tried),)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # public, but not in __all__
             causes.append(str(error))
             continue
         # cuSOLVER has been seen to give NaN where it should have reported.
-        if bool(torch.isfinite(values).all()) and bool(torch.isfinite(vectors).all()):
-            return values.to(symmetric.device), vectors.to(symmetric.device)
+        if all(bool(torch.isfinite(part).all()) for part in found):
+            return tuple(part.to(symmetric.device) for part in found)
         causes.append("NaN eigenvectors")
     raise ValueError(f"moment of shape {tuple(symmetric.shape)}: no eigenvalue solver converged ({'; '.join(causes)})")

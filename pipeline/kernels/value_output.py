@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_square
 from pipeline.kernels.heads import by_heads, diagonal_blocks, group_sums, of_heads
+from pipeline.kernels.sensitivity import Factored, factored
 
 # Relative to the mean diagonal: what no calibration token has excited keeps the basis and the weight it had.
 _DAMPING = 1e-7
@@ -22,71 +23,131 @@ _STEPS = 24  # of conjugate gradients, from the last encoder on
 _SMALL = 1e-12
 
 
+class ValueOutputProblem(NamedTuple):
+    """What a fit of any rank needs of W, G = s F Fᵀ and C: `seen` Fᵀ W and `felt` Fᵀ W C, both (D, F), and
+    tr(G W C Wᵀ), `whole`, with `moment` C + `damping` · I for C; the `scale` s is 0 where C is."""
+
+    seen: Tensor
+    felt: Tensor
+    moment: Tensor
+    damping: float
+    scale: float
+    whole: float
+
+
 class ValueOutput(NamedTuple):
-    """`encode` (G, r, d), rows orthonormal; `output` (D, H·r); `loss` ½ tr(G Δ C Δᵀ), after the last turn."""
+    """`encode` (G, r, d), rows orthonormal; `felt` (D, R), whose Gram matrix is that of the outputs' moment as the loss
+    feels it, but for the problem's scale; `factor` (R, R) of E C Eᵀ; `loss` ½ tr(G Δ C Δᵀ), after the last turn."""
 
     encode: Tensor
-    output: Tensor
+    felt: Tensor
+    factor: Tensor
     loss: float
 
 
-def fit_value_output(
-    weight_DF: Tensor,
-    metric_DD: Tensor,
-    moment_FF: Tensor,
-    encode_Grd: Tensor,
-    turns: int = 8,
-    least_gain: float = 1e-3,
-) -> ValueOutput:
-    """Encoders and output projection of least loss that alternation from `encode_Grd` reaches. Inputs stay unchanged.
+def value_output_problem(weight_DF: Tensor, metric_DD: Tensor | Factored, moment_FF: Tensor) -> ValueOutputProblem:
+    """Prepares fits of several ranks, 4 D³ operations and a factor; inputs stay unchanged, everything in float64.
 
     Args:
         weight_DF: W_o; head h reads columns h·d to (h+1)·d, heads of a group are neighbours.
-        metric_DD: G, of the outputs; per token or not, it scales the loss.
+        metric_DD: G, of the outputs, or what it is `factored` to; per token or not, it scales the loss.
         moment_FF: C = E[c cᵀ] of what W_o reads, all heads.
+
+    Raises ValueError on shapes that do not fit, NaN or infinity.
+    """
+    require_square("moment", moment_FF)
+    metric = metric_DD if isinstance(metric_DD, Factored) else factored(metric_DD)
+    if tuple(weight_DF.shape) != (len(metric.factor), len(moment_FF)):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (weight_DF, metric.factor, moment_FF))
+        raise ValueError(f"weight (D, H·d), metric (D, D) and moment (H·d, H·d) do not fit: {shapes}")
+    require_finite("weight", weight_DF)
+    require_finite("moment", moment_FF)
+    weight_DF = weight_DF.detach().to(torch.float64)
+    damped_FF = moment_FF.detach().to(torch.float64, copy=True)
+    damping = _DAMPING * float(damped_FF.diagonal().mean())
+    scale, damping = (metric.scale, damping) if damping else (0.0, 1.0)
+    damped_FF.diagonal().add_(damping)
+    seen_DF = metric.factor.T @ weight_DF
+    felt_DF = seen_DF @ damped_FF
+    return ValueOutputProblem(seen_DF, felt_DF, damped_FF, damping, scale, scale * float((felt_DF * seen_DF).sum()))
+
+
+def fit_value_output(
+    problem: ValueOutputProblem, encode_Grd: Tensor, turns: int = 8, least_gain: float = 1e-3
+) -> ValueOutput:
+    """Encoders and output projection of least loss that alternation from `encode_Grd` reaches.
+
+    Args:
+        problem: what is fitted.
         encode_Grd: where to start: rows of full rank.
         turns: at most so many of encoder and refit; each lowers the loss, the refit alone is turn 0.
         least_gain: a turn that gains less than this share of the loss is the last.
 
-    Everything in float64. Raises ValueError on shapes that do not fit, NaN or infinity.
+    With s = r / d a turn takes (s³/3 + 4 s²) D³ operations. Raises ValueError on shapes that do not fit, NaN or
+    infinity.
     """
-    heads, weight_DF, metric_DD, moment_FF = _checked(weight_DF, metric_DD, moment_FF, encode_Grd)
-    damped_FF = moment_FF.clone()
-    damped_FF.diagonal().add_(_DAMPING * float(moment_FF.diagonal().mean()) or 1.0)
-    whole = _trace(metric_DD @ (weight_DF @ damped_FF), weight_DF)
-    best = _refitted(weight_DF, metric_DD, damped_FF, _orthonormal(encode_Grd.to(torch.float64)), heads, whole)
+    groups, rank, width = encode_Grd.shape if encode_Grd.ndim == 3 else (0, 0, 0)
+    features = len(problem.moment)
+    if not (groups > 0 and 1 <= rank <= width and features % (groups * width) == 0):
+        raise ValueError(f"encode (G, r, d) {tuple(encode_Grd.shape)} does not fit {features} features of all heads")
+    require_finite("encode", encode_Grd)
+    best = _refitted(problem, _orthonormal(encode_Grd.to(torch.float64)))
     for _ in range(turns):
-        encode_Grd = _encoder(weight_DF, metric_DD, damped_FF, best, heads)
-        found = _refitted(weight_DF, metric_DD, damped_FF, _orthonormal(encode_Grd), heads, whole)
+        found = _refitted(problem, _orthonormal(_encoder(problem, best)))
         gain = best.loss - found.loss
         best = found if gain > 0.0 else best
         if gain <= least_gain * best.loss:
             break
-    return best
+    return best._replace(loss=_undamped(problem, best))
 
 
-def _refitted(
-    weight_DF: Tensor, metric_DD: Tensor, damped_FF: Tensor, encode_Grd: Tensor, heads: int, whole: float
-) -> ValueOutput:
-    """W' = W C Eᵀ (E C Eᵀ)⁻¹, the best for E whatever the metric; the loss is what its outputs leave of the whole."""
-    encode_Hrd = of_heads(encode_Grd, heads)
-    crossed_FR = by_heads(damped_FF, encode_Hrd.mT)
+def output_of(weight_DF: Tensor, problem: ValueOutputProblem, found: ValueOutput) -> Tensor:
+    """W' (D, H·r) = W C Eᵀ (E C Eᵀ)⁻¹, the best for the encoders whatever the metric."""
+    crossed_FR = by_heads(problem.moment, _of_all_heads(problem, found.encode).mT)
+    return torch.cholesky_solve((weight_DF.to(torch.float64) @ crossed_FR).T, found.factor).T.contiguous()
+
+
+def _of_all_heads(problem: ValueOutputProblem, encode_Grd: Tensor) -> Tensor:
+    return of_heads(encode_Grd, len(problem.moment) // encode_Grd.shape[2])
+
+
+def _refitted(problem: ValueOutputProblem, encode_Grd: Tensor) -> ValueOutput:
+    """The loss is what the outputs of the refit leave of the whole."""
+    encode_Hrd = _of_all_heads(problem, encode_Grd)
+    crossed_FR = by_heads(problem.moment, encode_Hrd.mT)
     reduced_RR = by_heads(crossed_FR.T.contiguous(), encode_Hrd.mT)
-    read_DR = weight_DF @ crossed_FR
-    output_DR = torch.cholesky_solve(read_DR.T, torch.linalg.cholesky(0.5 * (reduced_RR + reduced_RR.T))).T.contiguous()
-    kept = _trace(metric_DD @ output_DR, read_DR)
-    return ValueOutput(encode_Grd, output_DR, 0.5 * max(whole - kept, 0.0))
+    factor_RR = torch.linalg.cholesky(0.5 * (reduced_RR + reduced_RR.T))
+    read_DR = by_heads(problem.felt, encode_Hrd.mT)
+    felt_DR = torch.linalg.solve_triangular(factor_RR.mT, read_DR, upper=True, left=False)
+    kept = problem.scale * float(felt_DR.square().sum())
+    return ValueOutput(encode_Grd, felt_DR, factor_RR, 0.5 * max(problem.whole - kept, 0.0))
 
 
-def _encoder(weight_DF: Tensor, metric_DD: Tensor, damped_FF: Tensor, found: ValueOutput, heads: int) -> Tensor:
+def _undamped(problem: ValueOutputProblem, found: ValueOutput) -> float:
+    change_DF = problem.seen - by_heads(_seen(found), _of_all_heads(problem, found.encode))
+    return max(0.0, found.loss - 0.5 * problem.scale * problem.damping * float(change_DF.square().sum()))
+
+
+def _seen(found: ValueOutput) -> Tensor:
+    """Fᵀ W' (D, R)."""
+    seen_DR: Tensor = torch.linalg.solve_triangular(found.factor, found.felt, upper=False, left=False)
+    return seen_DR
+
+
+def _encoder(problem: ValueOutputProblem, found: ValueOutput) -> Tensor:
     """The encoders of least loss for the output projection, by preconditioned conjugate gradients from the last ones.
 
-    Solves Σ_{h,k} K_hk E C_kh = Σ_h (W'ᵀ G W C)_hh over the heads h of each group and all heads k, K = W'ᵀ G W'.
+    Solves Σ_{h,k} K_hk E C_kh = Σ_h (W'ᵀ G W C)_hh over the heads h of each group and all heads k, K = W'ᵀ G W', both
+    sides but for the scale of G.
     """
-    groups = found.encode.shape[0]
-    read_DR = metric_DD @ found.output
-    gram_RR = found.output.T @ read_DR
-    target_Grd = group_sums(_blocks_of_product(read_DR.T @ weight_DF, damped_FF, heads), groups)
+    groups, _, width = found.encode.shape
+    damped_FF, heads = problem.moment, len(problem.moment) // width
+    seen_DR = _seen(found)
+    gram_RR = seen_DR.T @ seen_DR
+    crossed_Hrd = torch.bmm(
+        seen_DR.unflatten(1, (heads, -1)).permute(1, 2, 0), problem.felt.unflatten(1, (heads, -1)).transpose(0, 1)
+    )
+    target_Grd = group_sums(crossed_Hrd, groups)
     rows_Grr = diagonal_blocks(gram_RR, heads, groups)
     columns_Gdd = diagonal_blocks(damped_FF, heads, groups)
     inverse_Grr, inverse_Gdd = _damped_inverse(rows_Grr), _damped_inverse(columns_Gdd)
@@ -113,26 +174,6 @@ def _encoder(weight_DF: Tensor, metric_DD: Tensor, damped_FF: Tensor, found: Val
         energy, last = float((residual * scaled).sum()), energy
         direction = scaled + (energy / last) * direction
     return solution
-
-
-def _checked(
-    weight_DF: Tensor, metric_DD: Tensor, moment_FF: Tensor, encode_Grd: Tensor
-) -> tuple[int, Tensor, Tensor, Tensor]:
-    features = require_square("moment", moment_FF)
-    hidden = require_square("metric", metric_DD)
-    groups, rank, width = encode_Grd.shape if encode_Grd.ndim == 3 else (0, 0, 0)
-    fits = groups > 0 and 1 <= rank <= width and features % (groups * width) == 0
-    if tuple(weight_DF.shape) != (hidden, features) or not fits:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (weight_DF, metric_DD, moment_FF, encode_Grd))
-        raise ValueError(f"weight (D, H·d), metric (D, D), moment (H·d, H·d), encode (G, r, d) do not fit: {shapes}")
-    for name, tensor in {"weight": weight_DF, "metric": metric_DD, "moment": moment_FF, "encode": encode_Grd}.items():
-        require_finite(name, tensor)
-    weight_DF, metric_DD, moment_FF = (t.detach().to(torch.float64) for t in (weight_DF, metric_DD, moment_FF))
-    return features // width, weight_DF, metric_DD, moment_FF
-
-
-def _trace(left: Tensor, right: Tensor) -> float:
-    return float((left * right).sum())
 
 
 def _orthonormal(encode_Grd: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from manifests.records import Curve, FormSpec
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.elimination import eliminate, prune
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
-from pipeline.kernels.nystrom import nested_losses, refit_with_error, ridge_leverage, select_leverage
-from pipeline.kernels.sensitivity import projection_losses, pulled
-from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, spectrum, symmetric_root, weighted_head_pca
+from pipeline.kernels.nystrom import nested_losses, nested_outputs, refit_with_error, ridge_leverage, select_leverage
+from pipeline.kernels.sensitivity import factored, projection_losses, pulled
+from pipeline.kernels.spectra import dropped_share, head_pca, output_gram, spectrum, weighted_head_pca
 from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
@@ -85,19 +85,15 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
     def _mlp_moments(self) -> tuple[Moment, ...]:
         return (HIDDEN, *((AFTER_LAYER,) if self.entry.needs_gradient else ()))
 
-    def written_numbers(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> int:
-        """Of o at the rank of the values, or of down at the channels that stay."""
-        columns = {"attention": geometry.heads * ranks.get("value", 0), "mlp": ranks.get("mlp", 0)}
-        return geometry.hidden * columns.get(group.name, 0)
-
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Predicted loss by rank of the values, or by width of the MLP."""
         (variable,) = self.group_variables(group, geometry)
         if group.name == "mlp":
-            metric_DD, down_DN = statistics.mean(AFTER_LAYER)[0], weights["down.weight"].double()
-            hidden_NN = statistics.mean(HIDDEN)[0]
-            priority_N = self._priority(hidden_NN, down_DN, metric_DD, variable.least)
-            losses = nested_losses(hidden_NN, down_DN, metric_DD, priority_N)
+            metric, down_DN = factored(statistics.mean(AFTER_LAYER)[0]), weights["down.weight"].double()
+            felt_DN, hidden_NN = metric.factor.T @ down_DN, statistics.mean(HIDDEN)[0]
+            chooses_DN = felt_DN if self.entry.weighting == "loss" else down_DN
+            priority_N = self._priority(hidden_NN, chooses_DN, variable.least)
+            losses = metric.scale * nested_losses(nested_outputs(hidden_NN, felt_DN, priority_N))
             return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: 0)
         output_DF = weights["o.weight"].double()
         encode_Gdd, decode_Gdd, _, _ = self._basis(geometry, output_DF, statistics, geometry.head_dim)
@@ -105,21 +101,14 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         losses = projection_losses(metric_FF, statistics.mean(CONTEXT)[0], encode_Gdd, decode_Gdd)
         return curve_of(variable, lambda rank: float(losses[rank]), lambda rank: geometry.kv_heads * rank)
 
-    def _priority(self, hidden_NN: Tensor, down_DN: Tensor, metric_DD: Tensor, least: int) -> Tensor:
+    def _priority(self, hidden_NN: Tensor, chooses_DN: Tensor, least: int) -> Tensor:
         """The channels in the order in which widths take them in."""
         if self.entry.selection == "leverage":
             scores_N, _ = ridge_leverage(hidden_NN, self.entry.ridge)
             return torch.sort(scores_N, descending=True, stable=True).indices
-        order_n = eliminate(hidden_NN, self._felt(down_DN, metric_DD), least).order
+        order_n = eliminate(hidden_NN, chooses_DN, least).order
         stays_N = torch.ones(len(hidden_NN), dtype=torch.bool, device=order_n.device).index_fill_(0, order_n, False)
         return torch.cat((stays_N.nonzero()[:, 0], order_n.flip(0)))
-
-    def _felt(self, down_DN: Tensor, metric_DD: Tensor | None) -> Tensor:
-        """W_down, its rows as the loss feels them with `weighting: loss`."""
-        if self.entry.weighting != "loss" or metric_DD is None:
-            return down_DN
-        felt_DN: Tensor = symmetric_root(metric_DD)[0] @ down_DN
-        return felt_DN
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """One rank for each group: `value` (cap d), `query_key` (cap d), `mlp` (cap N)."""
@@ -201,8 +190,9 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             kept_k, jitter = select_leverage(moment_NN, rank, self.entry.ridge)
             refit_Dk, fallbacks, error = refit_with_error(down_DN, moment_NN, kept_k)
         else:
-            metric_DD = statistics.mean(AFTER_LAYER)[0] if self.entry.weighting == "loss" else None
-            felt_DN = None if metric_DD is None else self._felt(down_DN.double(), metric_DD)
+            felt_DN = None
+            if self.entry.weighting == "loss":
+                felt_DN = factored(statistics.mean(AFTER_LAYER)[0]).factor.T @ down_DN.double()
             kept_k, refit_Dk, error, jitter, fallbacks = prune(moment_NN, down_DN, rank, felt_DN)
         tensors = {"down.weight": refit_Dk}
         for role in _mlp_roles(geometry)[:-1]:

@@ -310,16 +310,6 @@ class Dividing(Predicting, Protocol):
 
 
 @runtime_checkable
-class Writing(Protocol):
-    """A method of groups that read the residual stream and write to it (o, down), whose bits may differ then."""
-
-    def written_numbers(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> int:
-        """Of those that a group stores at some ranks, what its role that writes takes, indices included, without its
-        bias; 0 where no role of the group does, or all do."""
-        ...
-
-
-@runtime_checkable
 class Correcting(Protocol):
     """A method whose groups may be solved a part at a time, behind what was compressed before."""
 

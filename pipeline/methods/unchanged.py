@@ -20,16 +20,6 @@ GROUPS = {"query_key_value": ("q", "k", "v"), "output": ("o",), "gate_up": ("gat
 WHOLE, BITS = "whole", "bits"
 
 
-def bits_name(role: str) -> str:
-    """Of a role's bits among ranks, where they are not those of the group."""
-    return f"{BITS}_{role}"
-
-
-def chosen_bits(ranks: Ranks, roles: Sequence[str]) -> dict[str, int]:
-    """By role, as ranks say them."""
-    return {role: ranks.get(bits_name(role), ranks[BITS]) for role in roles}
-
-
 @dataclass(frozen=True)
 class Unchanged(MethodDefaults):
     """Claims every linear role that `others` leave, but those of `skip`; roles that read the same go together.

@@ -5,6 +5,7 @@ As `pipeline.gradient_pass`, `curve_taking`, `correction` and `scoring` hand the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
@@ -89,16 +90,15 @@ def _curves(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) ->
         long = len(layers) * sum(curve.pieces > 1 for curve in work.curves)
         share = way.workers // long if long else 1
         joined: list[str] = []
-        for layer in layers:
-            read = _reread(layer, work, rates, way)
-            for number, curve in enumerate(work.curves):
-                name = f"curve {layer} {number}"
-                if share == 1 or curve.begun is None:
-                    yield from read(name, after)
-                    yield Timed(name, "curves", solve_seconds(curve, rates), (f"{name} reread",))
-                else:
-                    yield from _cut(name, curve, min(share, curve.pieces), rates, after, read)
-                joined.append(name)
+        ordered = sorted(enumerate(work.curves), key=lambda curve: -curve[1].pieces)  # the long ones first
+        for (number, curve), layer in itertools.product(ordered, layers):
+            name, read = f"curve {layer} {number}", _reread(layer, work, rates, way)
+            if share == 1 or curve.begun is None:
+                yield from read(name, after)
+                yield Timed(name, "curves", solve_seconds(curve, rates), (f"{name} reread",))
+            else:
+                yield from _cut(name, curve, min(share, curve.pieces), rates, after, read)
+            joined.append(name)
         after = tuple(joined)
     return after
 
@@ -113,13 +113,17 @@ def _cut(
 ) -> Iterator[Timed]:
     """What all pieces follow from, then a part of them for each of some workers."""
     assert curve.begun is not None
-    begun, whole = solve_seconds(curve.begun, rates), solve_seconds(curve, rates)
+    begun, whole, again = (
+        solve_seconds(curve.begun, rates),
+        solve_seconds(curve, rates),
+        curve.again_flops / rates.double,
+    )
     yield from read(f"{name} begun", after)
     yield Timed(f"{name} begun", "curves", begun, (f"{name} begun reread",))
     names = tuple(f"{name} part {part}" for part in range(parts))
     for each in names:
         yield from read(each, (f"{name} begun",))
-        yield Timed(each, "curves", (whole - begun) / parts, (f"{each} reread",))
+        yield Timed(each, "curves", (whole - begun) / parts + again, (f"{each} reread",))
     yield Timed(name, "barrier", 0.0, names, f"barrier {name}")
 
 

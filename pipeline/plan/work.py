@@ -26,16 +26,21 @@ ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 24  # of device memory for each number: the product written and read, the float64 sum read and written
 COSINE_BYTES = 48  # for each hidden number: read, widened to float64, scaled, multiplied
 REMOVED_SHARE = 0.25  # of an MLP's channels, where ranks are not known yet
-EIGEN_FLOPS = 10.0  # times n³
+EIGEN_FLOPS, VALUES_FLOPS = 10.0, 4.0  # times n³: with vectors, and without, as long as both take on a CPU
 BACK, BACK_AGAIN = 3, 3 + 7  # forward passes that a backward pass costs; with a second: once forth, and two blocks
 WALKED, WALKED_SHORT = 4, 4  # layers that a walk of corrections goes through, to the end and to their attention's
 COMPARED_TOKENS = 128  # that both models go through side by side, as `verify` does again
 HELD_OUT = 10  # one window held out for so many samples
-WIDTH_FLOPS, BASE_FLOPS = 52.0, 46.0  # times D³: what a width of an MLP takes, or a basis of values, with its losses
+ALONE, ROUND_STEPS = 512, 3  # channels of which one goes at a time; removals that a round of several waits for
 BASES = 16  # ranks of the value basis that are compared at most
-PROBED = 12  # runs of an MLP whose gate and up are cut, by which a curve is scaled: three widths, four ranks
-PROBE_TOKENS = 4  # of the sample, for each channel
+TURNS, GRADIENT_STEPS = 3, 24  # of the fit of values and o; conjugate gradients in each
+PROBED = 3  # widths of an MLP at which the activation is looked at: the smallest, the largest, and between
+PROBES = (0.2, 0.45, 0.75)  # shares of the full rank of gate and up at each
+SAMPLE_TOKENS, LEAST_SAMPLE = 16, 65_536  # on which down is fitted again, for each channel that stays, and in all
+PROBE_TOKENS, LEAST_PROBE = 3, 2048  # of the sample, for each channel, and in all
+PROBE_OUTPUTS = 256  # mixtures of outputs at most
 FIT_TOKENS = 2  # for each channel that is fitted, at least
+CUT_SHARE = 0.5  # of the full rank of gate and up, where ranks are not known yet
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class SolveWork:
     """One task: float64 operations, of them those of eigenproblems, those on a sample in the checkpoint's dtype, and
     removals that wait for one another.
 
-    Of a curve: `pieces` into which it may be cut, and of the above what is done before (`begun`, None: it is not cut).
+    Of a curve: `pieces` into which it may be cut, of the above what is done before (`begun`, None: it is not cut), and
+    the float64 operations that each part does again.
     """
 
     name: str
@@ -53,6 +59,7 @@ class SolveWork:
     pieces: int = 1
     begun: SolveWork | None = None
     eigen_flops: float = 0.0
+    again_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,7 @@ def layer_work(
             if task.name in predicted
             for _ in range(1 + two_rounds)
         ),
-        gradient_bytes=8 * sum(2 * triangle_numbers(moment, layer) for moment in gradients),
+        gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in gradients),
         correction_flops=float(tokens * (walked + sum(_pair_flops(moment, layer) for moment in pairs)))
         if pairs
         else 0.0,
@@ -206,32 +213,57 @@ def scoring_flops(geometry: Geometry, window: int) -> float:
 def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int = 1) -> SolveWork:
     """What comparing a task's sizes takes. docs/plan.md#work-of-a-layer.
 
-    Of an MLP whose widths are compared: an elimination down to the smallest, and of each width a Cholesky factor, the
-    products of gate, up and down, and two eigenproblems with what leads to losses by rank; a sample at three of them.
-    Of v and o: what each rank of the basis takes. Of others, what solving them takes.
+    Of an MLP whose widths are compared, of v and o at each rank of the basis; of others, what solving them takes.
     """
-    samples = [moment for moment in task.moments if moment.kind == "sample"]
-    hidden, inner = geometry.hidden, geometry.intermediate
+    samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     if samples:
-        share = [place / task.pieces for place in range(1, task.pieces + 1)]
-        mean = [sum(part**power for part in share) / task.pieces for power in (1, 2, 3)]
-        of_width = (
-            WIDTH_FLOPS * hidden**3
-            + 8.0 * mean[0] * inner * hidden**2
-            + 4.0 * mean[1] * hidden * inner**2
-            + mean[2] * inner**3 / 3
-        )
-        begun = _elimination(
-            "begun", geometry, 1 - 1 / task.pieces, EIGEN_FLOPS * hidden**3 + hidden * float(inner) ** 2
-        )
-        probe = min(PROBE_TOKENS * inner, tokens, samples[0].tokens)
-        fitted = min(1.0, probe / (FIT_TOKENS * inner))  # of the channels, that so many tokens can fit
-        seen = probe * (_sample_flops(geometry, 0.0) + PROBED * _cut_flops(geometry, 0.54 * fitted, 0.42 * fitted**2))
-        return SolveWork(task.name, begun.flops + task.pieces * of_width, begun.steps, seen, task.pieces, begun)
+        return _mlp_curve(task, geometry, samples[0])
     if any(moment.point == "o.in" and moment.heads == 1 for moment in task.moments):
-        bases = min(BASES, max(1, geometry.head_dim // multiple))
-        return SolveWork(task.name, bases * BASE_FLOPS * hidden**3, 0)
+        return _value_curve(task, geometry, min(BASES, max(1, geometry.head_dim // multiple)))
     return solve_work(task, geometry, tokens)
+
+
+def _mlp_curve(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
+    """An elimination down to the smallest width and a factor in its order; moments that grow from width to width, and
+    their eigenvalues; at three widths the directions of gate and up, and a sample of so many tokens.
+    """
+    hidden, inner, readers = geometry.hidden, geometry.intermediate, _readers(geometry)
+    widths = [inner * place / task.pieces for place in range(1, task.pieces + 1)]
+    ordered = hidden**3 / 3 + 2.0 * hidden**2 * inner + inner**3 / 3 + hidden * inner**2
+    begun = _elimination("begun", geometry, 1 - 1 / task.pieces)
+    begun = replace(begun, flops=begun.flops + ordered)
+    flops, seen = begun.flops + hidden**3 / 3 + (4.0 * readers + 2.0) * inner * hidden**2, 0.0
+    probed = _spaced([width for width in widths if tokens >= FIT_TOKENS * width])
+    eigen = (2 * task.pieces * VALUES_FLOPS + len(probed) * (EIGEN_FLOPS - VALUES_FLOPS)) * hidden**3
+    mixtures = min(PROBE_OUTPUTS, hidden)
+    for width in probed:
+        ranks = [share * min(readers * width, hidden) for share in PROBES]
+        flops += 3.0 * hidden**3 + _refit_flops(geometry, width) + 2.0 * readers * max(ranks) * hidden * width
+        flops += len(ranks) * (width**3 / 3 + 2.0 * mixtures * width**2)
+        whole = 2.0 * readers * hidden * inner + 4.0 * mixtures * inner
+        cut = sum(2.0 * rank * (hidden + readers * width) + width**2 + 8.0 * mixtures * width for rank in ranks)
+        seen += min(tokens, max(LEAST_PROBE, PROBE_TOKENS * width)) * (whole + cut)
+    return SolveWork(task.name, flops + eigen, begun.steps, seen, task.pieces, begun, eigen, ordered + hidden**3 / 3)
+
+
+def _spaced(widths: Sequence[float]) -> list[float]:
+    count = min(PROBED, len(widths))
+    return [widths[place * (len(widths) - 1) // max(1, count - 1)] for place in range(count)]
+
+
+def _value_curve(task: Task, geometry: LayerGeometry, bases: int) -> SolveWork:
+    """A fit of values and o at each rank of the basis, and the eigenvalues by which a rank of o is told."""
+    hidden, features = geometry.hidden, geometry.heads * geometry.head_dim
+    flops = hidden**3 / 3 + 4.0 * hidden**3 + 4.0 * hidden * features * (hidden + features)
+    eigen = VALUES_FLOPS * hidden**3
+    for place in range(1, bases):
+        reduced = features * place / bases
+        refit, encoder = reduced**3 / 3 + hidden * reduced**2, 3.0 * hidden * reduced**2
+        encoder += GRADIENT_STEPS * 2.0 * geometry.head_dim * reduced * (reduced + features)
+        flops += (TURNS + 1) * refit + TURNS * encoder + hidden * reduced**2
+        flops += 2.0 * hidden * reduced * min(reduced, hidden)
+        eigen += VALUES_FLOPS * min(reduced, hidden) ** 3
+    return SolveWork(task.name, flops + eigen, 0, eigen_flops=eigen)
 
 
 def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
@@ -240,29 +272,30 @@ def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
     return entries[task.method].multiple(geometry.hidden) if task.method < len(entries) else 1
 
 
-def _elimination(name: str, geometry: LayerGeometry, share: float, others: float) -> SolveWork:
-    """Of a share of an MLP's channels, and other operations besides. kernels/elimination.py.
+def _elimination(name: str, geometry: LayerGeometry, share: float, refit: bool = False) -> SolveWork:
+    """Of a share of an MLP's channels. kernels/elimination.py.
 
-    N³ for the inverse, 3 N² for each removal, D N² for the gram of W_down, 2 D N for each removal in the refit.
+    N³ for the inverse, 3 n² for each removal from n channels, D N² for W_down's gram; 2 D n for each removal with its
+    refit.
     """
-    width = geometry.intermediate
-    removed = int(share * width)
-    flops = width**3 + 3.0 * removed * width**2 + geometry.hidden * width * (width + 2.0 * removed)
-    return SolveWork(name, flops + others, removed)
+    hidden, width = geometry.hidden, geometry.intermediate
+    removed, together = int(share * width), max(1, width // ALONE)
+    flops = width**3 + (width**3 - (width - removed) ** 3) + 1.0 * hidden * width**2
+    if refit:
+        flops += hidden * (width**2 - (width - removed) ** 2)
+    return SolveWork(name, flops, removed if together == 1 else ROUND_STEPS * removed // together)
 
 
-def _sample_flops(geometry: LayerGeometry, kept: float) -> float:
-    """Per token of the sample: what the dense MLP gives and, where channels are kept, what a cut one does."""
-    return 6.0 * geometry.hidden * geometry.intermediate + (_cut_flops(geometry, kept, kept**2) if kept else 0.0)
+def _refit_flops(geometry: LayerGeometry, kept: float) -> float:
+    """Of down on a part of the channels, from their moment."""
+    if kept >= geometry.intermediate:
+        return 0.0
+    return kept**3 / 3 + 2.0 * geometry.hidden * kept * geometry.intermediate
 
 
-def _cut_flops(geometry: LayerGeometry, width: float, square: float) -> float:
-    """Per token: gate and up on a share of the channels, and the sums that down is fitted by; means of k and of k².
-
-    One triangle of moments. The product with the targets, of float32, counts twice.
-    """
-    hidden, inner = geometry.hidden, geometry.intermediate
-    return 8.0 * width * hidden * inner + square * inner**2 + hidden**2
+def _readers(geometry: LayerGeometry) -> int:
+    """How many roles read the MLP's input."""
+    return sum(role in geometry.roles for role in ("gate", "up"))
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:
@@ -274,20 +307,39 @@ def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:
 def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
     """The moments' eigenproblems; for a whole moment of the MLP's channels, an elimination with its refit.
 
-    For a sample, of all calibration `tokens` at most, what the MLP gives on it, whole and cut, and the fit of down.
+    For a sample, of all calibration `tokens` at most, what the MLP gives on it, whole and cut, and the fits of down.
     """
     found = SolveWork(task.name, 0.0, 0)
+    samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     for moment in task.moments:
         width = moment_width(moment, geometry)
-        if moment.kind == "sample":
-            single = min(moment.tokens, tokens) * _sample_flops(geometry, 1 - REMOVED_SHARE)
-            found = replace(found, sample_flops=found.sample_flops + single)
-        elif moment.point == "down.in" and moment.heads == 1:
-            felt = any(other.kind == "gradient" for other in task.moments)  # then W_down's energy is taken apart
-            energy = geometry.hidden * float(geometry.intermediate) ** 2 if felt else 0.0
-            removing = _elimination(task.name, geometry, REMOVED_SHARE, energy)
-            found = replace(found, flops=found.flops + removing.flops, steps=found.steps + removing.steps)
-        elif not moment.diagonal:
+        if moment.point == "down.in" and moment.heads == 1:
+            removing = _elimination(task.name, geometry, REMOVED_SHARE, refit=not samples)
+            apart = not samples and any(other.kind == "gradient" for other in task.moments)
+            energy = (
+                geometry.hidden * float(geometry.intermediate) ** 2 if apart else 0.0
+            )  # of W_down, not what is felt
+            flops = found.flops + removing.flops + energy
+            found = replace(found, flops=flops, steps=found.steps + removing.steps)
+        elif not moment.diagonal and moment.kind != "sample":
             eigen = EIGEN_FLOPS * moment.groups * width**3
             found = replace(found, flops=found.flops + eigen, eigen_flops=found.eigen_flops + eigen)
+    if samples:
+        fitting, sample = _fit_flops(geometry)
+        fitted = min(samples[0], max(LEAST_SAMPLE, SAMPLE_TOKENS * (1 - REMOVED_SHARE) * geometry.intermediate))
+        found = replace(found, flops=found.flops + fitting, sample_flops=fitted * sample)
     return found
+
+
+def _fit_flops(geometry: LayerGeometry) -> tuple[float, float]:
+    """Of an MLP that has a sample, where a share of its channels goes and of the rank of gate and up.
+
+    float64 operations besides elimination and eigenproblems, and those of one token.
+    """
+    hidden, inner, readers = geometry.hidden, geometry.intermediate, _readers(geometry)
+    kept = (1 - REMOVED_SHARE) * inner
+    rank = CUT_SHARE * min(readers * kept, hidden)
+    metrics = 8.0 * hidden**3 + 2.0 * hidden**2 * inner + (4.0 * readers + 2.0) * hidden**2 * kept
+    fits = _refit_flops(geometry, kept) + kept**3 / 3 + 4.0 * hidden * kept**2 + 2.0 * readers * hidden * rank * kept
+    whole = 2.0 * (readers + 1) * hidden * inner
+    return metrics + fits, whole + 2.0 * rank * (hidden + readers * kept) + 2.0 * hidden * kept + kept**2

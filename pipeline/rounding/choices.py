@@ -6,8 +6,7 @@ Legend: O outputs, I inputs; C the moment of the inputs and G the diagonal of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from pipeline.kernels.interpolation import interpolated
 from pipeline.kernels.rounding import round_with_feedback
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics, Weights
 from pipeline.methods.rounded_size import INDEX_BITS, beside, rounded_share
-from pipeline.methods.unchanged import BITS, bits_name
+from pipeline.methods.unchanged import BITS
 from pipeline.ranks.curves import Point, from_columns, frontier, to_columns
 from pipeline.rounding.solutions import (
     INPUTS,
@@ -50,102 +49,57 @@ def gradient_moments(roles: Sequence[str]) -> tuple[Moment, ...]:
     return (*felt, _pull(reading)) if reading else tuple(felt)
 
 
-class Sizes(NamedTuple):
-    """What a method makes of a group at some ranks: `solve` gives the solution; `written`, as `Writing` has it, how
-    many numbers of it the role takes that writes to the stream (None: all roles have the same bits)."""
-
-    solve: Callable[[Ranks], Solution]
-    written: Callable[[Ranks], int] | None = None
-
-
 def with_bits(
-    curve: Curve, group: Group, quantize: Quantize, weights: Weights, statistics: Statistics, sizes: Sizes, bits: int
+    curve: Curve,
+    group: Group,
+    quantize: Quantize,
+    weights: Weights,
+    statistics: Statistics,
+    solve: Callable[[Ranks], Solution],
+    bits: int,
 ) -> Curve:
-    """The curve with a point at each of CHOICES in place of each, `bits` among its ranks; where some roles read the
-    stream and one writes to it, at each pair of them.
+    """The curve with a point at each of CHOICES in place of each, `bits` among its ranks.
 
     `numbers` become bytes in numbers of the dtype (of `bits` bits), codes, scales and shapes counted. The loss is what
     the ranks lose, times UNDERSTATED, and what rounding with error feedback loses, ½ tr(G Δ C Δᵀ). That is known at
     SAMPLED sizes, at which the group is solved and rounded, and interpolated between them, among points of which the
-    same matrices are factors.
+    same matrices are factors. `solve`: ranks -> solution.
     """
     roles = [role for role in group.roles if role in QUANTIZED_ROLES and role not in quantize.skip]
-    counts = _Counts(roles, quantize, weights, sizes, bits)
+    plain = sum(weights[name].numel() for name in weights if name.removesuffix(".weight") not in roles)
     feedbacks = Feedbacks()
     predictors = {choice: _Predictor(roles, weights, statistics, quantize, choice, feedbacks) for choice in CHOICES}
     points = []
     for line in _alike(from_columns(curve)):
         sampled, known = _sampled(line), []
-        pivoted, odd = dict[str, str](), set[str]()
+        indexed, odd = set[str](), set[str]()
         for point in sampled:  # one at a time: dense matrices
-            solution = sizes.solve(point.ranks)
-            pivoted |= {
-                form.group: role for role, form in solution.forms.items() if form.form == "pivoted" and form.group
-            }
+            solution = solve(point.ranks)
+            indexed |= {form.group for form in solution.forms.values() if form.form == "pivoted" and form.group}
             odd |= roles_of_odd_groups(solution, quantize)
             before = multiplied(solution, {})
             each = (
                 (choice, round_solution(solution, quantize, choice, statistics.moments, weights, feedbacks))
                 for choice in CHOICES
             )
-            lost = [predictors[choice].losses_of(solution, before, rounded) for choice, rounded in each]
-            known.append(
-                [[math.fsum(found.get(role, 0.0) for role in side) for found in lost] for side in counts.sides]
-            )
-        places = torch.tensor([point.numbers for point in line])
-        losses_PSB = interpolated(
-            [point.numbers for point in sampled], torch.tensor(known, dtype=torch.float64), places
-        )
-        for point, losses_SB in zip(line, losses_PSB.tolist(), strict=True):
-            for numbers, places_S in counts.options(point, pivoted, odd):
-                loss = math.fsum(losses_B[place] for losses_B, place in zip(losses_SB, places_S, strict=True))
-                ranks = {**point.ranks, **counts.names(places_S)}
+            known.append([predictors[choice].loss_of(solution, before, rounded) for choice, rounded in each])
+        shapes = [_counted_shape(weights[f"{role}.weight"], quantize.group, role in odd) for role in roles]
+        sizes = torch.tensor([point.numbers for point in line])
+        losses_PB = interpolated([point.numbers for point in sampled], torch.tensor(known, dtype=torch.float64), sizes)
+        for point, lost in zip(line, losses_PB.tolist(), strict=True):
+            kept = plain + sum(math.ceil(INDEX_BITS * point.ranks[name] / bits) for name in indexed)
+            for choice, loss in zip(CHOICES, lost, strict=True):
+                codes = math.ceil(max(0, point.numbers - kept) * rounded_share(choice, quantize.group, bits))
+                numbers = codes + min(kept, point.numbers) + math.ceil(beside(shapes, choice, quantize.group, bits))
+                ranks = {**point.ranks, BITS: choice}
                 points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
     return to_columns(frontier(points))
 
 
-class _Counts:
-    """What the options of a point store. `sides`: the roles that have the same bits: those that read the stream, and
-    the one that writes to it."""
-
-    def __init__(self, roles: Sequence[str], quantize: Quantize, weights: Weights, sizes: Sizes, bits: int) -> None:
-        assert quantize.group is not None, "auto has groups"
-        self.group, self.bits, self.written = quantize.group, bits, sizes.written
-        reading, writing = ([role for role in roles if (role in METRICS) == writes] for writes in (False, True))
-        self.sides = [reading, writing] if reading and writing and sizes.written else [[*roles]]
-        self.shapes = {role: (weights[f"{role}.weight"].shape[0], weights[f"{role}.weight"].shape[1]) for role in roles}
-        self.plain = sum(weights[name].numel() for name in weights if name.removesuffix(".weight") not in roles)
-
-    def options(
-        self, point: Point, pivoted: Mapping[str, str], odd: Collection[str]
-    ) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """Stored numbers of the dtype, and of each side the place of its bits in CHOICES. `pivoted`: the names of ranks
-        that are stored so, and one of their roles. `odd`: roles of which some columns `group` does not divide."""
-        indices = {name: math.ceil(INDEX_BITS * point.ranks[name] / self.bits) for name in pivoted}
-        kept = self.plain + sum(indices.values())
-        coded = [point.numbers - kept]
-        if len(self.sides) > 1:
-            assert self.written is not None
-            own = sum(numbers for name, numbers in indices.items() if pivoted[name] in self.sides[1])
-            writing = self.written(point.ranks) - own
-            coded = [coded[0] - writing, writing]
-        each = [
-            [self._stored(side, numbers, choice, odd) for choice in CHOICES]
-            for side, numbers in zip(self.sides, coded, strict=True)
-        ]
-        for places in product(range(len(CHOICES)), repeat=len(self.sides)):
-            found = sum(stored[place] for stored, place in zip(each, places, strict=True))
-            yield min(kept, point.numbers) + found, places
-
-    def _stored(self, side: Sequence[str], coded: float, choice: int, odd: Collection[str]) -> int:
-        codes = math.ceil(max(0, coded) * rounded_share(choice, self.group, self.bits))
-        shapes = [self.shapes[role] if role in odd else (self.shapes[role][0], self.group) for role in side]
-        return codes + math.ceil(beside(shapes, choice, self.group, self.bits))
-
-    def names(self, places: Sequence[int]) -> dict[str, int]:
-        """The bits as they stand among ranks."""
-        chosen = {BITS: CHOICES[places[0]]}
-        return chosen | {bits_name(role): CHOICES[places[1]] for role in self.sides[1]} if places[1:] else chosen
+def _counted_shape(weight_OI: Tensor, group: int | None, odd: bool) -> tuple[int, int]:
+    """By which `beside` counts a role: of whole groups, where none of its matrices has others."""
+    rows, columns = weight_OI.shape
+    return (rows, columns) if odd or group is None else (rows, group)
 
 
 def _alike(points: Sequence[Point]) -> list[list[Point]]:
@@ -195,14 +149,11 @@ class _Predictor:
             share = float(errors_O.sum()) / max(float(_squares(weight_OI, moment_II).sum()), TINY)
             self.whole[role] = 0.5 * float(errors_O @ felt_O), share
 
-    def losses_of(
-        self, solution: Solution, before: Mapping[tuple[str, ...], Tensor], rounded: RoundedSolution
-    ) -> dict[str, float]:
-        """Of a rounded solution, by role (the first of those that share a matrix); `before`: the exact one, multiplied
-        out."""
+    def loss_of(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor], rounded: RoundedSolution) -> float:
+        """Of a rounded solution; `before`: the exact one, multiplied out."""
         felt = self._felt_outputs(solution, before)
         firsts = self._first_errors(solution, rounded, felt)
-        found = {role: first.loss for role, first in firsts.items()}
+        total = sum(first.loss for first in firsts.values())
         for roles, after_OI in multiplied(solution, rounded.rounded).items():
             role, change_OI = roles[0], after_OI - before[roles]
             moment_II = self.statistics.mean(INPUTS[role])[0]
@@ -212,26 +163,19 @@ class _Predictor:
                 continue  # a role that is skipped
             if role in METRICS:
                 felt_OO = self.statistics.mean(METRICS[role])[0]
-                loss = 0.5 * float(((felt_OO @ change_OI) * (change_OI @ moment_II)).sum())
+                total += 0.5 * float(((felt_OO @ change_OI) * (change_OI @ moment_II)).sum())
+                continue
+            if role in firsts:
+                change_OI = change_OI - before[roles] @ firsts[role].turn
+            errors_O = _squares(change_OI, moment_II)
+            felt_O = torch.cat([felt[role] for role in roles])
+            if len(felt_O) == len(errors_O):
+                total += 0.5 * float(errors_O @ felt_O)
             else:
-                if role in firsts:
-                    change_OI = change_OI - before[roles] @ firsts[role].turn
-                errors_O = _squares(change_OI, moment_II)
-                felt_O = torch.cat([felt[role] for role in roles])
-                loss = (
-                    0.5 * float(errors_O @ felt_O)
-                    if len(felt_O) == len(errors_O)
-                    else self._by_share(
-                        role, float(errors_O.sum()) / max(float(_squares(before[roles], moment_II).sum()), TINY)
-                    )
-                )
-            found[role] = found.get(role, 0.0) + loss
-        return {role: max(0.0, loss) for role, loss in found.items()}
-
-    def _by_share(self, role: str, lost: float) -> float:
-        """Of a share of squares that is lost, as the dense one loses."""
-        loss, share = self.whole[role]
-        return loss * lost / share if share > 0.0 else 0.0
+                loss, share = self.whole[role]
+                lost = float(errors_O.sum()) / max(float(_squares(before[roles], moment_II).sum()), TINY)
+                total += loss * lost / share if share > 0.0 else 0.0
+        return max(0.0, total)
 
     def _felt_outputs(self, solution: Solution, before: Mapping[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
         """By role that reads the stream, G of each output that the solution gives."""

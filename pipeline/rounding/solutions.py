@@ -92,12 +92,12 @@ def at_correction(
 def round_solution(
     solution: Solution,
     quantize: Quantize,
-    bits: int | Mapping[str, int],
+    bits: int,
     moments: Mapping[Moment, Tensor],
     weights: Weights,
     feedbacks: Feedbacks | None = None,
 ) -> RoundedSolution:
-    """Rounds every matrix of a solution, to `bits`, or to those of its role.
+    """Rounds every matrix of a solution.
 
     First factors, and what is no factor, are rounded by the moment of the role's input, of the solution's own `inputs`
     before the dense one's; then second factors and pivoted coefficients are fitted again to what the rounded first ones
@@ -116,16 +116,15 @@ def round_solution(
     for together in _reading_the_same(_matrices(solution, quantize.skip), solution):
         first = together[0]
         dtype = stored_dtype(first.key, solution.tensors[first.key], weights)
-        wanted = bits if isinstance(bits, int) else bits[first.roles[0]]
         read = [
             _as_read(matrix, solution, moments, found) if fed else (solution.tensors[matrix.key], None)
             for matrix in together
         ]
         weight_OI, moment_II = torch.cat([weight_oI for weight_oI, _ in read]), read[0][1]
         try:
-            scheme = Scheme(bits=wanted, group=fitting_group(weight_OI.shape[1], quantize.group))
+            scheme = Scheme(bits=bits, group=fitting_group(weight_OI.shape[1], quantize.group))
             feedback = feedbacks.of(_read_by(first, solution), moment_II)
-            rounded = round_with_feedback(weight_OI, feedback, wanted, scheme.group, dtype)
+            rounded = round_with_feedback(weight_OI, feedback, bits, scheme.group, dtype)
         except ValueError as error:
             raise ValueError(f"{', '.join(matrix.key for matrix in together)}: {error}") from error
         rows = [len(weight_oI) for weight_oI, _ in read]

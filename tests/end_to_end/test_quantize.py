@@ -247,8 +247,7 @@ def test_bits_are_chosen_with_ranks(wide: Path, job: MakeJob, methods: list[Any]
     config = json.loads((made.output / "config.json").read_text())
     groups = config["quantization_config"]["config_groups"].values()
     assert len({group["weights"]["num_bits"] for group in groups}) > 1
-    ranks = [found["ranks"] for layer in made.compression()["layers"] for found in layer["groups"].values()]
-    chosen = [value for found in ranks for name, value in found.items() if name.startswith("bits")]
+    chosen = [found["ranks"]["bits"] for layer in made.compression()["layers"] for found in layer["groups"].values()]
     assert {group["weights"]["num_bits"] for group in groups} == set(chosen)
     assert command("verify", str(made.output), "--source", str(wide), "--json").code == 0
     if find_spec("compressed_tensors"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.kernels import cholesky
+from pipeline.kernels import cholesky, elimination
 from pipeline.kernels.elimination import eliminate, prune, select_eliminate
 from pipeline.kernels.nystrom import nystrom_refit, output_error
 from tests.kernels.test_nystrom import problem
@@ -129,3 +129,25 @@ def test_order_is_the_selection_seen_from_any_count() -> None:
         assert (
             sorted(set(range(30)) - set(order[: 30 - count])) == select_eliminate(moment, weight, count).kept.tolist()
         )
+
+
+def test_channels_that_go_together_lose_no_more_than_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each channel has a twin that could stand in for it: one of both goes, never both, though both score lowest."""
+    _, weight, values = problem(60, 8, 400)
+    twins = torch.cat(
+        (values, values + 0.05 * torch.randn(values.shape, generator=torch.Generator().manual_seed(5))), 1
+    )
+    doubled, weights = twins.T @ twins / len(twins), torch.cat((weight, weight), dim=1)
+    counts = (90, 60, 30)
+    alone = [prune(doubled, weights, count).error for count in counts]
+    monkeypatch.setattr(elimination, "ALONE", 10)  # twelve at once
+    order = eliminate(doubled, weights, 30).order
+    assert order.unique().numel() == 90
+    assert len({int(j) % 60 for j in order[:40]}) == 40
+    for count, one_by_one in zip(counts, alone, strict=True):
+        kept = torch.tensor(sorted(set(range(120)) - set(order[: 120 - count].tolist())))
+        assert output_error(weights, nystrom_refit(weights, doubled, kept)[0], kept, doubled) < 1.03 * one_by_one
+        assert torch.equal(select_eliminate(doubled, weights, count).kept, kept)
+    found = prune(doubled, weights, 45)
+    torch.testing.assert_close(found.weight, nystrom_refit(weights, doubled, found.kept)[0], rtol=1e-6, atol=1e-8)
+    assert found.error == pytest.approx(output_error(weights, found.weight, found.kept, doubled), rel=1e-6)

@@ -10,6 +10,7 @@ from pipeline.kernels import cholesky
 from pipeline.kernels.elimination import eliminate, select_eliminate
 from pipeline.kernels.nystrom import (
     nested_losses,
+    nested_outputs,
     nystrom_refit,
     output_error,
     refit_with_error,
@@ -288,7 +289,10 @@ def test_nested_losses_are_those_of_each_refit(singular: bool) -> None:
     moment, weight = values.T @ values / len(values), torch.randn(D, N, dtype=torch.float64, generator=source)
     half = torch.randn(D, D, dtype=torch.float64, generator=source)
     metric, priority = half @ half.T, torch.randperm(N, generator=source)
-    losses = nested_losses(moment, weight, metric, priority)
+    outputs = nested_outputs(moment, weight, priority)
+    felt = torch.linalg.cholesky(metric).T
+    torch.testing.assert_close(nested_outputs(moment, felt @ weight, priority), felt @ outputs)
+    losses = nested_losses(felt @ outputs)
     assert losses.shape == (N + 1,)
     for count in range(1, N + 1):
         kept = priority[:count].sort().values
@@ -296,6 +300,10 @@ def test_nested_losses_are_those_of_each_refit(singular: bool) -> None:
         change[:, kept] -= nystrom_refit(weight, moment, kept)[0]
         expected = 0.5 * torch.trace(metric @ change @ moment @ change.T)
         torch.testing.assert_close(losses[count], expected, rtol=1e-6, atol=1e-6 * float(losses[0]))
+        refit = weight - change
+        spread = refit @ moment @ refit.T
+        first = outputs[:, :count]
+        torch.testing.assert_close(first @ first.T, spread, rtol=1e-6, atol=1e-6 * float(spread.abs().max()))
     assert losses[0] == pytest.approx(float(0.5 * torch.trace(metric @ weight @ moment @ weight.T)), rel=1e-6)
 
 
@@ -313,11 +321,11 @@ def test_elimination_is_nested_and_its_set_is_that_of_select() -> None:
 def test_nested_losses_wrong_input() -> None:
     moment, weight = torch.eye(4), torch.ones(2, 4)
     with pytest.raises(ValueError, match="no permutation"):
-        nested_losses(moment, weight, torch.eye(2), torch.tensor([0, 1, 1, 3]))
+        nested_outputs(moment, weight, torch.tensor([0, 1, 1, 3]))
     with pytest.raises(ValueError, match="do not fit"):
-        nested_losses(moment, weight, torch.eye(3), torch.arange(4))
+        nested_outputs(moment, torch.ones(2, 3), torch.arange(4))
     with pytest.raises(ValueError, match="NaN"):
-        nested_losses(moment, weight, torch.full((2, 2), float("nan")), torch.arange(4))
+        nested_outputs(moment, torch.full((2, 4), float("nan")), torch.arange(4))
 
 
 def test_reports_say_what_was_done() -> None:

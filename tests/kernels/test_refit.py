@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.kernels.refit import correction, evenly_spread, refit
+from pipeline.kernels.refit import correction, evenly_spread, refit, refit_leaves
 
 
 def problem(tokens: int = 90) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -21,8 +21,6 @@ def test_a_small_ridge_gives_least_squares() -> None:
     before = start.clone()
     found = refit([(targets, inputs)], start, ridge=1e-12)
     torch.testing.assert_close(found.weight, torch.linalg.lstsq(inputs, targets).solution.T)
-    left = targets - inputs @ found.weight.T
-    torch.testing.assert_close(found.residual, left.T @ left / (len(inputs) - 7))
     torch.testing.assert_close(found.moment, inputs.T @ inputs / len(inputs))
     assert torch.equal(start, before)
 
@@ -34,6 +32,15 @@ def test_the_ridge_pulls_towards_the_start() -> None:
     stacked = torch.linalg.lstsq(torch.cat((inputs, extra)), torch.cat((targets, extra @ start.T))).solution.T
     torch.testing.assert_close(refit([(targets, inputs)], start, ridge).weight, stacked)
     torch.testing.assert_close(refit([(targets, inputs)], start, 1e9).weight, start, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ridge", [1e-12, 0.5])
+def test_what_a_refit_leaves_is_what_its_weight_leaves(ridge: float) -> None:
+    targets, inputs, start = problem()
+    errors = targets - inputs @ start.T
+    left = targets - inputs @ refit([(targets, inputs)], start, ridge).weight.T
+    found = refit_leaves(zip(errors.split(13), inputs.split(13), strict=True), 5, 7, ridge)
+    assert found == pytest.approx(float(left.square().sum()) / (len(inputs) - 7))
 
 
 def test_batches_add_up() -> None:
@@ -48,7 +55,9 @@ def test_dead_inputs_keep_the_start() -> None:
     targets, _, start = problem()
     found = refit([(targets, torch.zeros(90, 7))], start)
     assert torch.equal(found.weight, start)
-    torch.testing.assert_close(found.residual, targets.T @ targets / (90 - 7))
+    assert refit_leaves([(targets, torch.zeros(90, 7))], 5, 7) == pytest.approx(
+        float(targets.square().sum()) / (90 - 7)
+    )
     assert torch.isfinite(refit([(targets[:3], problem()[1][:3])], start).weight).all()  # fewer tokens than inputs
 
 
@@ -69,7 +78,7 @@ def test_products_of_float32_are_summed_in_float64() -> None:
     targets, inputs, start = problem()
     exact = refit([(targets, inputs)] * 1000, start)
     single = refit([(targets.float(), inputs.float())] * 1000, start)
-    sizes = start.abs().max(), exact.moment.max(), targets.square().mean()  # what is left is of the targets' size
+    sizes = start.abs().max(), exact.moment.max()
     for found, expected, size in zip(single, exact, sizes, strict=True):
         assert found.dtype == torch.float64
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6 * float(size))

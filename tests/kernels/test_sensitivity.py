@@ -7,7 +7,9 @@ import torch
 
 from pipeline.kernels.heads import diagonal_blocks
 from pipeline.kernels.sensitivity import (
+    factored,
     input_directions,
+    least_losses,
     output_directions,
     projection_losses,
     pulled,
@@ -46,6 +48,8 @@ def test_input_directions_lose_what_is_predicted(outputs: int, inputs: int, toke
         torch.testing.assert_close(losses[rank], expected, rtol=1e-6, atol=1e-9 * float(losses[0]))
         tail = 0.5 * found.values[rank:].sum()
         torch.testing.assert_close(losses[rank], tail, rtol=1e-5, atol=1e-7 * float(losses[0]))
+    told = least_losses(factored(moment_DD), pull_DD)
+    torch.testing.assert_close(told, losses, rtol=1e-5, atol=1e-7 * float(losses[0]))
 
 
 def test_no_other_rank_loses_less() -> None:
@@ -106,6 +110,7 @@ def test_zero_moments_and_zero_gradients() -> None:
         found = input_directions(moment_DD, pull_DD)
         losses = projection_losses(pull_DD, moment_DD, found.encode[None], found.decode[None])
         assert torch.equal(losses, torch.zeros(5, dtype=torch.float64))
+        assert torch.equal(least_losses(moment_DD, pull_DD), torch.zeros(5, dtype=torch.float64))
 
 
 def test_wrong_input() -> None:

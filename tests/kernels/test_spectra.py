@@ -291,9 +291,12 @@ def test_problems_beyond_a_solver_s_limit_are_split(spectrum: str, monkeypatch: 
     vectors = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(1)).double()).Q
     matrix = (vectors * values) @ vectors.T
     expected, _ = spectra.eigh_descending(matrix)
+    alone = spectra.eigenvalues_descending(matrix)
+    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-12 * float(expected.max()))
     monkeypatch.setattr(spectra, "LARGEST_EIGENPROBLEM", 20)
     monkeypatch.setattr(spectra, "_solved", solved := _Sizes())
     found, basis = spectra.eigh_descending(matrix)
+    torch.testing.assert_close(spectra.eigenvalues_descending(matrix), found)
     assert max(solved.sizes) <= 20 < sum(solved.sizes)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * float(values.max()))
     torch.testing.assert_close(basis.T @ basis, torch.eye(size).double(), rtol=0, atol=1e-11)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.value_output import fit_value_output
+from pipeline.kernels.value_output import fit_value_output, output_of, value_output_problem
 
 SHAPES = [(24, 4, 4, 6), (24, 4, 2, 6), (20, 4, 1, 5), (16, 1, 1, 8), (7, 6, 3, 4)]  # D, H, G, d
 
@@ -27,6 +29,29 @@ def problem(hidden: int, heads: int, width: int, tokens: int = 400, seed: int = 
 def start(groups: int, rank: int, width: int, seed: int = 1) -> Tensor:
     dice = torch.Generator().manual_seed(seed)
     return torch.linalg.qr(torch.randn(groups, width, rank, generator=dice, dtype=torch.float64)).Q.mT.contiguous()
+
+
+class Fitted(NamedTuple):
+    encode: Tensor
+    output: Tensor
+    loss: float
+
+
+def fitted(weight: Tensor, metric: Tensor, moment: Tensor, encode: Tensor, *args: Any, **named: Any) -> Fitted:
+    prepared = value_output_problem(weight, metric, moment)
+    found = fit_value_output(prepared, encode, *args, **named)
+    spread = found.felt @ found.felt.T * prepared.scale
+    output = output_of(weight, prepared, found)
+    # What a rank of o is told from: the outputs' moment as the loss feels it, nothing where they never move.
+    expected = torch.trace(metric @ output @ wide_moment(prepared.moment, found.encode) @ output.T)
+    torch.testing.assert_close(spread.trace(), expected * (moment.any() > 0))
+    return Fitted(found.encode, output, found.loss)
+
+
+def wide_moment(moment: Tensor, encode: Tensor) -> Tensor:
+    heads = len(moment) // encode.shape[2]
+    wide = torch.block_diag(*encode.repeat_interleave(heads // len(encode), dim=0))
+    return wide @ moment @ wide.T
 
 
 def loss_of(weight: Tensor, metric: Tensor, moment: Tensor, encode: Tensor, output: Tensor) -> float:
@@ -63,7 +88,7 @@ def test_the_loss_is_that_of_what_is_returned_and_no_turn_is_worse(
     for rank in range(1, width):
         losses = []
         for turns in (0, 1, 2, 8):
-            found = fit_value_output(weight, metric, moment, start(groups, rank, width), turns, least_gain=0.0)
+            found = fitted(weight, metric, moment, start(groups, rank, width), turns, least_gain=0.0)
             assert found.encode.shape == (groups, rank, width)
             assert found.output.shape == (hidden, heads * rank)
             torch.testing.assert_close(found.encode @ found.encode.mT, torch.eye(rank).double().expand(groups, -1, -1))
@@ -80,12 +105,12 @@ def test_the_loss_is_that_of_what_is_returned_and_no_turn_is_worse(
 def test_one_turn_is_the_dense_linear_system(hidden: int, heads: int, groups: int, width: int) -> None:
     weight, metric, moment = problem(hidden, heads, width)
     rank = max(1, width // 2)
-    before = fit_value_output(weight, metric, moment, start(groups, rank, width), turns=0)
+    before = fitted(weight, metric, moment, start(groups, rank, width), turns=0)
     encode = best_encoder(weight, metric, moment, before.encode, before.output)
     least = loss_of(weight, metric, moment, encode, before.output)
-    after = fit_value_output(weight, metric, moment, start(groups, rank, width), turns=1)
+    after = fitted(weight, metric, moment, start(groups, rank, width), turns=1)
     assert after.loss <= least * (1 + 1e-6)  # the refit that follows can only gain
-    again = fit_value_output(weight, metric, moment, encode, turns=0)
+    again = fitted(weight, metric, moment, encode, turns=0)
     assert after.loss == pytest.approx(again.loss, rel=1e-3)
 
 
@@ -94,12 +119,12 @@ def test_beside_decoders_within_each_head_the_refit_gains() -> None:
     encode = start(2, 3, 6)
     within = torch.block_diag(*encode.repeat_interleave(2, dim=0).mT)
     of_heads = loss_of(weight, metric, moment, encode, weight @ within)
-    assert fit_value_output(weight, metric, moment, encode, turns=0).loss < 0.9 * of_heads
+    assert fitted(weight, metric, moment, encode, turns=0).loss < 0.9 * of_heads
 
 
 def test_at_the_full_rank_nothing_is_lost() -> None:
     weight, metric, moment = problem(24, 4, 6)
-    found = fit_value_output(weight, metric, moment, start(2, 6, 6))
+    found = fitted(weight, metric, moment, start(2, 6, 6))
     wide = torch.block_diag(*found.encode.repeat_interleave(2, dim=0))
     torch.testing.assert_close(found.output @ wide, weight)
     assert found.loss == pytest.approx(0.0, abs=1e-9)
@@ -109,27 +134,28 @@ def test_at_the_full_rank_nothing_is_lost() -> None:
 @pytest.mark.parametrize("tokens", [3, 400])
 def test_singular_tiny_and_huge_moments(scale: float, tokens: int) -> None:
     weight, metric, moment = problem(24, 4, 6, tokens)
-    plain = fit_value_output(weight, metric, moment, start(2, 3, 6))
-    found = fit_value_output(weight, metric * scale, moment / scale**0.5, start(2, 3, 6))
+    plain = fitted(weight, metric, moment, start(2, 3, 6))
+    found = fitted(weight, metric * scale, moment / scale**0.5, start(2, 3, 6))
     assert found.output.isfinite().all()
-    assert found.loss == pytest.approx(plain.loss * scale**0.5, rel=0.05)
+    whole = 0.5 * float(torch.trace(metric @ weight @ moment @ weight.T))
+    assert found.loss / scale**0.5 == pytest.approx(plain.loss, rel=0.05, abs=1e-12 * whole)
 
 
 def test_a_dead_layer_keeps_its_start() -> None:
     weight, metric, _ = problem(24, 4, 6)
-    found = fit_value_output(weight, metric, torch.zeros(24, 24), start(2, 3, 6))
+    found = fitted(weight, metric, torch.zeros(24, 24), start(2, 3, 6))
     assert found.output.isfinite().all()
-    assert fit_value_output(weight, metric * 0, torch.eye(24), start(2, 3, 6)).loss == 0.0
+    assert fitted(weight, metric * 0, torch.eye(24), start(2, 3, 6)).loss == 0.0
 
 
 def test_wrong_input_is_refused() -> None:
     weight, metric, moment = problem(24, 4, 6)
+    with pytest.raises(ValueError, match="does not fit 24"):
+        fitted(weight, metric, moment, start(3, 3, 6))
     with pytest.raises(ValueError, match="do not fit"):
-        fit_value_output(weight, metric, moment, start(3, 3, 6))
-    with pytest.raises(ValueError, match="do not fit"):
-        fit_value_output(weight[:, :-1], metric, moment, start(2, 3, 6))
+        fitted(weight[:, :-1], metric, moment, start(2, 3, 6))
     for position in range(3):
         bad = [weight.clone(), metric.clone(), moment.clone()]
         bad[position][0, 0] = float("nan")
         with pytest.raises(ValueError, match="NaN"):
-            fit_value_output(*bad, start(2, 3, 6))
+            fitted(*bad, start(2, 3, 6))

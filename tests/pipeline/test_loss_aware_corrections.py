@@ -100,7 +100,7 @@ def read_at(
     if point == "down.in":
         from pipeline.methods.loss_aware.mlp_solver import Solver
 
-        solver = Solver(method_of().entry, where.layers[0], weights, statistics)
+        solver = Solver(method_of().entry, where.layers[0], weights, statistics, 1)
         return solver.moment(solver.kept(ranks["width"]))
     from pipeline.methods.loss_aware.attention import _based
 

@@ -60,7 +60,8 @@ def test_a_small_job_by_hand() -> None:
     assert plan.forward_flops == 3 * 6 * 320 * (2 * LAYER + 2 * 32 * 64)
     assert plan.moment_flops == 6 * 320 * (2 * 4 * 16 * 16 + 2 * 80 * 80)
     # Heads by their eigenvectors; of the MLP's 80 channels a quarter goes, one after another.
-    assert plan.solve_flops == 6 * (10 * 2 * 16**3 + 80**3 + 3 * 20 * 80**2 + 48 * 80 * (80 + 2 * 20))
+    eliminated = 80**3 + (80**3 - 60**3) + 48 * 80**2 + 48 * (80**2 - 60**2)
+    assert plan.solve_flops == 6 * (10 * 2 * 16**3 + eliminated)
     statistics = plan.statistics_bytes_per_layer
     assert plan.run_dir_bytes == 2 * plan.activation_bytes + statistics + 320 * 4 + plan.output_bytes
     streaming = 2 * LAYER * 2 + 2 * statistics + 2 * 32 * (6 * 48 + 3 * 80 + 4 * 64) * 4
@@ -113,13 +114,23 @@ def test_what_following_the_loss_takes() -> None:
     assert [curve.name for curve in one.curves] == [solve.name for solve in one.solves]
     assert one.correction_flops == 0
     rest, seen = zip(*((curve.flops, curve.sample_flops) for curve in one.curves), strict=True)
-    inputs, removed = 48**3, 70
-    begun = 80**3 + 3 * removed * 80**2 + 2 * 48 * 80 * (80 + removed) + 10 * inputs
-    widths = [80 * place / 8 for place in range(1, 9)]
-    each = [52 * inputs + 8 * k * 48**2 + 4 * 48 * k**2 + k**3 / 3 for k in widths]
-    assert rest == pytest.approx([16 * 46 * inputs, begun + sum(each), one.solves[2].flops])
-    cut = 8 * 0.54 * 48 * 80 + 0.42 * 80**2 + 48**2
-    assert seen == pytest.approx([0, 4 * 80 * (6 * 48 * 80 + 12 * cut), 0])
+    cube, square, ordered = 48**3, 48**2, 48**3 / 3 + 2 * 48**2 * 80 + 80**3 / 3 + 48 * 80**2
+    begun = 80**3 + 80**3 - 10**3 + 48 * 80**2 + ordered
+    grown = cube / 3 + (4 * 2 + 2) * 80 * square + (2 * 8 * 4 + 3 * 6) * cube
+    looked, tokens = 0.0, 0.0
+    for width in (10, 40, 80):
+        ranks = [share * min(2 * width, 48) for share in (0.2, 0.45, 0.75)]
+        refit = width**3 / 3 + 2 * 48 * width * 80 if width < 80 else 0
+        looked += 3 * cube + refit + 2 * 2 * max(ranks) * 48 * width + 3 * (width**3 / 3 + 2 * 48 * width**2)
+        tokens += 2 * 2 * 48 * 80 + 4 * 48 * 80
+        tokens += sum(2 * rank * (48 + 2 * width) + width**2 + 8 * 48 * width for rank in ranks)
+    fits = cube / 3 + 4 * cube + 4 * 48 * 64 * (48 + 64) + 4 * cube
+    for reduced in range(4, 64, 4):  # of 64 features; four refits, three encoders, and what ranks of o are told by
+        refit, steps = reduced**3 / 3 + 48 * reduced**2, 24 * 2 * 16 * reduced * (reduced + 64)
+        fits += 4 * refit + 3 * (3 * 48 * reduced**2 + steps) + 48 * reduced**2
+        fits += 2 * 48 * reduced * min(reduced, 48) + 4 * min(reduced, 48) ** 3
+    assert rest == pytest.approx([fits, begun + grown + looked, one.solves[2].flops])
+    assert seen == pytest.approx([0, 320 * tokens, 0])
     assert (one.curves[1].pieces, one.curves[1].begun.flops if one.curves[1].begun else None) == (8, begun)
     again = manifest({"method": "loss_aware", "rounds": 2, "correct": "output"}, keep=0.8, calibration=dense)
     two = layer_work(again, llama(), claim_tasks(build_methods(again), llama()), 2, gradient_tokens=100)

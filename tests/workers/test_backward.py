@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from manifests.errors import CorruptError, NumericsError
-from pipeline.kernels.gradients import draw_labels
+from pipeline.kernels.gradients import draw_labels, folded, unfolded
 from pipeline.methods.method import Moment
 from pipeline.samples import gradient_count, gradient_samples
 from pipeline.score_units import WindowForward, Windows
@@ -82,8 +82,14 @@ def go_back(worker: Worker, moments: tuple[Moment, ...], **settings: Any) -> lis
             worker.execute(Backward(layer, s, tuple(records[s] for records in inputs[layer:]), moments, **settings))
             for s in range(SHARDS)
         ]
-        layers.insert(0, {moment: [worker.transfer.get(part.partials[moment]) for part in done] for moment in moments})
+        layers.insert(0, {moment: [given(worker, part, moment) for part in done] for moment in moments})
     return layers
+
+
+def given(worker: Worker, done: BackwardDone, moment: Moment) -> dict[str, Tensor]:
+    """Partial sums as they were before they were folded."""
+    found = worker.transfer.get(done.partials[moment])
+    return {**found, "moment": unfolded(found["moment"])}
 
 
 class Autograd:
@@ -198,14 +204,14 @@ def test_a_worker_that_held_nothing_gets_the_same_bits(family: tuple[Worker, Aut
     records = tuple(by_shard[1] for by_shard in inputs)
     done = newcomer.execute(Backward(0, 1, records, moments, emit=False))
     for moment in moments:
-        found = newcomer.transfer.get(done.partials[moment])
+        found = given(newcomer, done, moment)
         assert torch.equal(found["moment"], expected[0][moment][1]["moment"]), moment.key
         assert torch.equal(found["square_norms"], expected[0][moment][1]["square_norms"])
     stored = newcomer.execute(Backward(last, 1, records[last:], store=True)).activation
     third = make_worker(worker.setup)
     done = third.execute(Backward(last - 1, 1, records[last - 1 : last], moments, base_record=stored))
     for moment in moments:
-        found = third.transfer.get(done.partials[moment])
+        found = given(third, done, moment)
         assert torch.equal(found["moment"], expected[last - 1][moment][1]["moment"]), moment.key
 
 
@@ -228,7 +234,7 @@ def test_the_micro_batch_changes_no_bit(llama: Path, tmp_path: Path) -> None:
     ]
     records = tuple(by_shard[1] for by_shard in kept_inputs(workers[0]))
     done = [worker.execute(Backward(0, 1, records, (OUT,), emit=False)) for worker in workers]
-    found = [w.transfer.get(part.partials[OUT])["moment"] for w, part in zip(workers, done, strict=True)]
+    found = [given(w, part, OUT)["moment"] for w, part in zip(workers, done, strict=True)]
     assert torch.equal(*found)
 
 
@@ -245,10 +251,20 @@ def test_reduced_sums_hold_what_shrinkage_needs(llama: Path, tmp_path: Path) -> 
     done = [worker.execute(Backward(last, shard, (records[shard],), (OUT,))) for shard in range(SHARDS)]
     assert all(isinstance(part, BackwardDone) for part in done)
     record = worker.execute(Reduce("dense", last, OUT, tuple(part.partials[OUT] for part in done)))
-    parts = [worker.transfer.get(part.partials[OUT]) for part in done]
+    parts = [given(worker, part, OUT) for part in done]
     assert torch.equal(worker.statistics.read(record), parts[0]["moment"] + parts[1]["moment"])
     assert record.square_norms == tuple((parts[0]["square_norms"] + parts[1]["square_norms"]).tolist())
     assert (record.sequences, record.tokens) == (SAMPLES, SAMPLES * SEQUENCE)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_a_folded_triangle_is_half_a_square(size: int) -> None:
+    values = torch.randn(2, 3, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    moment = values.mT @ values
+    parts = folded(moment)
+    assert parts.shape == (2, (size + 1) // 2, size + 1)
+    assert torch.equal(unfolded(parts), moment.triu() + moment.triu(1).mT)
+    assert torch.equal(unfolded(folded(moment[:, 0])), moment[:, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -281,9 +297,9 @@ def test_probes_are_of_each_layer_alone(llama: Path, tmp_path: Path) -> None:
     worker = make_worker(setup)
     records = kept_inputs(worker)
     units = [Backward(layer, 1, (records[layer][1],), (OUT,), probe=True, emit=False) for layer in (0, 1)]
-    first, second = (worker.transfer.get(worker.execute(unit).partials[OUT])["moment"] for unit in units)
+    first, second = (given(worker, worker.execute(unit), OUT)["moment"] for unit in units)
     again = make_worker(setup)
-    assert torch.equal(again.transfer.get(again.execute(units[0]).partials[OUT])["moment"], first)
+    assert torch.equal(given(again, again.execute(units[0]), OUT)["moment"], first)
     assert not torch.equal(first, second)
     output_SD = Reference(llama, setup).hidden_LMSD[1][2:5].flatten(0, 1).double()
     expected = float((1 / output_SD.square().mean(1)).sum()) * output_SD.shape[1]
@@ -368,7 +384,7 @@ def test_behind_a_draft_gradients_come_through_it_and_moments_are_of_dense_weigh
             done = worker.execute(unit)
             expected = one_dense_layer(worker, packed, layer, windows.ranges[shard], labels[shard])
             for moment in moments:
-                found = worker.transfer.get(done.partials[moment])["moment"][0]
+                found = given(worker, done, moment)["moment"][0]
                 values = expected[moment.point]
                 wanted = torch.einsum("msi,msj->ij", values, values)
                 torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))

@@ -17,17 +17,18 @@ from manifests.methods import LossAware
 from manifests.records import FormSpec
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
+from pipeline.kernels.moments import head_moment
 from pipeline.kernels.sensitivity import (
     change_loss,
+    factored,
+    least_losses,
+    least_losses_of,
     losses_by_rank,
     output_directions,
-    pulled,
     pushed,
-    roots_of,
-    spread_directions,
 )
 from pipeline.kernels.spectra import weighted_head_pca
-from pipeline.kernels.value_output import fit_value_output
+from pipeline.kernels.value_output import fit_value_output, output_of, value_output_problem
 from pipeline.methods.loss_aware.pairs import carry, complete, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
@@ -40,7 +41,8 @@ METRIC = Moment("mid", kind="gradient")
 MOMENTS = (CONTEXT, METRIC)
 READ, WRITTEN = pair("attention.in"), pair("o.in")
 CORRECTIONS = (READ, WRITTEN)
-BASES = 16  # ranks of the value basis that are compared at most; each takes an eigenproblem of D × D
+CURVE_GAIN = 1e-2  # of a base's loss: a turn of its fit that gains less is the last in a curve; a solve goes on
+BASES = 16  # ranks of the value basis that are compared at most; each takes the eigenvalues of a D × D matrix
 
 
 class Reduced(NamedTuple):
@@ -56,17 +58,10 @@ class Reduced(NamedTuple):
 
 def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Every rank of o on each of a few ranks of the value basis."""
-    output_DF = weights["o.weight"].double()
-    context_FF, metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
-    solving_DD = _solving_metric(entry, metric_DD)
-    heads_Gdd = _directions_of_heads(geometry, output_DF, context_FF, solving_DD)
-    roots, options = roots_of(solving_DD), []
+    fits, options = _Fits(entry, geometry, weights, found), []
     for rank in steps(geometry.head_dim, entry.multiple(geometry.hidden), count=BASES):
-        reduced = _reduced(output_DF, context_FF, solving_DD, heads_Gdd[:, :rank])
+        dropped, losses = fits.losses(rank)
         stack = _stack(entry, geometry, rank)
-        spread_DD = pushed(reduced.output, reduced.moment)
-        losses = losses_by_rank(spread_directions(spread_DD, roots), spread_DD, metric_DD)
-        dropped = _dropped(output_DF, context_FF, metric_DD, reduced)
         numbers, cache = _other_numbers(geometry, rank), geometry.kv_heads * rank
         options += [
             Point({VALUE: rank, **point.ranks}, numbers + point.numbers, dropped + point.loss, cache)
@@ -80,11 +75,6 @@ def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     multiple = entry.multiple(geometry.hidden)
     rank = min(multiple, geometry.head_dim)
     return _stack(entry, geometry, rank).least(multiple) + _other_numbers(geometry, rank)
-
-
-def written_numbers(entry: LossAware, geometry: LayerGeometry, ranks: Ranks) -> int:
-    """Of those that are stored, what o takes, without its bias."""
-    return _stack(entry, geometry, ranks[VALUE]).numbers(ranks[OUTPUT])
 
 
 def solve(
@@ -122,12 +112,11 @@ def _based(
     entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, rank: int
 ) -> tuple[Reduced, Solution]:
     """v and o on the basis of a rank; o is not cut."""
-    context_FF, metric_DD = found.mean(CONTEXT)[0], _solving_metric(entry, found.mean(METRIC)[0])
-    output_DF, tensors = weights["o.weight"].double(), dict(weights)
-    heads_Gdd = _directions_of_heads(geometry, output_DF, context_FF, metric_DD)
-    reduced = _reduced(output_DF, context_FF, metric_DD, heads_Gdd[:, :rank])
-    if reduced.encode is None:
-        return reduced, Solution(tensors, {})
+    tensors = dict(weights)
+    if rank >= geometry.head_dim:
+        return Reduced(None, weights["o.weight"].double(), found.mean(CONTEXT)[0]), Solution(tensors, {})
+    reduced = _Fits(entry, geometry, weights, found).reduced(rank)
+    assert reduced.encode is not None
     tensors["v.weight"] = encode_heads(reduced.encode, weights["v.weight"])
     if "v.bias" in weights:
         tensors["v.bias"] = encode_heads(reduced.encode, weights["v.bias"][:, None])[:, 0]
@@ -166,31 +155,51 @@ def _solving_metric(entry: LossAware, metric_DD: Tensor) -> Tensor:
     return torch.eye(metric_DD.shape[0], dtype=metric_DD.dtype, device=metric_DD.device)
 
 
-def _directions_of_heads(geometry: LayerGeometry, output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor) -> Tensor:
-    """(G, d, d): of each KV head by itself, leading rows first; where the fit of all heads together starts."""
-    heads, groups = geometry.heads, geometry.kv_heads
-    gram_Gdd = diagonal_blocks(pulled(output_DF, metric_DD), heads, groups)
-    return weighted_head_pca(diagonal_blocks(context_FF, heads, groups), gram_Gdd, geometry.head_dim)[0]
+class _Fits:
+    """Values and o at any rank of the basis, and what they cost."""
 
+    def __init__(
+        self, entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics
+    ) -> None:
+        self.output_DF, self.heads, self.width = weights["o.weight"].double(), geometry.heads, geometry.head_dim
+        self.context_FF, self.metric_DD = found.mean(CONTEXT)[0], found.mean(METRIC)[0]
+        self.by_loss = entry.weighting == "loss"
+        self.solving = factored(_solving_metric(entry, self.metric_DD))
+        self.problem = value_output_problem(self.output_DF, self.solving, self.context_FF)
+        # Of each KV head by itself, leading rows first: where the fit of all heads together starts.
+        gram_Gdd = head_moment(self.problem.seen, geometry.heads, geometry.kv_heads, torch.float64)
+        context_Gdd = diagonal_blocks(self.context_FF, geometry.heads, geometry.kv_heads)
+        self.start_Gdd = weighted_head_pca(context_Gdd, gram_Gdd, geometry.head_dim)[0]
 
-def _reduced(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, start_Grd: Tensor) -> Reduced:
-    """Values and o at the rank of the start."""
-    _, rank, width = start_Grd.shape
-    if rank >= width:
-        return Reduced(None, output_DF, context_FF)
-    fitted = fit_value_output(output_DF, metric_DD, context_FF, start_Grd)
-    wide_Hdr = of_heads(fitted.encode.mT, output_DF.shape[1] // width)
-    half_FR = by_heads(context_FF, wide_Hdr)
-    return Reduced(fitted.encode, fitted.output, by_heads(half_FR.T.contiguous(), wide_Hdr))
+    def reduced(self, rank: int) -> Reduced:
+        """At a rank."""
+        if rank >= self.width:
+            return Reduced(None, self.output_DF, self.context_FF)
+        fitted = fit_value_output(self.problem, self.start_Gdd[:, :rank])
+        wide_Hdr = of_heads(fitted.encode.mT, self.heads)
+        half_FR = by_heads(self.context_FF, wide_Hdr)
+        output_DR = output_of(self.output_DF, self.problem, fitted)
+        return Reduced(fitted.encode, output_DR, by_heads(half_FR.T.contiguous(), wide_Hdr))
 
+    def losses(self, rank: int) -> tuple[float, Tensor]:
+        """What the basis costs, in nats per token, and what o does besides by its rank."""
+        if not self.by_loss:
+            reduced = self.reduced(rank)
+            directions = output_directions(reduced.output, reduced.moment, self.solving)
+            spread_DD = pushed(reduced.output, reduced.moment)
+            return self._dropped(reduced), losses_by_rank(directions, spread_DD, self.metric_DD)
+        if rank >= self.width:
+            return 0.0, least_losses(self.solving, pushed(self.output_DF, self.context_FF))
+        fitted = fit_value_output(self.problem, self.start_Gdd[:, :rank], least_gain=CURVE_GAIN)
+        return fitted.loss, least_losses_of(fitted.felt, self.problem.scale)
 
-def _dropped(output_DF: Tensor, context_FF: Tensor, metric_DD: Tensor, reduced: Reduced) -> float:
-    """What the value basis costs, in nats per token: ½ tr(G Δ C Δᵀ)."""
-    if reduced.encode is None:
-        return 0.0
-    width = reduced.encode.shape[2]
-    wide_Hrd = of_heads(reduced.encode, output_DF.shape[1] // width)
-    return max(0.0, change_loss(output_DF - by_heads(reduced.output, wide_Hrd), context_FF, metric_DD))
+    def _dropped(self, reduced: Reduced) -> float:
+        """½ tr(G Δ C Δᵀ)."""
+        if reduced.encode is None:
+            return 0.0
+        wide_Hrd = of_heads(reduced.encode, self.heads)
+        change_DF = self.output_DF - by_heads(reduced.output, wide_Hrd)
+        return max(0.0, change_loss(change_DF, self.context_FF, self.metric_DD))
 
 
 def _stack(entry: LossAware, geometry: LayerGeometry, rank: int) -> Stack:

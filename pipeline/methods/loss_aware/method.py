@@ -35,11 +35,6 @@ class Part(Protocol):
         ...
 
     @property
-    def written_numbers(self) -> Callable[[LossAware, LayerGeometry, Ranks], int]:
-        """As `Writing.written_numbers`."""
-        ...
-
-    @property
     def CORRECTIONS(self) -> tuple[Moment, ...]:  # noqa: N802 - a constant of the module
         """The pairs that `correct` is called with, one after another."""
         ...
@@ -84,10 +79,6 @@ class LossAwareMethod(MethodBase[LossAware]):
     def least_numbers(self, group: Group, geometry: LayerGeometry) -> int:
         """All ranks at one step."""
         return PARTS[group.name].least_numbers(self.entry, geometry)
-
-    def written_numbers(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> int:
-        """Of o, or of down."""
-        return PARTS[group.name].written_numbers(self.entry, geometry, ranks)
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
         """Every choice of ranks that no other undercuts in both size and loss."""

@@ -77,15 +77,14 @@ def pieces(entry: LossAware, geometry: LayerGeometry) -> int:
 
 def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """Ranks of gate/up and of down on each of a few widths."""
-    solver = Solver(entry, geometry, weights, found)
+    solver = Solver(entry, geometry, weights, found, min(widths_of(entry, geometry)))
     begun = _begun(solver)
-    each = [_piece(solver, begun, width) for width in _by_work(entry, geometry)]
-    return join(entry, geometry, begun, each)
+    return join(entry, geometry, begun, _pieces(solver, begun, _by_work(entry, geometry)))
 
 
 def begin(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> Begun:
     """Eliminates channels. Holds the statistics, and as many numbers again as their largest moment has."""
-    return _begun(Solver(entry, geometry, weights, found))
+    return _begun(Solver(entry, geometry, weights, found, min(widths_of(entry, geometry))))
 
 
 def piece(
@@ -98,12 +97,12 @@ def piece(
 ) -> list[Piece]:
     """Some widths, one after another, by their numbers among `pieces`, which come by the work that they are.
 
-    Holds the statistics, of one width the moment of its channels with a factor, roots of the moments of the input and
-    of the gradient, and a batch of the sample. What widths share are those roots, 20 D³ operations of the 40 D³ that a
-    width takes besides; the elimination is not done again.
+    Holds the statistics, as many numbers again as their largest moment has, and a batch of the sample. What widths
+    share is done again for each call: a factor of that moment and the products with it; the elimination is not.
     """
-    solver, widths = Solver(entry, geometry, weights, found, begun["order"]), _by_work(entry, geometry)
-    return [_piece(solver, begun, widths[number]) for number in numbers]
+    widths = _by_work(entry, geometry)
+    solver = Solver(entry, geometry, weights, found, min(widths), begun["order"])
+    return _pieces(solver, begun, [widths[number] for number in numbers])
 
 
 def join(entry: LossAware, geometry: LayerGeometry, begun: Begun, each: Sequence[Piece]) -> list[Point]:
@@ -122,12 +121,13 @@ def _begun(solver: Solver) -> Begun:
     )
 
 
-def _piece(solver: Solver, begun: Begun, width: int) -> Piece:
-    kept_k = solver.kept(width)
-    linear = solver.reader_losses(kept_k)
-    pruned = dict(zip(widths_of(solver.entry, solver.geometry), begun["losses"], strict=True))[width]
-    bends = solver.bends(kept_k, linear, pruned) if width in begun["probed"] else []
-    return Piece(gate_up=linear.tolist(), down=solver.down_losses(kept_k).tolist(), bends=bends)
+def _pieces(solver: Solver, begun: Begun, asked: Sequence[int]) -> list[Piece]:
+    pruned = dict(zip(widths_of(solver.entry, solver.geometry), begun["losses"], strict=True))
+    found = {}
+    for width, linear, down in solver.losses(asked, begun["probed"]):
+        bends = solver.bends(solver.kept(width), linear, pruned[width]) if width in begun["probed"] else []
+        found[width] = Piece(gate_up=linear.tolist(), down=down.tolist(), bends=bends)
+    return [found[width] for width in asked]
 
 
 def _options(entry: LossAware, geometry: LayerGeometry, begun: Begun, each: Mapping[int, Piece]) -> Iterator[Point]:
@@ -171,27 +171,23 @@ def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     return sum(stack.least(multiple) for stack in stacks) + bias_numbers(geometry, width)
 
 
-def written_numbers(entry: LossAware, geometry: LayerGeometry, ranks: Ranks) -> int:
-    """Of those that are stored, what down takes, without its bias."""
-    return down_stack(entry, geometry, ranks[WIDTH]).numbers(ranks[DOWN])
-
-
 def solve(
     entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:
     """Prunes to `width`, refits down, then cuts gate/up and down to their ranks."""
-    solver, width = Solver(entry, geometry, weights, found), ranks[WIDTH]
+    width = ranks[WIDTH]
     upper, lower = reader_stack(entry, geometry, width), down_stack(entry, geometry, width)
     if width >= geometry.intermediate and ranks[GATE_UP] >= upper.full and ranks[DOWN] >= lower.full:
         return Solution(dict(weights), {}, {"dense": True})
+    solver = Solver(entry, geometry, weights, found, width)
     kept = solver.kept(width)
     read = solver.read(kept, ranks)
     refit_Dk, report = solver.refit(kept)
     moment_kk = solver.moment(kept)
     if ranks[GATE_UP] < upper.full and solver.sees(width):
-        again = solver.refit_again(kept, solver.reader_directions(kept), ranks[GATE_UP], solver.sample_TD)
+        again = solver.refit_again(kept, ranks[GATE_UP])
         refit_Dk, moment_kk = again.weight, again.moment
-        report = {**report, "refit_tokens": len(solver.sample_TD)}
+        report = {**report, "refit_tokens": solver.fitted_tokens(width)}
     written = solver.written(refit_Dk, moment_kk, ranks)
     inputs, outputs = {"down": moment_kk}, dict.fromkeys(readers(geometry), kept)
     return Solution(read.tensors | written.tensors, read.forms | written.forms, report, inputs, outputs)
@@ -208,10 +204,10 @@ def correct(
     """First gate and up for the input as it now comes, with a full-rank down; then down, by what is missing behind."""
     if READ not in found.moments:
         now = complete(found, WRITTEN, before["down.weight"])
-        return Solver(entry, geometry, weights, found).written(now.weight, now.moment, ranks)
+        return Solver(entry, geometry, weights, found, ranks[WIDTH]).written(now.weight, now.moment, ranks)
     moved = carry(found, READ, weights, readers(geometry))
     behind = replace(found, moments={**found.moments, INPUT: moved.moment[None] * found.tokens})
-    solver = Solver(entry, geometry, moved.weights, behind)
+    solver = Solver(entry, geometry, moved.weights, behind, ranks[WIDTH])
     kept = solver.kept(ranks[WIDTH])
     read = solver.read(kept, ranks)
     refit_Dk, report = solver.refit(kept)

@@ -5,9 +5,9 @@ Legend: D hidden, N intermediate, k channels kept, m rows of the stack of gate a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,39 +17,52 @@ from manifests.records import FormSpec
 from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import activation_of
 from pipeline.kernels.elimination import eliminate
-from pipeline.kernels.moments import wide_product
-from pipeline.kernels.nystrom import nested_losses, nystrom_refit
-from pipeline.kernels.refit import Refit, refit
+from pipeline.kernels.nystrom import nested_losses, nested_outputs, nystrom_refit
+from pipeline.kernels.refit import Refit, evenly_spread, refit, refit_leaves
 from pipeline.kernels.sensitivity import (
     Directions,
-    Roots,
-    input_directions,
+    Factored,
+    factored,
+    felt_directions,
+    felt_losses,
     losses_by_rank,
     output_directions,
-    pulled,
     pushed,
-    roots_of,
-    spread_directions,
+    tail_losses,
 )
-from pipeline.kernels.spectra import symmetric_root
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 
 WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
 INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
 METRIC = Moment("out", kind="gradient")
-SAMPLE_TOKENS = 16  # for each channel; down is fitted again on them
+SAMPLE_TOKENS = 16  # for each channel that stays; down is fitted again on them
 LEAST_SAMPLE = 65_536  # tokens, where there are so many: of a small MLP each counts
-PROBE_TOKENS = 4  # for each channel; enough to see what a rank of gate and up costs
-PROBES = (0.125, 0.25, 0.5, 0.75)  # shares of the full rank of gate and up
+PROBE_TOKENS = 3  # for each channel that stays; enough to see what a rank of gate and up costs
+PROBE_OUTPUTS = 256  # mixtures of outputs at most, through which that is seen
+PROBES = (0.2, 0.45, 0.75)  # shares of the full rank of gate and up
 PROBED = 3  # widths at which these are looked at: the smallest, the largest, and between
 TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sample
 BATCH = 4096  # tokens that pass the MLP at a time
+LEAST_PROBE = 2048  # tokens
 
 
 def readers(geometry: LayerGeometry) -> tuple[str, ...]:
     """The roles that read the MLP's input."""
     return tuple(role for role in ("gate", "up") if role in geometry.roles)
+
+
+class _Cut(NamedTuple):
+    """gate and up behind `first` (r, D), which they share, or as they are; `parts` by role (k, r) or (k, D)."""
+
+    first: Tensor | None
+    parts: Mapping[str, Tensor]
+    biases: Mapping[str, Tensor]
+
+    def at(self, rank: int) -> _Cut:
+        """At a smaller rank."""
+        assert self.first is not None
+        return _Cut(self.first[:rank], {role: part[:, :rank] for role, part in self.parts.items()}, self.biases)
 
 
 class Solver:
@@ -61,10 +74,12 @@ class Solver:
         geometry: LayerGeometry,
         weights: Mapping[str, Tensor],
         found: Statistics,
+        least: int,
         order: Sequence[int] | None = None,
     ) -> None:
-        """`order`: the channels, those that stay longest first, where an elimination has told it."""
-        self.order = order
+        """`least`: the smallest width that is asked for. `order`: the channels, those that stay longest first, where an
+        elimination down to it has told that."""
+        self.order, self.least = order, least
         self.entry, self.geometry, self.weights = entry, geometry, weights
         self.by_loss = entry.weighting == "loss"
         self.down_DN = weights["down.weight"].double()
@@ -84,15 +99,55 @@ class Solver:
         """All channels: those that stay longest first."""
         if self.order is not None:
             return torch.tensor(self.order, device=self.down_DN.device)
-        rows_DN = symmetric_root(self.metric_DD)[0] @ self.down_DN if self.by_loss else self.down_DN
-        order = eliminate(self.hidden_NN, rows_DN, min(widths_of(self.entry, self.geometry))).order
+        chooses_DN = self._felt_down if self.by_loss else self.down_DN
+        order = eliminate(self.hidden_NN, chooses_DN, self.least).order
         stays_N = torch.ones(self.geometry.intermediate, dtype=torch.bool, device=order.device)
         return torch.cat((stays_N.index_fill(0, order, False).nonzero()[:, 0], order.flip(0)))
 
     @cached_property
     def width_losses(self) -> Tensor:
         """Predicted loss by width."""
-        return nested_losses(self.hidden_NN, self.down_DN, self.metric_DD, self.priority)
+        return self._metric.scale * nested_losses(self._felt_outputs)
+
+    @cached_property
+    def _felt_down(self) -> Tensor:
+        felt_DN: Tensor = self._metric.factor.T @ self.down_DN
+        return felt_DN
+
+    @cached_property
+    def _felt_outputs(self) -> Tensor:
+        return nested_outputs(self.hidden_NN, self._felt_down, self.priority)
+
+    def losses(self, widths: Collection[int], directed: Collection[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Of widths among `widths_of`, ascending: what each rank of gate and up is predicted to lose, as if the
+        activation were linear, and of down. `directed`: those whose directions are asked for when it is their turn.
+
+        Both follow from moments that grow with the channels, by steps of all widths, so that which are asked for
+        changes no bit.
+        """
+        before, pull_DD, spread_DD = 0, torch.zeros_like(self.input_DD), torch.zeros_like(self.metric_DD)
+        for width in widths_of(self.entry, self.geometry):
+            if before >= max(widths):
+                return
+            pull_DD = pull_DD + self._pull(self.priority[before:width], self._input.factor)
+            spread_DD = spread_DD + _square(self._felt_outputs[:, before:width].T)
+            before = width
+            if width in widths and not self.by_loss:
+                yield width, *self._losses_of_others(width)
+            elif width in directed:
+                self._directions = {width: felt_directions(self._input, pull_DD)}
+                upper = tail_losses(self._directions[width].values)
+                yield width, upper, felt_losses(spread_DD, self._metric.scale)
+            elif width in widths:
+                yield width, felt_losses(pull_DD, self._input.scale), felt_losses(spread_DD, self._metric.scale)
+
+    def _losses_of_others(self, width: int) -> tuple[Tensor, Tensor]:
+        """Where what chooses directions is not the loss."""
+        kept_k = self.kept(width)
+        upper = losses_by_rank(self.reader_directions(kept_k), self.input_DD, self._pull(kept_k))
+        refit_Dk, moment_kk = self.refit(kept_k)[0], self.moment(kept_k)
+        lower = losses_by_rank(self.down_directions(refit_Dk, moment_kk), pushed(refit_Dk, moment_kk), self.metric_DD)
+        return upper, lower
 
     def read(self, kept_k: Tensor, ranks: Ranks) -> Solution:
         """gate and up on the channels that stay, at their rank."""
@@ -132,27 +187,30 @@ class Solver:
         """Of the stack of gate and up on the channels that stay."""
         width = kept_k.numel()
         if width not in self._directions:
-            self._directions.clear()  # of the one width in hand
-            self._directions[width] = input_directions(self._input_roots, self._pull(kept_k, by_loss=self.by_loss))
+            felt_DD = self._pull(kept_k, self._input.factor, by_loss=self.by_loss)
+            self._directions = {width: felt_directions(self._input, felt_DD)}  # of the one width in hand
         return self._directions[width]
-
-    def reader_losses(self, kept_k: Tensor) -> Tensor:
-        """Predicted loss by rank of gate/up, as if the activation were linear."""
-        pull_DD = self._pull(kept_k, by_loss=True)
-        if self.by_loss:
-            self._directions = {kept_k.numel(): input_directions(self._input_roots, pull_DD)}
-        return losses_by_rank(self.reader_directions(kept_k), self.input_DD, pull_DD)
 
     def bends(self, kept_k: Tensor, linear: Tensor, pruned: float) -> list[float]:
         """By share of `PROBES`: what a rank of gate/up is seen to cost on the probe, by what `linear` says.
 
-        down is fitted again to what is left of gate and up; then little is left of what the activation bends.
-        `pruned`: what the width costs by itself.
+        down is fitted again to what is left of gate and up; then little is left of what the activation bends. Outputs
+        are seen as the loss feels them, through a few random mixtures where there are many: what they leave varies by
+        a hundredth or so, and alike for all ranks. `pruned`: what the width costs by itself.
         """
-        factors = [1.0] * len(PROBES)
-        for rank, place in probed_ranks(self.geometry, kept_k.numel()).items():
-            left_DD = self.refit_again(kept_k, self.reader_directions(kept_k), rank, self._probe).residual
-            cost = 0.5 * float((left_DD * self.metric_DD).sum()) - pruned
+        width, factors = kept_k.numel(), [1.0] * len(PROBES)
+        ranks = probed_ranks(self.geometry, width)
+        if not ranks:
+            return factors
+        directions, batches = self.reader_directions(kept_k), self._probe(width).split(BATCH)
+        felt_qD = self._felt_mixtures
+        targets_qN, start_qk = felt_qD @ self.down_DN, felt_qD @ self.refit(kept_k)[0]
+        targets = [_read(self._hidden(part_TD, self._whole), targets_qN) for part_TD in batches]
+        widest = self._cut(kept_k, directions, max(ranks))
+        for rank, place in ranks.items():
+            hidden = (self._hidden(part_TD, widest.at(rank)) for part_TD in batches)
+            errors = ((t_Tq - _read(cut_Tk, start_qk), cut_Tk) for t_Tq, cut_Tk in zip(targets, hidden, strict=True))
+            cost = 0.5 * refit_leaves(errors, len(felt_qD), width) - pruned
             factors[place] = max(0.0, cost) / float(linear[rank]) if float(linear[rank]) > 0.0 else 1.0
         return factors
 
@@ -164,84 +222,108 @@ class Solver:
             self._refits = {width: (refit_Dk, dict(report))}  # of the one width in hand
         return self._refits[width]
 
-    def refit_again(self, kept_k: Tensor, directions: Directions, rank: int, sample_TD: Tensor) -> Refit:
-        """down on what the channels that stay give with gate and up at a rank."""
-        projection_DD = directions.decode[:, :rank] @ directions.encode[:rank]
-        readers_kD = {role: whole[kept_k].double() @ projection_DD for role, whole in self._readers.items()}
-        biases_k = {role: bias[kept_k] for role, bias in self._biases.items()}
-        start_Dk, _ = self.refit(kept_k)
+    def refit_again(self, kept_k: Tensor, rank: int) -> Refit:
+        """down on what the channels that stay give with gate and up at a rank, of as much of the sample as they need.
+
+        Targets are rounded as the forward pass rounds them.
+        """
+        cut = self._cut(kept_k, self.reader_directions(kept_k), rank)
+        tokens = self.fitted_tokens(kept_k.numel())
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            targets = self._probe_targets if sample_TD is self._probe else self._targets(sample_TD)
-            for part_TD, targets_TD in zip(sample_TD.split(BATCH), targets, strict=True):
-                yield targets_TD, self._hidden(part_TD, readers_kD, biases_k)
+            for start in range(0, len(self.sample_TD), BATCH):
+                part_TD = self.sample_TD[start : start + BATCH]
+                chosen = evenly_spread(start, len(part_TD), len(self.sample_TD), tokens)
+                part_TD = part_TD[chosen.to(part_TD.device)]
+                hidden_TN = self._hidden(part_TD, self._whole)
+                yield hidden_TN @ self.weights["down.weight"].to(hidden_TN.dtype).T, self._hidden(part_TD, cut)
 
-        return refit(pairs(), start_Dk)
+        return refit(pairs(), self.refit(kept_k)[0])
+
+    def fitted_tokens(self, width: int) -> int:
+        """Of the sample, on which so many channels are fitted."""
+        return min(len(self.sample_TD), _sampled(width))
 
     def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
         """Of the refitted down, whose inputs have this moment."""
-        return output_directions(refit_Dk, moment_kk, self._output_roots)
-
-    def down_losses(self, kept_k: Tensor) -> Tensor:
-        """Predicted loss by rank of down."""
-        refit_Dk, _ = self.refit(kept_k)
-        spread_DD = pushed(refit_Dk, self.moment(kept_k))
-        return losses_by_rank(spread_directions(spread_DD, self._output_roots), spread_DD, self.metric_DD)
+        metric = self._metric if self.by_loss else factored(torch.eye(len(self.metric_DD)).to(self.metric_DD))
+        return output_directions(refit_Dk, moment_kk, metric)
 
     def moment(self, kept_k: Tensor) -> Tensor:
         """Of the channels that stay."""
         return self.hidden_NN.index_select(0, kept_k).index_select(1, kept_k)
 
-    @cached_property
-    def _probe(self) -> Tensor:
-        return self.sample_TD[:: _probe_stride(self.geometry, len(self.sample_TD))]
+    def _probe(self, width: int) -> Tensor:
+        """An even part of the sample."""
+        return self.sample_TD[:: max(1, len(self.sample_TD) // probe_tokens(width))]
 
     @cached_property
-    def _probe_targets(self) -> list[Tensor]:
-        return list(self._targets(self._probe))
-
-    def _targets(self, sample_TD: Tensor) -> Iterator[Tensor]:
-        """What the dense MLP gives, batch by batch."""
-        for part_TD in sample_TD.split(BATCH):
-            hidden_TN = self._hidden(part_TD, self._readers, self._biases)
-            yield wide_product(hidden_TN, self.down_DN.to(hidden_TN.dtype).T)
-
-    @cached_property
-    def _readers(self) -> dict[str, Tensor]:
-        return {role: self.weights[f"{role}.weight"] for role in self.gradients_N}
+    def _felt_mixtures(self) -> Tensor:
+        """(q, D): X with XᵀX the metric, or in the mean over random signs, of which there are `PROBE_OUTPUTS`."""
+        felt_DD: Tensor = self._metric.scale**0.5 * self._metric.factor.T
+        if len(felt_DD) <= PROBE_OUTPUTS:
+            return felt_DD
+        signs_qD = torch.randint(0, 2, (PROBE_OUTPUTS, len(felt_DD)), generator=torch.Generator().manual_seed(0))
+        mixed_qD: Tensor = (2.0 * signs_qD - 1.0).to(felt_DD) @ felt_DD / PROBE_OUTPUTS**0.5
+        return mixed_qD
 
     @cached_property
-    def _input_roots(self) -> Roots:
-        return roots_of(self.input_DD)
+    def _input(self) -> Factored:
+        return factored(self.input_DD)
 
     @cached_property
-    def _output_roots(self) -> Roots:
-        return roots_of(self.metric_DD if self.by_loss else torch.eye(len(self.metric_DD)).to(self.metric_DD))
+    def _metric(self) -> Factored:
+        return factored(self.metric_DD)
 
     @cached_property
-    def _biases(self) -> dict[str, Tensor]:
+    def _whole(self) -> _Cut:
         names = {role: f"{role}.bias" for role in self.gradients_N}
-        return {role: self.weights[name] for role, name in names.items() if name in self.weights}
+        biases = {role: self.weights[name] for role, name in names.items() if name in self.weights}
+        return _Cut(None, {role: self.weights[f"{role}.weight"] for role in self.gradients_N}, biases)
 
-    def _hidden(self, inputs_TD: Tensor, parts: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> Tensor:
+    def _cut(self, kept_k: Tensor, directions: Directions, rank: int) -> _Cut:
+        decode_Dr = directions.decode[:, :rank]
+        seconds = {role: weight[kept_k].double() @ decode_Dr for role, weight in self._whole.parts.items()}
+        biases = {role: bias[kept_k] for role, bias in self._whole.biases.items()}
+        return _Cut(directions.encode[:rank], seconds, biases)
+
+    def _hidden(self, inputs_TD: Tensor, cut: _Cut) -> Tensor:
         """act(gate) ⊙ up, or act(up), as the forward pass computes them: in the dtype of the sample."""
-        dtype = inputs_TD.dtype
-        read = {role: inputs_TD @ part.to(dtype).T for role, part in parts.items()}
+        dtype, biases = inputs_TD.dtype, cut.biases
+        read_TF = inputs_TD if cut.first is None else inputs_TD @ cut.first.to(dtype).T
+        read = {role: read_TF @ part.to(dtype).T for role, part in cut.parts.items()}
         read = {role: values + biases[role].to(dtype) if role in biases else values for role, values in read.items()}
         activation = activation_of(self.geometry)
         return activation(read["gate"]) * read["up"] if "gate" in read else activation(read["up"])
 
-    def _pull(self, kept_k: Tensor, by_loss: bool) -> Tensor:
+    def _pull(self, kept_k: Tensor, factor_DD: Tensor | None = None, by_loss: bool = True) -> Tensor:
+        """Σ s w wᵀ of some channels of gate and up, as it stands or as the factor feels it."""
         pull_DD = torch.zeros_like(self.input_DD)
         for role, squares_N in self.gradients_N.items():
-            squares_k = squares_N[kept_k] if by_loss else torch.ones_like(squares_N[kept_k])
-            pull_DD += pulled(self.weights[f"{role}.weight"][kept_k], squares_k)
+            weight_kD = self.weights[f"{role}.weight"][kept_k].double()
+            if by_loss:
+                weight_kD *= squares_N[kept_k, None].double().sqrt()
+            pull_DD += _square(weight_kD if factor_DD is None else weight_kD @ factor_DD)
         return pull_DD
+
+
+def _square(values_kD: Tensor) -> Tensor:
+    return values_kD.T @ values_kD
+
+
+def _read(values_TF: Tensor, weight_qF: Tensor) -> Tensor:
+    """In float32 or better: the weight is of no dtype of the checkpoint's."""
+    dtype = torch.promote_types(values_TF.dtype, torch.float32)
+    return values_TF.to(dtype) @ weight_qF.to(dtype).T
 
 
 def sample_of(geometry: LayerGeometry) -> Moment:
     """Inputs of the MLP, whole tokens."""
-    return Moment("mlp.in", kind="sample", tokens=max(LEAST_SAMPLE, SAMPLE_TOKENS * geometry.intermediate))
+    return Moment("mlp.in", kind="sample", tokens=_sampled(geometry.intermediate))
+
+
+def _sampled(width: int) -> int:
+    return max(LEAST_SAMPLE, SAMPLE_TOKENS * width)
 
 
 def gradient_of(role: str) -> Moment:
@@ -249,12 +331,16 @@ def gradient_of(role: str) -> Moment:
     return Moment(f"{role}.out", kind="gradient", diagonal=True)
 
 
+def probe_tokens(width: int) -> int:
+    """Of the sample, where the activation is looked at with so many channels."""
+    return max(LEAST_PROBE, PROBE_TOKENS * width)
+
+
 def probed_widths(entry: LossAware, geometry: LayerGeometry, tokens: int | None = None) -> list[int]:
     """The widths at which the activation is looked at, with a sample of so many tokens, or with a whole one: what it
     bends changes little from width to width."""
     tokens = sample_of(geometry).tokens if tokens is None else tokens
-    probe = -(-tokens // _probe_stride(geometry, tokens))
-    fitted = [width for width in widths_of(entry, geometry) if probe >= TOKENS_OF_FIT * width]
+    fitted = [width for width in widths_of(entry, geometry) if tokens >= TOKENS_OF_FIT * width]
     count = min(PROBED, len(fitted))
     return [fitted[place * (len(fitted) - 1) // max(1, count - 1)] for place in range(count)]
 
@@ -264,11 +350,6 @@ def probed_ranks(geometry: LayerGeometry, width: int) -> dict[int, int]:
     full = min(len(readers(geometry)) * width, geometry.hidden)
     ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
     return {rank: place for rank, place in ranks.items() if rank < full}
-
-
-def _probe_stride(geometry: LayerGeometry, tokens: int) -> int:
-    """The probe is an even part of the sample."""
-    return max(1, tokens // (PROBE_TOKENS * geometry.intermediate))
 
 
 def reader_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:

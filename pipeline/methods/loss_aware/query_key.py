@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manifests.methods import LossAware
 from pipeline.families.family import LayerGeometry
-from pipeline.kernels.sensitivity import Directions, input_directions, losses_by_rank
+from pipeline.kernels.sensitivity import Directions, input_directions, least_losses, losses_by_rank
 from pipeline.methods.loss_aware.pairs import carry, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
@@ -29,9 +29,11 @@ CORRECTIONS = (PAIR,)
 
 def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
     """One point for each rank of the stack [q; k]."""
-    directions = _directions(entry, weights, found)
     pull_DD, input_DD = found.mean(PULL)[0], found.mean(INPUT)[0]
-    losses = losses_by_rank(directions, input_DD, pull_DD)
+    if entry.weighting == "loss":
+        losses = least_losses(input_DD, pull_DD)
+    else:
+        losses = losses_by_rank(_directions(entry, weights, found), input_DD, pull_DD)
     biases, cache = _bias_numbers(geometry), geometry.weight_shape("k")[0]
     found_points = _stack(entry, geometry).points(losses, entry.multiple(geometry.hidden))
     return [Point(point.ranks, point.numbers + biases, point.loss, cache) for point in found_points]
@@ -40,11 +42,6 @@ def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tens
 def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
     """Stored at the smallest rank."""
     return _stack(entry, geometry).least(entry.multiple(geometry.hidden)) + _bias_numbers(geometry)
-
-
-def written_numbers(entry: LossAware, geometry: LayerGeometry, ranks: Ranks) -> int:
-    """Neither writes to the stream."""
-    return 0
 
 
 def solve(
