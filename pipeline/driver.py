@@ -8,7 +8,7 @@ data is dropped last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -200,7 +200,7 @@ class Driver:
     def _measure(self) -> None:
         """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
         pending = [layer for layer in layers_of(self.job.measures) if self.journal.get(measured_key(layer)) is None]
-        self.observer.phase("measure", len(pending), 1)
+        self.observer.phase("measure", len(pending), _groups(self.job.measures, pending))
         while pending:
             batch, pending = self.steps.batch(pending)
             units = [Measure(task) for task in self.job.measures if task.layer in batch]
@@ -211,7 +211,7 @@ class Driver:
     def _predict(self) -> None:
         """What each size of a group costs the loss, a batch of layers at a time; one entry for each layer."""
         pending = [layer for layer in layers_of(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
-        self.observer.phase("curves", len(pending), 1)
+        self.observer.phase("curves", len(pending), _groups(self.job.predicts, pending))
         while pending:
             batch, pending = self.steps.batch(pending)
             tasks = {task: self._statistics_of(task) for task in self.job.predicts if task.layer in batch}
@@ -233,7 +233,7 @@ class Driver:
     def _solve_all(self, ranks: RanksOf) -> None:
         """Layer after layer, each written and entered while others are being solved."""
         pending = deque(layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer))
-        self.observer.phase("compress", len(pending), 1)
+        self.observer.phase("compress", len(pending), _groups(self.job.tasks, pending))
         solving: deque[tuple[int, list[Solve]]] = deque()
         writing: deque[tuple[int, list[Solve], list[SolveDone]]] = deque()
         while pending or solving or writing:
@@ -272,3 +272,8 @@ class Driver:
 
 def _writes(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
     return [write_unit(layer, list(zip(solves, solutions, strict=True)))]
+
+
+def _groups(tasks: Sequence[Task], layers: Collection[int]) -> int:
+    """How many of the tasks are of one of these layers, on average."""
+    return max(1, round(sum(task.layer in layers for task in tasks) / max(1, len(layers))))

@@ -7,8 +7,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -25,6 +26,7 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import AuthenticationError
 from ray.experimental.internal_kv import _internal_kv_get
+from ray.job_config import JobConfig
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
@@ -47,6 +49,7 @@ def connect(
     workers: Workers,
     timeout_s: float = 30.0,
     stopped: Callable[[], bool] = lambda: False,
+    about: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Joins a running Ray cluster, or starts one on this machine that listens on loopback only. Returns its address.
 
@@ -55,6 +58,7 @@ def connect(
     Args:
         timeout_s: for how long a cluster that does not answer is waited for.
         stopped: whether a signal came; looked at while waiting.
+        about: metadata of the job, which Ray's dashboard and `ray list jobs` show.
 
     Raises:
         InputError: no cluster answers, it is of another version, or this machine has not what one worker asks for.
@@ -73,7 +77,8 @@ def connect(
             ensure_token_if_auth_enabled(create_token_if_missing=False)
             if found != "auto":
                 await_cluster(found, timeout_s, stopped)
-            ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
+            told = JobConfig(metadata=dict(about))
+            ray.init(address=found, job_config=told, log_to_driver=False, logging_level=logging.ERROR)
         else:
             _start_local(workers)
     except AuthenticationError as error:

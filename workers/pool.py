@@ -172,6 +172,7 @@ class RayPool:
     def forget(self) -> None:
         """Lets workers forget all hidden states. Their next unit comes after it."""
         for member in self.members:
+            member.shards.clear()
             member.actor.forget.remote()
 
     def busy(self) -> dict[str, str]:

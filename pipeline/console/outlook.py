@@ -8,7 +8,6 @@ from typing import NamedTuple
 KINDS = {  # of work, by the first word of a phase's name; others are of their own
     "importance": "products", "statistics": "products", "gradient": "products",
     "score": "products", "evaluate": "products",
-    "curves": "solves", "compress": "solves",
 }  # fmt: skip
 START = "start"  # waits rather than computes: its pace tells nothing of other work, and theirs nothing of it
 
@@ -28,8 +27,7 @@ class Ahead(NamedTuple):
     def kind(self) -> str:
         """Phases of one kind go at one pace."""
         word = self.phase.partition(" ")[0]
-        kind = KINDS.get(word, word)
-        return f"{kind} {self.of}" if kind == "solves" else kind
+        return f"{KINDS.get(word, word)} {self.of}".rstrip()
 
 
 class Outlook:
@@ -68,24 +66,20 @@ class Outlook:
         """
         if self.at is None or share <= 0:
             return None
-        seen = self._with(spent, share)
+        running, before = self.planned[self.at], self.seen
+        rest, seen = spent / share * (1 - share), self._with(spent, share)
+        if (pace := _pace(before, running)) is not None:
+            # Its first units may not be like the others: what they tell weighs as much as is done.
+            foreseen = running.seconds * self.part * (1 - share)
+            rest = share * rest + (1 - share) * foreseen * pace
+            if running.kind not in before and running.seconds:
+                seen[running.kind] = (spent + rest, running.seconds * self.part)
         later = 0.0
         for ahead in self.planned[self.begun :]:
             if (pace := _pace(seen, ahead)) is None:
                 return None
             later += ahead.seconds * pace
-        return self._rest(spent, share) + later
-
-    def _rest(self, spent: float, share: float) -> float:
-        """Of the running phase. Its first units may not be like the others: what they tell weighs as much as is done,
-        and the rest of the weight is that of phases of its kind, if there were any."""
-        assert self.at is not None
-        ahead, by_itself = self.planned[self.at], spent / share * (1 - share)
-        taken, foreseen = self.seen.get(ahead.kind, (0.0, 0.0))
-        if not foreseen:
-            return by_itself
-        by_kind = ahead.seconds * self.part * (1 - share) * taken / foreseen
-        return share * by_itself + (1 - share) * by_kind
+        return rest + later
 
     def _with(self, seconds: float, share: float) -> dict[str, tuple[float, float]]:
         """What was seen, and a share of the running phase besides."""

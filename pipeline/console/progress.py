@@ -14,10 +14,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from manifests.entries import GroupReport
 from pipeline.console.outlook import Outlook
 from pipeline.score_units import WindowForward
-from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Pair, Unit
+from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Measure, Pair, Predict, Solve, Unit
 
 LOG = logging.getLogger("lamina")
-BY_LAYER = ("measure", "curves", "compress")  # phases without forward units, in which layers are counted
+COUNTED: dict[str, Any] = {"measure": Measure, "curves": Predict, "compress": Solve}  # in phases without forward units
 SHOWN = {"walk": "compress layer by layer"}  # phases whose name says too little
 
 
@@ -65,7 +65,7 @@ class JobObserver:
         self.peak_bytes = peak_bytes
 
     def phase(self, name: str, layers: int, units_per_layer: int) -> None:
-        """A phase begins: `layers` layers of `units_per_layer` forward units."""
+        """A phase begins: `layers` layers of `units_per_layer` forward units, or of those of `COUNTED`."""
         self.stage(name, layers)
         self.total_units = max(1, layers * units_per_layer)
         self.state |= {"layers": layers, "layer": None}
@@ -83,16 +83,16 @@ class JobObserver:
             self.done_units += 1
             self.state |= {"layer": unit.layer, "shard": unit.shard}
             self._update()
+        elif isinstance(unit, COUNTED.get(self.state.get("phase", ""), ())):
+            self.done_units += 1
+            self.state["layer"] = unit.task.layer
+            self._update()
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
         """A layer is committed, or, where nothing is kept of it, done."""
         figures = "; ".join(f"{group}: {_figures(report)}" for group, report in summary.items())
         state = "done" if phase == "evaluate" else "committed"
         self.done_layers += 1
-        if phase in BY_LAYER and not self.tokens:
-            self.done_units += 1
-            self.state["layer"] = layer
-            self._update()
         of = f", {self.done_layers}/{self.state['layers']}" if self.state.get("layers") else ""
         self.say(f"{phase} layer {layer} {state}{f' ({figures})' if figures else ''}{of}{self._rate()}")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from pipeline.computation import Job, staged_layer
 from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import sweep_scratch
+from pipeline.job.aside import Aside, BusyPool
 from pipeline.job.calibration import sample_tokens
 from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
@@ -28,7 +29,6 @@ from pipeline.job.pool import worker_pool
 from pipeline.job.unit_log import units_logged
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.plan.rates import known_rates
-from pipeline.ports import Pool
 from pipeline.repair import REPAIRS
 from pipeline.scoring import Scorer
 from pipeline.units import Compare
@@ -88,20 +88,6 @@ class StoreCleaner:
         sweep_staged(self.run_dir.storage, records)
 
 
-class BusyPool(Pool, Protocol):
-    """A pool that knows what its workers took."""
-
-    @property
-    def seconds(self) -> dict[str, list[float]]:
-        """As `Effort.units`."""
-        ...
-
-    @property
-    def peak_bytes(self) -> dict[str, int]:
-        """By worker."""
-        ...
-
-
 class JobWorkers:
     """The workers of a job: they compress its layers, at one size or at several, and score what came of it.
 
@@ -129,24 +115,47 @@ class JobWorkers:
         """Everything that ranks follow, entered in the ledger."""
         self._driver(job).prepare()
 
-    def compress(self, job: JobContext, *, compared: bool = True) -> None:
+    def compress(
+        self, job: JobContext, *, compared: bool = True, meanwhile: Callable[[JobWorkers], None] | None = None
+    ) -> None:
         """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again.
 
-        `compared`: what they do beside the dense ones is entered, too, as OUTPUT's record wants it.
+        `compared`: what they do beside the dense ones is entered, too, as OUTPUT's record wants it, by one worker;
+        `meanwhile`: what the others then do.
         """
         for attempt in range(REPAIRS + 1):
             self.pool.forget()  # what is behind layers that are made anew
             self._driver(job).run()
-            comparing = _begin_comparing(job, self.pool) if compared else None
+            if compared:
+                self._compare(job, meanwhile)
             job.observer.stage("verify")
-            damaged = _damaged_layers(job)
-            if comparing is not None and not _enter_compared(job, self.pool, comparing, bool(damaged)):
-                damaged = damaged or _damaged_layers(job)  # since they were looked at
+            with interrupting(job.stop):
+                damaged = _assembler(job).damaged_layers()
             if not damaged:
                 return
             if attempt < REPAIRS:
                 job.observer.repaired("; ".join(damaged.values()), list(damaged))
         raise CorruptError("; ".join(damaged.values()))
+
+    def _compare(self, job: JobContext, meanwhile: Callable[[JobWorkers], None] | None) -> None:
+        """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again."""
+        staged = tuple(staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers))
+        layers = tuple(found.sha256 if found else None for found in staged)
+        origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
+        tokens = tuple(map(tuple, ids_BS.tolist()))
+        entered = job.ledger.get(COMPARED)
+        if entered is not None and entered.layers == layers and entered.compared.tokens == tokens:
+            return
+        try:
+            aside = Aside(self.pool, Compare(tokens, staged))
+            if meanwhile is not None:
+                meanwhile(JobWorkers(aside, self.always, self.every))
+            found = aside.result()
+        except CorruptError as error:  # `damaged_layers` names the layer, and it is made again
+            job.observer.repaired(str(error), ["compared"])
+            return
+        figures = ComparedFigures(origin=origin, tokens=tokens, **found)
+        job.ledger.commit(COMPARED, ComparedEntry(layers=layers, compared=figures))
 
     def take_statistics(self, job: JobContext, work: Job) -> None:
         """What the passes over the text give to `work`, entered in the ledger."""
@@ -179,42 +188,6 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
         job.observer.show_memory_of(pool.peak_bytes)
         job.observer.expect(job_outlook(job, known_rates(pool.hardware["device"])))
         yield JobWorkers(pool, always, commit_interval(job, pool.hardware))
-
-
-def _begin_comparing(job: JobContext, pool: Pool) -> Compare | None:
-    """Submits what the staged layers do on a few tokens beside the dense ones, where it is not entered: `verify`
-    measures it again on OUTPUT."""
-    staged = tuple(staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers))
-    _, ids_BS = sample_tokens(job.tokens, job.inputs.config)
-    unit = Compare(tuple(map(tuple, ids_BS.tolist())), staged)
-    entered = job.ledger.get(COMPARED)
-    if entered is not None and entered.layers == _digests(unit) and entered.compared.tokens == unit.tokens:
-        return None
-    pool.submit(unit)
-    return unit
-
-
-def _enter_compared(job: JobContext, pool: Pool, unit: Compare, damaged: bool) -> bool:
-    """Waits for it, and enters it unless layers are known to be damaged. False: what it read was."""
-    try:
-        _, found = pool.wait()
-    except CorruptError as error:
-        job.observer.repaired(str(error), ["compared"])
-        return False
-    if not damaged:
-        origin, _ = sample_tokens(job.tokens, job.inputs.config)
-        figures = ComparedFigures(origin=origin, tokens=unit.tokens, **found)
-        job.ledger.commit(COMPARED, ComparedEntry(layers=_digests(unit), compared=figures))
-    return True
-
-
-def _damaged_layers(job: JobContext) -> dict[str, str]:
-    with interrupting(job.stop):
-        return _assembler(job).damaged_layers()
-
-
-def _digests(unit: Compare) -> tuple[str | None, ...]:
-    return tuple(found.sha256 if found else None for found in unit.staged)
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ def score_held_out(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry | 
             _drop(job)  # no other size will be tried
         job.observer.say(held_out_line(entered.as_json()))
     return entered
+
+
+def prepare_held_out(job: JobContext, workers: JobWorkers) -> None:
+    """What leaves the dense model on held-out tokens, if it will be asked for; damaged, it is made again then."""
+    if job.held_out is not None and job.ledger.get(HELD_OUT_SCORE) is None:
+        with suppress(CorruptError):
+            _dense(job, workers)
 
 
 def forget_other_text(job: JobContext) -> None:

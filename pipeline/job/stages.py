@@ -43,8 +43,14 @@ def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None
     """Connects to Ray. Raises InputError when no cluster answers."""
     job.observer.stage("start")
     with deferred_signals(job.stop):
-        found = connect(address, job.manifest.workers, timeout_s, job.stop.is_set)
+        found = connect(address, job.manifest.workers, timeout_s, job.stop.is_set, _about(job))
     job.observer.say(f"Ray at {found}")
+
+
+def _about(job: JobContext) -> dict[str, str]:
+    """What Ray says of the job."""
+    methods = "+".join(dict.fromkeys(entry.method for entry in job.manifest.methods))
+    return {"lamina": job.name, "run_dir": job.run_dir.place, "output": job.output, "methods": methods}
 
 
 def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:

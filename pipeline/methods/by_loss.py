@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import Curve
-from pipeline.kernels.sensitivity import Directions, input_directions
+from pipeline.kernels.sensitivity import Directions, input_directions, least_losses, losses_by_rank
 from pipeline.methods.method import Moment
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.curves import Point, frontier, steps, to_columns
@@ -30,6 +30,13 @@ def directions(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pul
     for weight in weights:
         gram_DD.addmm_(weight.double().T, weight.double())
     return input_directions(torch.eye(len(moment_DD)).to(moment_DD) if weighting == "none" else moment_DD, gram_DD)
+
+
+def losses(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pull_DD: Tensor) -> Tensor:
+    """(D + 1,): what each rank of a stack costs, in nats per token, as `directions` cut it."""
+    if weighting == "loss":
+        return least_losses(moment_DD, pull_DD)
+    return losses_by_rank(directions(weights, weighting, moment_DD, pull_DD), moment_DD, pull_DD)
 
 
 def factors(found: Directions, rank: int, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -20,7 +20,7 @@ from pipeline.kernels.scales import of_one_size, scale_report
 from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods.base import MethodBase
-from pipeline.methods.by_loss import curve_of, directions, factors, pull
+from pipeline.methods.by_loss import curve_of, directions, factors, losses, pull
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
@@ -66,11 +66,10 @@ class JointRankKMethod(MethodBase[JointRankK]):
         for roles, stack in zip(self._stacked(group.name), self._stacks(geometry, group.name), strict=True):
             parts, _ = of_one_size([weights[f"{role}.weight"] for role in roles])
             pull_DD = statistics.mean(pull(*roles))[0]
-            found = directions(parts, self.entry.weighting, input_DD, pull_DD)
-            lines.append((stack, losses_by_rank(found, input_DD, pull_DD)))
+            lines.append((stack, losses(parts, self.entry.weighting, input_DD, pull_DD)))
 
         def loss_at(rank: int) -> float:
-            return sum(0.0 if _saves_nothing(stack, rank) else float(losses[rank]) for stack, losses in lines)
+            return sum(0.0 if _saves_nothing(stack, rank) else float(lost[rank]) for stack, lost in lines)
 
         cache = geometry.weight_shape("k")[0] if group.name == "query_key" else 0
         (variable,) = self.group_variables(group, geometry)

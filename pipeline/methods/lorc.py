@@ -21,7 +21,7 @@ from pipeline.kernels.lowrank import input_roots, log_condition, low_rank
 from pipeline.kernels.sensitivity import losses_by_rank
 from pipeline.kernels.spectra import dropped_share, spectrum
 from pipeline.methods.base import MethodBase
-from pipeline.methods.by_loss import curve_of, directions, factors, pull
+from pipeline.methods.by_loss import curve_of, directions, factors, losses, pull
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
 from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
@@ -77,8 +77,7 @@ class LoRCMethod(MethodBase[LoRC]):
         """Predicted loss by rank; the cache holds the latents."""
         role = group.roles[0]
         input_DD, pull_DD = statistics.mean(INPUT)[0], statistics.mean(pull(role))[0]
-        found = directions([weights[f"{role}.weight"]], self.entry.weighting, input_DD, pull_DD)
-        losses = losses_by_rank(found, input_DD, pull_DD)
+        lost = losses([weights[f"{role}.weight"]], self.entry.weighting, input_DD, pull_DD)
 
         def dense(rank: int) -> bool:
             return self._stays_dense(geometry, group.name, rank)
@@ -86,7 +85,7 @@ class LoRCMethod(MethodBase[LoRC]):
         (variable,) = self.group_variables(group, geometry)
         return curve_of(
             variable,
-            lambda rank: 0.0 if dense(rank) else float(losses[min(rank, geometry.hidden)]),
+            lambda rank: 0.0 if dense(rank) else float(lost[min(rank, geometry.hidden)]),
             lambda rank: _cached(geometry) if dense(rank) else rank,
         )
 

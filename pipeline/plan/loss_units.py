@@ -9,10 +9,11 @@ import itertools
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
-from pipeline.plan.phases import Pass, solve_seconds, verify_seconds
+from pipeline.plan.phases import Pass, compare_seconds, solve_seconds, verify_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork, SolveWork
 
+FORGOTTEN = 1_000_000  # more than there are shards: workers forget those of a model before the next is scored
 CORRECTED = 5  # passes of both layers: to each of four points, and to the end
 
 
@@ -40,15 +41,28 @@ def loss_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...])
 
 
 def last_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """When all layers are written: their digests, both models side by side, then held-out text through each."""
-    yield Timed("verify", "verify", verify_seconds(work, rates, way), after)
-    after = ("verify",)
+    """When all layers are written: both models side by side on a few tokens, the staged layers' digests, and held-out
+    text through each model."""
+    if work.compare_flops:
+        yield Timed("compare", "compare", way.layers * compare_seconds(work, rates, way), after)
+    compared = ("compare",) if work.compare_flops else ()
+    if way.workers == 1:
+        after = compared or after
+    verify = verify_seconds(work, rates, way)
     stored = {"dense": work.weight_bytes, "compressed": work.written_bytes}
     for model, flops in zip(stored, work.held_out_flops, strict=True) if any(work.held_out_flops) else ():
         for layer in range(way.layers):
             kind, seconds = f"held-out {model}", flops / rates.single
+            if model == "compressed" and layer == 0:
+                yield Timed("verify", "verify", verify, (*after, *compared), "driver")
+                after = ("verify",)
             yield from _reads(kind, layer, stored[model], rates, way, after)
-            after = yield from _passes(kind, "held-out", layer, seconds, way.held_out_shards, after, rates, way)
+            first = FORGOTTEN * (1 + (model == "compressed"))
+            shards = way.held_out_shards
+            after = yield from _passes(kind, "held-out", layer, seconds, shards, after, rates, way, first=first)
+    if not any(work.held_out_flops):
+        yield Timed("verify", "verify", verify, (*after, *compared), "driver")
+        after = ("verify",)
     return after
 
 
@@ -158,13 +172,14 @@ def _passes(
     rates: Rates,
     way: Pass,
     read: str | None = None,
+    first: int = 0,
 ) -> Units:
-    """All shards through a layer, and a barrier."""
+    """All shards through a layer, and a barrier. `first`: by which shards of other hidden states are told apart."""
     names = tuple(f"{kind} {layer} {shard}" for shard in range(shards))
     for shard, name in enumerate(names):
         node = shard % way.workers // rates.workers_per_node
         waits = (*after, f"read {read or kind} {layer} {node}")
-        yield Timed(name, phase, seconds / shards, waits, shard=shard)
+        yield Timed(name, phase, seconds / shards, waits, shard=first + shard)
     barrier = f"{kind} barrier {layer}"
     yield Timed(barrier, "barrier", 0.0, names, barrier)
     return (barrier,)

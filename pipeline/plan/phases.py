@@ -167,11 +167,15 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["round"] = _spread([round_seconds(task, rates) for task in work.rounding], way.workers)
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
+    written = 0.0 if way.cached else work.written_bytes / rates.disk
+    dense, packed = (flops / rates.single * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops)
+    scoring = (max(dense, again), max(packed, written)) if any(work.held_out_flops) else (0.0, 0.0)
+    if work.compare_flops:  # by one worker, while others take the dense model's held-out text
+        meanwhile = scoring[0] if way.workers > 1 else 0.0
+        found["compare"] = layers * max(0.0, compare_seconds(work, rates, way) - meanwhile)
     found["verify"] = verify_seconds(work, rates, way)
-    if any(work.held_out_flops):
-        dense, packed = (flops / rates.single * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops)
-        written = 0.0 if way.cached else work.written_bytes / rates.disk
-        found["held-out"] = layers * (max(dense, again) + max(packed, written))
+    if any(scoring):
+        found["held-out"] = layers * sum(scoring)
     found["assemble"] = work.written_bytes / rates.disk
     return found
 
@@ -193,11 +197,16 @@ def digest_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
 
 
 def verify_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """Until the driver has held all staged layers against their digests, and a worker has gone through both models,
-    of which it reads the dense one ahead."""
+    """Until the driver has held all staged layers against their digests."""
+    return way.layers * work.written_bytes / (rates.digest if way.cached else min(rates.disk, rates.digest))
+
+
+def compare_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """A layer of both models on one worker, which reads the dense one ahead, or has it where others just read it."""
     rate = rates.link if way.cached else rates.disk
-    comparing = max(work.weight_bytes / rate, work.written_bytes / rate + work.compare_flops / rates.single)
-    return way.layers * max(work.written_bytes / min(rate, rates.digest), comparing)
+    shared = way.workers > 1 and any(work.held_out_flops)
+    dense = work.weight_bytes / (rates.link if shared else rate)
+    return max(dense, work.written_bytes / rate + work.compare_flops / rates.single)
 
 
 def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:

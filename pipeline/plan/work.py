@@ -34,8 +34,9 @@ HELD_OUT = 10  # one window held out for so many samples
 ALONE, ROUND_STEPS = 512, 3  # channels of which one goes at a time; removals that a round of several waits for
 BASES = 16  # ranks of the value basis that are compared at most
 TURNS, GRADIENT_STEPS = 3, 24  # of the fit of values and o; conjugate gradients in each
+GRADIENT_WAITS = 2  # removals of an elimination that take as long as one of those where matrices are small
 PROBED = 3  # widths of an MLP at which the activation is looked at: the smallest, the largest, and between
-PROBES = (0.2, 0.45, 0.75)  # shares of the full rank of gate and up at each
+PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of gate and up at each
 SAMPLE_TOKENS, LEAST_SAMPLE = 16, 65_536  # on which down is fitted again, for each channel that stays, and in all
 PROBE_TOKENS, LEAST_PROBE = 3, 2048  # of the sample, for each channel, and in all
 PROBE_OUTPUTS = 256  # mixtures of outputs at most
@@ -213,13 +214,18 @@ def scoring_flops(geometry: Geometry, window: int) -> float:
 def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int = 1) -> SolveWork:
     """What comparing a task's sizes takes. docs/plan.md#work-of-a-layer.
 
-    Of an MLP whose widths are compared, of v and o at each rank of the basis; of others, what solving them takes.
+    Of an MLP whose widths are compared, of v and o at each rank of the basis, of what reads the layer's input, where it
+    goes by the loss; of others, what solving them takes.
     """
     samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
     if samples:
         return _mlp_curve(task, geometry, samples[0])
     if any(moment.point == "o.in" and moment.heads == 1 for moment in task.moments):
         return _value_curve(task, geometry, min(BASES, max(1, geometry.head_dim // multiple)))
+    pulls = sum(moment.point.startswith("pull:") for moment in task.moments)
+    if pulls:
+        eigen = pulls * VALUES_FLOPS * geometry.hidden**3
+        return SolveWork(task.name, pulls * (1 / 3 + 4.0) * geometry.hidden**3 + eigen, 0, eigen_flops=eigen)
     return solve_work(task, geometry, tokens)
 
 
@@ -263,7 +269,8 @@ def _value_curve(task: Task, geometry: LayerGeometry, bases: int) -> SolveWork:
         flops += (TURNS + 1) * refit + TURNS * encoder + hidden * reduced**2
         flops += 2.0 * hidden * reduced * min(reduced, hidden)
         eigen += VALUES_FLOPS * min(reduced, hidden) ** 3
-    return SolveWork(task.name, flops + eigen, 0, eigen_flops=eigen)
+    waits = (bases - 1) * TURNS * GRADIENT_STEPS * GRADIENT_WAITS
+    return SolveWork(task.name, flops + eigen, waits, eigen_flops=eigen)
 
 
 def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:

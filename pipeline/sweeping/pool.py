@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.job.compressing import BusyPool
+from pipeline.job.aside import BusyPool
 from pipeline.sweeping.points import shifted
 from pipeline.units import BeginCurve, CurvePieces, Measure, Predict, Solve, Unit
 

@@ -34,7 +34,7 @@ class Directed(RayPool):
     """Does something to the cluster when a layer has got its first shard, in the middle of a run."""
 
     cluster: Cluster
-    nodes: list[Any]
+    machines: list[Any]
     scenes: Mapping[Any, Callable[[Directed], None]]
 
     def __init__(self, setup: Any, *rest: Any) -> None:
@@ -50,6 +50,11 @@ class Directed(RayPool):
             self.scenes[place](self)
         return unit, result
 
+    @property
+    def nodes(self) -> list[list[str]]:
+        """One of each worker, which all have the address of this machine."""
+        return [[member.name] for member in self._ready()]
+
     def await_size(self, size: int) -> None:
         deadline = time.monotonic() + WAIT_S
         while self.size != size:
@@ -62,7 +67,7 @@ def three_join(pool: Directed) -> None:
     """Three nodes, and as many workers, asked for as an operator does it."""
     assert "none of the 2 nodes has them" in str(why_unplaceable(Workers(cpus=64)))
     for _ in range(3):
-        pool.nodes.append(pool.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS))
+        pool.machines.append(pool.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS))
     assert pipeline.scale.main([str(pool.run_dir), "--workers", "4"]) == 0
     pool.await_size(4)
 
@@ -76,9 +81,9 @@ def all_join(pool: Directed) -> None:
 def a_node_dies(pool: Directed) -> None:
     """With its worker, the hidden states there and what they were summed to: SIGKILL to all its processes."""
     raylets = {psutil.Process(pid).ppid(): pid for pid in (m.where["pid"] for m in pool.members if m.shards)}
-    victim = next(node for node in pool.nodes if node.all_processes["raylet"][0].process.pid in raylets)
+    victim = next(node for node in pool.machines if node.all_processes["raylet"][0].process.pid in raylets)
     worker = raylets[victim.all_processes["raylet"][0].process.pid]
-    pool.nodes.remove(victim)
+    pool.machines.remove(victim)
     pool.cluster.remove_node(victim, allow_graceful=False)
     os.kill(worker, signal.SIGKILL)  # it outlives its raylet a while
 
@@ -104,7 +109,7 @@ def direct() -> None:
     """In the child: a cluster whose head does no work, with one node beside it."""
     cluster_module._listen_on_loopback()
     Directed.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": OBJECTS})
-    Directed.nodes = [Directed.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS)]
+    Directed.machines = [Directed.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS)]
     Directed.scenes = SCENES
     pipeline.job.pool.RayPool = Directed  # type: ignore[misc]
     os.environ["RAY_ADDRESS"] = Directed.cluster.address

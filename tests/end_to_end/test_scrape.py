@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from ray._raylet import GcsClient
 
 from pipeline.job.unit_log import SUFFIX
 from tests.end_to_end.clusters import ENVIRONMENT, free_port, head_node
@@ -68,6 +69,8 @@ def test_every_metric_is_scraped(cluster: tuple[str, str], job: Callable[..., Jo
         assert done["ray_lamina_compute_seconds_total", kind] <= computing * (1 + 1e-6)
     assert done["ray_lamina_tokens_total", "forward"] > 0
     assert done["ray_lamina_read_bytes_total", ""] > 100_000
+    (told,) = [dict(info.config.metadata) for info in GcsClient(address=address).get_all_job_info().values()]
+    assert told | {"lamina": made.run_dir.name, "output": str(made.output), "methods": "flat_llm"} == told
 
 
 def scrape(address: str) -> dict[Series, float]:

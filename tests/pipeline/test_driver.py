@@ -58,7 +58,7 @@ def test_dense_takes_everything_in_one_pass() -> None:
     world, recorder = run(make_job(make_tasks(range(3)), num_layers=3, propagate="dense"))
     done = ["dense/00000", "dense/00001", "dense/00002", "ranks", "layer/00000", "layer/00001", "layer/00002"]
     assert commits(world) == done
-    assert recorder.phases == [("statistics", 3, 2), ("compress", 3, 1)]
+    assert recorder.phases == [("statistics", 3, 2), ("compress", 3, 2)]
     assert [(unit.layer, unit.shard) for unit in forwards(world)] == [(layer, s) for layer in range(3) for s in (0, 1)]
     assert all(len(unit.moments) == 3 and unit.cosine for unit in forwards(world))
 
@@ -161,7 +161,7 @@ def test_what_ranks_follow_is_measured_before_they_are_chosen() -> None:
     assert commits(world)[:5] == [*(f"measured/{layer:05d}" for layer in ALL), "ranks"]
     assert [unit.key for unit in world.done[:3]] == ["measure/0/1/first", "measure/0/1/second", "measure/1/1/first"]
     assert set(world.journal()["measured/00002"]["measured"]) == {"2/1/first", "2/1/second"}
-    assert recorder.phases == [("measure", 4, 1), ("compress", 4, 1)]
+    assert recorder.phases == [("measure", 4, 2), ("compress", 4, 1)]
     assert recorder.layers[:4] == [("measure", layer) for layer in ALL]
     with_measures, without = (run(JOBS[name]())[0].journal()["ranks"]["ranks"] for name in ("free-measured", "free"))
     assert with_measures != without

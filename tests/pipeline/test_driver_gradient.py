@@ -43,7 +43,7 @@ def test_back_through_the_layers_after_the_way_forth() -> None:
     back = [f"gradient/0000{layer}" for layer in (2, 1, 0)]
     curves, layers = ([f"{kind}/0000{layer}" for layer in range(3)] for kind in ("curves", "layer"))
     assert commits(world) == [*forth, *back, *curves, "ranks", *layers]
-    assert recorder.phases == [("statistics", 3, 2), ("gradient", 3, 2), ("curves", 3, 1), ("compress", 3, 1)]
+    assert recorder.phases == [("statistics", 3, 2), ("gradient", 3, 2), ("curves", 3, 2), ("compress", 3, 2)]
     assert [(unit.layer, unit.shard) for unit in backwards(world)] == [
         (layer, s) for layer in (2, 1, 0) for s in (0, 1)
     ]

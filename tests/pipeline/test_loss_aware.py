@@ -15,6 +15,7 @@ from manifests.methods import LossAware
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.kernels.sensitivity import pulled
+from pipeline.methods.loss_aware import mlp as mlp_part
 from pipeline.methods.loss_aware import mlp_solver
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Group, Moment, Scores, Statistics
@@ -215,6 +216,20 @@ def test_down_is_fitted_again_to_what_gate_and_up_give() -> None:
         left = mlp(weights, sample_TD) - mlp({**again, **biases}, sample_TD)
         errors.append(float(left.square().sum()))
     assert errors[0] < 0.95 * errors[1]
+
+
+def test_ranks_below_those_that_were_looked_at_are_not_free() -> None:
+    """Where nothing is seen to be lost at the smallest probed rank, no smaller one is promised to lose nothing."""
+    layer = GEOMETRIES["gqa"].layers[0]
+    entry = method_of(widths=1).entry
+    linear = torch.linspace(8.0, 0.0, layer.hidden + 1, dtype=torch.float64)
+    piece = mlp_part.Piece(gate_up=linear.tolist(), down=[0.0] * (layer.hidden + 1), bends=[0.0, 0.0, 0.0])
+    begun = mlp_part.Begun(order=list(range(layer.intermediate)), losses=[0.0], probed=[layer.intermediate])
+    by_rank = {p.ranks["gate_up"]: p.loss for p in mlp_part.join(entry, layer, begun, [piece])}
+    smallest = min(mlp_solver.probed_ranks(layer, layer.intermediate))
+    assert by_rank[smallest] == 0.0
+    assert by_rank[1] > 0.5 * float(linear[1])
+    assert by_rank[smallest - 1] > 0.0
 
 
 def test_fewer_channels_are_fitted_on_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,14 +40,15 @@ def test_the_rest_of_the_phase_and_all_later_ones_at_the_pace_of_those_before() 
     assert outlook.left(6.0, 0.75) == pytest.approx(0.75 * 2.0 + 0.25 * 30.0 / 14.0)
 
 
-def test_solves_have_a_pace_of_their_own() -> None:
-    """Products take thrice as long as planned, solves as long; what was not seen yet, as long as both together."""
+def test_products_have_one_pace_and_solves_their_own() -> None:
+    """Products take thrice as long as planned, half of the curves as long as planned: the other half, half by that and
+    half as products; what was not seen yet, as long as both together."""
     phases = ahead(("importance", 10.0), ("curves", 10.0), ("compress", 20.0), ("gradient", 30.0), ("other", 7.0))
     outlook = Outlook(phases, layers=8)
     outlook.begin("importance", 8)
     outlook.end(30.0)
     outlook.begin("curves", 8)
-    assert outlook.left(5.0, 0.5) == pytest.approx(5.0 + 20.0 + 3 * 30.0 + 35.0 / 15.0 * 7.0)
+    assert outlook.left(5.0, 0.5) == pytest.approx(10.0 + 3 * 30.0 + (30.0 + 15.0) / 20.0 * 27.0)
 
 
 def test_methods_are_not_taken_for_each_other() -> None:
@@ -57,7 +58,7 @@ def test_methods_are_not_taken_for_each_other() -> None:
     outlook.begin("score")
     outlook.end(20.0)
     outlook.begin("compress")
-    assert outlook.left(5.0, 0.5) == pytest.approx(5.0 + 25.0 / 10.5 * 5.0 + 10.0)
+    assert outlook.left(5.0, 0.5) == pytest.approx(3.0 + 28.0 / 11.0 * 5.0 + 8.0)
 
 
 def test_a_start_tells_of_starts_alone() -> None:
@@ -109,7 +110,8 @@ def test_real_jobs_end_when_it_was_said_from_their_midst_on(name: str, monkeypat
             observer.layer_done(observer.state["phase"], 0, {})
             if "seconds_left" in observer.state:
                 said.append((at, observer.state["seconds_left"]))
-    late = {at / clock[0]: (at + left - clock[0]) / clock[0] for at, left in said if at > clock[0] / 2}
+    stood = {round(at): (at, left) for at, left in said}  # what was overruled within a second, nobody has read
+    late = {at / clock[0]: (at + left - clock[0]) / clock[0] for at, left in stood.values() if at > clock[0] / 2}
     assert len(late) > 10
     assert max(map(abs, late.values())) < 0.25, late
 

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from manifests.entries import GroupReport
 from pipeline.console.progress import JobObserver
-from pipeline.units import Forward, ForwardDone
+from pipeline.methods.method import Task
+from pipeline.units import Forward, ForwardDone, Predict
 
 LONG = {"LAYER": GroupReport(ranks={"value": 48, "mlp": 4864, "query_key": 40}, error=0.0123)}
 
@@ -46,9 +47,11 @@ def test_a_phase_of_layers_alone_says_how_far_it_is() -> None:
     observer.console = Console(file=shown, force_terminal=True, color_system=None, width=160)
     observer.live = True
     with observer:
-        observer.phase("curves", 4, 1)
+        observer.phase("curves", 4, 2)
+        for name in ("attention", "mlp"):
+            observer.unit_done(Predict(Task(2, name, ("q",), method=0), {}), None)
         observer.layer_done("curves", 2, {})
-        assert (observer.state["layer"], observer.done_units) == (2, 1)
+        assert (observer.state["layer"], observer.done_units, observer.total_units) == (2, 2, 8)
     assert "curves layer 2 committed, 1/4, " in shown.getvalue()
     assert "None" not in shown.getvalue()
 

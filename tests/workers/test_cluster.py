@@ -142,6 +142,12 @@ def test_two_slow_starts_are_explained(starts: list[dict[str, Any]]) -> None:
         connect(None, Workers())
 
 
+def test_a_cluster_is_told_whose_job_it_is(starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "await_cluster", lambda *_: None)
+    connect("10.0.0.1:6379", Workers(), about={"lamina": "70b", "output": "/data/70b"})
+    assert starts[-1]["job_config"].metadata == {"lamina": "70b", "output": "/data/70b"}
+
+
 def test_another_version_is_named(starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     said = "Version mismatch: The cluster was started with:\n    Ray: 2.59.0\n    Python: 3.11.9\nThis process ..."
     starts.pop(0)["faults"].append(RuntimeError(said))

@@ -150,7 +150,8 @@ class TimedHash:
 class LocalPool:
     """One worker in this process, in place of `RayPool`."""
 
-    size = 1
+    size = wanted = 1
+    nodes = (("local",),)
 
     def __init__(self, setup: WorkerConfig, *_: Any) -> None:
         torch.set_num_threads(setup.threads)
@@ -171,8 +172,14 @@ class LocalPool:
     def cancel_pending(self) -> None:
         self.waiting.clear()
 
+    def forget(self) -> None:
+        self.worker.forget()
+
     def busy(self) -> dict[str, str]:
         return {}
+
+    def show(self, phase: str, done: int, units: int) -> None:
+        pass
 
     def close(self) -> None:
         self.worker.layers.thread.shutdown()
@@ -207,7 +214,7 @@ def clocked_run(manifest: Mapping[str, Any]) -> tuple[Clock, float]:
 def _pool_with(clock: Clock) -> Callable[..., LocalPool]:
     def make(*arguments: Any) -> LocalPool:
         pool = LocalPool(*arguments)
-        for method in pool.worker.methods:
+        for method, _ in pool.worker.methods:
             object.__setattr__(method, "compress", clock.timed(method.compress, "decompositions"))
         return pool
 

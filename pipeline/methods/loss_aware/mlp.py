@@ -149,7 +149,10 @@ def _bent(geometry: LayerGeometry, begun: Begun, each: Mapping[int, Piece], widt
     known = [width] if width in probed else probed
     seen = torch.stack([_column(each[other]["bends"]) for other in known])
     (by_share,) = interpolated(known, seen, torch.tensor([width]))
-    by_rank = linear * interpolated(list(ranks), by_share[list(ranks.values())], torch.arange(len(linear)))
+    by_place = by_share[list(ranks.values())]
+    # Nothing was seen below the smallest of these ranks: there no more is promised than the linear prediction does.
+    bends = torch.cat((by_place[:1].clamp_min(1.0), by_place))
+    by_rank = linear * interpolated([0, *ranks], bends, torch.arange(len(linear)))
     return by_rank.flip(0).cummax(0).values.flip(0)  # seen costs waver, but a larger rank never costs more
 
 
