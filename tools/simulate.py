@@ -13,7 +13,7 @@ from manifests.loading import parse_manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients
-from pipeline.plan.phases import START_SECONDS, Pass, phase_seconds
+from pipeline.plan.phases import Pass, phase_seconds
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Simulated, job_units, simulate
 from pipeline.plan.work import HELD_OUT, LayerWork, layer_work
@@ -86,8 +86,8 @@ def loss_rows(rates: Rates) -> Iterator[str]:
 
 
 def _figures(found: Simulated, phases: dict[str, float]) -> str:
-    after_start = (found.seconds - START_SECONDS) / 60
-    return f"{after_start:.1f} | {(sum(phases.values()) - START_SECONDS) / 60:.1f} | {found.idle_share:.0%}"
+    begun = phases["digests"] + phases["start"]
+    return f"{(found.seconds - begun) / 60:.1f} | {(sum(phases.values()) - begun) / 60:.1f} | {found.idle_share:.0%}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
-from pipeline.plan.phases import Pass, compare_seconds, solve_seconds
+from pipeline.plan.phases import Pass, compare_seconds, solve_seconds, verify_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork, SolveWork
 
@@ -41,23 +41,29 @@ def loss_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...])
 
 
 def last_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """Both models side by side on a few tokens, then held-out text through each, when all layers are written."""
+    """When all layers are written: both models side by side on a few tokens, the staged layers' digests, and held-out
+    text through each model."""
     if work.compare_flops:
         yield Timed("compare", "compare", way.layers * compare_seconds(work, rates, way), after)
     compared = ("compare",) if work.compare_flops else ()
     if way.workers == 1:
         after = compared or after
+    verify = verify_seconds(work, rates, way)
     stored = {"dense": work.weight_bytes, "compressed": work.written_bytes}
     for model, flops in zip(stored, work.held_out_flops, strict=True) if any(work.held_out_flops) else ():
         for layer in range(way.layers):
             kind, seconds = f"held-out {model}", flops / rates.single
             if model == "compressed" and layer == 0:
-                after = (*after, *compared)
+                yield Timed("verify", "verify", verify, (*after, *compared), "driver")
+                after = ("verify",)
             yield from _reads(kind, layer, stored[model], rates, way, after)
             first = FORGOTTEN * (1 + (model == "compressed"))
             shards = way.held_out_shards
             after = yield from _passes(kind, "held-out", layer, seconds, shards, after, rates, way, first=first)
-    return (*after, *compared)
+    if not any(work.held_out_flops):
+        yield Timed("verify", "verify", verify, (*after, *compared), "driver")
+        after = ("verify",)
+    return after
 
 
 def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:

@@ -132,7 +132,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     statistics = statistics_seconds(work, rates, way) * way.rounds
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
-    found = {"start": START_SECONDS}
+    found = {"digests": digest_seconds(work, rates, way), "start": START_SECONDS}
     if way.compressed:
         cosine = work.cosine_bytes / rates.memory * way.rounds
         if way.importance:
@@ -173,6 +173,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.compare_flops:  # by one worker, while others take the dense model's held-out text
         meanwhile = scoring[0] if way.workers > 1 else 0.0
         found["compare"] = layers * max(0.0, compare_seconds(work, rates, way) - meanwhile)
+    found["verify"] = verify_seconds(work, rates, way)
     if any(scoring):
         found["held-out"] = layers * sum(scoring)
     found["assemble"] = work.written_bytes / rates.disk
@@ -188,6 +189,16 @@ def reread_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     """What a task of a dense pass waits for its moments, which the workers of a node read at once."""
     rate = rates.link if way.cached else rates.disk / min(way.workers, rates.workers_per_node)
     return work.moment_bytes / max(1, len(work.solves)) / rate
+
+
+def digest_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """Of the source, by the driver, before anything starts."""
+    return way.layers * work.weight_bytes / min(rates.disk, rates.digest)
+
+
+def verify_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """Until the driver has held all staged layers against their digests."""
+    return way.layers * work.written_bytes / (rates.digest if way.cached else min(rates.disk, rates.digest))
 
 
 def compare_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:

@@ -5,6 +5,8 @@ Legend: T tokens, B samples, S sequence, D hidden, N intermediate, H heads, d he
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -23,6 +25,7 @@ SAMPLES = {"cpu": 1, "cuda": 4}
 DOUBLE_SIZE = {"cpu": 1024, "cuda": 4096}
 STEP_SECONDS = {"cpu": 5e-5, "cuda": 1e-4}
 COPIED_BYTES = {"cpu": 2**28, "cuda": 2**30}  # more than any cache holds
+DIGESTED_BYTES = 2**24
 NETWORK, DISK = 1.25 * GIGA, 1.0 * GIGA  # assumed
 HEAD_DIM = 64
 
@@ -94,7 +97,12 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
         pinned = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
         copies, seconds = _repeated(lambda: source.copy_(pinned, non_blocking=True), device)
         link = source.numel() * copies / seconds
-    return Rates(products, single, double, eigen, memory, link, NETWORK, DISK, STEP_SECONDS[kind], workers_per_node)
+    hashed, threads = bytes(DIGESTED_BYTES), min(16, os.cpu_count() or 1)
+    taken, seconds = _repeated(lambda: hashlib.sha256(hashed).digest(), torch.device("cpu"))
+    digest = threads * len(hashed) * taken / seconds
+    return Rates(
+        products, single, double, eigen, memory, link, NETWORK, DISK, digest, STEP_SECONDS[kind], workers_per_node
+    )
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ class Rates:
         link: bytes between host and device, pinned; of a CPU, to which there is no link, as `memory`.
         network: bytes that leave a node.
         disk: bytes that a node reads or writes.
+        digest: bytes that its threads take digests of, 16 at most.
         step_s: seconds of one removal of an elimination that no product hides (launches of kernels).
         workers_per_node: workers that share a node's network and disk.
         device_bytes: of a worker's device, where it is known.
@@ -33,6 +34,7 @@ class Rates:
     link: float
     network: float
     disk: float
+    digest: float
     step_s: float
     workers_per_node: int
     device_bytes: float = float("inf")
@@ -51,6 +53,7 @@ _H200 = Rates(
     link=40 * GIGA,
     network=25 * GIGA,
     disk=5 * GIGA,
+    digest=16 * 1.5 * GIGA,
     step_s=1e-4,
     workers_per_node=8,
     device_bytes=141 * GIGA,
@@ -65,6 +68,7 @@ NOMINAL_CPU = Rates(
     link=5 * GIGA,
     network=1.25 * GIGA,
     disk=1 * GIGA,
+    digest=1.5 * GIGA,
     step_s=5e-5,
     workers_per_node=1,
 )

@@ -20,6 +20,7 @@ from pipeline.plan.phases import (
     add_seconds,
     collect_seconds,
     cross_seconds,
+    digest_seconds,
     fetch_seconds,
     forward_seconds,
     pass_on_seconds,
@@ -217,7 +218,8 @@ class _Run:
 def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
     """The units of a job as the driver hands them out: running sums, each worker's given away once per
     layer, added and stored while the next are computed."""
-    yield Unit("start", "start", START_SECONDS, on="start")
+    yield Unit("digests", "digests", digest_seconds(work, rates, way), on="start")
+    yield Unit("start", "start", START_SECONDS, ("digests",), on="start")
     before: tuple[str, ...] = ("start",)
     if way.compressed and way.importance:
         cosine = work.cosine_bytes / rates.memory

@@ -36,7 +36,9 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[
     for point in swept:
         seconds = _seconds(point.inputs, tokens, rates)
         own = {"solve": seconds["solve"], "score": _scoring(seconds)}
-        own["assemble"] = seconds["assemble"] + seconds.get("compare", 0.0) if point.point.save else 0.0
+        own["assemble"] = (
+            seconds["assemble"] + seconds["verify"] + seconds.get("compare", 0.0) if point.point.save else 0.0
+        )
         rows.append(_row(point, sum(own.values())))
         if point.curves_digest not in curved:  # of the same methods they are taken once
             own["curves"] = seconds.get("curves", 0.0)

@@ -305,6 +305,7 @@ def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixt
     found = json.loads(capsys.readouterr().out)
     assert found["rates"]["products"] == found["rates"]["double"] == 0.5e12
     assert list(found["phases"]) == [
+        "digests",
         "start",
         "importance",
         "statistics",
@@ -312,6 +313,7 @@ def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixt
         "solve",
         "propagate",
         "compare",
+        "verify",
         "held-out",
         "assemble",
     ]
