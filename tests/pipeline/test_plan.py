@@ -376,11 +376,11 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_rates_are_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eigenproblems are slower than products; what is assumed is as it stands."""
+    """What is assumed is as it stands."""
     monkeypatch.setattr(probe, "PROBE_SECONDS", 0.01)
     found = measured_rates(torch.device("cpu"), torch.float32, 1, 3, LayerShape(300, 200, 64))
-    assert min(found.products, found.single, found.double, found.memory, found.link) > 1e6
-    assert 1e6 < found.eigen < found.double
+    measured = (found.products, found.single, found.double, found.eigen, found.memory, found.link, found.digest)
+    assert min(measured) > 1e6
     assert (found.disk, found.workers_per_node) == (probe.DISK, 3)
 
 
