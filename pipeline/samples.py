@@ -1,8 +1,10 @@
-"""How the calibration samples are cut: in shards, and which of them the backward pass takes."""
+"""How calibration samples are cut in shards, which of them the backward pass takes, how many are held out besides."""
 
 from __future__ import annotations
 
 TOKENS_PER_HIDDEN = 16
+HELD_OUT = 10  # one window is held out for so many samples
+HELD_OUT_TOKENS = 65_536  # of all texts together at most: more would say the same
 LEAST_TOKENS = 16_384  # a narrow model's gradient is noisy at 16 tokens a number, and costs next to nothing
 
 
@@ -22,3 +24,10 @@ def gradient_samples(asked: int | None, samples: int, sequence_length: int, hidd
     least, unless asked for otherwise; at most all. docs/methods.md#gradient-moments."""
     tokens = max(TOKENS_PER_HIDDEN * hidden, LEAST_TOKENS)
     return min(samples, asked if asked is not None else -(-tokens // sequence_length))
+
+
+def held_out_windows(count: int, samples: int, sequence_length: int) -> int:
+    """How many windows are held out of a text that gives `count` of the samples: a tenth as many, or its share of
+    65,536 tokens."""
+    most = -(-HELD_OUT_TOKENS * count // (samples * sequence_length))
+    return min(-(-count // HELD_OUT), most)

@@ -16,8 +16,8 @@ from pipeline.methods.registry import build_methods, claim_tasks, layer_gradient
 from pipeline.plan.phases import Pass, phase_seconds
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Simulated, job_units, simulate
-from pipeline.plan.work import HELD_OUT, LayerWork, layer_work
-from pipeline.samples import gradient_samples
+from pipeline.plan.work import LayerWork, layer_work
+from pipeline.samples import gradient_samples, held_out_windows
 
 LLAMA = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -53,7 +53,7 @@ def predict(
 ) -> tuple[Simulated, dict[str, float]]:
     """On the simulator's clock, and by the plan's closed form."""
     compressed, shape = propagate == "compressed", geometry(model)
-    gradients, held_out = gradient_samples(None, SHARDS, LENGTH, shape.hidden), SHARDS // HELD_OUT
+    gradients, held_out = gradient_samples(None, SHARDS, LENGTH, shape.hidden), held_out_windows(SHARDS, SHARDS, LENGTH)
     way = Pass(shape.num_layers, SHARDS, workers, compressed, compressed, False, cached, gradients, held_out)
     work = work_of(model, propagate, **entry)
     return simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)

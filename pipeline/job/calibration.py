@@ -12,10 +12,10 @@ import torch
 from manifests.errors import InputError
 from manifests.records import Origin
 from pipeline.job.inputs import Inputs
+from pipeline.samples import held_out_windows
 from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
 from stores.storage import Place
 
-HELD_OUT = 10  # one window held out for so many samples
 SAMPLE_SHAPE = (2, 64)
 PASSAGE = 32  # ids: longer than what different texts share by chance
 HASH_BASE = 0x5851F42D4C957F2D
@@ -24,7 +24,7 @@ HASH_BASE = 0x5851F42D4C957F2D
 @dataclass(frozen=True)
 class CalibrationTokens:
     """Token ids int64, (samples, sequence) and (windows, sequence): what statistics are taken on, and windows of the
-    same texts beyond it, a tenth as many where the texts have them."""
+    same texts beyond it, a tenth as many or 65,536 tokens where the texts have them."""
 
     samples: torch.Tensor
     held_out: torch.Tensor
@@ -36,9 +36,9 @@ def calibration_tokens(inputs: Inputs) -> CalibrationTokens | None:
     if calibration is None or not inputs.needs_calibration:
         return None
     tokenizer = load_tokenizer(inputs.source.storage, inputs.manifest.model.trust_remote_code)
-    length, seed = calibration.sequence_length, inputs.manifest.seed
+    samples, length, seed = calibration.samples, calibration.sequence_length, inputs.manifest.seed
     drawn = [
-        draw_samples(read_documents(text), tokenizer, count, -(-count // HELD_OUT), length, seed)
+        draw_samples(read_documents(text), tokenizer, count, held_out_windows(count, samples, length), length, seed)
         for text, count in calibration.texts
     ]
     tokens = CalibrationTokens(*(torch.cat(parts) for parts in zip(*drawn, strict=True)))

@@ -30,8 +30,8 @@ from pipeline.plan.phases import (
 )
 from pipeline.plan.probe import LayerShape, measured_rates
 from pipeline.plan.rates import Rates, rates_of
-from pipeline.plan.work import HELD_OUT, layer_work, scoring_flops
-from pipeline.samples import gradient_samples
+from pipeline.plan.work import layer_work, scoring_flops
+from pipeline.samples import gradient_samples, held_out_windows
 from workers.cluster import connect, probe_workers
 
 
@@ -135,7 +135,7 @@ def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:
         compressed,
         offload=True,
         gradient_shards=max(1, min(shards, gradient_tokens // length)),
-        held_out_shards=max(1, min(shards, samples // HELD_OUT)),
+        held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
     )
 
 

@@ -21,6 +21,7 @@ from pipeline.methods.registry import (
     predict_tasks,
 )
 from pipeline.plan.rounding_work import RoundWork, rounding_work
+from pipeline.samples import held_out_windows
 
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 24  # of device memory for each number: the product written and read, the float64 sum read and written
@@ -30,7 +31,6 @@ EIGEN_FLOPS, VALUES_FLOPS = 10.0, 4.0  # times n³: with vectors, and without, a
 BACK, BACK_AGAIN = 3, 3 + 7  # forward passes that a backward pass costs; with a second: once forth, and two blocks
 WALKED, WALKED_SHORT = 4, 4  # layers that a walk of corrections goes through, to the end and to their attention's
 COMPARED_TOKENS = 128  # that both models go through side by side, as `verify` does again
-HELD_OUT = 10  # one window held out for so many samples
 ALONE, ROUND_STEPS = 512, 3  # channels of which one goes at a time; removals that a round of several waits for
 BASES = 16  # ranks of the value basis that are compared at most
 TURNS, GRADIENT_STEPS = 3, 24  # of the fit of values and o; conjugate gradients in each
@@ -116,8 +116,8 @@ def layer_work(
     written. All layers are counted by it: too much where they differ.
     """
     calibration = manifest.calibration
-    sequence = calibration.sequence_length if calibration else 0
-    tokens = calibration.samples * sequence if calibration else 0
+    samples, sequence = (calibration.samples, calibration.sequence_length) if calibration else (0, 0)
+    tokens = samples * sequence
     rounding = rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE)
     tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
     claims = claim_tasks(build_methods(manifest), geometry) if manifest.quantize else ()
@@ -131,7 +131,7 @@ def layer_work(
     gradients = layer_gradients(tasks, busiest)
     forward = forward_flops(layer, sequence)
     packed = forward - 2.0 * (1.0 - kept) * layer.numbers()
-    held_out = -(-calibration.samples // HELD_OUT) * sequence if calibration else 0
+    held_out = held_out_windows(samples, samples, sequence) * sequence if calibration else 0
     two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
     busy = [own.get(task.key, task) for task in tasks if task.layer == busiest]
     pairs = {moment for task in busy for moment in task.corrections}

@@ -24,6 +24,7 @@ from pipeline.plan.rates import NOMINAL_CPU, rates_of
 from pipeline.plan.rounding_work import round_seconds
 from pipeline.plan.work import SolveWork, layer_work, point_features
 from pipeline.rounding.tasks import with_moments
+from pipeline.samples import held_out_windows
 from tests.pipeline.geometries import llama, manifest, other
 
 TEXT = {"files": ["text.txt"]}
@@ -401,3 +402,11 @@ def test_workers_that_were_measured_at_a_time_are_averaged() -> None:
 def test_eigenproblems_go_at_a_rate_of_their_own() -> None:
     solve = SolveWork("task", 30.0, 0, eigen_flops=20.0)
     assert solve_seconds(solve, replace(NOMINAL_CPU, double=10.0, eigen=2.0)) == 1.0 + 10.0
+
+
+@pytest.mark.parametrize(
+    ("count", "samples", "length", "windows"),
+    [(64, 64, 256, 7), (32, 64, 256, 4), (1, 64, 256, 1), (256, 256, 4096, 16), (64, 256, 4096, 4), (1, 256, 4096, 1)],
+)
+def test_a_tenth_is_held_out_up_to_so_many_tokens(count: int, samples: int, length: int, windows: int) -> None:
+    assert held_out_windows(count, samples, length) == windows
