@@ -68,6 +68,7 @@ class CompressedWalk:
                 onward = self._begun(layer, base, staged_layer(journal, layer))
             if layer < last:
                 base = self._propagate(layer, base, onward)
+                del onward  # which names the layer's factors: gone before the next one's moments are made
 
     def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> _Onward:
         """Takes a layer's moments and compresses it from these; they are stored meanwhile, if they are to outlive it.
