@@ -20,7 +20,8 @@ from pipeline.families.family import Geometry
 from pipeline.plan.rates import GIGA, Rates
 
 PROBE_SECONDS = 0.2
-LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # of the layer that is measured; larger ones go at its rate
+LARGEST_HIDDEN = {"cpu": 1024, "cuda": 8192}  # of the layer that is measured; larger ones go at its rate
+LONGEST = {"cpu": 512, "cuda": 4096}  # samples, in tokens
 SAMPLES = {"cpu": 1, "cuda": 4}
 DOUBLE_SIZE = {"cpu": 1024, "cuda": 4096}
 STEP_SECONDS = {"cpu": 5e-5, "cuda": 1e-4}
@@ -45,11 +46,11 @@ class LayerShape:
         calibration = manifest.calibration
         return cls(geometry.hidden, widest, calibration.sequence_length if calibration else cls.sequence)
 
-    def at_most(self, hidden: int) -> LayerShape:
-        """Narrowed as a whole."""
+    def at_most(self, hidden: int, length: int) -> LayerShape:
+        """Narrowed as a whole, and on shorter samples."""
         share = min(1.0, hidden / self.hidden)
         narrowed = max(HEAD_DIM, int(share * self.hidden) // HEAD_DIM * HEAD_DIM)
-        return LayerShape(narrowed, max(1, int(share * self.intermediate)), self.sequence)
+        return LayerShape(narrowed, max(1, int(share * self.intermediate)), min(self.sequence, length))
 
 
 def measured_rates(
@@ -82,7 +83,8 @@ def mean_rates(found: Sequence[Rates]) -> Rates:
 
 def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, shape: LayerShape) -> Rates:
     kind, size = device.type, DOUBLE_SIZE[device.type]
-    products, single = (_layer_rate(device, each, shape.at_most(LARGEST_HIDDEN[kind])) for each in (dtype, torch.float))
+    narrowed = shape.at_most(LARGEST_HIDDEN[kind], LONGEST[kind])
+    products, single = (_layer_rate(device, each, narrowed) for each in (dtype, torch.float))
     square = torch.randn(size, size, dtype=torch.float64, device=device)
     count, seconds = _repeated(lambda: square @ square, device)
     double = count * 2 * size**3 / seconds

@@ -388,9 +388,9 @@ def test_rates_are_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_measured_is_a_layer_of_the_job_s_shape_or_a_narrower_one() -> None:
     asked = manifest(calibration=calibration(sequence_length=40))
     assert LayerShape.of(llama(), asked) == LayerShape(48, 80, 40)
-    assert LayerShape(8192, 28672, 4096).at_most(2048) == LayerShape(2048, 7168, 4096)
-    assert LayerShape(1000, 10, 7).at_most(2048) == LayerShape(960, 10, 7)
-    assert LayerShape(8, 10, 7).at_most(2048) == LayerShape(64, 10, 7)
+    assert LayerShape(8192, 28672, 4096).at_most(2048, 512) == LayerShape(2048, 7168, 512)
+    assert LayerShape(1000, 10, 7).at_most(2048, 512) == LayerShape(960, 10, 7)
+    assert LayerShape(8, 10, 7).at_most(2048, 512) == LayerShape(64, 10, 7)
 
 
 def test_workers_that_were_measured_at_a_time_are_averaged() -> None:

@@ -140,7 +140,7 @@ def test_what_is_held_is_used_and_needs_no_replay(llama: Path, tmp_path: Path, m
     worker.execute(Forward("dense", 1, 0, replay=(None,)))
     built: list[int] = []
     real = worker.layers.block
-    monkeypatch.setattr(worker.layers, "block", lambda layer, staged: built.append(layer) or real(layer, staged))
+    monkeypatch.setattr(worker.layers, "block", lambda layer, *others: built.append(layer) or real(layer, *others))
     worker.execute(Forward("dense", 2, 0, replay=(None, None), emit=False, cosine=True))
     assert built == [2]
 
@@ -183,10 +183,10 @@ def test_a_read_ahead_that_failed_is_tried_again(llama: Path, tmp_path: Path, mo
     real = worker.layers._read_layer
     failing = [True]
 
-    def read(layer: int, staged: None) -> dict[str, Tensor]:
+    def read(*asked: Any) -> dict[str, Tensor]:
         if failing.pop() if failing else False:
             raise NumericsError("a passing fault")
-        return real(layer, staged)
+        return real(*asked)
 
     monkeypatch.setattr(worker.layers, "_read_layer", read)
     worker.layers.read_ahead(1)
