@@ -109,7 +109,7 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
 
 @torch.inference_mode()
 def _layer_rate(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> float:
-    """Operations a second of a gated decoder layer, counted as the plan counts them."""
+    """Operations a second of a gated layer with norms, rotations and checks, counted as the plan counts them."""
     hidden, inner, length = shape.hidden, shape.intermediate, shape.sequence
     samples = SAMPLES[device.type]
 
@@ -119,17 +119,28 @@ def _layer_rate(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> 
     qkv, out, gate, up, down = (
         draw(3 * hidden, hidden), draw(hidden, hidden), draw(inner, hidden), draw(inner, hidden), draw(hidden, inner)
     )  # fmt: skip
-    inputs_BSD = draw(samples, length, hidden)
+    inputs_BSD, weight_D, angles_Sd = draw(samples, length, hidden), draw(hidden), draw(length, HEAD_DIM)
+
+    def normed(values_BSD: Tensor) -> Tensor:
+        wide_BSD = values_BSD.float()
+        return (wide_BSD * torch.rsqrt(wide_BSD.square().mean(-1, keepdim=True) + 1.0)).to(dtype) * weight_D
+
+    def turned(values_BHSd: Tensor) -> Tensor:
+        first, second = values_BHSd.chunk(2, -1)
+        return values_BHSd * angles_Sd + torch.cat((-second, first), dim=-1) * angles_Sd
+
+    def checked(values: Tensor) -> Tensor:
+        torch.isfinite(torch.stack(torch.aminmax(values))).all()
+        return values
 
     def forward() -> Tensor:
-        normed_BSD = functional.rms_norm(inputs_BSD, (hidden,))
-        heads_BSHd = [part.unflatten(-1, (-1, HEAD_DIM)) for part in functional.linear(normed_BSD, qkv).chunk(3, -1)]
-        query, key, value = (part.transpose(1, 2) for part in heads_BSHd)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        parts = functional.linear(normed(inputs_BSD), qkv).chunk(3, -1)
+        query, key, value = (part.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for part in map(checked, parts))
+        mixed = functional.scaled_dot_product_attention(turned(query), turned(key), value, is_causal=True)
         after_BSD = inputs_BSD + functional.linear(mixed.transpose(1, 2).flatten(2), out)
-        normed_BSD = functional.rms_norm(after_BSD, (hidden,))
-        channels = functional.silu(functional.linear(normed_BSD, gate)) * functional.linear(normed_BSD, up)
-        return after_BSD + functional.linear(channels, down)
+        read_BSD = normed(after_BSD)
+        channels = functional.silu(functional.linear(read_BSD, gate)) * functional.linear(read_BSD, up)
+        return checked(after_BSD + functional.linear(channels, down))
 
     count, seconds = _repeated(forward, device)
     numbers = 4 * hidden**2 + 3 * hidden * inner
