@@ -1,33 +1,18 @@
-"""The pool of a job, and a unit that is done while others are waited for."""
+"""A unit that is done while others are waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from pipeline.ports import Pool
+from pipeline.job.pool_around import BusyPool, PoolAround
 from pipeline.units import Unit
 
 
-class BusyPool(Pool, Protocol):
-    """A pool that knows what its workers took."""
-
-    @property
-    def seconds(self) -> dict[str, list[float]]:
-        """As `Effort.units`."""
-        ...
-
-    @property
-    def peak_bytes(self) -> dict[str, int]:
-        """By worker."""
-        ...
-
-
-class Aside:
-    """A pool as `pipeline.ports.Pool` has it, in which one unit is under way besides: its result is set aside."""
+class Aside(PoolAround):
+    """A pool in which one unit is under way besides: its result is set aside."""
 
     def __init__(self, whole: BusyPool, unit: Unit) -> None:
-        self.whole = whole
+        super().__init__(whole)
         self.unit = unit
         self.found: list[Any] = []
         whole.submit(unit)
@@ -37,30 +22,6 @@ class Aside:
         while not self.found:
             self.found.append(self.whole.wait()[1])
         return self.found[0]
-
-    @property
-    def size(self) -> int:
-        """How many workers there are to keep busy."""
-        return self.whole.size
-
-    @property
-    def nodes(self) -> Sequence[Sequence[str]]:
-        """Names of the workers that are ready, node by node."""
-        return self.whole.nodes
-
-    @property
-    def seconds(self) -> dict[str, list[float]]:
-        """As the whole pool's."""
-        return self.whole.seconds
-
-    @property
-    def peak_bytes(self) -> dict[str, int]:
-        """As the whole pool's."""
-        return self.whole.peak_bytes
-
-    def submit(self, unit: Unit) -> None:
-        """Queues a unit."""
-        self.whole.submit(unit)
 
     def wait(self) -> tuple[Unit, Any]:
         """The next finished unit but the one aside, and its result. Raises what either raised."""
@@ -75,7 +36,3 @@ class Aside:
         self.whole.cancel_pending()
         if not self.found:
             self.whole.submit(self.unit)
-
-    def forget(self) -> None:
-        """As the whole pool's."""
-        self.whole.forget()

@@ -19,13 +19,14 @@ from pipeline.computation import Job, staged_layer
 from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import sweep_scratch
-from pipeline.job.aside import Aside, BusyPool
+from pipeline.job.aside import Aside
 from pipeline.job.calibration import sample_tokens
 from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.outlook import job_outlook
 from pipeline.job.pool import worker_pool
+from pipeline.job.pool_around import BusyPool
 from pipeline.job.unit_log import units_logged
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.plan.rates import known_rates

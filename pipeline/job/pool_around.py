@@ -1,0 +1,66 @@
+"""A job's pool, and what stands around one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pipeline.ports import Pool
+from pipeline.units import Unit
+
+
+class BusyPool(Pool, Protocol):
+    """A pool that knows what its workers took."""
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """As `Effort.units`."""
+        ...
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """By worker."""
+        ...
+
+
+class PoolAround:
+    """A `BusyPool` by another: everything is as the `whole` one has it, but for what a subclass does otherwise."""
+
+    def __init__(self, whole: BusyPool) -> None:
+        self.whole = whole
+
+    @property
+    def size(self) -> int:
+        """How many workers there are to keep busy."""
+        return self.whole.size
+
+    @property
+    def nodes(self) -> Sequence[Sequence[str]]:
+        """Names of the workers that are ready, node by node."""
+        return self.whole.nodes
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """As the whole pool's."""
+        return self.whole.seconds
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """As the whole pool's."""
+        return self.whole.peak_bytes
+
+    def submit(self, unit: Unit) -> None:
+        """Queues a unit."""
+        self.whole.submit(unit)
+
+    def wait(self) -> tuple[Unit, Any]:
+        """The next finished unit, and its result."""
+        return self.whole.wait()
+
+    def cancel_pending(self) -> None:
+        """Waits for everything submitted and forgets the results."""
+        self.whole.cancel_pending()
+
+    def forget(self) -> None:
+        """As the whole pool's."""
+        self.whole.forget()
