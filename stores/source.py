@@ -10,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from manifests.errors import InputError, StorageError
 from manifests.records import SourceFile
 from stores.backend import PIECE_BYTES
+from stores.digests import side_by_side
 from stores.durable import storage_error
 from stores.headers import TensorRecord, read_header, without_duplicates
 from stores.hub import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, open_hub
@@ -33,7 +33,6 @@ __all__ = [
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MAX_FAULTS = 20
 MAX_JSON_BYTES = 512 * 1024 * 1024  # an index of a million tensors has 100 MB
-HASH_THREADS = min(16, os.cpu_count() or 1)  # OpenSSL takes digests outside Python's lock
 
 FileStamp = dict[str, int | str]
 
@@ -122,9 +121,8 @@ class SourceCheckpoint:
             StorageError: a file cannot be read, or changes while it is.
         """
         names = [CONFIG_FILE, *([INDEX_FILE] if self.indexed else []), *self.files]
-        with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="digest") as pool:
-            records = pool.map(lambda name: self._digest(name, known.get(name)), names)
-            return dict(zip(names, records, strict=True))
+        records = side_by_side(lambda name: self._digest(name, known.get(name)), names)
+        return dict(zip(names, records, strict=True))
 
     def _digest(self, file_name: str, known: SourceFile | None) -> SourceFile:
         stamp = self.file_stamp(file_name)

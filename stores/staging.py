@@ -6,15 +6,15 @@ import hashlib
 import re
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from manifests.errors import CorruptError, InputError
 from manifests.records import StagedRecord
 from stores.checkpoint import write_shard
+from stores.digests import side_by_side
 from stores.headers import parse_header
-from stores.source import HASH_THREADS, read_tensors
+from stores.source import read_tensors
 from stores.storage import Place, open_storage
 
 STAGED = "staged"
@@ -59,10 +59,9 @@ def read_staged(run_dir: Place, record: StagedRecord, names: Collection[str] | N
             if at is None or (at.dtype, at.shape) != (committed.dtype, committed.shape):
                 raise _damaged(path, key, name)
         tensors = read_tensors(file, sorted((there[key] for key in wanted), key=lambda at: at.begin))
-    with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="digest") as pool:
-        digests = dict(zip(wanted, pool.map(lambda key: _digest(tensors[key]), wanted), strict=True))
-    for key, committed in wanted.items():
-        if digests[key] != committed.sha256:
+    digests = side_by_side(lambda key: _digest(tensors[key]), wanted)
+    for (key, committed), digest in zip(wanted.items(), digests, strict=True):
+        if digest != committed.sha256:
             raise _damaged(path, key, name)
     return {key: tensors[key] for key in wanted}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +41,10 @@ from stores.checkpoint import (
     verify_shard,
     write_index,
 )
+from stores.digests import side_by_side
 from stores.headers import read_header
 from stores.hub import CODE, COMPANIONS
-from stores.source import CONFIG_FILE, HASH_THREADS, INDEX_FILE
+from stores.source import CONFIG_FILE, INDEX_FILE
 from stores.storage import Place, matching, open_storage
 
 SHARD_SUFFIX = ".safetensors"
@@ -141,11 +141,10 @@ class Assembler:
         """Ledger key -> fault of every staged layer that is not what was committed. Their entries are retracted."""
         damaged: dict[str, str] = {}
         keys = [layer_key(layer) for layer in range(self.inputs.geometry.num_layers)]
-        with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="digest") as pool:
-            for key, fault in zip(keys, pool.map(self._fault, map(self.journal.get, keys)), strict=True):
-                if fault is not None:
-                    self.journal.retract(key)
-                    damaged[key] = fault
+        for key, fault in zip(keys, side_by_side(self._fault, map(self.journal.get, keys)), strict=True):
+            if fault is not None:
+                self.journal.retract(key)
+                damaged[key] = fault
         return damaged
 
     def _fault(self, entry: LayerEntry | None) -> str | None:

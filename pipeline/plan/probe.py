@@ -99,7 +99,7 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
         pinned = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
         copies, seconds = _repeated(lambda: source.copy_(pinned, non_blocking=True), device)
         link = source.numel() * copies / seconds
-    hashed, threads = bytes(DIGESTED_BYTES), min(16, os.cpu_count() or 1)
+    hashed, threads = bytes(DIGESTED_BYTES), min(16, os.cpu_count() or 1)  # as `stores.digests` has them
     taken, seconds = _repeated(lambda: hashlib.sha256(hashed).digest(), torch.device("cpu"))
     digest = threads * len(hashed) * taken / seconds
     return Rates(
