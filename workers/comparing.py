@@ -57,7 +57,7 @@ def compare_models(
     errors, sketches = [], []
     for layer, record in enumerate(staged):
         block = dense.block(layer, None)
-        dense.read_ahead(layer + 1 if layer + 1 < len(staged) else None)
+        dense.read_ahead(layer + 1)
         after_BSD = _run(block.run(dense_BSD))
         dense.current = None
         block = packed.block(layer, record)

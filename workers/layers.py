@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -45,10 +44,7 @@ class LayerReader:
 
     def block(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> Block:
         """The layer with its dense weights, or as staged. `shared` as of `read_ahead`."""
-        if staged is None:
-            block = self._placed(_name(layer, None), lambda: self._source_block(layer, shared))
-        else:
-            block = self._placed(_name(layer, staged), lambda: self._staged_block(layer, staged))
+        block = self._placed(_name(layer, staged), lambda: self._built(layer, staged, shared))
         assert isinstance(block, Block)
         return block
 
@@ -63,9 +59,8 @@ class LayerReader:
 
     def differentiable_block(self, layer: int, staged: StagedLayer | None = None) -> DifferentiableBlock:
         """The layer with its dense weights, or as staged, for the backward pass."""
-        name = "differentiable" if staged is None else f"differentiable {staged.path}"
-        build = partial(self._source_block, layer) if staged is None else partial(self._staged_block, layer, staged)
-        block = self._placed((layer, name), lambda: DifferentiableBlock(build()))
+        _, name = _name(layer, staged)
+        block = self._placed((layer, f"differentiable {name}"), lambda: DifferentiableBlock(self._built(layer, staged)))
         assert isinstance(block, DifferentiableBlock)
         return block
 
@@ -92,11 +87,12 @@ class LayerReader:
         self.current = self.outside = None
 
     def read_ahead(self, layer: int | None, staged: StagedLayer | None = None, shared: Shared = dict) -> None:
-        """Starts reading a layer's source tensors, or those of what it has become, in the background.
+        """Starts reading a layer's source tensors, or those of what it has become, in the background; behind the last
+        layer, nothing.
 
         `shared`: gives those of the source that were read for all nodes.
         """
-        if layer is None:
+        if layer is None or layer >= self.setup.geometry.num_layers:
             return
         name = _name(layer, staged)
         if self.ahead is None or self.ahead[0] != name:
@@ -124,21 +120,19 @@ class LayerReader:
             _require_finite(name, tensor, f"layer {layer}")
         return {role: tensors[name].to(self.device) for role, name in names.items()}
 
-    def _source_block(self, layer: int, shared: Shared = dict) -> Block:
-        tensors = self._tensors(layer, None, shared)
+    def _built(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> Block:
+        tensors = self._tensors(layer, staged, shared)
+        if staged is not None:
+            return self._packed_block(layer, staged.as_json()["forms"], staged.rounded, tensors)
         rounded = rounded_modules(self.setup.config, packed_modules(tensors))
         return Block(self.config, layer, self._relative(layer, tensors, rounded), self.device)
 
-    def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> dict[str, Tensor]:
+    def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
         """As they were read ahead, or are read now."""
         if self.ahead is None or self.ahead[0] != _name(layer, staged):
             return self._read_layer(layer, staged, shared)
         ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
         return ahead.result()
-
-    def _staged_block(self, layer: int, staged: StagedLayer) -> Block:
-        tensors = self._tensors(layer, staged)
-        return self._packed_block(layer, staged.as_json()["forms"], staged.rounded, tensors)
 
     def _packed_block(
         self, layer: int, forms: dict[str, Any], rounded: Mapping[str, Scheme], tensors: Mapping[str, Tensor]

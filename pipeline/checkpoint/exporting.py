@@ -60,7 +60,7 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     rounded: dict[str, Scheme] = {}
     weight_map: dict[str, str] = {}
     for layer in range(geometry.num_layers):
-        reader.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
+        reader.read_ahead(layer + 1)
         mine = geometry.layers[layer]
         weights = pad_mlp(dense_weights(reader.block(layer, None).module, mine, stored), width)
         names = mine.tensors()

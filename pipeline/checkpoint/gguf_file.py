@@ -199,7 +199,7 @@ def _tensors(
     if (factors := _frequency_factors(described)) is not None:
         yield factors
     for layer in range(geometry.num_layers):
-        reader.read_ahead(layer + 1 if layer + 1 < geometry.num_layers else None)
+        reader.read_ahead(layer + 1)
         mine = geometry.layers[layer]
         weights = dense_weights(reader.block(layer, None).module, mine, stored)
         for role, heads in (("q", mine.heads), ("k", mine.kv_heads)):
