@@ -120,17 +120,18 @@ def _curve_plot(run: Run, group: str, tasks: list[str]) -> Plot:
             if chosen is not None and curve.loss[chosen]:
                 share = curve.numbers[chosen] / curve.numbers[-1]
                 axes.plot(share, curve.loss[chosen], MARKERS[0], color=colour)
-        axes.set_yscale("log")
-        axes.set_xlabel("share of the dense numbers stored")
-        axes.set_ylabel("nats per token")
+        _by_depth(axes, run, "share of the dense numbers stored", "nats per token")
         axes.set_title(f"predicted loss of {group}")
-        _name_depths(axes, run)
 
     told = f"Predicted loss of {group} by what it stores, one line for each layer; a dot is what was chosen."
     return Plot("curves", draw(f"curves-{group}", plot), told)
 
 
-def _name_depths(axes: Axes, run: Run) -> None:
+def _by_depth(axes: Axes, run: Run, across: str, upward: str) -> None:
+    """Axes of lines that are coloured by layer: what falls by orders of magnitude over a share."""
+    axes.set_yscale("log")
+    axes.set_xlabel(across)
+    axes.set_ylabel(upward)
     first, last = (Line2D([], [], color=depth_colour(depth)) for depth in (0.0, 1.0))
     axes.legend([first, last], ["layer 0", f"layer {run.geometry.num_layers - 1}"], loc="lower left")
 
@@ -218,11 +219,8 @@ def _spectrum_plot(run: Run, line: str, values: Mapping[int, tuple[Sequence[floa
                 before, after = beyond[max(0, at - 1)], beyond[at]
                 part = (before - error) / (before - after) if before > after else 0.0
                 axes.plot((at - 1 + part) / steps, error, MARKERS[0], color=colour)
-        axes.set_yscale("log")
-        axes.set_xlabel("share of the full rank")
-        axes.set_ylabel("energy beyond it")
+        _by_depth(axes, run, "share of the full rank", "energy beyond it")
         axes.set_title(f"spectrum of {line}")
-        _name_depths(axes, run)
 
     told = f"Share of the energy of {line} that stands beyond a rank, a line for each layer; a dot is what was chosen."
     return Plot("errors", draw(f"spectrum-{line.replace(': ', '-')}", plot), told)

@@ -25,15 +25,21 @@ def test_embedding_and_head_are_the_model_s(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_TV, reference.logits_MSV.flatten(0, 1), rtol=1e-5, atol=1e-5)
 
 
-def test_only_what_is_used_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedding reads no head and the head no embedding, whatever their size."""
-    setup = make_setup(save_source(tmp_path / "model"), tmp_path / "run")
-    layers = LayerReader(setup, torch.device("cpu"))
+def names_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Tensors outside the layers that are read from now on."""
     read: list[str] = []
     outer = LayerReader.outer
     monkeypatch.setattr(
         LayerReader, "outer", lambda self, *names, **more: read.extend(names) or outer(self, *names, **more)
     )
+    return read
+
+
+def test_only_what_is_used_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding reads no head and the head no embedding, whatever their size."""
+    setup = make_setup(save_source(tmp_path / "model"), tmp_path / "run")
+    layers = LayerReader(setup, torch.device("cpu"))
+    read = names_read(monkeypatch)
     embedding(layers)
     assert read == ["model.embed_tokens.weight"]
     read.clear()
@@ -48,11 +54,7 @@ def test_what_is_of_no_layer_is_read_once_while_it_is_needed(tmp_path: Path, mon
     """However many shards come by; and it does not stay beside the layers between."""
     setup = make_setup(save_source(tmp_path / "model"), tmp_path / "run")
     layers = LayerReader(setup, torch.device("cpu"))
-    read: list[str] = []
-    outer = LayerReader.outer
-    monkeypatch.setattr(
-        LayerReader, "outer", lambda self, *names, **more: read.extend(names) or outer(self, *names, **more)
-    )
+    read = names_read(monkeypatch)
     embedding(layers)
     for _ in range(3):
         layers.block(0, None)
