@@ -12,7 +12,7 @@ of what its layers do on 128 tokens.
 The script computes as the authors of FLAT-LLM do (TTTTTTris/FLAT-LLM e7fc300, lib/prune.py and lib/layerwrapper.py),
 step by step: model and hidden states in memory, one sample at a time through a layer, for its statistics and again for
 its outputs; each sample's products in float64, added to sums in float32; inverses, and the whole of C (C + I)^-1 for
-its diagonal. It computes in the checkpoint's bfloat16, where theirs runs in float16, slow on a CPU. Theirs besides takes
+its diagonal. It computes in the checkpoint's bfloat16, where theirs runs in float16, slow on a CPU. Theirs also takes
 moments of queries and keys, scores the dense and the compressed model, and prints; the script does not.
 """
 
