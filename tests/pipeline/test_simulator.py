@@ -124,7 +124,8 @@ def test_sums_cross_the_link_on_each_node_and_the_network_once() -> None:
 def test_a_compressed_job_waits_for_each_layer() -> None:
     way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
     found = simulate(list(job_units(WORK, RATES, way)), 2)
-    # Importance, statistics, giving, adding, the longer solve and its moments (100 bytes), propagating (but the last) beside writing.
+    # Importance, statistics, giving, adding, the longer solve and its moments (100 bytes); but behind the last layer,
+    # propagating beside writing.
     layer = 8 / 2 + 8 / 2 + 4 + 6 + (4 + 2) + 6 / 2
     assert found.seconds == pytest.approx(START_SECONDS + 2 * 0.1 + 0.1 + 2 * layer - 6 / 2 + 2 * 0.08, abs=0.2)
 
