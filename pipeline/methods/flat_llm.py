@@ -5,7 +5,7 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -160,8 +160,9 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         form = FormSpec(form="head_pca", rank=rank)
         report = {"error": dropped_share(eigenvalues_Gd, rank), "spectrum": spectrum(eigenvalues_Gd)}
         report |= {"clipped": clipped} if clipped else {}
-        encoder_Hrd = of_heads(encoder_Grd, geometry.heads).double()
-        inputs = {"o": partial(_encoded, encoder_Hrd, statistics)} if CONTEXT in statistics.moments else {}
+        inputs: dict[str, Callable[[], Tensor]] = {}
+        if CONTEXT in statistics.moments:
+            inputs["o"] = partial(_encoded, of_heads(encoder_Grd, geometry.heads).double(), statistics)
         return Solution(tensors, {"v": form, "o": form}, report, inputs)
 
     def _basis(
