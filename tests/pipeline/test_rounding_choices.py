@@ -60,7 +60,7 @@ def solve(role: str, ranks: Ranks) -> Solution:
 
 def solve_as_read(ranks: Ranks) -> Solution:
     """o, saying itself what it reads."""
-    return replace(solve("o", ranks), inputs={"o": INPUTS.T @ INPUTS / TOKENS})
+    return replace(solve("o", ranks), inputs={"o": lambda: INPUTS.T @ INPUTS / TOKENS})
 
 
 def change_by_rounding(role: str, ranks: Ranks, bits: int) -> Tensor:
