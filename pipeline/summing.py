@@ -145,9 +145,7 @@ class Summing:
             self.steps.let_go(made.collects)
             if not _missing(made.units, made.parts):
                 check = _check(made.units, made.grids, made.parts)
-                made.check = [
-                    replace(check, diagonals={})
-                ]  # to be asked for by its key; who has the rest lets go of it
+                made.check = [replace(check, diagonals={})]  # asked for by its key; nobody holds the rest
                 self.steps.begin([check], add)
 
         def add(checked: Sequence[CheckGridsDone]) -> None:
