@@ -67,7 +67,9 @@ class RayTransfer:
             raise LostInputError(what, (handle.producer,)) from None
 
 
-BESIDE = {"beside": 1}  # concurrency groups of the actor, by threads: a `BesideUnit` is done in its own
+# Concurrency groups of the actor, by threads: a `BesideUnit` is done in one of them, what is given away in its own, as
+# the next layer's units wait for it and what is stored takes long.
+BESIDE = {"beside": 1, "giving": 1}
 
 
 @dataclass(frozen=True)

@@ -149,12 +149,13 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         onward = forward_seconds(work, rates, way, packed=True) * way.rounds
         found["propagate"] = (layers - 1) * max(onward, work.written_bytes / rates.disk)
     else:
-        # Sums are added and stored, and a layer written, while others are computed.
-        storing = store_seconds(work, rates, way) / nodes
+        # Sums are given away, added and stored, and a layer written, while others are computed.
+        storing = store_seconds(work, rates, way)
         reads_disk = 0.0 if way.source_cached(rates) else shared
-        beside = max(reads_disk + storing, adding, cross_seconds(work, rates, way) + passing_on)
-        found["statistics"] = layers * max(statistics, beside - collecting)
-        found["reduce"] = layers * collecting
+        beside = max(reads_disk + storing / nodes, collecting, adding, cross_seconds(work, rates, way) + passing_on)
+        through = (statistics + collecting + adding + storing) / (2 + way.workers // AHEAD)  # so many under way at once
+        found["statistics"] = layers * max(statistics, beside, through)
+        found["reduce"] = collecting + adding
         rereading = reread_seconds(work, rates, way)
         every = [seconds + rereading for seconds in solves for _ in range(layers)]
         from_disk = 0.0 if way.cached else work.moment_bytes

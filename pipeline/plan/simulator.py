@@ -234,8 +234,8 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
         seconds = statistics_seconds(work, rates, way)
         forward = yield from _forward("statistics", layer, seconds, before, rates, way, added)
         collects = tuple(f"collect {layer} {worker}" for worker in range(way.workers))
-        for name in collects:
-            yield Unit(name, "collect", collect_seconds(work, rates), forward)
+        for worker, name in enumerate(collects):
+            yield Unit(name, "collect", collect_seconds(work, rates), forward, f"link {worker}")
         yield Unit(collected, "barrier", 0.0, collects, collected)
         yield from _adds(layer, added, collected, work, rates, way)
         if way.compressed:
@@ -249,7 +249,8 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
             stored.append(f"store {layer}")
             yield from _stores(layer, store_seconds(work, rates, way), added, f"disk {layer % way.nodes(rates)}")
             ahead = 1 + way.workers // AHEAD
-            before = (collected, stored[layer - ahead]) if layer >= ahead else (collected,)
+            given = (f"collected {layer - 1}",) if layer else ()
+            before = (*forward, *given, stored[layer - ahead]) if layer >= ahead else (*forward, *given)
     if way.compressed:
         yield from _timed(last_units(work, rates, way, before))
         return

@@ -76,16 +76,17 @@ def test_what_a_dead_worker_had_summed_is_done_again() -> None:
 
 
 def test_a_dense_job_by_hand() -> None:
-    """Of each layer, what the next one does not hide: nothing of adding (200 * 3 / 2 / 50) and storing (0.2)."""
+    """Of each layer, what the next one does not hide: of giving away (200 / 50), adding (200 * 3 / 2 / 50) and storing
+    (0.2) the last one's."""
     way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
     assert (collect_seconds(WORK, RATES), add_seconds(WORK, RATES, way)) == pytest.approx((4.0, 6.0))
     found = simulate(list(job_units(WORK, RATES, way)), 2)
-    # Reads a layer (0.1), statistics at (8 + 4) / 2, gives away, adds and stores the last, then solves 4 + 1 a layer,
+    # Reads a layer (0.1), statistics at (8 + 4) / 2; gives away, adds and stores the last; then solves 4 + 1 a layer,
     # for each of which it reads 200 bytes of moments at half the disk's rate; writes.
     begun = 2 * 0.1 + START_SECONDS  # digests of the staged layers take nothing
-    assert found.seconds == pytest.approx(begun + 0.1 + 2 * (6 + 4) + 6.2 + (4 + 0.2) + (1 + 0.2) + 0.08)
+    assert found.seconds == pytest.approx(begun + 0.1 + 2 * 6 + 4 + 6.2 + (4 + 0.2) + (1 + 0.2) + 0.08)
     assert found.busy["solve"] == pytest.approx(2 * (4.0 + 0.2 + 1.0 + 0.2))
-    assert found.busy["collect"] == 2 * 2 * 4.0
+    assert [found.transfers[f"link {worker}"] for worker in range(2)] == [2 * 4.0] * 2
 
 
 def test_staged_layers_are_held_against_their_digests_beside_the_rest() -> None:
