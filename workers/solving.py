@@ -15,7 +15,7 @@ from pipeline.methods.method import Correcting, Group, Method, Ranks, SharingSiz
 from pipeline.methods.unchanged import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
-from pipeline.units import Write
+from pipeline.units import SolveDone, Write
 from workers.config import WorkerConfig
 from workers.tensor_transfer import TensorTransfer, get_all
 
@@ -95,6 +95,12 @@ def _named(
     if refitted := _refitted(group, geometry, weights, factors, solution):
         solution = replace(solution, report={**solution.report, "refitted": refitted})
     return factors, solution, rounded
+
+
+def handed_over(solved: Solved, transfer: TensorTransfer) -> SolveDone:
+    """With the factors where other workers have them from."""
+    factors, solution, rounded = solved
+    return SolveDone(transfer.put(factors), solution.forms, solution.report, rounded)
 
 
 def layer_tensors(write: Write, setup: WorkerConfig, transfer: TensorTransfer) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.pairing import PairPass
 from workers.scoring import ScorePass
-from workers.solving import layer_tensors, solve_group, solve_sizes
+from workers.solving import handed_over, layer_tensors, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
 from workers.tensor_transfer import TensorTransfer, get_all, get_left
 from workers.totals import Totals
@@ -340,26 +340,19 @@ class Worker:
         return self.setup.geometry.layers[group.layer]
 
     def _solve(self, unit: Solve) -> SolveDone:
-        weights, statistics = self._group_weights(unit.task), self._statistics(unit.statistics)
         before = self.transfer.get(unit.before) if unit.before is not None else {}
-        (method, quantize), geometry = self.methods[unit.task.method], self._geometry(unit.task)
+        method, quantize = self.methods[unit.task.method]
+        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics)
         with self._computing(), tensor_cores(self.setup.dtype):
-            factors, found, rounded = solve_group(
-                method, unit.task, geometry, weights, statistics, unit.ranks, before, quantize
-            )
-        return SolveDone(self.transfer.put(factors), found.forms, found.report, rounded)
+            solved = solve_group(method, unit.task, *given, unit.ranks, before, quantize)
+        return handed_over(solved, self.transfer)
 
     def _solve_sizes(self, unit: SolveSizes) -> SizesSolved:
-        weights, statistics = self._group_weights(unit.task), self._statistics(unit.statistics)
-        (method, quantize), geometry, sizes = self.methods[unit.task.method], self._geometry(unit.task), unit.sizes
+        method, quantize = self.methods[unit.task.method]
+        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics)
         with self._computing(), tensor_cores(self.setup.dtype):
-            solved = solve_sizes(method, unit.task, geometry, weights, statistics, sizes, quantize)
-            return SizesSolved(
-                tuple(
-                    SolveDone(self.transfer.put(factors), found.forms, found.report, rounded)
-                    for factors, found, rounded in solved
-                )
-            )
+            each = solve_sizes(method, unit.task, *given, unit.sizes, quantize)
+            return SizesSolved(tuple(handed_over(solved, self.transfer) for solved in each))
 
     def _write(self, unit: Write) -> Any:
         return write_staged(self.setup.run_dir, unit.layer, layer_tensors(unit, self.setup, self.transfer))

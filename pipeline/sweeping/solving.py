@@ -59,11 +59,13 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
         place = 0
         for series in series_of(pending):
             took_s = _stage(sweep, series, workers)
-            for point in series:
+            for number, point in enumerate(series, start=1):
                 place += 1
                 job.observer.say(f"point {place} of {len(pending)}: {point.point.label}")
                 catch_signals(job.stop)
                 _solve(sweep, point, workers, windows, took_s / len(series))
+                waiting = [record for other in series[number:] for record in staged_layers(sweep.of(other).ledger)]
+                StoreCleaner(job.run_dir, workers.always).retain_staged(tuple(waiting))
 
 
 def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWorkers) -> None:
@@ -155,7 +157,6 @@ def _solve(
     job.ledger.commit(RESULT, entry)
     for key in (key for kind in PASSING for key in job.ledger.keys(kind)):
         job.ledger.retract(key)
-    StoreCleaner(job.run_dir, workers.always).retain_staged(staged_layers(sweep.job.ledger))
     job.observer.say(result_line(point.point.label, entry))
 
 
