@@ -153,6 +153,8 @@ class Driver:
                 "dense", layer, None, moments, base,
                 cosine=True, emit=layer < last, store=store, keep=layer in span, weights=reading.weights(layer),
             )  # fmt: skip
+            if len(taken) > 1:  # a worker has the sums of two layers, no more
+                self.summing.given(taken[-2][1])
             taken.append((layer, self.summing.take(moments, units)))
             # What is to be begun from is entered before anything builds on it.
             waiting = 1 + self.pool.size // AHEAD if moments and not store and layer != missing[-1] else 0

@@ -69,6 +69,10 @@ class Steps:
         self.begun -= {unit.key for unit in units}
         return [self.found.pop(unit.key) for unit in units]
 
+    def let_go(self, units: Sequence[Unit]) -> None:
+        """Holds no more of what came of units that were begun: their results are None."""
+        self.found.update(dict.fromkeys(unit.key for unit in units))
+
     def settle(self, units: Sequence[Unit]) -> None:
         """Waits for those of some units that were begun, and forgets what came of them."""
         keys = {unit.key for unit in units}

@@ -1,7 +1,7 @@
 """A pass of all shards through a layer, and the sums that come of it, whoever did which shard.
 
 Every worker keeps one sum of each moment, and knows the shards in it. When all shards are through, these are
-collected, held against their grids, added, and stored, the last two while something else is computed. They are
+collected, held against their grids, added, and stored, all of it while something else is computed. They are
 exact (docs/methods.md#sums-without-an-order): what matters is that every shard is in one of them, once. The shards of
 a worker that is gone are done again; so is a moment that exceeds its grid, with a wider one.
 """
@@ -57,13 +57,16 @@ class _Part:
 class _Sum:
     """Moments of some units, which share their grids.
 
-    `adds` come first, where several workers have a part, which nobody holds any more afterwards; then `totals`.
+    `collects` come first, and a `check` of what all workers gave; then `adds`, where several workers have a part, which
+    nobody holds any more afterwards; then `totals`.
     """
 
     units: Sequence[Forward]
     grids: Mapping[Moment, Any]
     parts: list[_Part]
     store: bool = True
+    collects: list[Collect] = field(default_factory=list)
+    check: list[CheckGrids] = field(default_factory=list)  # one, when all shards are in the parts
     adds: list[Add] = field(default_factory=list)
     added: frozenset[str] = frozenset()  # keys of those that are done
     summed: dict[Moment, Summed] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class Taken:
     """
 
     done: list[ForwardDone]
-    sums: Sequence[_Sum]
+    sums: list[_Sum]
     samples: Mapping[str, ArrayRecord]
 
 
@@ -93,27 +96,31 @@ class Summing:
         self.passes = itertools.count()
 
     def take(self, moments: Sequence[Moment], units: Sequence[Forward], store: bool = True) -> Taken:
-        """Does the units of all shards. What they have summed is being added, and stored, when this returns."""
+        """Does the units of all shards. What they have summed is being given away, to be added and stored, when this
+        returns: `given` waits for the first of these."""
         values = tuple(moment for moment in moments if moment.kind == "value")
         samples = tuple(moment for moment in moments if moment.kind == "sample")
         if not values:
             done = self.steps.do(units)
-            return Taken(_stripped(done), (), self._samples(samples, units, done))
+            return Taken(_stripped(done), [], self._samples(samples, units, done))
         chosen: ChooseGridsDone = self.steps.do([ChooseGrids(replace(units[0], moments=values))])[0]
         passed = self._new_pass(chosen.grids)
         units = [replace(unit, sums=passed) for unit in units]
         done = self.steps.do(units)
-        sums = self._within_grids(units, self._collected(units, done))
-        for made in sums:
-            made.store = store
-            self._begin(made)
+        made = _Sum(units, chosen.grids, [], store)
+        self._collect(made, done)
         # Whoever does a shard again for its samples need not, and must not, add it again.
         again = [replace(unit, moments=samples, sums=None) for unit in units]
-        return Taken(_stripped(done), sums, self._samples(samples, again, done))
+        return Taken(_stripped(done), [made], self._samples(samples, again, done))
+
+    def given(self, taken: Taken) -> None:
+        """Waits until nothing of it is with the workers any more, and within its grids."""
+        taken.sums[:] = [found for made in taken.sums for found in self._given(made)]
 
     def summed(self, taken: Taken) -> dict[str, Summed]:
         """The moments over all shards, by key, as they are before they are stored."""
         found: dict[str, Summed] = {}
+        self.given(taken)
         for made in taken.sums:
             self._until(made, self._added)
             found |= {moment.key: summed for moment, summed in made.summed.items()}
@@ -122,10 +129,54 @@ class Summing:
     def stored(self, taken: Taken) -> dict[str, ArrayRecord]:
         """The moments over all shards: key -> record of what is stored. What is lost on the way is summed again."""
         records = dict(taken.samples)
+        self.given(taken)
         for made in taken.sums:
             found: list[ArrayRecord] = self._until(made, self._written)
             records |= {total.moment.key: record for total, record in zip(made.totals, found, strict=True)}
         return records
+
+    def _collect(self, made: _Sum, done: Sequence[ForwardDone]) -> None:
+        """Has the workers give away what they summed, which is checked and added if nothing of it is amiss."""
+        cut = max(1, self.steps.pool.size)
+        made.collects = _collects(made.units, done, cut)
+
+        def check(found: Sequence[CollectDone | None]) -> None:
+            made.parts = _parts(made.collects, found, cut)
+            self.steps.let_go(made.collects)
+            if not _missing(made.units, made.parts):
+                check = _check(made.units, made.grids, made.parts)
+                made.check = [replace(check, diagonals={})]  # asked for by its key; nobody holds the rest
+                self.steps.begin([check], add)
+
+        def add(checked: Sequence[CheckGridsDone]) -> None:
+            if not checked[0].wider:
+                made.parts = [part.without_diagonals() for part in made.parts]
+                self._begin(made)
+
+        self.steps.begin(made.collects, check)
+
+    def _given(self, made: _Sum) -> list[_Sum]:
+        """These sums, when they are being added; what went with a worker or exceeds its grid is summed again first."""
+        if not made.collects:
+            return [made]
+        self.steps.results(made.collects)
+        check, parts = made.check, made.parts
+        made.collects, made.check = [], []
+        try:
+            checked: list[CheckGridsDone] = self.steps.results(check)
+            if checked and not checked[0].wider:
+                return [made]
+        except LostInputError as error:
+            self.steps.settle(check)
+            parts = self._made_again(made.units, made.grids, parts, error)
+        if missing := _missing(made.units, parts):
+            again = self._for_sums_alone(missing, made.grids)
+            parts = parts + self._collected(again, self.steps.do(again), parts[0].cut if parts else None)
+        sums = self._within_grids(made.units, parts)
+        for found in sums:
+            found.store = made.store
+            self._begin(found)
+        return sums
 
     def _until(self, made: _Sum, reached: Callable[[_Sum], Any]) -> Any:
         while True:
@@ -209,10 +260,8 @@ class Summing:
         """The sums of these units; those that exceed their grids are taken again, alone, with wider ones."""
         assert units[0].sums is not None
         grids = units[0].sums.grids
-        diagonals = {moment: tuple(part.done.diagonals[moment] for part in parts) for moment in grids}
-        check = CheckGrids(units[0].lineage, units[0].layer, grids, diagonals)
         try:
-            checked: CheckGridsDone = self.steps.do([check])[0]
+            checked: CheckGridsDone = self.steps.do([_check(units, grids, parts)])[0]
         except LostInputError as error:
             return self._within_grids(units, self._made_again(units, grids, parts, error))
         wider, parts = checked.wider, [part.without_diagonals() for part in parts]
@@ -236,9 +285,7 @@ class Summing:
         if len(left) == len(parts) and not known:
             raise error
         self.steps.repairs.invalidate(error)
-        there = {shard for part in left for shard in part.done.shards}
-        missing = [unit for unit in units if unit.shard not in there]
-        if not missing:
+        if not (missing := _missing(units, left)):
             return left
         again = self._for_sums_alone(missing, grids)
         return left + self._collected(again, self.steps.do(again), left[0].cut if left else None)
@@ -246,23 +293,12 @@ class Summing:
     def _collected(self, units: Sequence[Forward], done: Sequence[ForwardDone], cut: int | None = None) -> list[_Part]:
         """What the workers have summed of these units; those of workers that are gone meanwhile are done again."""
         assert units[0].sums is not None
-        grids = units[0].sums.grids
-        parts: list[_Part] = []
+        grids, parts = units[0].sums.grids, list[_Part]()
         cut = max(1, self.steps.pool.size) if cut is None else cut
         while True:
-            passed = units[0].sums
-            assert passed is not None
-            workers = dict.fromkeys(result.worker for result in done)
-            collects = [
-                Collect(units[0].lineage, units[0].layer, worker, passed.name, tuple(grids), cut) for worker in workers
-            ]
-            for unit, found in zip(collects, self.steps.do(collects), strict=True):
-                if found is not None and found.shards:
-                    parts.append(_Part(unit.key, found, cut))
-            there = [shard for part in parts for shard in part.done.shards]
-            assert len(there) == len(set(there)), "a shard is added once"
-            units = [unit for unit in units if unit.shard not in there]
-            if not units:
+            collects = _collects(units, done, cut)
+            parts += _parts(collects, self.steps.do(collects), cut)
+            if not (units := _missing(units, parts)):
                 return parts
             units = self._for_sums_alone(units, grids)
             done = self.steps.do(units)
@@ -274,6 +310,31 @@ class Summing:
             replace(unit, moments=tuple(grids), sums=passed, cosine=False, emit=False, store=False, keep_inputs=False)
             for unit in units
         ]
+
+
+def _collects(units: Sequence[Forward], done: Sequence[ForwardDone], cut: int) -> list[Collect]:
+    """From everybody who did one of these units."""
+    first, passed = units[0], units[0].sums
+    assert passed is not None
+    workers = dict.fromkeys(result.worker for result in done)
+    return [Collect(first.lineage, first.layer, each, passed.name, tuple(passed.grids), cut) for each in workers]
+
+
+def _parts(collects: Sequence[Collect], found: Sequence[CollectDone | None], cut: int) -> list[_Part]:
+    """What there was to have; nothing from workers that are gone."""
+    given = zip(collects, found, strict=True)
+    return [_Part(unit.key, done, cut) for unit, done in given if done is not None and done.shards]
+
+
+def _missing(units: Sequence[Forward], parts: Sequence[_Part]) -> list[Forward]:
+    there = [shard for part in parts for shard in part.done.shards]
+    assert len(there) == len(set(there)), "a shard is added once"
+    return [unit for unit in units if unit.shard not in there]
+
+
+def _check(units: Sequence[Forward], grids: Mapping[Moment, Any], parts: Sequence[_Part]) -> CheckGrids:
+    diagonals = {moment: tuple(part.done.diagonals[moment] for part in parts) for moment in grids}
+    return CheckGrids(units[0].lineage, units[0].layer, grids, diagonals)
 
 
 def _stripped(done: Sequence[ForwardDone]) -> list[ForwardDone]:

@@ -378,7 +378,7 @@ class Predict:
 Onward = Forward | Pair | WindowForward | Score  # takes a shard on from the inputs of a layer
 SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
 # Takes nothing that a worker computes with: done beside its other units.
-BesideUnit = ReadLayer | CheckGrids | Add | Total | Write
+BesideUnit = ReadLayer | Collect | CheckGrids | Add | Total | Write
 CurveUnit = BeginCurve | CurvePieces | Predict
 PassUnit = Forward | Pair | Backward | WindowForward | Score | Compare
 Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | Solve | SolveSizes | Write

@@ -28,19 +28,21 @@ class Holder(Protocol):
 def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
     """The place in `waiting` of the unit that a worker should do; None: of all that waits, nothing is for it.
 
-    With `beside`, the first of those that go beside others, but for what is to be read or added on another node. Else
-    one of its own shards or of no shard; else one of a shard that nobody holds; else, so that those who join late have
-    something to do, one of a worker that holds at least two shards more.
+    With `beside`, the first of those that go beside others, but for what is to be read or added on another node, and
+    what only one worker has. Else one of its own shards or of no shard; else one of a shard that nobody holds; else, so
+    that those who join late have something to do, one of a worker that holds at least two shards more.
     """
     if beside:
         here = (
-            index for index, unit in enumerate(waiting) if isinstance(unit, BesideUnit) and _near(unit, member, live)
+            index
+            for index, unit in enumerate(waiting)
+            if isinstance(unit, BesideUnit) and not isinstance(unit, Collect) and _near(unit, member, live)
         )
         return next(here, None)
     holders = {shard: other for other in live for shard in other.shards}
     new = taken_over = None
     for index, unit in enumerate(waiting):
-        if isinstance(unit, Collect | BesideUnit):
+        if isinstance(unit, BesideUnit):
             continue
         holder = holders.get(unit.shard) if isinstance(unit, ShardUnit) else member
         if holder is member:

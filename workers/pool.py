@@ -58,7 +58,7 @@ class _Member:
     running: dict[Any, Unit] = field(default_factory=dict)
     tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
     leaving: bool = False  # gets nothing more, and ends when it is done with what it has
-    keeps_sums: bool = False  # until they are collected
+    sums: set[str] = field(default_factory=set)  # passes whose sums it keeps until they are collected
 
     @property
     def name(self) -> str:
@@ -66,8 +66,9 @@ class _Member:
         return str(self.where.get("worker", ""))
 
     def in_hand(self, beside: bool) -> int:
-        """How many units it has that go beside the others, or how many others."""
-        return sum(isinstance(unit, BesideUnit) == beside for unit in self.running.values())
+        """How many units it has that go beside the others, or how many others; without what it gives away."""
+        running = (unit for unit in self.running.values() if not isinstance(unit, Collect))
+        return sum(isinstance(unit, BesideUnit) == beside for unit in running)
 
 
 class RayPool:
@@ -167,7 +168,7 @@ class RayPool:
             self.waiting.clear()
         self.finished.clear()
         for member in self.members:
-            member.keeps_sums = False
+            member.sums.clear()
 
     def forget(self) -> None:
         """Lets workers forget all hidden states. Their next unit comes after it."""
@@ -225,7 +226,7 @@ class RayPool:
             member.leaving = True
             member.shards.clear()
             self.note(f"worker {_name(member)} is sent away: {self.wanted} are wanted")
-        for member in [m for m in self.members if m.leaving and not m.running and not m.keeps_sums]:
+        for member in [m for m in self.members if m.leaving and not m.running and not m.sums]:
             self.members.remove(member)
             ray.kill(member.actor)
         if not self.pause.lasts():
@@ -263,7 +264,7 @@ class RayPool:
             self.failures.forgive(failure_key(unit))
             self.pause.end()
             if isinstance(unit, Collect):
-                member.keeps_sums = False
+                member.sums.discard(unit.sums)
             self._account(member, unit, value)
             result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))
@@ -348,7 +349,7 @@ class RayPool:
             if holder is None:
                 self.waiting.remove(unit)
                 self._finish_gone([unit])
-            elif holder.in_hand(beside=False) < DEPTH:
+            else:
                 self._give(holder, [], self.waiting.index(unit))
 
     def _finish_gone(self, units: list[Collect]) -> None:
@@ -361,11 +362,12 @@ class RayPool:
             for other in live:
                 other.shards.discard(unit.shard)
             member.shards.add(unit.shard)
-            member.keeps_sums |= isinstance(unit, Forward) and unit.sums is not None
+            if isinstance(unit, Forward) and unit.sums is not None:
+                member.sums.add(unit.sums.name)
         count = handle_count(unit)
         asked: dict[str, Any] = {"num_returns": 1 + count, "name": f"lamina {unit_kind(unit)}"}
         if isinstance(unit, BesideUnit):
-            asked["concurrency_group"] = "beside"
+            asked["concurrency_group"] = "giving" if isinstance(unit, Collect) else "beside"
         returned = member.actor.execute.options(**asked).remote(unit)
         outcome, *tensors = returned if count else [returned]
         member.running[outcome] = unit

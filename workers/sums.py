@@ -6,8 +6,8 @@ Legend: F features, G groups, d = F / heads, b rows of a band.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from pipeline.kernels.exact_sums import (
     sample_squares,
 )
 from pipeline.methods.method import Moment
-from pipeline.sum_units import Collect, CollectDone, Sums
+from pipeline.sum_units import Collect, CollectDone
 from pipeline.units import Forward
 from workers.block import Tap, overflow_advice
 from workers.tensor_transfer import TensorTransfer
@@ -34,59 +34,61 @@ Bands = list[Tensor]  # (G, b, d - first row), the upper triangle
 
 
 class LayerSums:
-    """A worker's sums of one pass of shards: a single triangle of each moment, on the device, and which shards."""
+    """A worker's sums of passes of shards: a single triangle of each moment, on the device, and which shards.
+
+    While the sums of one pass are given away, in another thread, those of the next are made.
+    """
 
     def __init__(self, transfer: TensorTransfer, device: torch.device) -> None:
         self.transfer = transfer
         self.node = platform.node()
         self.device = device
-        self.forget()
-
-    def forget(self) -> None:
-        """Lets go of everything: of another pass, or of a shard that was added in part."""
-        self.name: str | None = None
-        self.grids: dict[Moment, Grid] = {}
-        self.bands: dict[Moment, Bands] = {}
-        self.waiting: dict[Moment, list[Tensor]] = {}  # values (T, F) of the shard at hand, too few for a product
-        self.shards: set[int] = set()
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.passes: dict[str, _PassSums] = {}
 
     def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
         """What adds a unit's moments, at their points; none for a shard that is in the sums already.
 
-        What was summed in another pass is let go of.
+        Of the passes that were begun before, only the last stays.
         """
         if unit.sums is None:
             return []
         moments = _summed(unit)
-        if self.name != unit.sums.name:
-            self.forget()
-            self._begin(unit.sums, moments)
-        if unit.shard in self.shards:
+        if unit.sums.name not in self.passes:
+            for name in list(self.passes)[:-1]:
+                self.passes.pop(name, None)
+            grids = {moment: Grid.unpacked(self.transfer.get(unit.sums.grids[moment])) for moment in moments}
+            self.passes[unit.sums.name] = _PassSums(grids, self.device)
+        passed = self.passes[unit.sums.name]
+        if unit.shard in passed.shards:
             return []
-        return [(moment.point, _checked(unit.layer, moment, self._add)) for moment in moments]
+        return [(moment.point, _checked(unit.layer, moment, passed.add)) for moment in moments]
 
     @contextmanager
     def adding(self, unit: Forward) -> Iterator[None]:
         """In here a shard goes through: at the end it is in the sums, or there are none any more."""
+        passed = None if unit.sums is None else self.passes[unit.sums.name]
         try:
             yield
-            for moment in self.waiting:
-                self._multiply(moment)
+            if passed is not None:
+                passed.end(unit.shard)
         except BaseException:
-            self.forget()
+            if unit.sums is not None:
+                self.passes.pop(unit.sums.name, None)
             raise
-        if unit.sums is not None:
-            self.shards.add(unit.shard)
 
     def collect(self, unit: Collect) -> CollectDone:
-        """Gives the sums away."""
-        if self.name != unit.sums:
+        """Gives the sums of a pass away; beside what is computed, on a stream of its own."""
+        passed = self.passes.pop(unit.sums, None)
+        if passed is None:
             return CollectDone({}, {}, ())
-        partials = {moment: self._cut(self.bands[moment], unit.parts) for moment in unit.moments}
-        diagonals = {moment: self.transfer.put({"squares": diagonal(self.bands[moment])}) for moment in unit.moments}
-        done = CollectDone(partials, diagonals, tuple(sorted(self.shards)), self.node)
-        self.forget()
-        return done
+        bands = passed.bands
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            if self.stream is not None:
+                self.stream.wait_stream(torch.cuda.default_stream(self.device))
+            partials = {moment: self._cut(bands[moment], unit.parts) for moment in unit.moments}
+            diagonals = {moment: self.transfer.put({"squares": diagonal(bands[moment])}) for moment in unit.moments}
+        return CollectDone(partials, diagonals, tuple(sorted(passed.shards)), self.node)
 
     def _cut(self, bands: Bands, parts: int) -> tuple[Any, ...]:
         """Handles of parts of much the same size, named by their place, as they are dealt."""
@@ -96,17 +98,30 @@ class LayerSums:
             for part in range(dealt)
         )
 
-    def _begin(self, sums: Sums, moments: Iterable[Moment]) -> None:
-        self.grids = {moment: Grid.unpacked(self.transfer.get(sums.grids[moment])) for moment in moments}
-        self.name = sums.name
 
-    def _add(self, moment: Moment, values: Tensor) -> None:
+class _PassSums:
+    """The sums of one pass."""
+
+    def __init__(self, grids: dict[Moment, Grid], device: torch.device) -> None:
+        self.grids = grids
+        self.device = device
+        self.bands: dict[Moment, Bands] = {}
+        self.waiting: dict[Moment, list[Tensor]] = {}  # values (T, F) of the shard at hand, too few for a product
+        self.shards: set[int] = set()
+
+    def add(self, moment: Moment, values: Tensor) -> None:
         """Adds a micro-batch, or keeps it until the shard has enough for a product, or ends: adding to float64 sums
         costs as much for few tokens as for many."""
         waiting = self.waiting.setdefault(moment, [])
         waiting.append(values.detach().reshape(-1, values.shape[-1]))
         if sum(map(len, waiting)) >= product_tokens(moment.heads, moment.groups):
             self._multiply(moment)
+
+    def end(self, shard: int) -> None:
+        """All of a shard is through."""
+        for moment in self.waiting:
+            self._multiply(moment)
+        self.shards.add(shard)
 
     def _multiply(self, moment: Moment) -> None:
         parts, self.waiting[moment] = self.waiting[moment], []

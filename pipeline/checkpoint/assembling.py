@@ -41,7 +41,6 @@ from stores.checkpoint import (
     verify_shard,
     write_index,
 )
-from stores.digests import side_by_side
 from stores.headers import read_header
 from stores.hub import CODE, COMPANIONS
 from stores.source import CONFIG_FILE, INDEX_FILE
@@ -117,7 +116,7 @@ class Assembler:
         """Writes everything, the index last; returns the compression record.
 
         `replaceable`: files in OUTPUT of earlier work; those that are not written again are removed.
-        Ask for `damaged_layers` first. Raises CorruptError when the ledger has lost an entry.
+        Ask `LayerChecks` first. Raises CorruptError when the ledger has lost an entry.
         """
         plans = plan_shards(self.inputs)
         self._remove_index(replaceable)
@@ -136,25 +135,6 @@ class Assembler:
         self.guard()
         write_index(self.output, *index)
         return compression
-
-    def damaged_layers(self) -> dict[str, str]:
-        """Ledger key -> fault of every staged layer that is not what was committed. Their entries are retracted."""
-        damaged: dict[str, str] = {}
-        keys = [layer_key(layer) for layer in range(self.inputs.geometry.num_layers)]
-        for key, fault in zip(keys, side_by_side(self._fault, map(self.journal.get, keys)), strict=True):
-            if fault is not None:
-                self.journal.retract(key)
-                damaged[key] = fault
-        return damaged
-
-    def _fault(self, entry: LayerEntry | None) -> str | None:
-        """Why a staged layer is not what was committed."""
-        try:
-            if entry is not None:
-                verify_shard(self.run_dir, entry.staged.path, entry.staged)
-        except CorruptError as error:
-            return str(error)
-        return None
 
     def _remove_index(self, replaceable: Set[str]) -> None:
         """First, so that what is being replaced is no checkpoint; then shards that would only take room meanwhile."""

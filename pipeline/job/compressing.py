@@ -14,6 +14,7 @@ from manifests.entries import ComparedEntry, TokensEntry
 from manifests.errors import CorruptError
 from manifests.records import ArrayRecord, ComparedFigures, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
+from pipeline.checkpoint.layer_checks import LayerChecks
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import Job, staged_layer
 from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
@@ -30,6 +31,7 @@ from pipeline.job.pool_around import BusyPool
 from pipeline.job.unit_log import units_logged
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.plan.rates import known_rates
+from pipeline.ports import Journal
 from pipeline.repair import REPAIRS
 from pipeline.score_units import Compare
 from pipeline.scoring import Scorer
@@ -127,12 +129,13 @@ class JobWorkers:
         """
         for attempt in range(REPAIRS + 1):
             self.pool.forget()  # what is behind layers that are made anew
-            self.driver(job).run()
-            if compared:
-                self._compare(job, meanwhile)
-            job.observer.stage("verify")
-            with interrupting(job.stop):
-                damaged = _assembler(job).damaged_layers()
+            with LayerChecks(job.ledger, job.run_dir.storage, job.inputs.geometry.num_layers) as checks:
+                self.driver(job, journal=checks).run()
+                if compared:
+                    self._compare(job, meanwhile)
+                job.observer.stage("verify")
+                with interrupting(job.stop):
+                    damaged = checks.damaged()
             if not damaged:
                 return
             if attempt < REPAIRS:
@@ -153,7 +156,7 @@ class JobWorkers:
             if meanwhile is not None:
                 meanwhile(JobWorkers(aside, self.always, self.every))
             found = aside.result()
-        except CorruptError as error:  # `damaged_layers` names the layer, and it is made again
+        except CorruptError as error:  # `LayerChecks` names the layer, and it is made again
             job.observer.repaired(str(error), ["compared"])
             return
         figures = ComparedFigures(origin=origin, tokens=tokens, **found)
@@ -163,13 +166,13 @@ class JobWorkers:
         """What the passes over the text give to `work`, entered in the ledger."""
         self.driver(job, work).prepare()
 
-    def driver(self, job: JobContext, work: Job | None = None) -> Driver:
-        """Of a job, or of a part of its work, by these workers."""
+    def driver(self, job: JobContext, work: Job | None = None, journal: Journal | None = None) -> Driver:
+        """Of a job, or of a part of its work, by these workers. `journal`: in place of the job's ledger."""
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
         scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
         cleaner = StoreCleaner(job.run_dir, [*self.always, *scored])
         work = replace(work or driver_job(job.inputs), every=self.every)
-        return Driver(work, self.pool, job.ledger, cleaner, job.observer)
+        return Driver(work, self.pool, journal or job.ledger, cleaner, job.observer)
 
 
 @contextmanager

@@ -76,8 +76,7 @@ def inverse_(factor_nn: Tensor) -> None:
     for number in reversed(range(len(blocks))):
         block = blocks[number]
         corner_bb = factor_nn[block, block]
-        eye_bb = torch.eye(len(corner_bb), dtype=factor_nn.dtype, device=factor_nn.device)
-        corner_bb.copy_(torch.linalg.solve_triangular(corner_bb, eye_bb, upper=False))
+        corner_bb.copy_(_triangle_inverse(corner_bb))
         for rows in reversed(blocks[number + 1 :]):  # from below: each row block needs those above it as they were
             between = slice(block.stop, rows.stop)
             factor_nn[rows, block] = -(factor_nn[rows, between] @ factor_nn[between, block]) @ corner_bb
@@ -88,15 +87,26 @@ def inverse_(factor_nn: Tensor) -> None:
 
 
 def inverse_diagonal(factor_nn: Tensor) -> Tensor:
-    """diag((L Lᵀ)⁻¹): squared column norms of L⁻¹, a block of columns at a time."""
+    """diag((L Lᵀ)⁻¹): squared column norms of L⁻¹, a block of columns at a time, n³/3 multiplications and additions."""
     size = factor_nn.shape[0]
-    diagonal_n = factor_nn.new_empty(size)
-    for block in blocks_of(size):
+    diagonal_n, blocks = factor_nn.new_empty(size), blocks_of(size)
+    corners = [_triangle_inverse(factor_nn[block, block]) for block in blocks]
+    for number, block in enumerate(blocks):
         # The columns of L⁻¹ are zero above the diagonal.
-        unit = torch.eye(size - block.start, block.stop - block.start, dtype=factor_nn.dtype, device=factor_nn.device)
-        columns = torch.linalg.solve_triangular(factor_nn[block.start :, block.start :], unit, upper=False)
-        diagonal_n[block] = columns.square_().sum(dim=0)
+        columns_nb = factor_nn.new_empty(size - block.start, block.stop - block.start)
+        columns_nb[: block.stop - block.start] = corners[number]
+        for rows, corner_bb in zip(blocks[number + 1 :], corners[number + 1 :], strict=True):
+            above_nb = columns_nb[: rows.start - block.start]
+            pulled_bb = factor_nn[rows, block.start : rows.start] @ above_nb
+            columns_nb[rows.start - block.start : rows.stop - block.start] = -(corner_bb @ pulled_bb)
+        diagonal_n[block] = columns_nb.square_().sum(dim=0)
     return diagonal_n
+
+
+def _triangle_inverse(factor_bb: Tensor) -> Tensor:
+    eye_bb = torch.eye(len(factor_bb), dtype=factor_bb.dtype, device=factor_bb.device)
+    inverse_bb: Tensor = torch.linalg.solve_triangular(factor_bb, eye_bb, upper=False)
+    return inverse_bb
 
 
 def _eigenvalue_bound(matrix_nn: Tensor, block: slice) -> float:

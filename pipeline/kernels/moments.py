@@ -17,7 +17,7 @@ BLOCK_COLUMNS = 2048
 # Magnitudes whose squares, summed over ROWS_PER_PRODUCT rows, keep well inside the type's range.
 _SAFE_EXPONENTS = {torch.float32: (-30, 40), torch.float64: (-300, 400)}
 _LARGEST = 1e150
-_COSINE_NUMBERS = 1 << 23
+_COSINE_NUMBERS = {"cpu": 1 << 17, "cuda": 1 << 23}  # of each side at a time: a CPU has them in its cache
 
 
 def head_moment(
@@ -86,8 +86,9 @@ def add_pair_moment_(total_PF: Tensor, values_TF: Tensor, errors_TE: Tensor) -> 
 def cosine_sums(x_TD: Tensor, y_TD: Tensor) -> tuple[float, int]:
     """The float64 sum over rows of cos(x_t, y_t), and the number of rows (docs/methods.md#importance).
 
-    Row by row in float64, each row scaled by its largest magnitude, so that nothing overflows. The cosine of two zero
-    rows is 1, of a zero row and another 0. Raises ValueError on unequal shapes and on NaN or infinity.
+    Row by row in float64; rows of float64 are scaled by their largest magnitude first, so that nothing overflows. The
+    cosine of two zero rows is 1, of a zero row and another 0. Raises ValueError on unequal shapes and on NaN or
+    infinity.
     """
     if x_TD.shape != y_TD.shape or x_TD.ndim < 1 or x_TD.shape[-1] == 0:
         raise ValueError(f"x and y need one shape, (..., D), not {tuple(x_TD.shape)} and {tuple(y_TD.shape)}")
@@ -95,23 +96,23 @@ def cosine_sums(x_TD: Tensor, y_TD: Tensor) -> tuple[float, int]:
     require_finite("y", y_TD)
     x_TD, y_TD = (rows.detach().reshape(-1, rows.shape[-1]) for rows in (x_TD, y_TD))
     total = torch.zeros((), dtype=torch.float64, device=x_TD.device)
-    tokens = max(1, _COSINE_NUMBERS // x_TD.shape[1])
+    tokens = max(1, _COSINE_NUMBERS[x_TD.device.type] // x_TD.shape[1])
     for start in range(0, x_TD.shape[0], tokens):
-        x, x_zero = _unit_rows(x_TD[start : start + tokens])
-        y, y_zero = _unit_rows(y_TD[start : start + tokens])
-        cosines_T = (x * y).sum(dim=1).clamp_(-1.0, 1.0)
-        total += cosines_T.masked_fill_(x_zero & y_zero, 1.0).sum()
+        x, y = (_squarable(rows_TD[start : start + tokens]) for rows_TD in (x_TD, y_TD))
+        x_norm_T, y_norm_T = (torch.linalg.vector_norm(rows, dim=1) for rows in (x, y))
+        x_zero_T, y_zero_T = x_norm_T == 0, y_norm_T == 0
+        cosines_T = torch.linalg.vecdot(x, y) / (x_norm_T * y_norm_T).masked_fill_(x_zero_T | y_zero_T, 1.0)
+        total += cosines_T.clamp_(-1.0, 1.0).masked_fill_(x_zero_T & y_zero_T, 1.0).sum()
     return float(total), x_TD.shape[0]
 
 
-def _unit_rows(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
-    rows_TD = rows_TD.to(torch.float64)
+def _squarable(rows_TD: Tensor) -> Tensor:
+    """In float64, scaled where squares could leave its range: those of smaller types cannot."""
+    if rows_TD.dtype != torch.float64:
+        return rows_TD.to(torch.float64)
     peak_T = rows_TD.abs().amax(dim=1)
-    zero_T = peak_T == 0
     # Divided, not multiplied by a reciprocal: 1 / 5e-324 is infinite.
-    rows_TD = rows_TD / peak_T.masked_fill(zero_T, 1.0)[:, None]
-    norm_T = torch.linalg.vector_norm(rows_TD, dim=1).masked_fill_(zero_T, 1.0)
-    return rows_TD.div_(norm_T[:, None]), zero_T
+    return rows_TD / peak_T.masked_fill_(peak_T == 0, 1.0)[:, None]
 
 
 def _check_parts(total_Gdd: Tensor, values_TF: Tensor, heads: int, groups: int, product_dtype: torch.dtype) -> None:

@@ -5,8 +5,9 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -159,11 +160,9 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         form = FormSpec(form="head_pca", rank=rank)
         report = {"error": dropped_share(eigenvalues_Gd, rank), "spectrum": spectrum(eigenvalues_Gd)}
         report |= {"clipped": clipped} if clipped else {}
-        inputs = {}
+        inputs: dict[str, Callable[[], Tensor]] = {}
         if CONTEXT in statistics.moments:
-            encoder_Hrd = of_heads(encoder_Grd, geometry.heads).double()
-            encoded_RF = encode_heads(encoder_Hrd, statistics.mean(CONTEXT)[0])
-            inputs["o"] = encode_heads(encoder_Hrd, encoded_RF.T.contiguous())
+            inputs["o"] = partial(_encoded, of_heads(encoder_Grd, geometry.heads).double(), statistics)
         return Solution(tensors, {"v": form, "o": form}, report, inputs)
 
     def _basis(
@@ -203,9 +202,15 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             tensors["down.bias"] = weights["down.bias"].double()
         form = FormSpec(form="pruned", rank=rank)
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
-        inputs = {"down": moment_NN[kept_k][:, kept_k] / statistics.tokens}
+        inputs = {"down": lambda: moment_NN[kept_k][:, kept_k] / statistics.tokens}
         outputs = dict.fromkeys((role for role in _mlp_roles(geometry) if role != "down"), kept_k)
         return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), report, inputs, outputs)
+
+
+def _encoded(encoder_Hrd: Tensor, statistics: Statistics) -> Tensor:
+    """The mean moment of what o reads, in each head's basis on both sides."""
+    encoded_RF = encode_heads(encoder_Hrd, statistics.mean(CONTEXT)[0])
+    return encode_heads(encoder_Hrd, encoded_RF.T.contiguous())
 
 
 def _compress_query_key(

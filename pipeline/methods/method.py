@@ -6,7 +6,7 @@ Legend: D hidden, F features of a tap, G groups, L layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -165,8 +165,9 @@ class Solution:
             with the group's name and form, for what belongs to no single role. Integers are stored as they are.
         forms: role -> form and ranks, as the checkpoint's config holds them; a dense role is left out.
         report: figures for the summary: errors, fallbacks, condition numbers.
-        inputs: role -> second moment (F, F), per token, of what its stored matrix reads, where that is not what the
-            dense one reads and calibration text tells: `o` behind a value basis, `down` behind channels that stay.
+        inputs: role -> what makes the second moment (F, F), per token, of what its stored matrix reads, where that is
+            not what the dense one reads and calibration text tells: `o` behind a value basis, `down` behind channels
+            that stay. Rounding alone asks for it.
         outputs: role -> which of the dense one's outputs it gives, where that is some of them: gate and up of those
             channels.
     """
@@ -174,7 +175,7 @@ class Solution:
     tensors: dict[str, Tensor]
     forms: dict[str, FormSpec]
     report: dict[str, Any] = field(default_factory=dict)
-    inputs: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 

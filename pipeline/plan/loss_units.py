@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
-from pipeline.plan.phases import Pass, compare_seconds, solve_seconds, verify_seconds
+from pipeline.plan.phases import THREADS, Pass, compare_seconds, solve_seconds, verify_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork, SolveWork
 
@@ -41,29 +41,31 @@ def loss_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...])
 
 
 def last_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """When all layers are written: both models side by side on a few tokens, the staged layers' digests, and held-out
-    text through each model."""
+    """When all layers are written: both models side by side on a few tokens, and held-out text through each model; the
+    compressed one when all staged layers are held against their digests."""
     if work.compare_flops:
         yield Timed("compare", "compare", way.layers * compare_seconds(work, rates, way), after)
     compared = ("compare",) if work.compare_flops else ()
+    checked = (*compared, *(f"verify {layer}" for layer in range(way.layers)))
     if way.workers == 1:
         after = compared or after
-    verify = verify_seconds(work, rates, way)
     stored = {"dense": work.weight_bytes, "compressed": work.written_bytes}
     for model, flops in zip(stored, work.held_out_flops, strict=True) if any(work.held_out_flops) else ():
+        if model == "compressed":
+            after = (*after, *checked)
         for layer in range(way.layers):
             kind, seconds = f"held-out {model}", flops / rates.single
-            if model == "compressed" and layer == 0:
-                yield Timed("verify", "verify", verify, (*after, *compared), "driver")
-                after = ("verify",)
             yield from _reads(kind, layer, stored[model], rates, way, after)
             first = FORGOTTEN * (1 + (model == "compressed"))
             shards = way.held_out_shards
             after = yield from _passes(kind, "held-out", layer, seconds, shards, after, rates, way, first=first)
-    if not any(work.held_out_flops):
-        yield Timed("verify", "verify", verify, (*after, *compared), "driver")
-        after = ("verify",)
     return after
+
+
+def verify_unit(layer: int, work: LayerWork, rates: Rates, after: str) -> Timed:
+    """A staged layer held against its digest by one of the driver's threads, from its node's memory, as it was just
+    written."""
+    return Timed(f"verify {layer}", "verify", verify_seconds(work, rates), (after,), f"digest {layer % THREADS}")
 
 
 def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
@@ -80,6 +82,7 @@ def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, 
                     yield Timed(name, "solve", solve_seconds(solve, rates) / (CORRECTED - 1), after)
                 yield Timed(f"write {layer} {step}", "write", work.written_bytes / rates.disk, names, "disk 0")
                 after = (f"write {layer} {step}",)
+        yield verify_unit(layer, work, rates, after[0])
     return after
 
 

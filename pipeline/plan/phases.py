@@ -14,6 +14,7 @@ START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
 WORKERS_SECONDS = 6.0  # of these, the workers': again for each model that is evaluated
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
+THREADS = 16  # of the driver, that take digests
 AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
 BYTES_OF_READING = 2  # a shard's hidden states go in and out
 
@@ -53,6 +54,10 @@ class Pass:
         """That the workers fill."""
         return math.ceil(self.workers / rates.workers_per_node)
 
+    def source_cached(self, rates: Rates) -> bool:
+        """Whether the source is in the nodes' memory: the driver has read it all for its digests, on one node."""
+        return self.cached and self.nodes(rates) == 1
+
 
 def forward_seconds(work: LayerWork, rates: Rates, way: Pass, *, packed: bool = False) -> float:
     """A whole forward pass of all tokens on one worker; hidden states are copied meanwhile.
@@ -78,9 +83,10 @@ def solve_seconds(solve: SolveWork, rates: Rates) -> float:
     return seconds + solve.sample_flops / rates.products + solve.steps * rates.step_s
 
 
-def read_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """A layer by each node of a dense pass: its part of the tensors, of which none is cut."""
-    return max(work.weight_bytes / way.nodes(rates), work.largest_bytes) / rates.disk
+def read_seconds(work: LayerWork, rates: Rates, way: Pass, *, shared: bool = True) -> float:
+    """A layer by each node; `shared`: as in a dense pass, its part of the tensors, of which none is cut."""
+    part = max(work.weight_bytes / way.nodes(rates), work.largest_bytes) if shared else work.weight_bytes
+    return part / (rates.link if way.source_cached(rates) else rates.disk)
 
 
 def pass_on_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -126,7 +132,7 @@ def fetch_seconds(work: LayerWork, rates: Rates) -> float:
 def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     """Phase -> seconds of the whole job, in the order in which they come."""
     nodes, layers = way.nodes(rates), way.layers
-    reading = work.weight_bytes / rates.disk  # each node reads each layer
+    reading = read_seconds(work, rates, way, shared=False)  # each node reads each layer
     shared, passing_on = read_seconds(work, rates, way), pass_on_seconds(work, rates, way)
     forward = max(forward_seconds(work, rates, way) * way.rounds, shared, passing_on)
     statistics = statistics_seconds(work, rates, way) * way.rounds
@@ -141,20 +147,22 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["reduce"] = layers * (collecting + adding)
         found["solve"] = layers * _spread([seconds + fetch_seconds(work, rates) for seconds in solves], way.workers)
         onward = forward_seconds(work, rates, way, packed=True) * way.rounds
-        found["propagate"] = layers * max(onward, work.written_bytes / rates.disk)
+        found["propagate"] = (layers - 1) * max(onward, work.written_bytes / rates.disk)
     else:
-        # Sums are added and stored, and a layer written, while others are computed.
-        storing = store_seconds(work, rates, way) / nodes
-        beside = max(shared + storing, adding, cross_seconds(work, rates, way) + passing_on)
-        found["statistics"] = layers * max(statistics, beside - collecting)
-        found["reduce"] = layers * collecting
+        # Sums are given away, added and stored, and a layer written, while others are computed.
+        storing = store_seconds(work, rates, way)
+        reads_disk = 0.0 if way.source_cached(rates) else shared
+        beside = max(reads_disk + storing / nodes, collecting, adding, cross_seconds(work, rates, way) + passing_on)
+        through = (statistics + collecting + adding + storing) / (2 + way.workers // AHEAD)  # so many under way at once
+        found["statistics"] = layers * max(statistics, beside, through)
+        found["reduce"] = collecting + adding
         rereading = reread_seconds(work, rates, way)
         every = [seconds + rereading for seconds in solves for _ in range(layers)]
         from_disk = 0.0 if way.cached else work.moment_bytes
         found["solve"] = max(
             _spread(every, way.workers), layers * (from_disk + work.written_bytes) / nodes / rates.disk
         )
-    again = 0.0 if way.cached else reading
+    again = 0.0 if way.cached else work.weight_bytes / rates.disk
     if work.correction_flops:  # a layer at a time, and what has become of it written at each point
         found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
     if work.gradient_flops:
@@ -173,7 +181,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.compare_flops:  # by one worker, while others take the dense model's held-out text
         meanwhile = scoring[0] if way.workers > 1 else 0.0
         found["compare"] = layers * max(0.0, compare_seconds(work, rates, way) - meanwhile)
-    found["verify"] = verify_seconds(work, rates, way)
+    found["verify"] = verify_seconds(work, rates)
     if any(scoring):
         found["held-out"] = layers * sum(scoring)
     found["assemble"] = work.written_bytes / rates.disk
@@ -196,9 +204,9 @@ def digest_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     return way.layers * work.weight_bytes / min(rates.disk, rates.digest)
 
 
-def verify_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """Until the driver has held all staged layers against their digests."""
-    return way.layers * work.written_bytes / (rates.digest if way.cached else min(rates.disk, rates.digest))
+def verify_seconds(work: LayerWork, rates: Rates) -> float:
+    """Until one of the driver's threads has held a staged layer against its digest: the last one's is waited for."""
+    return work.written_bytes / (rates.digest / THREADS)
 
 
 def compare_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.plan.loss_units import Units, corrected_units, last_units, loss_units
+from pipeline.plan.loss_units import Timed, Units, corrected_units, last_units, loss_units, verify_unit
 from pipeline.plan.phases import (
     AHEAD,
     START_SECONDS,
@@ -234,20 +234,23 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
         seconds = statistics_seconds(work, rates, way)
         forward = yield from _forward("statistics", layer, seconds, before, rates, way, added)
         collects = tuple(f"collect {layer} {worker}" for worker in range(way.workers))
-        for name in collects:
-            yield Unit(name, "collect", collect_seconds(work, rates), forward)
+        for worker, name in enumerate(collects):
+            yield Unit(name, "collect", collect_seconds(work, rates), forward, f"link {worker}")
         yield Unit(collected, "barrier", 0.0, collects, collected)
         yield from _adds(layer, added, collected, work, rates, way)
         if way.compressed:
             solved = yield from _solves(layer, work, rates, way, (added,))
-            seconds = forward_seconds(work, rates, way, packed=True)
-            gone = yield from _forward("propagate", layer, seconds, solved, rates, way, None)
-            before = (*gone, f"write {layer}")
+            before = (f"write {layer}",)
+            if layer < way.layers - 1:
+                seconds = forward_seconds(work, rates, way, packed=True)
+                gone = yield from _forward("propagate", layer, seconds, solved, rates, way, None)
+                before = (*gone, *before)
         else:
             stored.append(f"store {layer}")
             yield from _stores(layer, store_seconds(work, rates, way), added, f"disk {layer % way.nodes(rates)}")
             ahead = 1 + way.workers // AHEAD
-            before = (collected, stored[layer - ahead]) if layer >= ahead else (collected,)
+            given = (f"collected {layer - 1}",) if layer else ()
+            before = (*forward, *given, stored[layer - ahead]) if layer >= ahead else (*forward, *given)
     if way.compressed:
         yield from _timed(last_units(work, rates, way, before))
         return
@@ -264,11 +267,15 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
 def _timed(units: Units) -> Generator[Unit, None, tuple[str, ...]]:
     while True:
         try:
-            name, kind, seconds, after, place, shard = next(units)
+            yield _unit(next(units))
         except StopIteration as end:
             last: tuple[str, ...] = end.value
             return last
-        yield Unit(name, kind, seconds, after, place or WORKER, shard)
+
+
+def _unit(timed: Timed) -> Unit:
+    name, kind, seconds, after, place, shard = timed
+    return Unit(name, kind, seconds, after, place or WORKER, shard)
 
 
 def _forward(
@@ -305,15 +312,19 @@ def _stores(layer: int, seconds: float, added: str, disk: str) -> Iterator[Unit]
 
 
 def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass, *, shared: bool) -> Iterator[Unit]:
-    """Each node reads a layer while the one before is computed; if `shared`, its part of it, two layers before."""
+    """Each node reads a layer while the one before is computed; if `shared`, its part of it, two layers before.
+
+    From its memory where the driver, who took the source's digests, has just read it there.
+    """
     nodes = way.nodes(rates)
     shared = shared and nodes > 1
     ahead = 3 if shared else 2
     after = (f"{kind} {layer - ahead}",) if layer >= ahead else ("start",)
-    seconds = read_seconds(work, rates, way) if shared else work.weight_bytes / rates.disk
+    seconds = read_seconds(work, rates, way, shared=shared)
     parts = tuple(f"read {kind} {layer} {node}" for node in range(nodes))
     for node, name in enumerate(parts):
-        yield Unit(f"{name} part" if shared else name, "read", seconds, after, f"disk {node}")
+        place = "memory" if way.source_cached(rates) else "disk"
+        yield Unit(f"{name} part" if shared else name, "read", seconds, after, f"{place} {node}")
     if shared:
         there = tuple(f"{name} part" for name in parts)
         yield Unit(f"pass on {kind} {layer}", "pass on", pass_on_seconds(work, rates, way), there, "network")
@@ -330,4 +341,5 @@ def _solves(
     for name, solve in zip(names, work.solves, strict=True):
         yield Unit(name, "solve", getting + solve_seconds(solve, rates), after)
     yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, names, f"disk {layer % way.nodes(rates)}")
+    yield _unit(verify_unit(layer, work, rates, f"write {layer}"))
     return names

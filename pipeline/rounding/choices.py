@@ -158,7 +158,7 @@ class _Predictor:
             role, change_OI = roles[0], after_OI - before[roles]
             moment_II = self.statistics.mean(INPUTS[role])[0]
             if role in solution.inputs:
-                moment_II = solution.inputs[role].to(torch.float64)
+                moment_II = solution.inputs[role]().to(torch.float64)
             if not change_OI.any():
                 continue  # a role that is skipped
             if role in METRICS:

@@ -261,7 +261,7 @@ def _read_by(matrix: Matrix, solution: Solution) -> Moment | None:
 def _input(role: str, solution: Solution, moments: Mapping[Moment, Tensor]) -> Tensor | None:
     """The moment of what a role's stored matrix reads, float64."""
     if role in solution.inputs:
-        return solution.inputs[role].to(torch.float64)
+        return solution.inputs[role]().to(torch.float64)
     dense = moments.get(INPUTS[role]) if role in INPUTS else None
     return None if dense is None else dense[0].to(torch.float64)
 

@@ -172,6 +172,13 @@ def test_cosines_do_not_depend_on_scale(scale: float) -> None:
     assert total == pytest.approx(-5.0, rel=1e-13)
 
 
+@pytest.mark.parametrize("scale", [1e-45, 1e-30, 1e38])
+def test_cosines_of_single_precision_do_not_depend_on_scale(scale: float) -> None:
+    x_TD = torch.full((5, 64), scale, dtype=torch.float32)
+    total, _ = cosine_sums(x_TD, -x_TD)
+    assert total == pytest.approx(-5.0, rel=1e-13)
+
+
 def test_massive_activations_in_half_precision() -> None:
     x_TD = torch.full((4, 4096), 60_000.0, dtype=torch.float16)
     assert cosine_sums(x_TD, x_TD) == (pytest.approx(4.0, rel=1e-13), 4)
@@ -188,7 +195,7 @@ def test_cosines_in_chunks_and_leading_dimensions(monkeypatch: pytest.MonkeyPatc
     generator = torch.Generator().manual_seed(9)
     x_BTD, y_BTD = (torch.randn(3, 7, 5, generator=generator) for _ in range(2))
     whole, count = cosine_sums(x_BTD, y_BTD)
-    monkeypatch.setattr(moments, "_COSINE_NUMBERS", 10)
+    monkeypatch.setitem(moments._COSINE_NUMBERS, "cpu", 10)
     parts, _ = cosine_sums(x_BTD, y_BTD)
     assert count == 21
     assert parts == pytest.approx(whole, rel=1e-13)

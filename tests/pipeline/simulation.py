@@ -239,7 +239,7 @@ class SimulatedPool:
         self.drained = 0
         self.fail_on: dict[str, Exception] = {}  # unit key -> raised once
         self.stop_after: int | None = None  # waits before a signal is noticed
-        self.sums: dict[str, tuple[str, dict[int, dict[str, str]]]] = {}  # worker -> pass, shard -> moment -> value
+        self.sums: dict[str, dict[str, dict[int, dict[str, str]]]] = {}  # worker -> pass -> shard -> moment -> value
         self.turn = 0
         self.cut = 2  # parts of a moment, at most
         self.workers_per_node = 100
@@ -386,18 +386,19 @@ class SimulatedPool:
         self.turn += 1
         if unit.sums is not None:
             assert {self._open(handle) for handle in unit.sums.grids.values()} <= {f"grid {unit.layer}", "wider"}
-            name, shards = self.sums.get(worker, ("", {}))
-            if name != unit.sums.name:
-                shards = {}
+            passes = self.sums.setdefault(worker, {})
+            if unit.sums.name not in passes:
+                for name in list(passes)[:-1]:  # as workers do: one may be given away while the next is made
+                    del passes[name]
+            shards = passes.setdefault(unit.sums.name, {})
             assert unit.shard not in shards
-            self.sums[worker] = (unit.sums.name, {**shards, unit.shard: values})
+            shards[unit.shard] = values
         return worker
 
     def _collect(self, unit: Collect) -> CollectDone | None:
         if unit.worker not in self.sums:
             return None
-        name, shards = self.sums.pop(unit.worker)
-        assert name == unit.sums
+        shards = self.sums[unit.worker].pop(unit.sums)
         found = {
             moment: json.dumps({shard: values[moment.key] for shard, values in shards.items()})
             for moment in unit.moments

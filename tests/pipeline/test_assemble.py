@@ -17,6 +17,7 @@ from manifests.errors import CorruptError, InUseError
 from manifests.schema import Manifest
 from pipeline.checkpoint import assembling
 from pipeline.checkpoint.assembling import Assembler, plan_shards
+from pipeline.checkpoint.layer_checks import LayerChecks
 from pipeline.job.inputs import Inputs, read_inputs
 from pipeline.keys import layer_key
 from stores.disk import Disk
@@ -215,17 +216,27 @@ def test_the_index_is_the_last_thing_written(finished: Finished, monkeypatch: py
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink])
 def test_damaged_layers_are_taken_back(finished: Finished, damage: Any) -> None:
-    staged = finished.staged(2)
-    damage(staged)
-    found = finished.assembler().damaged_layers()
-    assert found.keys() == {"layer/00002"}
-    assert str(staged) in found["layer/00002"]
-    assert finished.ledger.get("layer/00002") is None, "it must be made again"
-    assert finished.ledger.get("layer/00000") is not None
-    assert finished.assembler().damaged_layers() == {}
-    with pytest.raises(CorruptError, match="no longer holds layer 2"):
-        finished.assemble()
-    assert not (finished.output / INDEX_FILE).exists()
+    """Whether they were there when the checks began or are entered meanwhile; what is made anew is checked anew."""
+    path, whole, entry = finished.staged(2), finished.staged(2).read_bytes(), finished.ledger.get("layer/00002")
+    assert entry is not None
+    damage(path)
+    for entered_later in (False, True):
+        if entered_later:
+            finished.ledger.retract("layer/00002")
+        with LayerChecks(finished.ledger, Disk(finished.run_dir), 3) as checks:
+            if entered_later:
+                checks.commit(layer_key(2), entry)
+            found = checks.damaged()
+            assert found.keys() == {"layer/00002"}
+            assert str(path) in found["layer/00002"]
+            assert checks.get(layer_key(2)) is None, "it must be made again"
+            assert checks.get(layer_key(0)) is not None
+            assert checks.damaged() == {}
+            path.write_bytes(whole)
+            checks.commit(layer_key(2), entry)
+            assert checks.damaged() == {}
+        damage(path)
+        finished.ledger.commit(layer_key(2), entry)
 
 
 def test_a_layer_that_was_never_entered(finished: Finished) -> None:

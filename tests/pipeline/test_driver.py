@@ -16,7 +16,7 @@ from pipeline.computation import Job
 from pipeline.driver import Driver
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_moments
-from pipeline.sum_units import Add, Total
+from pipeline.sum_units import Add, Collect, Total
 from pipeline.units import Forward, Reduce, Solve, Unit, Write
 from tests.pipeline.simulation import (
     ALL,
@@ -132,6 +132,26 @@ def test_data_free_groups_ranked_by_importance_take_one_pass() -> None:
     world, _ = run(JOBS["free-ranked"]())
     assert Counter(type(unit) for unit in world.done) == {Forward: 8, Solve: 4, Write: 4}
     assert not [unit for unit in forwards(world) if unit.moments]
+
+
+def test_sums_are_given_away_while_the_next_layer_is_computed() -> None:
+    """By workers that give away when they have nothing else to do; none has the sums of three layers."""
+
+    class Giving(SimulatedPool):
+        def wait(self) -> tuple[Unit, Any]:
+            self.pending.sort(key=lambda unit: isinstance(unit, Collect))
+            return super().wait()
+
+    job = make_job(make_tasks(ALL), propagate="dense", every=9)
+    expected, _ = run(job)
+    world = World()
+    run(job, world, Giving(world, size=8))
+    assert world.journal() == expected.journal()
+    kinds = [(type(unit), unit.layer) for unit in world.done if isinstance(unit, Forward | Collect)]
+    done = {kind: place for place, kind in enumerate(kinds)}
+    for layer in range(3):
+        assert kinds.index((Forward, layer + 1)) < kinds.index((Collect, layer))
+        assert layer == 2 or done[Collect, layer] < kinds.index((Forward, layer + 2))
 
 
 def test_solving_goes_on_while_layers_are_written() -> None:

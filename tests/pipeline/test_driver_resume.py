@@ -416,7 +416,9 @@ class Losing(SimulatedPool):
         key = self.pending[0].key
         if self.left[key] > 0:
             self.left[key] -= 1
-            raise LostInputError(f"{key}: lost")
+            error = LostInputError(f"{key}: lost")
+            error.unit = self.pending.pop(0).key
+            raise error
         return super().wait()
 
 

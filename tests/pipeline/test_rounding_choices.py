@@ -60,7 +60,7 @@ def solve(role: str, ranks: Ranks) -> Solution:
 
 def solve_as_read(ranks: Ranks) -> Solution:
     """o, saying itself what it reads."""
-    return replace(solve("o", ranks), inputs={"o": INPUTS.T @ INPUTS / TOKENS})
+    return replace(solve("o", ranks), inputs={"o": lambda: INPUTS.T @ INPUTS / TOKENS})
 
 
 def change_by_rounding(role: str, ranks: Ranks, bits: int) -> Tensor:
@@ -115,7 +115,7 @@ def test_what_cut_layers_read_is_said_per_token(method: LossAwareMethod | FlatLL
         solution = method.compress(group, where.layers[0], weights, found, {**ranks, "query_key": 8})
         for role, read in solution.inputs.items():
             dense = found.mean(input_moments((role,))[0])[0]
-            assert 0.1 < read.trace() / dense.trace() < 10.0  # half of it, in another basis; not TOKENS times that
+            assert 0.1 < read().trace() / dense.trace() < 10.0  # half of it, in another basis; not TOKENS times that
         assert solution.inputs.keys() == {"attention": {"o"}, "mlp": {"down"}}.get(group.name, set())
 
 

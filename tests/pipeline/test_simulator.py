@@ -76,16 +76,27 @@ def test_what_a_dead_worker_had_summed_is_done_again() -> None:
 
 
 def test_a_dense_job_by_hand() -> None:
-    """Of each layer, what the next one does not hide: nothing of adding (200 * 3 / 2 / 50) and storing (0.2)."""
+    """Of each layer, what the next one does not hide: of giving away (200 / 50), adding (200 * 3 / 2 / 50) and storing
+    (0.2) the last one's."""
     way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
     assert (collect_seconds(WORK, RATES), add_seconds(WORK, RATES, way)) == pytest.approx((4.0, 6.0))
     found = simulate(list(job_units(WORK, RATES, way)), 2)
-    # Reads a layer (0.1), statistics at (8 + 4) / 2, gives away, adds and stores the last, then solves 4 + 1 a layer,
+    # Reads a layer (0.1), statistics at (8 + 4) / 2; gives away, adds and stores the last; then solves 4 + 1 a layer,
     # for each of which it reads 200 bytes of moments at half the disk's rate; writes.
-    begun, verified = 2 * 0.1 + START_SECONDS, 2 * 0.08
-    assert found.seconds == pytest.approx(begun + 0.1 + 2 * (6 + 4) + 6.2 + (4 + 0.2) + (1 + 0.2) + 0.08 + verified)
+    begun = 2 * 0.1 + START_SECONDS  # digests of the staged layers take nothing
+    assert found.seconds == pytest.approx(begun + 0.1 + 2 * 6 + 4 + 6.2 + (4 + 0.2) + (1 + 0.2) + 0.08)
     assert found.busy["solve"] == pytest.approx(2 * (4.0 + 0.2 + 1.0 + 0.2))
-    assert found.busy["collect"] == 2 * 2 * 4.0
+    assert [found.transfers[f"link {worker}"] for worker in range(2)] == [2 * 4.0] * 2
+
+
+def test_staged_layers_are_held_against_their_digests_beside_the_rest() -> None:
+    """Each in one of sixteen threads, 8 s as soon as it is written: the last one's alone are waited for."""
+    way, slow = Pass(layers=3, shards=4, workers=2, importance=True, compressed=True), replace(RATES, digest=16 * 10)
+    plain, verified = (simulate(list(job_units(WORK, rates, way)), 2) for rates in (RATES, slow))
+    digests = [sum(job.transfers[f"digest {layer}"] for layer in range(3)) for job in (plain, verified)]
+    assert digests == pytest.approx([0.0, 3 * 8.0], abs=1e-5)
+    reading = 3 * 100 / 160 - 3 * 100 / 1000  # of the source, before anything starts
+    assert verified.seconds == pytest.approx(plain.seconds + reading + 8.0)
 
 
 def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
@@ -114,9 +125,10 @@ def test_sums_cross_the_link_on_each_node_and_the_network_once() -> None:
 def test_a_compressed_job_waits_for_each_layer() -> None:
     way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
     found = simulate(list(job_units(WORK, RATES, way)), 2)
-    # Importance, statistics, giving, adding, the longer solve and its moments (100 bytes), propagating beside writing.
+    # Importance, statistics, giving, adding, the longer solve and its moments (100 bytes); but behind the last layer,
+    # propagating beside writing.
     layer = 8 / 2 + 8 / 2 + 4 + 6 + (4 + 2) + 6 / 2
-    assert found.seconds == pytest.approx(START_SECONDS + 2 * 0.1 + 0.1 + 2 * layer + 2 * 0.08, abs=0.2)
+    assert found.seconds == pytest.approx(START_SECONDS + 2 * 0.1 + 0.1 + 2 * layer - 6 / 2 + 2 * 0.08, abs=0.2)
 
 
 def test_the_closed_form_of_small_jobs() -> None:

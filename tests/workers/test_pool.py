@@ -337,17 +337,18 @@ def test_what_is_summed_is_known_by_its_handle(make: Any) -> None:
 
 
 def test_some_units_go_beside_the_others(make: Any) -> None:
-    """A worker with its hands full of forward passes still stores; and of neither kind it has more than two."""
+    """A worker with its hands full of forward passes still stores; and of neither kind it has more than two, beside
+    what it is to give away."""
     fake = FakeRay()
     pool = make(fake, max=1, shards=8)
-    for unit in forward(0) + [Write(layer, (), (), {}) for layer in range(4)]:
+    for unit in forward(0) + [Write(layer, (), (), {}) for layer in range(4)] + collects(0):
         pool.submit(unit)
     pool._dispatch()
     (member,) = pool.members
-    assert (member.in_hand(beside=False), member.in_hand(beside=True)) == (2, 2)
-    assert [group for group in fake.groups if group] == ["beside"] * 2
-    assert fake.beside == {"beside": 1}
-    for _ in range(12):
+    assert (member.in_hand(beside=False), member.in_hand(beside=True), len(member.running)) == (2, 2, 5)
+    assert [group for group in fake.groups if group] == ["giving", "beside", "beside"]
+    assert fake.beside == {"beside": 1, "giving": 1}
+    for _ in range(13):
         pool.wait()
 
 

@@ -95,13 +95,22 @@ def test_what_is_collected_is_given_away(setup: WorkerConfig) -> None:
     assert collect(worker, made[0], POINTS).shards == (1,)
 
 
-def test_another_pass_takes_the_place_of_the_first(setup: WorkerConfig) -> None:
+def test_one_pass_is_given_away_while_the_next_is_made(setup: WorkerConfig) -> None:
+    """With the same sums as one after the other; of three passes the first is let go of."""
     worker = make_worker(setup)
-    first, second = units(worker, "pass-0"), units(worker, "pass-1")
-    worker.execute(first[0])
-    worker.execute(second[1])
-    assert collect(worker, first[0], POINTS).shards == ()
-    assert collect(worker, second[0], POINTS).shards == (1,)
+    passes = [units(worker, f"pass-{number}") for number in range(3)]
+    for made in passes[:2]:
+        worker.execute(made[0])
+    first = collect(worker, passes[0][0], POINTS)
+    worker.execute(passes[1][2])
+    second = collect(worker, passes[1][0], POINTS)
+    assert (first.shards, second.shards) == ((0,), (0, 2))
+    for unit in (passes[2][2], passes[2][0]):
+        worker.execute(unit)
+    assert same(totals(worker, [collect(worker, passes[2][0], POINTS)], passes[2]), totals(worker, [second], passes[1]))
+    for made in passes:
+        worker.execute(made[1])
+    assert [collect(worker, made[0], POINTS).shards for made in passes] == [(), (1,), (1,)]
 
 
 def test_a_shard_that_fails_leaves_no_half_of_itself(setup: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:

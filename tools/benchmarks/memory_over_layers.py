@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -135,14 +136,18 @@ def _memory_bytes(pid: int) -> dict[str, int]:
     return {words[0].removesuffix(":"): int(words[1]) * 1024 for words in fields if words[-1] == "kB"}
 
 
-def write_model(directory: Path, num_layers: int) -> int:
-    """A random Llama, a shard for every layer, no two layers in memory; returns the parameters of a layer."""
+def write_model(directory: Path, num_layers: int, sizes: Mapping[str, int] = MappingProxyType({})) -> int:
+    """A random Llama, a shard for every layer, no two layers in memory; returns the parameters of a layer.
+
+    `sizes`: fields of its config that are not CONFIG's.
+    """
     directory.mkdir(parents=True)
-    config = LlamaConfig(**CONFIG, num_hidden_layers=num_layers, dtype="bfloat16")
+    fields = {**CONFIG, **sizes}
+    config = LlamaConfig(**fields, num_hidden_layers=num_layers, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
-    make_tokenizer(CONFIG["vocab_size"]).save_pretrained(directory)
-    hidden, vocabulary = CONFIG["hidden_size"], CONFIG["vocab_size"]
+    make_tokenizer(fields["vocab_size"]).save_pretrained(directory)
+    hidden, vocabulary = fields["hidden_size"], fields["vocab_size"]
     outer = {
         "model.embed_tokens.weight": (vocabulary, hidden),
         "model.norm.weight": (hidden,),
@@ -151,7 +156,7 @@ def write_model(directory: Path, num_layers: int) -> int:
     weight_map: dict[str, str] = {}
     layer_numbers = 0
     for number in range(num_layers + 1):
-        shapes = outer if number == num_layers else _layer_shapes(number)
+        shapes = outer if number == num_layers else _layer_shapes(number, fields)
         file = f"model-{number + 1:05d}-of-{num_layers + 1:05d}.safetensors"
         generator = torch.Generator().manual_seed(number)
         tensors = {name: _random(shape, generator) for name, shape in shapes.items()}
@@ -164,9 +169,9 @@ def write_model(directory: Path, num_layers: int) -> int:
     return layer_numbers
 
 
-def _layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, wide = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    queries, keys = (CONFIG[f"num_{name}_heads"] * CONFIG["head_dim"] for name in ("attention", "key_value"))
+def _layer_shapes(layer: int, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, wide = fields["hidden_size"], fields["intermediate_size"]
+    queries, keys = (fields[f"num_{name}_heads"] * fields["head_dim"] for name in ("attention", "key_value"))
     shapes = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),

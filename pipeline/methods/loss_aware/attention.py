@@ -89,7 +89,7 @@ def solve(
     cut = _cut(entry, geometry, reduced.output, reduced.moment, found, ranks)
     biases = biases_of(weights, ("o",))
     tensors = _without_output(based.tensors) | cut.tensors | biases
-    return Solution(tensors, based.forms | cut.forms, inputs={"o": reduced.moment})
+    return Solution(tensors, based.forms | cut.forms, inputs={"o": lambda: reduced.moment})
 
 
 def correct(

@@ -207,8 +207,10 @@ def _solution(solver: Solver, ranks: Ranks) -> Solution:
         refit_Dk, moment_kk = again.weight, again.moment
         report = {**report, "refit_tokens": solver.fitted_tokens(width)}
     written = solver.written(refit_Dk, moment_kk, ranks)
-    inputs, outputs = {"down": moment_kk}, dict.fromkeys(readers(geometry), kept)
-    return Solution(read.tensors | written.tensors, read.forms | written.forms, report, inputs, outputs)
+    outputs = dict.fromkeys(readers(geometry), kept)
+    return Solution(
+        read.tensors | written.tensors, read.forms | written.forms, report, {"down": lambda: moment_kk}, outputs
+    )
 
 
 def correct(
