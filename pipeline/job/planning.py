@@ -29,7 +29,7 @@ from pipeline.plan.phases import (
     phase_seconds,
 )
 from pipeline.plan.probe import LayerShape, measured_rates
-from pipeline.plan.rates import Rates, rates_of
+from pipeline.plan.rates import OPERATIONS, Rates, rates_of
 from pipeline.plan.work import layer_work, scoring_flops
 from pipeline.samples import gradient_samples, held_out_windows
 from workers.cluster import connect, probe_workers
@@ -114,7 +114,7 @@ def asked_rates(manifest: Manifest, geometry: Geometry, dtype: torch.dtype, aske
     if asked.tflops is None:
         return measured
     rate = asked.tflops * 1e12
-    return replace(measured, products=rate, single=rate, double=rate, eigen=rate)
+    return replace(measured, **dict.fromkeys(OPERATIONS, rate))
 
 
 def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:

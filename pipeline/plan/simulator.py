@@ -23,6 +23,7 @@ from pipeline.plan.phases import (
     digest_seconds,
     fetch_seconds,
     forward_seconds,
+    grid_seconds,
     pass_on_seconds,
     read_seconds,
     reread_seconds,
@@ -232,6 +233,10 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
         yield from _reads("statistics", layer, work, rates, way, shared=not way.compressed)
         added, collected = f"add {layer}", f"collected {layer}"
         seconds = statistics_seconds(work, rates, way)
+        if work.grid_flops:
+            waits = (*before, f"read statistics {layer} 0")
+            yield Unit(f"grids {layer}", "statistics", grid_seconds(work, rates), waits)
+            before = (f"grids {layer}",)
         forward = yield from _forward("statistics", layer, seconds, before, rates, way, added)
         collects = tuple(f"collect {layer} {worker}" for worker in range(way.workers))
         for worker, name in enumerate(collects):
