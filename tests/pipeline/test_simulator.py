@@ -10,14 +10,18 @@ from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.phases import START_SECONDS, Pass, add_seconds, collect_seconds, phase_seconds, solve_seconds
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Failure, Unit, job_units, simulate
-from pipeline.plan.work import LayerWork, SolveWork, layer_work
+from pipeline.plan.solve_work import SolveWork
+from pipeline.plan.work import LayerWork, layer_work
 from tests.pipeline.geometries import llama, manifest
 from tools.simulate import geometry, work_of
 
 RATES = Rates(
     products=100,
+    backward=100,
+    moments=100,
     single=50,
     double=10,
+    factors=10,
     eigen=10,
     memory=1e9,
     link=50,
@@ -25,6 +29,7 @@ RATES = Rates(
     disk=1000,
     digest=1e9,
     step_s=0.5,
+    column_s=0.1,
     workers_per_node=2,
 )
 WORK = LayerWork(
