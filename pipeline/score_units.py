@@ -1,4 +1,4 @@
-"""The units that score a model on windows of tokens, and what they give. See `pipeline.units`."""
+"""The units that score a model on windows of tokens, or hold it against the dense one. See `pipeline.units`."""
 
 from __future__ import annotations
 
@@ -105,3 +105,21 @@ class Scored:
             self.dense_loss + other.dense_loss,
             self.divergence + other.divergence,
         )
+
+
+@dataclass(frozen=True)
+class Compare:
+    """The dense model and the staged layers side by side on a few tokens; the result is JSON.
+
+    Attributes:
+        tokens: ids of whole samples, all of one length.
+        staged: by layer, the record of the compressed one; None: it is as it was.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    staged: tuple[StagedLayer | None, ...]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return "compare"

@@ -33,9 +33,10 @@ from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.plan.rates import known_rates
 from pipeline.ports import Journal
 from pipeline.repair import REPAIRS
+from pipeline.score_units import Compare
 from pipeline.scoring import Scorer
-from pipeline.units import Compare
 from stores.activations import ActivationStore
+from stores.ledger import Ledger
 from stores.run_directory import RunDirectory
 from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
@@ -116,7 +117,7 @@ class JobWorkers:
 
     def take_curves(self, job: JobContext) -> None:
         """Everything that ranks follow, entered in the ledger."""
-        self._driver(job).prepare()
+        self.driver(job).prepare()
 
     def compress(
         self, job: JobContext, *, compared: bool = True, meanwhile: Callable[[JobWorkers], None] | None = None
@@ -129,7 +130,7 @@ class JobWorkers:
         for attempt in range(REPAIRS + 1):
             self.pool.forget()  # what is behind layers that are made anew
             with LayerChecks(job.ledger, job.run_dir.storage, job.inputs.geometry.num_layers) as checks:
-                self._driver(job, journal=checks).run()
+                self.driver(job, journal=checks).run()
                 if compared:
                     self._compare(job, meanwhile)
                 job.observer.stage("verify")
@@ -163,9 +164,10 @@ class JobWorkers:
 
     def take_statistics(self, job: JobContext, work: Job) -> None:
         """What the passes over the text give to `work`, entered in the ledger."""
-        self._driver(job, work).prepare()
+        self.driver(job, work).prepare()
 
-    def _driver(self, job: JobContext, work: Job | None = None, journal: Journal | None = None) -> Driver:
+    def driver(self, job: JobContext, work: Job | None = None, journal: Journal | None = None) -> Driver:
+        """Of a job, or of a part of its work, by these workers. `journal`: in place of the job's ledger."""
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
         scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
         cleaner = StoreCleaner(job.run_dir, [*self.always, *scored])
@@ -255,7 +257,11 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
 def _sweep(job: JobContext) -> None:
     """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
     job.ledger.sweep()
-    layers = [key for key in job.ledger.keys() if LAYER.search(key)]  # noqa: SIM118 - no mapping
-    entered = [job.ledger.get(key) for key in layers]
-    sweep_staged(job.run_dir.storage, [entry.staged for entry in entered if entry])
+    sweep_staged(job.run_dir.storage, staged_layers(job.ledger))
     sweep_scratch(job.run_dir.storage)
+
+
+def staged_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:
+    """All that entries name, of a job or of all points of a sweep."""
+    layers = [key for key in ledger.keys() if LAYER.search(key)]  # noqa: SIM118 - no mapping
+    return tuple(entry.staged for key in layers if (entry := ledger.get(key)))

@@ -9,7 +9,8 @@ import pytest
 
 from manifests.errors import CorruptError
 from pipeline.job.aside import Aside
-from pipeline.units import Compare, Forward, Unit
+from pipeline.score_units import Compare
+from pipeline.units import Forward, Unit
 
 COMPARE = Compare((), ())
 WORK: list[Unit] = [Forward("dense", 0, shard) for shard in range(2)]
