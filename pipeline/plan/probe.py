@@ -27,7 +27,7 @@ LONGEST = {"cpu": 512, "cuda": 4096}  # samples, in tokens
 SAMPLES = {"cpu": 1, "cuda": 4}
 DOUBLE_SIZE = {"cpu": 1024, "cuda": 4096}
 MOMENT_TOKENS = {"cpu": 1024, "cuda": 4096}
-STEP_SECONDS = {"cpu": 4e-4, "cuda": 1e-4}
+STEP_SECONDS = {"cpu": 6e-4, "cuda": 1e-4}
 COLUMN_SECONDS = {"cpu": 1e-5, "cuda": 2e-5}
 COPIED_BYTES = {"cpu": 2**27, "cuda": 2**30}  # more than any cache holds
 WIDENED_NUMBERS = {"cpu": 2**22, "cuda": 2**27}
@@ -110,10 +110,10 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
     double = count * 2 * size**3 / seconds
     positive = square @ square.T
     positive.diagonal().add_(size)
-    wide, square = square, square[: size // 2, : size // 2]
-    symmetric = square + square.T
+    wide, width = square, size * 3 // 4
+    symmetric = square[:width, :width] + square[:width, :width].T
     count, seconds = _repeated(lambda: torch.linalg.eigh(symmetric)[0], device)
-    eigen = count * 10 * (size // 2) ** 3 / seconds
+    eigen = count * 10 * width**3 / seconds
     count, seconds = _repeated(lambda: _solved(positive, wide), device)
     factors = count * (1 / 3 + 1) * size**3 / seconds
     numbers = torch.zeros(WIDENED_NUMBERS[kind], dtype=torch.float64, device=device)

@@ -85,7 +85,7 @@ NOMINAL_CPU = Rates(
     network=1.25 * GIGA,
     disk=1 * GIGA,
     digest=1.5 * GIGA,
-    step_s=4e-4,
+    step_s=6e-4,
     column_s=1e-5,
     workers_per_node=1,
 )

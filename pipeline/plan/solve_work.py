@@ -16,7 +16,7 @@ EIGEN_FLOPS, VALUES_FLOPS = 10.0, 4.0  # times n³: with vectors, and without, a
 ALONE, ROUND_STEPS = 512, 3  # channels of which one goes at a time; removals that a round of several waits for
 BASES = 16  # ranks of the value basis that are compared at most
 TURNS, GRADIENT_STEPS = 3, 14  # of the fit of values and o in a curve; conjugate gradients in each
-SOLVE_TURNS = 7  # of the fit in a solve, which goes on for less
+SOLVE_TURNS = 3  # of the fit in a solve: seven, where the values' rank is cut, as it is in every other layer or so
 GRADIENT_WAITS = 2  # removals of an elimination that take as long as one of those where matrices are small
 PROBED = 3  # widths of an MLP at which the activation is looked at: the smallest, the largest, and between
 PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of gate and up at each
@@ -28,7 +28,7 @@ CUT_SHARE = 0.5  # of a full rank, where ranks are not known yet
 BASIS_SHARE = 0.75  # of the values' full rank
 SWAPS = 32  # of rows, until a pivoted form's coefficients are small
 SWAPPED_BYTES = 48  # of memory for each coefficient and swap: magnitudes, the largest of them, all but one new
-WEIGHT_BYTES, MOMENT_BYTES = 128, 64  # for each number of a task's weights and moments: read, checked, in float64, back
+WEIGHT_BYTES, MOMENT_BYTES = 160, 64  # for each number of a task's weights and moments: read, checked, in float64, back
 WIDTH_BYTES = 200  # for each of D² numbers and width of an MLP's curve: two moments that grow, brought to eigenproblems
 
 

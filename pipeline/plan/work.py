@@ -36,8 +36,9 @@ from pipeline.samples import held_out_windows
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 40  # of device memory for each number: the product written, rounded in two steps, added to a float64 sum
 SCALED_BYTES = 24  # for each value: checked, widened, scaled, put in order
-SQUARED_BYTES = 24  # for each number of a gradient's moment and sample, both triangles: the product, and the sum
-FOLDED_BYTES, REDUCED_BYTES = 60, 24  # for each number of such a moment, and of its triangle, and shard
+SQUARED_BYTES = 40  # for each number of a gradient's moment and sample, both triangles: the product, and the sum
+FOLDED_BYTES, REDUCED_BYTES = 120, 24  # for each number of such a moment, and of its triangle, and shard
+BAND = 512  # rows of a moment's sum that are added at once, from the diagonal on
 SQUARES = 2048  # columns of a gradient's moment that are squares, not triangles
 COSINE_BYTES = 48  # for each hidden number: read, widened to float64, scaled, multiplied
 BACK, BACK_AGAIN = 3, 3 + 7  # forward passes that a backward pass costs; with a second: once forth, and two blocks
@@ -128,6 +129,7 @@ def layer_work(
     skipped = 2.0 * layer.hidden * layer.intermediate if any(m.point == "down.in" for m in moments) else 0.0
     sizes = [triangle_numbers(moment, layer) for moment in moments]
     weight_bytes = layer.numbers() * itemsize
+    pulled = sum(2.0 * layer.numbers(_pulled_roles(moment)) for moment in gradients)
     backward = [moment for moment in gradients if not moment.diagonal]
     gradient_samples = gradient_tokens // sequence if sequence else 0
     gradient_shards = min(calibration.shards, gradient_samples) if calibration else 0
@@ -140,13 +142,15 @@ def layer_work(
         packed_flops=tokens * packed,
         statistics_flops=tokens * (forward - skipped),
         moment_flops=float(
-            tokens * sum(moment.heads // moment.groups * 2 * triangle_numbers(moment, layer) for moment in moments)
+            tokens * sum(moment.heads // moment.groups * 2 * _banded_numbers(moment, layer) for moment in moments)
         ),
         grid_flops=float(calibration.micro_batch * sequence * forward) if calibration and moments else 0.0,
         added_bytes=float(sum(_added_bytes(moment, layer, manifest) for moment in moments)),
         cosine_bytes=float(COSINE_BYTES * tokens * layer.hidden),
         moment_bytes=8 * sum(sizes),
-        gradient_flops=float(gradient_tokens * (BACK_AGAIN if two_rounds else BACK) * forward),
+        gradient_flops=float(
+            gradient_tokens * ((BACK_AGAIN if two_rounds else BACK) * forward + (1 + two_rounds) * pulled)
+        ),
         gradient_moment_flops=float(
             gradient_tokens * (1 + two_rounds) * 2 * sum(_squared_numbers(moment, layer) for moment in backward)
         ),
@@ -180,7 +184,20 @@ def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest) ->
     rows = moment.heads // moment.groups * math.ceil(calibration.samples / calibration.shards)
     products = calibration.shards * math.ceil(rows * calibration.sequence_length / ROWS_PER_PRODUCT)
     values = SCALED_BYTES * tokens * moment.heads * moment_width(moment, geometry)
-    return float(ADDED_BYTES * triangle_numbers(moment, geometry) * products + values)
+    return float(ADDED_BYTES * _banded_numbers(moment, geometry) * products + values)
+
+
+def _banded_numbers(moment: Moment, geometry: LayerGeometry) -> int:
+    """Numbers of a moment's sum while it is added: a triangle, and what bands have beyond the diagonal."""
+    width = moment_width(moment, geometry)
+    if moment.diagonal:
+        return moment.groups * width
+    return moment.groups * sum(min(BAND, width - start) * (width - start) for start in range(0, width, BAND))
+
+
+def _pulled_roles(moment: Moment) -> tuple[str, ...]:
+    """Through whose weights the gradient is taken back to their input."""
+    return tuple(moment.point.removeprefix("pull:").split("+")) if moment.point.startswith("pull:") else ()
 
 
 def _squared_numbers(moment: Moment, geometry: LayerGeometry) -> float:

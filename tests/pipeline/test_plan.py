@@ -13,9 +13,10 @@ import torch
 
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
+from pipeline.kernels import exact_sums, moments
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan import probe
+from pipeline.plan import probe, work
 from pipeline.plan.__main__ import main
 from pipeline.plan.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes
 from pipeline.plan.phases import WORKERS_SECONDS, Pass, phase_seconds, solve_seconds
@@ -108,9 +109,10 @@ def test_what_following_the_loss_takes() -> None:
     assert _solve_bytes(mlp, llama().layers[0], 2) == 4 * square + 2 * 65_536 * 48 + 3 * 80 * 48 * (8 + 2)
     one = layer_work(job, llama(), tasks, 2, gradient_tokens=100)
     forward = 2 * LAYER + 2 * 32 * 64
-    assert one.gradient_flops == 100 * 3 * forward
+    through = 2 * 48 * (64 + 32)
+    assert one.gradient_flops == 100 * (3 * forward + through)
     assert one.gradient_moment_flops == 100 * 2 * 3 * 48 * 48  # one block of columns: a square
-    assert one.gradient_moved_bytes == (24 * 3 + (60 + 12) * 3) * 3 * 48 * 48  # of three samples, a shard each
+    assert one.gradient_moved_bytes == (40 * 3 + (120 + 12) * 3) * 3 * 48 * 48  # of three samples, a shard each
     assert one.held_out_flops == (32 * forward, 32 * forward)
     kept = layer_work(job, llama(), tasks, 2, kept=0.75)
     assert kept.held_out_flops == pytest.approx((32 * forward, 32 * (forward - 0.5 * LAYER)))
@@ -139,7 +141,10 @@ def test_what_following_the_loss_takes() -> None:
     assert (one.curves[1].pieces, one.curves[1].begun.flops if one.curves[1].begun else None) == (8, begun)
     again = manifest({"method": "loss_aware", "rounds": 2, "correct": "output"}, keep=0.8, calibration=dense)
     two = layer_work(again, llama(), claim_tasks(build_methods(again), llama()), 2, gradient_tokens=100)
-    assert (two.gradient_flops, two.gradient_moment_flops) == (100 * 10 * forward, 2 * one.gradient_moment_flops)
+    assert (two.gradient_flops, two.gradient_moment_flops) == (
+        100 * (10 * forward + 2 * through),
+        2 * one.gradient_moment_flops,
+    )
     assert len(two.curves) == len(two.solves) == 2 * len(one.curves)
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
     short = forward - 2 * 3 * 48 * 80
@@ -382,7 +387,18 @@ def test_rates_are_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
     """What is assumed is as it stands."""
     monkeypatch.setattr(probe, "PROBE_SECONDS", 0.01)
     found = measured_rates(torch.device("cpu"), torch.float32, 1, 3, LayerShape(300, 200, 64, 256, 128))
-    measured = (found.products, found.backward, found.moments, found.factors, found.single, found.double, found.eigen, found.memory, found.link, found.digest)
+    measured = (
+        found.products,
+        found.backward,
+        found.moments,
+        found.factors,
+        found.single,
+        found.double,
+        found.eigen,
+        found.memory,
+        found.link,
+        found.digest,
+    )
     assert min(measured) > 1e6
     assert (found.disk, found.workers_per_node) == (probe.DISK, 3)
 
@@ -393,6 +409,10 @@ def test_what_is_measured_is_a_layer_of_the_job_s_shape_or_a_narrower_one() -> N
     assert LayerShape(8192, 28672, 4096, 8192, 1024).at_most(2048, 512) == LayerShape(2048, 7168, 512, 2048, 256)
     assert LayerShape(1000, 10, 7, 1000, 200).at_most(2048, 512) == LayerShape(960, 10, 7, 960, 192)
     assert LayerShape(8, 10, 7, 8, 8).at_most(2048, 512) == LayerShape(64, 10, 7, 64, 64)
+
+
+def test_sums_are_counted_as_they_are_added() -> None:
+    assert (work.BAND, work.ROWS_PER_PRODUCT) == (exact_sums.BAND, moments.ROWS_PER_PRODUCT)
 
 
 def test_workers_that_were_measured_at_a_time_are_averaged() -> None:
