@@ -68,12 +68,14 @@ class Failure:
 
 @dataclass
 class Simulated:
-    """What came of it: seconds in all, of workers by kind of unit, and of transfers by where."""
+    """What came of it: seconds in all, of workers by kind of unit, of transfers by where, and when the last unit of a
+    kind was done."""
 
     seconds: float = 0.0
     workers: int = 1
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     transfers: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ended: dict[str, float] = field(default_factory=dict)
     done_again: int = 0
 
     @property
@@ -190,7 +192,7 @@ class _Run:
 
     def _finish(self, name: str, now: float) -> None:
         self.done.add(name)
-        self.result.seconds = now
+        self.result.seconds = self.result.ended[self.units[name].kind] = now
         for members in self.sums.values():
             members -= {member for member in members if self.units[member].summed == name}
         for reader in self.readers[name]:
