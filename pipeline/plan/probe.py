@@ -159,8 +159,11 @@ def _moment_rate(device: torch.device, dtype: torch.dtype, shape: LayerShape) ->
     tokens = MOMENT_TOKENS[device.type]
     exact = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     values_TF = torch.ones(1, tokens, shape.intermediate, dtype=dtype if exact else torch.float, device=device)
-    summed = {"out_dtype": torch.float} if exact else {}
-    count, seconds = _repeated(lambda: torch.bmm(values_TF.mT, values_TF, **summed), device)
+
+    def product() -> Tensor:
+        return torch.bmm(values_TF.mT, values_TF, torch.float) if exact else torch.bmm(values_TF.mT, values_TF)
+
+    count, seconds = _repeated(product, device)
     return count * 2 * tokens * shape.intermediate**2 / seconds
 
 
@@ -216,7 +219,8 @@ class _Layer:
         return values_BHSd * self.angles_Sd + torch.cat((-second, first), dim=-1) * self.angles_Sd
 
     def _heads(self, read_BSD: Tensor, weight: Tensor) -> Tensor:
-        return functional.linear(read_BSD, weight).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        heads_BHSd: Tensor = functional.linear(read_BSD, weight).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        return heads_BHSd
 
     def _through(self, inputs_BSD: Tensor) -> Tensor:
         read_BSD = self._normed(inputs_BSD)

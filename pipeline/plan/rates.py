@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 TERA, GIGA = 1e12, 1e9
-OPERATIONS = ("products", "backward", "moments", "single", "double", "factors", "eigen")  # the rates that count them
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,19 @@ class Rates:
     column_s: float
     workers_per_node: int
     device_bytes: float = float("inf")
+
+    def with_operations(self, rate: float) -> Rates:
+        """All products, factors and eigenproblems at one rate."""
+        return replace(
+            self,
+            products=rate,
+            backward=rate,
+            moments=rate,
+            single=rate,
+            double=rate,
+            factors=rate,
+            eigen=rate,
+        )
 
     def report(self) -> dict[str, float]:
         """As JSON, which has no infinity."""
