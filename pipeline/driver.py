@@ -204,6 +204,8 @@ class Driver:
     def _measure(self) -> None:
         """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
         pending = [layer for layer in layers_of(self.job.measures) if self.journal.get(measured_key(layer)) is None]
+        if not pending:
+            return
         self.observer.phase("measure", len(pending), _groups(self.job.measures, pending))
         while pending:
             batch, pending = self.steps.batch(pending)
@@ -215,6 +217,8 @@ class Driver:
     def _predict(self) -> None:
         """What each size of a group costs the loss, a batch of layers at a time; one entry for each layer."""
         pending = [layer for layer in layers_of(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
+        if not pending:
+            return
         self.observer.phase("curves", len(pending), _groups(self.job.predicts, pending))
         while pending:
             batch, pending = self.steps.batch(pending)
