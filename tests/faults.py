@@ -41,7 +41,11 @@ class Proxy:
             def log_message(self, *_: Any) -> None:
                 """Says nothing."""
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(ThreadingHTTPServer):
+            def handle_error(self, *_: Any) -> None:
+                """Says nothing: clients are killed."""
+
+        server = Server(("127.0.0.1", 0), Handler)
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
