@@ -3,10 +3,10 @@
     python -m tools.soak.bucket_kills [--kills N] [--ray N] [--faults SHARE] [--seed S] [--server URL]
 
 Killed are: the process that is driver and worker, at a request that is done or is not, or at any time; with Ray the
-driver, a worker, the raylet, or all. Meanwhile that share of all requests gets a 500, a 503, no answer, half an answer,
-or is done and its answer lost. Each life goes on where the last one was cut; what is committed in the end is compared
-with a job on this disk that nobody disturbed, byte for byte, and then another begins in an empty place. Without
-`--server`, moto's runs on loopback. Prints what happened; exits 1 if bytes differ or a job fails.
+driver, a worker, the raylet, or all. Meanwhile that share of all requests gets a 500, a 503, no answer, half an answer
+or a slow one, or is done and its answer lost. Each life goes on where the last one was cut; what is committed in the
+end is compared with a job on this disk that nobody disturbed, byte for byte, and then another begins in an empty place.
+Without `--server`, moto's runs on loopback. Prints what happened; exits 1 if bytes differ or a job fails.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.end_to_end.jobs import Job
 from tests.faults import Proxy
 from tools.soak.kills import strike
 
-FAULTS = ("500", "503", "silent", "lost", "cut")
+FAULTS = ("500", "503", "silent", "lost", "cut", "slow")
 SAYS_WHERE = ("compression.json", "README.md", ".lamina.lock")  # they name the model's place
 REQUESTS = {"at a request": "silent", "behind a request": "lost"}  # killed there; what the server then does
 LIFE_REQUESTS = 400  # a job's, about
