@@ -300,7 +300,8 @@ def test_every_request_fails_once(fault: str, bucket: Bucket, proxy: Proxy, monk
         monkeypatch.setattr(bucket_client, patience, "1s")
 
     def once(method: str, path: str, nth: int) -> str | None:
-        if (method, path) in seen or (fault in ("cut", "slow") and method != "GET"):
+        begins_parts = method == "POST" and path.endswith("uploads=")  # whose answer obstore alone hears
+        if (method, path) in seen or (fault == "slow" and method != "GET") or (fault == "cut" and begins_parts):
             return None
         seen.add((method, path))
         return None if fault == "late" and len(seen) % 4 else fault  # a second each
@@ -326,7 +327,7 @@ def test_every_request_fails_once(fault: str, bucket: Bucket, proxy: Proxy, monk
     assert bucket.names() == ["a", "b", "copy", "large", "lock"]
     bucket.delete(["a", "lock"])
     assert bucket.files() == ["b", "copy", "large"]
-    assert len(seen) >= (5 if fault in ("cut", "slow") else 12)
+    assert len(seen) >= (5 if fault == "slow" else 12)
     assert sum(request[2] is not None for request in proxy.requests) == len(seen) // (4 if fault == "late" else 1)
 
 
