@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,7 @@ def asked_rates(manifest: Manifest, geometry: Geometry, dtype: torch.dtype, aske
     measured = measured_rates(torch.device("cpu"), dtype, workers.cpus, workers.max, shape)
     if asked.tflops is None:
         return measured
-    rate = asked.tflops * 1e12
-    return replace(measured, products=rate, single=rate, double=rate, eigen=rate)
+    return measured.with_operations(asked.tflops * 1e12)
 
 
 def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:

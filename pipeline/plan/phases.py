@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from pipeline.plan.rates import Rates
 from pipeline.plan.rounding_work import round_seconds
-from pipeline.plan.work import LayerWork, SolveWork
+from pipeline.plan.solve_work import SolveWork
+from pipeline.plan.work import LayerWork
 
 START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
 WORKERS_SECONDS = 6.0  # of these, the workers': again for each model that is evaluated
@@ -70,16 +71,28 @@ def forward_seconds(work: LayerWork, rates: Rates, way: Pass, *, packed: bool = 
 
 def statistics_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     """The moments of all tokens on one worker, with the part of the forward pass that they need."""
-    moments = work.moment_flops / rates.products + work.added_bytes / rates.memory
+    moments = work.moment_flops / rates.moments + work.added_bytes / rates.memory
     if way.compressed:
         return work.statistics_flops / rates.products + moments
     return forward_seconds(work, rates, way) + moments + work.cosine_bytes / rates.memory
 
 
+def grid_seconds(work: LayerWork, rates: Rates) -> float:
+    """Until a layer's grids are chosen, before its shards go through it."""
+    return work.grid_flops / rates.products
+
+
+def gradient_seconds(work: LayerWork, rates: Rates) -> float:
+    """All samples back through a layer on one worker, and their moments."""
+    moments = work.gradient_moment_flops / rates.moments + work.gradient_moved_bytes / rates.memory
+    return work.gradient_flops / rates.backward + moments
+
+
 def solve_seconds(solve: SolveWork, rates: Rates) -> float:
     """One task on one worker."""
-    products = solve.flops - solve.eigen_flops
-    seconds = products / rates.double + solve.eigen_flops / rates.eigen
+    products = solve.flops - solve.eigen_flops - solve.factor_flops
+    seconds = products / rates.double + solve.eigen_flops / rates.eigen + solve.factor_flops / rates.factors
+    seconds += solve.moved_bytes / rates.memory
     return seconds + solve.sample_flops / rates.products + solve.steps * rates.step_s
 
 
@@ -135,7 +148,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     reading = read_seconds(work, rates, way, shared=False)  # each node reads each layer
     shared, passing_on = read_seconds(work, rates, way), pass_on_seconds(work, rates, way)
     forward = max(forward_seconds(work, rates, way) * way.rounds, shared, passing_on)
-    statistics = statistics_seconds(work, rates, way) * way.rounds
+    statistics = statistics_seconds(work, rates, way) * way.rounds + grid_seconds(work, rates)
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
     found = {"digests": digest_seconds(work, rates, way), "start": START_SECONDS}
@@ -166,7 +179,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.correction_flops:  # a layer at a time, and what has become of it written at each point
         found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
     if work.gradient_flops:
-        computing = work.gradient_flops / rates.products * way.rounds_of(way.gradient_shards)
+        computing = gradient_seconds(work, rates) * way.rounds_of(way.gradient_shards)
         summing = work.gradient_bytes * way.gradient_shards / rates.link / min(3, way.workers)  # three large moments
         found["gradient"] = layers * (max(computing, again) + summing)
     if work.curves:

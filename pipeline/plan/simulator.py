@@ -23,6 +23,7 @@ from pipeline.plan.phases import (
     digest_seconds,
     fetch_seconds,
     forward_seconds,
+    grid_seconds,
     pass_on_seconds,
     read_seconds,
     reread_seconds,
@@ -67,12 +68,14 @@ class Failure:
 
 @dataclass
 class Simulated:
-    """What came of it: seconds in all, of workers by kind of unit, and of transfers by where."""
+    """What came of it: seconds in all, of workers by kind of unit, of transfers by where, and when the last unit of a
+    kind was done."""
 
     seconds: float = 0.0
     workers: int = 1
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     transfers: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ended: dict[str, float] = field(default_factory=dict)
     done_again: int = 0
 
     @property
@@ -189,7 +192,7 @@ class _Run:
 
     def _finish(self, name: str, now: float) -> None:
         self.done.add(name)
-        self.result.seconds = now
+        self.result.seconds = self.result.ended[self.units[name].kind] = now
         for members in self.sums.values():
             members -= {member for member in members if self.units[member].summed == name}
         for reader in self.readers[name]:
@@ -232,6 +235,10 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
         yield from _reads("statistics", layer, work, rates, way, shared=not way.compressed)
         added, collected = f"add {layer}", f"collected {layer}"
         seconds = statistics_seconds(work, rates, way)
+        if work.grid_flops:
+            waits = (*before, f"read statistics {layer} 0")
+            yield Unit(f"grids {layer}", "statistics", grid_seconds(work, rates), waits)
+            before = (f"grids {layer}",)
         forward = yield from _forward("statistics", layer, seconds, before, rates, way, added)
         collects = tuple(f"collect {layer} {worker}" for worker in range(way.workers))
         for worker, name in enumerate(collects):
