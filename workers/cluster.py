@@ -196,8 +196,8 @@ class _BareNode(ray_node.Node):
         """No dashboard, and no jobs are submitted."""
 
     def start_raylet(self, *arguments: Any) -> None:
-        """With agents that do nothing."""
-        start_process = services.start_ray_process
+        """With agents that do nothing; Ray would import the dashboard's libraries to find out whether it can."""
+        start_process, why_not = services.start_ray_process, ray_utils.get_dashboard_dependency_error
 
         def start(command: list[str], *others: Any, **options: Any) -> Any:
             stripped = [part.partition("=")[0] + "=cat" if part.startswith(AGENTS) else part for part in command]
@@ -207,10 +207,11 @@ class _BareNode(ray_node.Node):
             port_name = getattr(_raylet, f"{name}_PORT_NAME")
             _raylet.persist_port(self._session_dir, self._node_id, port_name, -1)  # type: ignore[attr-defined]
         services.start_ray_process = start
+        ray_utils.get_dashboard_dependency_error = lambda: ImportError("no dashboard is started")
         try:
             super().start_raylet(*arguments)
         finally:
-            services.start_ray_process = start_process
+            services.start_ray_process, ray_utils.get_dashboard_dependency_error = start_process, why_not
 
 
 @contextmanager
