@@ -32,6 +32,7 @@ from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.plan.probe import LayerShape, mean_rates, measured_rates
 from pipeline.plan.rates import Rates
+from workers.memory import map_large_tensors
 
 LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 1.0  # how soon a signal is noticed
@@ -233,7 +234,10 @@ def probe_workers(workers: Workers, dtype: torch.dtype, shape: LayerShape) -> Ra
     """
 
     class Probe:
-        """As a worker, of the same size."""
+        """As a worker, of the same size, whose tensors get their memory in the same way."""
+
+        def __init__(self) -> None:
+            map_large_tensors()
 
         def node(self) -> str:
             """Where it is, when all is imported."""

@@ -9,7 +9,15 @@ import itertools
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
-from pipeline.plan.phases import THREADS, Pass, compare_seconds, gradient_seconds, solve_seconds, verify_seconds
+from pipeline.plan.phases import (
+    THREADS,
+    Pass,
+    compare_seconds,
+    gradient_seconds,
+    held_out_seconds,
+    solve_seconds,
+    verify_seconds,
+)
 from pipeline.plan.rates import Rates
 from pipeline.plan.solve_work import SolveWork
 from pipeline.plan.work import LayerWork
@@ -55,7 +63,7 @@ def last_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...])
         if model == "compressed":
             after = (*after, *checked)
         for layer in range(way.layers):
-            kind, seconds = f"held-out {model}", flops / rates.single
+            kind, seconds = f"held-out {model}", held_out_seconds(flops, work, rates, way)
             yield from _reads(kind, layer, stored[model], rates, way, after)
             first = FORGOTTEN * (1 + (model == "compressed"))
             shards = way.held_out_shards

@@ -13,6 +13,7 @@ from pipeline.plan.work import LayerWork
 
 START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
 WORKERS_SECONDS = 6.0  # of these, the workers': again for each model that is evaluated
+ASSEMBLE_SECONDS = 0.5  # besides the last layer: what is not of layers, the model's description, its code
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 THREADS = 16  # of the driver, that take digests
@@ -29,6 +30,7 @@ class Pass:
         compressed: whether layers go on with the compressed one's outputs.
         offload: whether hidden states leave the device between layers.
         cached: whether what was read or stored once is still in the nodes' memory (page cache) when it is read again.
+        every: layers between two commits of hidden states; 0: not known yet, or so many that they take little.
         gradient_shards, held_out_shards: those of the backward pass's samples, and of held-out text.
     """
 
@@ -41,6 +43,7 @@ class Pass:
     cached: bool = False
     gradient_shards: int = 1
     held_out_shards: int = 1
+    every: int = 0
 
     @property
     def rounds(self) -> float:
@@ -66,7 +69,19 @@ def forward_seconds(work: LayerWork, rates: Rates, way: Pass, *, packed: bool = 
     `packed`: through what has become of the layer.
     """
     copied = BYTES_OF_READING * work.hidden_bytes / rates.link if way.offload else 0.0
-    return max((work.packed_flops if packed else work.forward_flops) / rates.products, copied)
+    computed = (work.packed_flops if packed else work.forward_flops) / rates.products
+    return max(computed, copied) + commit_seconds(rates, way, way.shards)
+
+
+def commit_seconds(rates: Rates, way: Pass, shards: int) -> float:
+    """Of all commits of hidden states at a layer, on one worker, but for their bytes."""
+    return shards * rates.commit_s / way.every if way.every else 0.0
+
+
+def held_out_seconds(flops: float, work: LayerWork, rates: Rates, way: Pass) -> float:
+    """All held-out text through a layer on one worker, or as much on several, each of which builds it."""
+    building = way.workers * work.built_bytes / rates.memory
+    return flops / rates.single + building + commit_seconds(rates, way, way.held_out_shards)
 
 
 def statistics_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -189,7 +204,9 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
     written = 0.0 if way.cached else work.written_bytes / rates.disk
-    dense, packed = (flops / rates.single * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops)
+    dense, packed = (
+        held_out_seconds(flops, work, rates, way) * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops
+    )
     scoring = (max(dense, again), max(packed, written)) if any(work.held_out_flops) else (0.0, 0.0)
     if work.compare_flops:  # by one worker, while others take the dense model's held-out text
         meanwhile = scoring[0] if way.workers > 1 else 0.0
@@ -197,7 +214,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     found["verify"] = verify_seconds(work, rates)
     if any(scoring):
         found["held-out"] = layers * sum(scoring)
-    found["assemble"] = work.written_bytes / rates.disk
+    found["assemble"] = ASSEMBLE_SECONDS + work.written_bytes / rates.disk
     return found
 
 
@@ -227,7 +244,8 @@ def compare_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     rate = rates.link if way.cached else rates.disk
     shared = way.workers > 1 and any(work.held_out_flops)
     dense = work.weight_bytes / (rates.link if shared else rate)
-    return max(dense, work.written_bytes / rate + work.compare_flops / rates.single)
+    building = 2 * work.built_bytes / rates.memory
+    return max(dense, work.written_bytes / rate + building + work.compare_flops / rates.single)
 
 
 def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:

@@ -32,7 +32,7 @@ COLUMN_SECONDS = {"cpu": 1e-5, "cuda": 2e-5}
 COPIED_BYTES = {"cpu": 2**27, "cuda": 2**30}  # more than any cache holds
 WIDENED_NUMBERS = {"cpu": 2**22, "cuda": 2**27}
 DIGESTED_BYTES = 2**24
-NETWORK, DISK = 1.25 * GIGA, 1.0 * GIGA  # assumed
+NETWORK, DISK, COMMIT_SECONDS = 1.25 * GIGA, 1.0 * GIGA, 15e-3  # assumed
 HEAD_DIM = 64
 
 
@@ -144,6 +144,7 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
         digest=digest,
         step_s=STEP_SECONDS[kind],
         column_s=COLUMN_SECONDS[kind],
+        commit_s=COMMIT_SECONDS,
         workers_per_node=workers_per_node,
     )
 

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan.phases import START_SECONDS, Pass, add_seconds, collect_seconds, phase_seconds, solve_seconds
+from pipeline.plan.phases import (
+    START_SECONDS,
+    Pass,
+    add_seconds,
+    collect_seconds,
+    held_out_seconds,
+    phase_seconds,
+    solve_seconds,
+)
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Failure, Unit, job_units, simulate
 from pipeline.plan.solve_work import SolveWork
@@ -30,6 +38,7 @@ RATES = Rates(
     digest=1e9,
     step_s=0.5,
     column_s=0.1,
+    commit_s=0.0,
     workers_per_node=2,
 )
 WORK = LayerWork(
@@ -160,7 +169,8 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
     found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
     assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.3)
     assert found.busy["curves"] == pytest.approx(16 * sum(solve_seconds(curve, rates) for curve in work.curves))
-    assert found.busy["held-out"] == pytest.approx(16 * sum(work.held_out_flops) / rates.single)
+    scored = sum(held_out_seconds(flops, work, rates, way) for flops in work.held_out_flops)
+    assert found.busy["held-out"] == pytest.approx(16 * scored)
     assert (found.busy["correct"] > 0) == (correct == "output")
 
 
