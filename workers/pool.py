@@ -25,7 +25,7 @@ from ray.exceptions import (
 )
 from ray.util import metrics
 
-from manifests.errors import InputError, Interrupted, LostInputError, WorkerError
+from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.sum_units import Collect
 from pipeline.units import BesideUnit, Forward, ShardUnit, Unit
@@ -148,9 +148,8 @@ class RayPool:
                 raise Interrupted("stopped by a signal; run the same command again to go on")
             if self.finished:
                 unit, outcome = self.finished.popleft()
-                if isinstance(outcome.error, LostInputError):
-                    outcome.error.unit = unit.key
                 if outcome.error is not None:
+                    outcome.error.unit = unit.key
                     raise outcome.error
                 return unit, outcome.result
             self._dispatch()
