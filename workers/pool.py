@@ -36,7 +36,7 @@ from workers.failures import START, Failures, failure_key
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
-from workers.placing import choose
+from workers.placing import Held, choose, held
 from workers.shortage import Shortage
 from workers.tensor_transfer import attach_handles, handle_count
 from workers.trace import unit_kind, unit_line
@@ -54,7 +54,7 @@ class _Member:
     ready: Any
     live: bool = False
     where: dict[str, Any] = field(default_factory=dict)
-    shards: set[int] = field(default_factory=set)
+    shards: set[Held] = field(default_factory=set)
     running: dict[Any, Unit] = field(default_factory=dict)
     tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
     leaving: bool = False  # gets nothing more, and ends when it is done with what it has
@@ -359,8 +359,8 @@ class RayPool:
         del self.waiting[index]
         if isinstance(unit, ShardUnit):
             for other in live:
-                other.shards.discard(unit.shard)
-            member.shards.add(unit.shard)
+                other.shards.discard(held(unit))
+            member.shards.add(held(unit))
             if isinstance(unit, Forward) and unit.sums is not None:
                 member.sums.add(unit.sums.name)
         count = handle_count(unit)

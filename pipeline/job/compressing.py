@@ -31,6 +31,7 @@ from pipeline.job.pool_around import BusyPool
 from pipeline.job.unit_log import units_logged
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.methods.registry import layers_of
+from pipeline.plan.phases import COMPARED_LAYERS
 from pipeline.plan.rates import known_rates
 from pipeline.ports import Journal
 from pipeline.repair import REPAIRS
@@ -180,16 +181,24 @@ class JobWorkers:
 
 
 def _compare(job: JobContext, layers: LayersEntered) -> Course[None]:
-    """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again."""
-    while not all(map(layers.there, range(len(layers)))):
-        yield []
-    if _is_compared(job, layers):
+    """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again.
+
+    Some layers at a time, when they are there; by one worker, as what leaves them enters the next.
+    """
+    if all(map(layers.there, range(len(layers)))) and _is_compared(job, layers):
         return
     origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
-    tokens, staged = tuple(map(tuple, ids_BS.tolist())), tuple(layers)
-    (found,) = yield [Compare(tokens, staged)]
-    figures = ComparedFigures(origin=origin, tokens=tokens, **found)
-    job.ledger.commit(COMPARED, ComparedEntry(layers=_digests(layers), compared=figures))
+    tokens, before = tuple(map(tuple, ids_BS.tolist())), None
+    figures: dict[str, Any] = {"layer_errors": (), "sketch": ()}
+    for first in range(0, len(layers), COMPARED_LAYERS):
+        stop = min(first + COMPARED_LAYERS, len(layers))
+        while not all(map(layers.there, range(first, stop))):
+            yield []
+        (done,) = yield [Compare(tokens, tuple(layers[first:stop]), first, before, head=stop == len(layers))]
+        of_all = {name: (*figures[name], *done.figures[name]) for name in ("layer_errors", "sketch")}
+        figures, before = {**done.figures, **of_all}, done.after
+    compared = ComparedFigures(origin=origin, tokens=tokens, **figures)
+    job.ledger.commit(COMPARED, ComparedEntry(layers=_digests(layers), compared=compared))
 
 
 def _is_compared(job: JobContext, layers: LayersEntered) -> bool:
