@@ -19,7 +19,7 @@ from manifests.entries import (
     RanksEntry,
 )
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord
+from manifests.records import ArrayRecord, StagedRecord
 from pipeline.compressed_walk import CompressedWalk
 from pipeline.computation import Job, RanksOf, entered_importance, entered_scores, staged_layer
 from pipeline.correction import CorrectedWalk
@@ -37,6 +37,7 @@ from pipeline.keys import (
     statistics_key,
 )
 from pipeline.layer_reading import LayerReading
+from pipeline.layer_solving import LayerSolves, solve_layers
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 from pipeline.plan.phases import AHEAD
@@ -105,7 +106,7 @@ class Driver:
         self._prepare()
         dense = self.job.propagate == "dense"
         has_moments = any(task.moments for task in self.job.tasks)
-        ranks = self._ranks()
+        ranks = self.choose_ranks()
         if any(task.corrections for task in self.job.tasks):
             CorrectedWalk(self.job, self.steps, self.cleaner, self._statistics_of, self._retain_statistics).run(ranks)
         elif dense or not has_moments:
@@ -190,7 +191,8 @@ class Driver:
 
     # -- ranks, and what they follow ---------------------------------------------------------------------------------
 
-    def _ranks(self) -> RanksOf:
+    def choose_ranks(self) -> RanksOf:
+        """Of every task, entered once; behind `prepare`."""
         entered = self.journal.get(RANKS)
         if entered is None:
             scores = entered_scores(self.job, self.steps.entry, entered_importance(self.job, self.steps.entry))
@@ -202,6 +204,8 @@ class Driver:
     def _measure(self) -> None:
         """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
         pending = [layer for layer in layers_of(self.job.measures) if self.journal.get(measured_key(layer)) is None]
+        if not pending:
+            return
         self.observer.phase("measure", len(pending), _groups(self.job.measures, pending))
         while pending:
             batch, pending = self.steps.batch(pending)
@@ -213,6 +217,8 @@ class Driver:
     def _predict(self) -> None:
         """What each size of a group costs the loss, a batch of layers at a time; one entry for each layer."""
         pending = [layer for layer in layers_of(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
+        if not pending:
+            return
         self.observer.phase("curves", len(pending), _groups(self.job.predicts, pending))
         while pending:
             batch, pending = self.steps.batch(pending)
@@ -233,30 +239,31 @@ class Driver:
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 
     def _solve_all(self, ranks: RanksOf) -> None:
-        """Layer after layer, each written and entered while others are being solved."""
-        pending = deque(layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer))
+        """Layer after layer."""
+        pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
+        if not pending:
+            return
         self.observer.phase("compress", len(pending), _groups(self.job.tasks, pending))
-        solving: deque[tuple[int, list[Solve]]] = deque()
-        writing: deque[tuple[int, list[Solve], list[SolveDone]]] = deque()
-        while pending or solving or writing:
-            while pending and len(solving) <= self.pool.size:
-                layer = pending.popleft()
-                solving.append((layer, solve_units(self.job.tasks, layer, self._dense_statistics(layer), ranks)))
-                self.steps.begin(solving[-1][1])
-            if solving:
-                layer, solves = solving.popleft()
-                writing.append((layer, solves, self.steps.results(solves)))
-                self.steps.begin(_writes(*writing[-1]))
-            while writing and (not solving or len(writing) > self.pool.size):
-                layer, solves, solutions = writing.popleft()
-                (record,) = self.steps.build_on(solutions, solves, partial(_writes, layer, solves), begun=True)
-                self.steps.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
-                if not self.job.keep_statistics:
-                    left = [*pending, *(layer for layer, _ in solving), *(layer for layer, _, _ in writing)]
-                    live = [self._dense_statistics(layer) for layer in left]
-                    self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
 
-    def _dense_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
+        def solves_of(layer: int) -> LayerSolves:
+            units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks)
+            return LayerSolves(units, partial(_writes, layer, units), partial(self._enter_solved, layer, units))
+
+        solve_layers(self.steps, pending, solves_of, self._release_statistics)
+
+    def _enter_solved(
+        self, layer: int, solves: Sequence[Solve], solutions: list[SolveDone], records: list[StagedRecord]
+    ) -> None:
+        (record,) = records
+        self.steps.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
+
+    def _release_statistics(self, left: Sequence[int]) -> None:
+        """Drops those of layers that are done, unless they are kept."""
+        if not self.job.keep_statistics:
+            live = [self.layer_statistics(layer) for layer in left]
+            self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
+
+    def layer_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
         """The moments of a layer that the dense pass and the backward pass have entered, by key."""
         values = self.steps.entry(dense_key(layer)).statistics if layer_moments(self.job.tasks, layer) else {}
         return {**values, **self._gradient_statistics(layer)}
@@ -268,7 +275,7 @@ class Driver:
         return self.steps.entry(key(layer)).statistics
 
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
-        entered = self._dense_statistics(task.layer)
+        entered = self.layer_statistics(task.layer)
         return {moment: entered[moment.key] for moment in task.moments}
 
 

@@ -16,6 +16,7 @@ import threading
 from contextlib import redirect_stdout
 from typing import Any
 
+from manifests.importing import quick_imports
 from manifests.schema import Manifest
 from pipeline.console.arguments import CONNECT_TIMEOUT_S, add_address, add_manifest, parser, read_manifest, run_command
 
@@ -36,7 +37,8 @@ def run_job(
         Interrupted: `stop` was set; resumable (exit 75).
         LaminaError: the job failed; resumable after a fix (exit 1).
     """
-    from pipeline.job import stages  # takes seconds, which --help and a wrong manifest need not
+    with quick_imports():
+        from pipeline.job import stages  # takes seconds, which --help and a wrong manifest need not
 
     with stages.open_job(manifest, fresh=fresh, stop=stop, quiet=quiet) as job:
         summary, faults = stages.finished_summary(job)

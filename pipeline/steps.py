@@ -198,12 +198,9 @@ class Steps:
 
     def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
         """Commits a compressed layer."""
-        groups = {solve.task.name: _report(solve, done) for solve, done in solved}
-        forms = write_unit(layer, solved).forms
-        rounded = {path: scheme for _, done in solved for path, scheme in done.rounded.items()}
-        entry = LayerEntry(staged=record, forms=forms, groups=groups, rounded=rounded)
+        entry = layer_entry(layer, solved, record)
         self.enter(layer_key(layer), entry)
-        self.observer.layer_done("compress", layer, groups)
+        self.observer.layer_done("compress", layer, entry.groups)
 
     def entry(self, key: Key[E]) -> E:
         """An entry that must be there. Raises CorruptError."""
@@ -232,13 +229,20 @@ def solve_units(
     ]
 
 
-def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]]) -> Write:
-    """Writes a layer of which these groups are solved."""
+def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]], of: str = "") -> Write:
+    """Writes a layer of which these groups are solved. `of`: as `Write` has it."""
     forms: dict[str, FormSpec] = {}
     for _, solution in parts:
         forms.update(solution.forms)
     roles = tuple(role for solve, _ in parts for role in solve.task.roles)
-    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms)
+    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms, of)
+
+
+def layer_entry(layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> LayerEntry:
+    """What is entered of a compressed layer."""
+    groups = {solve.task.name: _report(solve, done) for solve, done in solved}
+    rounded = {path: scheme for _, done in solved for path, scheme in done.rounded.items()}
+    return LayerEntry(staged=record, forms=write_unit(layer, solved).forms, groups=groups, rounded=rounded)
 
 
 def _report(solve: Solve, solution: SolveDone) -> GroupReport:

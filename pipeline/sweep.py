@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import InputError
+from manifests.importing import quick_imports
 from manifests.sweep import Point, Sweep
 from pipeline.console.arguments import CONNECT_TIMEOUT_S, add_address, add_manifest, parser, read_sweep, run_command
 from stores.storage import open_storage
@@ -37,10 +38,11 @@ def run_sweep(
         Interrupted: `stop` was set; resumable (exit 75).
         LaminaError: a point failed; resumable after a fix (exit 1).
     """
-    from pipeline.job import stages  # takes seconds, which --help and a wrong sweep need not
-    from pipeline.sweeping.context import open_sweep
-    from pipeline.sweeping.results import results, write_results
-    from pipeline.sweeping.solving import solve_points
+    with quick_imports():
+        from pipeline.job import stages  # takes seconds, which --help and a wrong sweep need not
+        from pipeline.sweeping.context import open_sweep
+        from pipeline.sweeping.results import results, write_results
+        from pipeline.sweeping.solving import solve_points
 
     with open_sweep(sweep, points, fresh=fresh, stop=stop, quiet=False) as opened:
         job = opened.job

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from manifests.records import ArrayRecord, FormSpec, GradientRecord, Scheme, StagedLayer
 from pipeline.methods.method import Moment, Task
-from pipeline.score_units import Score, WindowForward
+from pipeline.score_units import Compare, Score, WindowForward
 from pipeline.sum_units import Add, CheckGrids, ChooseGrids, Collect, Summed, Sums, Total
 from pipeline.unit_parts import HoldsPartials, Replaying, TakesMoments
 
@@ -252,22 +252,54 @@ class SolveDone:
 
 
 @dataclass(frozen=True)
+class SolveSizes:
+    """As `Solve`, at several sizes of which nothing was corrected; what they share is read and computed once."""
+
+    task: Task
+    sizes: tuple[Mapping[str, int], ...]
+    statistics: Mapping[Moment, ArrayRecord]
+
+    @property
+    def key(self) -> str:
+        """Names the unit in logs and results."""
+        return f"solvesizes/{self.task.key}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return len(self.sizes)
+
+
+@dataclass(frozen=True)
+class SizesSolved:
+    """What `SolveSizes` gives, size by size."""
+
+    sizes: tuple[SolveDone, ...]
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of each handle."""
+        return replace(self, sizes=tuple(done.with_handles(made) for done in self.sizes))
+
+
+@dataclass(frozen=True)
 class Write:
     """Writes one layer: the factors of its groups, by tensor name, and the rest copied from the source.
 
     Attributes:
         roles: what the groups claim; of these nothing is copied.
+        of: names the model, where several are written.
     """
 
     layer: int
     factors: tuple[Any, ...]
     roles: tuple[str, ...]
     forms: Mapping[str, FormSpec]
+    of: str = ""
 
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
-        return f"write/{self.layer}"
+        return f"write/{self.of}/{self.layer}" if self.of else f"write/{self.layer}"
 
 
 @dataclass(frozen=True)
@@ -343,53 +375,15 @@ class Predict:
         return f"predict/{self.task.key}"
 
 
-@dataclass(frozen=True)
-class Compare:
-    """The dense model and the staged layers side by side on a few tokens, some layers of them: a `CompareDone`.
-
-    Attributes:
-        tokens: ids of whole samples, all of one length.
-        staged: by layer, from `first` on, the record of the compressed one; None: it is as it was.
-        before: handle of what enters the first of these layers in both models; None: these are the first.
-        head: whether the head follows them.
-    """
-
-    tokens: tuple[tuple[int, ...], ...]
-    staged: tuple[StagedLayer | None, ...]
-    first: int = 0
-    before: Any = None
-    head: bool = True
-
-    @property
-    def key(self) -> str:
-        """Names the unit in logs and results."""
-        return f"compare/{self.first}"
-
-    @property
-    def handles(self) -> int:
-        """How many handles its result holds."""
-        return 1 - self.head
-
-
-@dataclass(frozen=True)
-class CompareDone:
-    """What there is of `manifests.records.ComparedFigures`; the handle of what leaves the last of these layers."""
-
-    figures: Mapping[str, Any]
-    after: Any = None
-
-    def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of the handle."""
-        return replace(self, after=made(self.after))
-
-
 Onward = Forward | Pair | WindowForward | Score  # takes a shard on from the inputs of a layer
 SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
 # Takes nothing that a worker computes with: done beside its other units.
 BesideUnit = ReadLayer | Collect | CheckGrids | Add | Total | Write
 CurveUnit = BeginCurve | CurvePieces | Predict
 PassUnit = Forward | Pair | Backward | WindowForward | Score | Compare
-Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | Solve | Write
+Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | Solve | SolveSizes | Write
 ShardUnit = Forward | Pair | Backward | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard
 # Its result holds handles.
-TensorUnit = ReadLayer | Forward | Pair | Backward | ChooseGrids | Collect | CheckGrids | Add | Solve | Compare
+TensorUnit = (
+    ReadLayer | Forward | Pair | Backward | ChooseGrids | Collect | CheckGrids | Add | Solve | SolveSizes | Compare
+)

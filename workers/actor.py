@@ -13,21 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-import torch
-from ray.exceptions import RayError
-from ray.util import metrics
-from torch import Tensor
+from manifests.importing import quick_imports
 
-from manifests.errors import LaminaError, LostInputError, WorkerError
-from pipeline.units import BesideUnit, ShardUnit, Unit
-from workers.config import WorkerConfig
-from workers.device_settings import settle_device
-from workers.hardware import describe_hardware, software_versions
-from workers.memory import map_large_tensors, peak_bytes
-from workers.metrics import WorkerMeters, run_name
-from workers.tensor_transfer import Handle, Packed, handle_count, pack, unpack
-from workers.worker import Worker
+with quick_imports():  # the first that a worker's process imports
+    import ray
+    import torch
+    from ray.exceptions import RayError
+    from ray.util import metrics
+    from torch import Tensor
+
+    from manifests.errors import LaminaError, LostInputError, WorkerError
+    from pipeline.units import BesideUnit, ShardUnit, Unit
+    from workers.config import WorkerConfig
+    from workers.device_settings import settle_device
+    from workers.hardware import describe_hardware, software_versions
+    from workers.memory import map_large_tensors, peak_bytes
+    from workers.metrics import WorkerMeters, run_name
+    from workers.tensor_transfer import Handle, Packed, handle_count, pack, unpack
+    from workers.worker import Worker
 
 
 class RayTransfer:

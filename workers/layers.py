@@ -23,6 +23,7 @@ from stores.staging import read_staged
 from workers.block import Block
 from workers.config import WorkerConfig
 from workers.differentiable import DifferentiableBlock
+from workers.memory import return_freed_pages
 
 T = TypeVar("T")
 Shared = Callable[[], Mapping[str, Tensor]]  # gives source tensors, by name
@@ -69,6 +70,7 @@ class LayerReader:
         if self.current is None or self.current[0] != name:
             self.current = None  # frees the device before the next layer is placed
             self.outside = self.outside if name[0] == 0 else None
+            return_freed_pages()
             with torch.inference_mode(False), torch.no_grad():  # or its tensors would not go with autograd
                 self.current = (name, build())
         return self.current[1]

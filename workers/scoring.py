@@ -28,7 +28,7 @@ from workers.embedding_and_head import embedding, head
 from workers.hidden import HiddenStates, InMemory
 from workers.layers import LayerReader
 
-ROWS_PER_LOGITS = 1024
+ROWS_PER_LOGITS = 256  # as few as a product is still fast with: what follows it stays in a cache
 LogitRows = tuple[tuple[Tensor, ...], Tensor]  # logits (T, V) of each of some models, and the tokens (T,) that came
 
 
@@ -46,8 +46,9 @@ def summed_divergence(parts: Iterable[LogitRows]) -> Scored:
     sums, count = torch.zeros(3, dtype=torch.float64), 0
     for (dense_TV, compressed_TV), target_T in parts:
         dense_TV, compressed_TV = (logits.log_softmax(dim=1) for logits in (dense_TV, compressed_TV))
-        divergence_T = (dense_TV.exp() * (dense_TV - compressed_TV)).sum(dim=1, dtype=torch.float64)
         losses = [-log_p.gather(1, target_T[:, None]).double().sum() for log_p in (dense_TV, compressed_TV)]
+        gain_TV = compressed_TV.sub_(dense_TV)  # in place: these are the largest tensors there are
+        divergence_T = -gain_TV.mul_(dense_TV.exp_()).sum(dim=1, dtype=torch.float64)
         sums += torch.stack([divergence_T.sum(), *losses]).cpu()
         count += len(target_T)
     divergence, dense_loss, compressed_loss = sums.tolist()

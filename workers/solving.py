@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,13 +11,17 @@ from torch import Tensor
 from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.family import LayerGeometry
-from pipeline.methods.method import Correcting, Group, Method, Ranks, Solution, Statistics, stored_dtype
+from pipeline.methods.method import Correcting, Group, Method, Ranks, SharingSizes, Solution, Statistics, stored_dtype
 from pipeline.methods.unchanged import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
-from pipeline.units import Write
+from pipeline.units import SolveDone, Write
 from workers.config import WorkerConfig
 from workers.tensor_transfer import TensorTransfer, get_all
+
+# Factors by their names in the checkpoint, the solution that they are of, and the schemes of rounded matrices by the
+# path of their module.
+Solved = tuple[dict[str, Tensor], Solution, dict[str, Scheme]]
 
 
 def solve_group(
@@ -29,14 +33,12 @@ def solve_group(
     ranks: Ranks,
     before: Mapping[str, Tensor],
     quantize: Quantize | None = None,
-) -> tuple[dict[str, Tensor], Solution, dict[str, Scheme]]:
-    """Factors by their names in the checkpoint, the solution that they are of, and the schemes of rounded matrices by
-    the path of their module.
+) -> Solved:
+    """One group at some ranks.
 
     `geometry`: of the group's layer. `weights`: dense, by `role.weight` / `role.bias`. `before`: the factors that the
     group's last correction gave; those of roles that this one changes are replaced.
     """
-    rounded: dict[str, Scheme] = {}
     pairs = [moment for moment in statistics.moments if moment.kind == "pair"]
     if not pairs:
         solution = method.compress(group, geometry, weights, statistics, ranks)
@@ -45,10 +47,43 @@ def solve_group(
         names = {key: geometry.tensor_name(key, group.roles) for key in weights}
         known = {key: before[name].to(weights[key].device) for key, name in names.items() if name in before}
         solution = method.correct(group, geometry, weights, statistics, ranks, known)
+    return _named(group, geometry, weights, statistics, ranks, before, quantize, solution)
+
+
+def solve_sizes(
+    method: Method,
+    group: Group,
+    geometry: LayerGeometry,
+    weights: Mapping[str, Tensor],
+    statistics: Statistics,
+    sizes: Sequence[Ranks],
+    quantize: Quantize | None = None,
+) -> Iterator[Solved]:
+    """As `solve_group` at each of some ranks, of which nothing was corrected; one after another."""
+    if isinstance(method, SharingSizes):
+        solutions = method.compress_sizes(group, geometry, weights, statistics, sizes)
+    else:
+        solutions = (method.compress(group, geometry, weights, statistics, ranks) for ranks in sizes)
+    for ranks, solution in zip(sizes, solutions, strict=True):
+        yield _named(group, geometry, weights, statistics, ranks, {}, quantize, solution)
+
+
+def _named(
+    group: Group,
+    geometry: LayerGeometry,
+    weights: Mapping[str, Tensor],
+    statistics: Statistics,
+    ranks: Ranks,
+    before: Mapping[str, Tensor],
+    quantize: Quantize | None,
+    solution: Solution,
+) -> Solved:
+    """A solution, rounded, by the checkpoint's names."""
+    rounded: dict[str, Scheme] = {}
     if quantize is not None:
         bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
         moments = statistics.moments
-        if pairs:
+        if pairs := [moment for moment in moments if moment.kind == "pair"]:
             moments, quantize = at_correction(pairs[0], moments, quantize)
         solution, schemes, _ = round_solution(solution, quantize, bits, moments, weights)
         for key, scheme in schemes.items():
@@ -60,6 +95,12 @@ def solve_group(
     if refitted := _refitted(group, geometry, weights, factors, solution):
         solution = replace(solution, report={**solution.report, "refitted": refitted})
     return factors, solution, rounded
+
+
+def handed_over(solved: Solved, transfer: TensorTransfer) -> SolveDone:
+    """With the factors where other workers have them from."""
+    factors, solution, rounded = solved
+    return SolveDone(transfer.put(factors), solution.forms, solution.report, rounded)
 
 
 def layer_tensors(write: Write, setup: WorkerConfig, transfer: TensorTransfer) -> dict[str, Tensor]:

@@ -25,15 +25,13 @@ from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Group, Measuring, Moment, Statistics
 from pipeline.methods.registry import build_methods
-from pipeline.score_units import Score, WindowForward
+from pipeline.score_units import Compare, CompareDone, Score, WindowForward
 from pipeline.sum_units import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
 from pipeline.units import (
     Backward,
     BackwardDone,
     BeginCurve,
     BesideUnit,
-    Compare,
-    CompareDone,
     CurvePieces,
     CurveUnit,
     Forward,
@@ -44,8 +42,10 @@ from pipeline.units import (
     ReadDone,
     ReadLayer,
     Reduce,
+    SizesSolved,
     Solve,
     SolveDone,
+    SolveSizes,
     Unit,
     Unwritten,
     Write,
@@ -67,7 +67,7 @@ from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.pairing import PairPass
 from workers.scoring import ScorePass
-from workers.solving import layer_tensors, solve_group
+from workers.solving import handed_over, layer_tensors, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
 from workers.tensor_transfer import TensorTransfer, get_all, get_left
 from workers.totals import Totals
@@ -124,6 +124,7 @@ class Worker:
             CurvePieces: self._curve,
             Predict: self._curve,
             Solve: self._solve,
+            SolveSizes: self._solve_sizes,
             Write: self._write,
             WindowForward: self._window_forward,
             Score: self.scores.score,
@@ -338,14 +339,19 @@ class Worker:
         return self.setup.geometry.layers[group.layer]
 
     def _solve(self, unit: Solve) -> SolveDone:
-        weights, statistics = self._group_weights(unit.task), self._statistics(unit.statistics)
         before = self.transfer.get(unit.before) if unit.before is not None else {}
-        (method, quantize), geometry = self.methods[unit.task.method], self._geometry(unit.task)
+        method, quantize = self.methods[unit.task.method]
+        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics)
         with self._computing(), tensor_cores(self.setup.dtype):
-            factors, found, rounded = solve_group(
-                method, unit.task, geometry, weights, statistics, unit.ranks, before, quantize
-            )
-        return SolveDone(self.transfer.put(factors), found.forms, found.report, rounded)
+            solved = solve_group(method, unit.task, *given, unit.ranks, before, quantize)
+        return handed_over(solved, self.transfer)
+
+    def _solve_sizes(self, unit: SolveSizes) -> SizesSolved:
+        method, quantize = self.methods[unit.task.method]
+        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics)
+        with self._computing(), tensor_cores(self.setup.dtype):
+            each = solve_sizes(method, unit.task, *given, unit.sizes, quantize)
+            return SizesSolved(tuple(handed_over(solved, self.transfer) for solved in each))
 
     def _write(self, unit: Write) -> Any:
         return write_staged(self.setup.run_dir, unit.layer, layer_tensors(unit, self.setup, self.transfer))

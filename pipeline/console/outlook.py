@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 KINDS = {  # of work, by the first word of a phase's name; others are of their own
     "importance": "products", "statistics": "products", "gradient": "products",
-    "score": "products", "evaluate": "products",
+    "score": "products", "evaluate": "products", "draft": "products",
 }  # fmt: skip
 START = "start"  # waits rather than computes: its pace tells nothing of other work, and theirs nothing of it
 
@@ -47,8 +47,16 @@ class Outlook:
         self.seen: dict[str, tuple[float, float]] = {}  # kind -> seconds taken, and foreseen
 
     def begin(self, phase: str, layers: int | None = None) -> None:
-        """A phase begins: so many layers of it, where it has layers and some are done already."""
+        """A phase begins: so many layers of it, where it has layers and some are done already.
+
+        One that is not ahead but has been comes again, with what came behind it.
+        """
         names = [ahead.phase for ahead in self.planned]
+        if layers != 0 and phase in names[: self.begun] and phase not in names[self.begun :]:
+            first = self.begun - 1 - names[: self.begun][::-1].index(phase)
+            again = self.planned[first : self.begun]
+            self.planned = (*self.planned[: self.begun], *again, *self.planned[self.begun :])
+            names = [ahead.phase for ahead in self.planned]
         self.at = names.index(phase, self.begun) if phase in names[self.begun :] else None
         self.begun = self.begun if self.at is None else self.at + 1
         self.part = 1.0 if layers is None else layers / self.layers

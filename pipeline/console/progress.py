@@ -14,10 +14,14 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from manifests.entries import GroupReport
 from pipeline.console.outlook import Outlook
 from pipeline.score_units import WindowForward
-from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Measure, Pair, Predict, Solve, Unit
+from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Measure, Pair, Predict, Solve, SolveSizes, Unit
 
 LOG = logging.getLogger("lamina")
-COUNTED: dict[str, Any] = {"measure": Measure, "curves": Predict, "compress": Solve}  # in phases without forward units
+COUNTED: dict[str, Any] = {  # in phases without forward units
+    "measure": Measure,
+    "curves": Predict,
+    "compress": Solve | SolveSizes,
+}
 SHOWN = {"walk": "compress layer by layer"}  # phases whose name says too little
 
 

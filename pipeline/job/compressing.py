@@ -35,10 +35,11 @@ from pipeline.plan.phases import COMPARED_LAYERS
 from pipeline.plan.rates import known_rates
 from pipeline.ports import Journal
 from pipeline.repair import REPAIRS
+from pipeline.score_units import Compare
 from pipeline.scoring import Scorer
 from pipeline.steps import Course
-from pipeline.units import Compare
 from stores.activations import ActivationStore
+from stores.ledger import Ledger
 from stores.run_directory import RunDirectory
 from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
@@ -131,7 +132,7 @@ class JobWorkers:
 
     def take_curves(self, job: JobContext) -> None:
         """Everything that ranks follow, entered in the ledger."""
-        self._driver(job).prepare()
+        self.driver(job).prepare()
 
     def compress(self, job: JobContext, *, compared: bool = True, scoring: Scoring[T] | None = None) -> T | None:
         """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again.
@@ -149,7 +150,7 @@ class JobWorkers:
                 if compared:
                     aside.add(_compare(job, layers))
                 scored = aside.add(scoring(job, self._scorer_aside(job, aside), layers)) if scoring else None
-                self._driver(job, journal=checks, aside=aside).run()
+                self.driver(job, journal=checks, aside=aside).run()
                 aside.finish()
                 job.observer.stage("verify")
                 with interrupting(job.stop):
@@ -162,7 +163,7 @@ class JobWorkers:
 
     def take_statistics(self, job: JobContext, work: Job) -> None:
         """What the passes over the text give to `work`, entered in the ledger."""
-        self._driver(job, work).prepare()
+        self.driver(job, work).prepare()
 
     def _scorer_aside(self, job: JobContext, aside: Aside) -> Scorer:
         """Of models that are scored while others use the workers: hidden states are committed when they do no more."""
@@ -170,9 +171,10 @@ class JobWorkers:
         layers = job.inputs.geometry.num_layers
         return Scorer(aside, job.ledger, cleaner, job.observer, layers, self.every, lambda: aside.alone)
 
-    def _driver(
+    def driver(
         self, job: JobContext, work: Job | None = None, journal: Journal | None = None, aside: Aside | None = None
     ) -> Driver:
+        """Of a job, or of a part of its work, by these workers. `journal`, `aside`: in place of its ledger, and of them."""
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
         scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
         cleaner = StoreCleaner(job.run_dir, [*self.always, *scored], lambda: aside is None or not aside.begun)
@@ -294,7 +296,11 @@ def _stored_tokens(job: JobContext) -> ArrayRecord | None:
 def _sweep(job: JobContext) -> None:
     """Removes what an interruption left before it was entered; hidden states and moments are the driver's to sweep."""
     job.ledger.sweep()
-    layers = [key for key in job.ledger.keys() if LAYER.search(key)]  # noqa: SIM118 - no mapping
-    entered = [job.ledger.get(key) for key in layers]
-    sweep_staged(job.run_dir.storage, [entry.staged for entry in entered if entry])
+    sweep_staged(job.run_dir.storage, staged_layers(job.ledger))
     sweep_scratch(job.run_dir.storage)
+
+
+def staged_layers(ledger: Ledger) -> tuple[StagedRecord, ...]:
+    """All that entries name, of a job or of all points of a sweep."""
+    layers = [key for key in ledger.keys() if LAYER.search(key)]  # noqa: SIM118 - no mapping
+    return tuple(entry.staged for key in layers if (entry := ledger.get(key)))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pipeline.console.outlook import Ahead, Outlook
 from pipeline.job.context import JobContext
 from pipeline.job.planning import gradient_tokens, pass_of
 from pipeline.plan.phases import WORKERS_SECONDS, evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
-from pipeline.plan.work import layer_work, scoring_flops
+from pipeline.plan.work import BACK, BACK_AGAIN, layer_work, scoring_flops
 
+TRIES = 4  # at a size, where the smallest one within a loss is sought, about
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
 def job_outlook(job: JobContext, rates: Rates) -> Outlook:
-    """What is ahead of a job that begins; of one whose phases come several times, nothing is told. Of a sweep see
+    """What is ahead of a job that begins, with `TRIES` at a size where one is sought. Of a sweep see
     `pipeline.sweeping.planning.sweep_outlook`."""
     inputs, manifest = job.inputs, job.manifest
-    if job.points or inputs.max_loss is not None or any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods):
+    if job.points:
         return Outlook()
     geometry, tasks = inputs.geometry, inputs.tasks
     tokens = gradient_tokens(manifest, geometry, tasks)
@@ -33,13 +36,30 @@ def job_outlook(job: JobContext, rates: Rates) -> Outlook:
     first = "importance" if way.compressed else "statistics"
     planned = [("start", seconds["start"])]
     planned += [(first, seconds[first])] if first in seconds and has_moments else []
-    planned += [(name, seconds[name]) for name in ("gradient", "curves") if name in seconds]
-    planned += solving
-    if job.held_out is not None and "held-out" in seconds:
-        planned += [(f"score {name}", seconds["held-out"] / 2) for name in ("held-out-dense", "held-out")]
+    if any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods):
+        planned += _draft(seconds)
+        solving = [(name, amount / 2) for name, amount in solving]
+        planned += [("curves", seconds["curves"] / 2)] if "curves" in seconds else []
+    else:
+        planned += [(name, seconds[name]) for name in ("gradient", "curves") if name in seconds]
+    of_model = seconds.get("held-out", 0.0) / 2
+    scored = job.held_out is not None and of_model > 0.0
+    for number in range(1 if inputs.max_loss is None else TRIES):
+        planned += solving
+        if scored:
+            planned += [(f"score {name}", of_model) for name in ("held-out-dense", "held-out")[number > 0 :]]
     planned.append(("assemble", seconds["assemble"]))
     if job.evaluation is not None and manifest.evaluation.perplexity is not None:
         flops = job.evaluation.numel() * scoring_flops(geometry, job.evaluation.shape[-1])
         scoring = evaluate_seconds(flops, rates, way.workers)
         planned += [("start", WORKERS_SECONDS), ("evaluate", scoring)] * (1 + manifest.evaluation.perplexity.dense)
     return Outlook([Ahead(*phase) for phase in planned], geometry.num_layers)
+
+
+def _draft(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The first of two rounds, and the gradients of the second. All that comes twice is half of what both take."""
+    gradient = seconds["gradient"] / BACK_AGAIN
+    curves = [("curves", seconds["curves"] / 2)] if "curves" in seconds else []
+    solving = (seconds["solve"] + seconds.get("round", 0.0)) / 2
+    forth, back = ("draft", gradient), ("gradient", (BACK_AGAIN - BACK - 1) * gradient)
+    return [("gradient", BACK * gradient), *curves, ("compress", solving), forth, back]

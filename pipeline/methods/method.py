@@ -6,7 +6,7 @@ Legend: D hidden, F features of a tap, G groups, L layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -307,6 +307,22 @@ class Dividing(Predicting, Protocol):
 
     def join_curve(self, group: Group, geometry: LayerGeometry, begun: Any, pieces: Sequence[Any]) -> Curve:
         """The curve, from all pieces in order."""
+        ...
+
+
+@runtime_checkable
+class SharingSizes(Protocol):
+    """A method that computes once what several sizes of a group share, with the bytes that `compress` gives each."""
+
+    def compress_sizes(
+        self,
+        group: Group,
+        geometry: LayerGeometry,
+        weights: Weights,
+        statistics: Statistics,
+        sizes: Sequence[Ranks],
+    ) -> Iterator[Solution]:
+        """As `compress`, for one of `sizes` after another."""
         ...
 
 

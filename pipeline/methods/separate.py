@@ -6,6 +6,7 @@ docs/methods.md#baselines. Legend: m outputs, D inputs of a weight, F features o
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -70,7 +71,16 @@ class SeparateMethod(MethodBase[E]):
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """first (r, D) and second (m, r) of each weight; biases, and weights beyond `rank_limit`, as they are."""
+        return next(self.compress_sizes(group, geometry, weights, statistics, [ranks]))
+
+    def compress_sizes(
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, sizes: Sequence[Ranks]
+    ) -> Iterator[Solution]:
+        """As `compress`; the roots of the inputs are taken once."""
         roots = self.roots(statistics.moments[group.moments[0]][0]) if self.needs_inputs else None
+        return (self._cut(weights, roots, ranks) for ranks in sizes)
+
+    def _cut(self, weights: Weights, roots: InputRoots | None, ranks: Ranks) -> Solution:
         tensors: dict[str, Tensor] = {}
         forms: dict[str, FormSpec] = {}
         report: dict[str, Any] = {}

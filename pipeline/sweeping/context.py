@@ -28,6 +28,7 @@ from pipeline.job.inputs import check_copied
 from pipeline.job.ledger_entries import check_entries
 from pipeline.keys import POINTS, RESULT, SOURCE
 from pipeline.plan.estimate import make_plan
+from pipeline.sweeping.planning import run_dir_bytes
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, shared_inputs
 from stores.run_directory import SWEEP, RunDirectory
 from stores.storage import open_storage
@@ -100,7 +101,7 @@ def open_sweep(
     run_dir = RunDirectory(inputs.manifest.run_dir)
     plan = make_plan(inputs.manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
     with ExitStack() as stack:
-        run_dir.prepare(plan.run_dir_bytes)
+        run_dir.prepare(run_dir_bytes(swept, plan))
         locks = [stack.enter_context(run_dir.lock)]
         source_files = inputs.source.file_digests(run_dir.ledger.get(SOURCE) or {})
         if source_files != run_dir.ledger.get(SOURCE):

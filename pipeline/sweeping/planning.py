@@ -18,7 +18,7 @@ from pipeline.plan.estimate import Plan, make_plan
 from pipeline.plan.phases import evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import layer_work, scoring_flops
-from pipeline.sweeping.points import SweptPoint, read_points, shared_inputs
+from pipeline.sweeping.points import SweptPoint, read_points, series_of, shared_inputs
 
 SHARED = ("start", "statistics", "reduce", "gradient")  # once, whatever the points
 
@@ -47,6 +47,7 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[
     plan = _plan(shared)
     plan = replace(
         plan,
+        run_dir_bytes=run_dir_bytes(swept, plan),
         output_bytes=sum(row["output_bytes"] for row in rows),
         solve_flops=sum(_plan(point.inputs).solve_flops for point in swept),
         read_bytes=plan.read_bytes + (len(rows) - 1) * shared.geometry.decoder_numbers() * shared.dtype.itemsize,
@@ -63,19 +64,26 @@ def sweep_outlook(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) 
     names = ("start", "statistics", "gradient")
     planned = [Ahead(name, whole[name]) for name in names if name in whole]
     planned += [Ahead("score evaluation-dense", whole["evaluate"])] if "evaluate" in whole else []
-    curved = set()
-    for place, point in enumerate(pending):
-        seconds, series = _seconds(point.inputs, job.evaluation, rates), point.point.series
-        if point.curves_digest not in curved and "curves" in seconds:
-            planned.append(Ahead("curves", seconds["curves"], series))
-        curved.add(point.curves_digest)
-        planned.append(Ahead("compress", seconds["solve"], series))
-        if job.held_out is not None:
-            of_model = seconds.get("held-out", 0.0) / 2
-            planned += [Ahead(f"score {name}", of_model) for name in ("held-out-dense", "held-out")[place > 0 :]]
-        planned += [Ahead("score evaluation", seconds["evaluate"])] if "evaluate" in seconds else []
-        planned += [Ahead("assemble", seconds["assemble"])] if point.point.save else []
+    curved: set[str] = set()
+    for series in series_of(pending):
+        name, each = series[0].point.series, [_seconds(point.inputs, job.evaluation, rates) for point in series]
+        if series[0].curves_digest not in curved and "curves" in each[0]:
+            planned.append(Ahead("curves", each[0]["curves"], name))
+        curved.add(series[0].curves_digest)
+        planned.append(Ahead("compress", sum(seconds["solve"] for seconds in each), name))
+        for point, seconds in zip(series, each, strict=True):
+            if job.held_out is not None:
+                models = ("held-out-dense", "held-out")[point is not pending[0] :]
+                planned += [Ahead(f"score {model}", seconds.get("held-out", 0.0) / 2) for model in models]
+            planned += [Ahead("score evaluation", seconds["evaluate"])] if "evaluate" in seconds else []
+            planned += [Ahead("assemble", seconds["assemble"])] if point.point.save else []
     return Outlook(planned, job.inputs.geometry.num_layers)
+
+
+def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
+    """Stored in the run directory at a time; `plan`: of what the points share, with the layers of the largest one."""
+    staged = max(sum(_plan(point.inputs).output_bytes for point in series) for series in series_of(swept))
+    return plan.run_dir_bytes + max(0, staged - plan.output_bytes)
 
 
 def _seconds(inputs: Inputs, evaluation: torch.Tensor | None, rates: Rates) -> dict[str, float]:

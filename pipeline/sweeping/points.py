@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from manifests.errors import InputError
@@ -20,6 +21,7 @@ from pipeline.samples import gradient_samples
 from stores.ledger import Ledger, LedgerPart
 from stores.source import SourceCheckpoint
 
+MOST_TOGETHER = 8  # points: the layers of all of them are staged at once
 SHARED = ("dense", "gradient", "tokens", "held_out", "hardware", "source")  # kinds of entries
 
 
@@ -94,6 +96,15 @@ def _check_points(
         swept.append(SweptPoint(point, inputs, first, _digest(fields), _digest(sizeless)))
         first += len(inputs.methods)
     return tuple(swept)
+
+
+def series_of(points: Sequence[SweptPoint]) -> list[tuple[SweptPoint, ...]]:
+    """The points in their order, those together that are alike but for their size."""
+    found: list[tuple[SweptPoint, ...]] = []
+    for _, alike in groupby(points, key=lambda point: point.curves_digest):
+        series = tuple(alike)
+        found += [series[start : start + MOST_TOGETHER] for start in range(0, len(series), MOST_TOGETHER)]
+    return found
 
 
 def shared_inputs(swept: Sequence[SweptPoint], output: str) -> SharedInputs:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.job.pool_around import BusyPool, PoolAround
 from pipeline.sweeping.points import shifted
-from pipeline.units import BeginCurve, CurvePieces, Measure, Predict, Solve, Unit
+from pipeline.units import BeginCurve, CurvePieces, Measure, Predict, Solve, SolveSizes, Unit
 
 
 class PointPool(PoolAround):
@@ -35,4 +35,4 @@ class PointPool(PoolAround):
         self.given.clear()
 
 
-OF_TASKS = (Measure, BeginCurve, CurvePieces, Predict, Solve)
+OF_TASKS = (Measure, BeginCurve, CurvePieces, Predict, Solve, SolveSizes)

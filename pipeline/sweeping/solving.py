@@ -1,9 +1,11 @@
-"""Every point of a sweep: one pass over the text for all, then one after another is solved, scored and entered."""
+"""Every point of a sweep: one pass over the text for all; those alike but for their size are solved together; one after
+another is scored and entered."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from pipeline.checkpoint.counting import count, stored_tensors
 from pipeline.computation import entered_scores, staged_layer
 from pipeline.console.signals import catch_signals
 from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS
-from pipeline.job.compressing import JobWorkers, StoreCleaner, assemble_output, job_workers
+from pipeline.job.compressing import JobWorkers, StoreCleaner, assemble_output, job_workers, staged_layers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
@@ -29,8 +31,9 @@ from pipeline.ranks.curves import predicted_loss
 from pipeline.score_units import Scored, Windows
 from pipeline.sweeping.context import SweepContext
 from pipeline.sweeping.planning import sweep_outlook
-from pipeline.sweeping.points import SweptPoint
+from pipeline.sweeping.points import SweptPoint, series_of
 from pipeline.sweeping.pool import PointPool
+from pipeline.sweeping.together import stage_together
 
 DENSE, COMPRESSED = "evaluation-dense", "evaluation"  # as the ledger names what is scored
 PASSING = (  # what a point leaves when it is entered
@@ -53,10 +56,16 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
         job.observer.expect(sweep_outlook(pending, job, known_rates(device)))
         _take_statistics(job, pending, workers)
         windows = _score_dense(job, workers)
-        for place, point in enumerate(pending, start=1):
-            job.observer.say(f"point {place} of {len(pending)}: {point.point.label}")
-            catch_signals(job.stop)
-            _solve(sweep, point, workers, windows)
+        place = 0
+        for series in series_of(pending):
+            took_s = _stage(sweep, series, workers)
+            for number, point in enumerate(series, start=1):
+                place += 1
+                job.observer.say(f"point {place} of {len(pending)}: {point.point.label}")
+                catch_signals(job.stop)
+                _solve(sweep, point, workers, windows, took_s / len(series))
+                waiting = [record for other in series[number:] for record in staged_layers(sweep.of(other).ledger)]
+                StoreCleaner(job.run_dir, workers.always).retain_staged(tuple(waiting))
 
 
 def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWorkers) -> None:
@@ -109,11 +118,28 @@ def _stored_windows(job: JobContext, workers: JobWorkers) -> ArrayRecord:
     return entered.tokens
 
 
-def _solve(sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows: Windows | None) -> None:
+def _stage(sweep: SweepContext, series: Sequence[SweptPoint], workers: JobWorkers) -> float:
+    """The layers of points that share their solves; the seconds that they took."""
+    started = time.monotonic()
+    for point in series:
+        job = sweep.of(point)
+        check_entries(job.ledger, driver_job(job.inputs), job.inputs.config)
+    if len(series) > 1:
+        stage_together(sweep, series, _workers_of(series[0], workers))
+    return time.monotonic() - started
+
+
+def _workers_of(point: SweptPoint, workers: JobWorkers) -> JobWorkers:
+    """What a point is scored on is not committed on the way: killed, it is scored again."""
+    return JobWorkers(PointPool(workers.pool, point.first), workers.always, point.inputs.geometry.num_layers + 1)
+
+
+def _solve(
+    sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows: Windows | None, shared_s: float
+) -> None:
+    """`shared_s`: the point's part of the seconds that solving it with others took."""
     job, started = sweep.of(point), time.monotonic()
-    check_entries(job.ledger, driver_job(job.inputs), job.inputs.config)
-    # What a point is scored on is not committed on the way: killed, it is scored again.
-    own = JobWorkers(PointPool(workers.pool, point.first), workers.always, job.inputs.geometry.num_layers + 1)
+    own = _workers_of(point, workers)
     scored = _compress_and_score(job, own, windows, compared=point.point.save)
     tensors, forms = stored_tensors(job.inputs, job.ledger)
     compression = assemble_output(job) if point.point.save else None
@@ -124,14 +150,13 @@ def _solve(sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows:
         loss=scored.loss / scored.tokens if scored else None,
         held_out=job.ledger.get(HELD_OUT_SCORE),
         predicted=_predicted(job),
-        seconds=time.monotonic() - started,
+        seconds=shared_s + time.monotonic() - started,
         output=job.output if compression else None,
         seal=compression[SEAL] if compression else None,
     )
     job.ledger.commit(RESULT, entry)
     for key in (key for kind in PASSING for key in job.ledger.keys(kind)):
         job.ledger.retract(key)
-    StoreCleaner(job.run_dir, workers.always).retain_staged(())
     job.observer.say(result_line(point.point.label, entry))
 
 

@@ -20,6 +20,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "dense": {"calibration.propagate": "dense"},
     "data-free": {"methods": [{"method": "lorc"}], "calibration": None, "budget.keep": 0.9},
     "by loss": {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"},
+    "two rounds": {"methods": [{"method": "loss_aware", "rounds": 2}], "calibration.propagate": "dense"},
+    "within a loss": {
+        "methods": [{"method": "loss_aware"}],
+        "calibration.propagate": "dense",
+        "budget": {"max_loss": 0.4},
+    },
     "corrected": {"methods": [{"method": "loss_aware", "correct": "output"}], "calibration.propagate": "dense"},
 }
 
@@ -45,9 +51,3 @@ def test_phases_come_as_they_are_planned(
     assert outlook.begun == len(outlook.planned), outlook.planned
     assert {ahead.phase for ahead in outlook.planned} == set(observer.seconds) - ALONE
     assert all(ahead.seconds > 0 for ahead in outlook.planned)
-
-
-def test_phases_that_come_several_times_are_not_foretold(job: Callable[..., Job], inline: None) -> None:
-    ended = job(methods=[{"method": "loss_aware", "rounds": 2}], **{"calibration.propagate": "dense"}).run()
-    assert ended.code == 0
-    assert ", job " not in ended.err

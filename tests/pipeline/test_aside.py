@@ -15,10 +15,10 @@ from pipeline.driver import Driver
 from pipeline.job.aside import Aside
 from pipeline.methods.method import Task
 from pipeline.methods.registry import layers_of
-from pipeline.score_units import Scored, WindowForward, Windows
+from pipeline.score_units import Compare, Scored, WindowForward, Windows
 from pipeline.scoring import Scorer
 from pipeline.steps import Course
-from pipeline.units import Compare, Forward, Solve, Unit, Write
+from pipeline.units import Forward, Solve, Unit, Write
 from tests.pipeline.simulation import (
     JOBS,
     Killed,

@@ -78,6 +78,16 @@ def test_what_an_earlier_run_did_is_not_counted_as_pace() -> None:
     assert outlook.left(20.0, 0.5) == pytest.approx(20.0 + 25.0 / 12.5 * 13.0)
 
 
+def test_a_phase_that_comes_again_brings_what_came_behind_it() -> None:
+    """One more try at a size, which takes what the one before took: solves as planned, the score twice as long."""
+    outlook = Outlook(ahead(("compress", 10.0), ("score held-out", 4.0), ("assemble", 7.0)), layers=8)
+    for phase, seconds in (("compress", 10.0), ("score held-out", 8.0), ("compress", 10.0)):
+        outlook.begin(phase, 8)
+        outlook.end(seconds)
+    outlook.begin("score held-out", 8)
+    assert outlook.left(4.0, 0.5) == pytest.approx(4.0 + (30.0 + 2.0) / (20.0 + 6.0) * 7.0)
+
+
 def test_a_phase_that_was_not_planned_tells_nothing() -> None:
     outlook = Outlook(PLANNED, layers=8)
     outlook.begin("verify")

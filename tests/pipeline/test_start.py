@@ -63,12 +63,16 @@ def test_help_status_and_a_wrong_manifest_import_nothing_heavy(tmp_path: Path) -
 @pytest.mark.slow
 def test_workers_and_the_driver_import_nothing_that_only_rare_paths_need() -> None:
     """Each does so once a job; a worker besides nothing that is the driver's alone."""
-    program = "import sys, json, workers.actor; there = list(sys.modules); import pipeline.job.stages\n"
-    program += "print(json.dumps([there, list(sys.modules)]))"
+    program = "import sys, json, torch, workers.actor\n"
+    program += "from lamina.decoder_layer_lamina import LayersConfig, make_embedding\n"
+    program += "with torch.device('meta'): make_embedding(LayersConfig())\n"
+    program += "there = list(sys.modules); import pipeline.job.stages\n"
+    program += "print(json.dumps([there, list(sys.modules)]))\n"
+    program += "from transformers import AutoConfig; assert AutoConfig.for_model('lamina').model_type == 'lamina'"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     worker, driver = map(set, json.loads(ended.stdout))
     assert {"workers.worker", "pipeline.methods.registry"} <= worker
     assert set(OF_THE_DRIVER) <= driver
     assert driver.isdisjoint(RARE)
     assert driver.isdisjoint(MODELS)
-    assert worker.isdisjoint(OF_THE_DRIVER)
+    assert worker.isdisjoint((*OF_THE_DRIVER, "transformers.models"))

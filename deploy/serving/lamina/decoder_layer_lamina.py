@@ -68,7 +68,16 @@ def make_norm(config: LayersConfig) -> nn.Module:
     return LaminaRMSNorm(config.hidden_size, config.norm_eps, config.block["norm_offset"])
 
 
-class ScaledEmbedding(nn.Embedding):
+class Embedding(nn.Embedding):
+    """torch's; on the meta device, where torch imports sympy for a second to draw no numbers, it draws none."""
+
+    def reset_parameters(self) -> None:
+        """As torch does."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class ScaledEmbedding(Embedding):
     """Embeddings (…, D) of token ids (…), times `embed_scale` in the weight's dtype."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, embed_scale: float) -> None:
@@ -84,13 +93,13 @@ def make_embedding(config: LayersConfig) -> nn.Embedding:
     """The table (V, D) of token embeddings, scaled where the block says so."""
     scale, width = config.block["embed_scale"], config.hidden_size
     if scale is None:
-        return nn.Embedding(config.vocab_size, width)
+        return Embedding(config.vocab_size, width)
     return ScaledEmbedding(config.vocab_size, width, width**0.5 if scale == "sqrt(hidden_size)" else float(scale))
 
 
 def make_positions(config: LayersConfig) -> nn.Embedding:
     """The table of learned positions, (offset + longest sequence, D)."""
-    return nn.Embedding(config.max_position_embeddings + config.block["positions"]["offset"], config.hidden_size)
+    return Embedding(config.max_position_embeddings + config.block["positions"]["offset"], config.hidden_size)
 
 
 def make_head(config: LayersConfig) -> nn.Linear:

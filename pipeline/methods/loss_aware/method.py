@@ -5,7 +5,7 @@ docs/methods.md#loss-aware.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -118,6 +118,14 @@ class LossAwareMethod(MethodBase[LossAware]):
     ) -> Solution:
         """Dispatches on the group; see the modules beside."""
         return PARTS[group.name].solve(self.entry, geometry, weights, statistics, ranks)
+
+    def compress_sizes(
+        self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, sizes: Sequence[Ranks]
+    ) -> Iterator[Solution]:
+        """As `compress`; of an MLP, see `mlp.solve_sizes`."""
+        if group.name == "mlp":
+            return mlp.solve_sizes(self.entry, geometry, weights, statistics, sizes)
+        return (self.compress(group, geometry, weights, statistics, ranks) for ranks in sizes)
 
     def correct(
         self,

@@ -22,6 +22,7 @@ from pipeline.methods.loss_aware.mlp_solver import (
     HIDDEN,
     INPUT,
     METRIC,
+    REMEMBERED_BYTES,
     WIDTH,
     Solver,
     bias_numbers,
@@ -178,11 +179,25 @@ def solve(
     entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, ranks: Ranks
 ) -> Solution:
     """Prunes to `width`, refits down, then cuts gate/up and down to their ranks."""
-    width = ranks[WIDTH]
+    return next(solve_sizes(entry, geometry, weights, found, [ranks]))
+
+
+def solve_sizes(
+    entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics, sizes: Sequence[Ranks]
+) -> Iterator[Solution]:
+    """As `solve`, one size after another: channels are eliminated down to the least width, and what the dense MLP gives
+    of the sample is computed, once."""
+    remembered_bytes = REMEMBERED_BYTES if len(sizes) > 1 else 0
+    least = min(ranks[WIDTH] for ranks in sizes)
+    solver = Solver(entry, geometry, weights, found, least, remembered_bytes=remembered_bytes)
+    return (_solution(solver, ranks) for ranks in sizes)
+
+
+def _solution(solver: Solver, ranks: Ranks) -> Solution:
+    entry, geometry, width = solver.entry, solver.geometry, ranks[WIDTH]
     upper, lower = reader_stack(entry, geometry, width), down_stack(entry, geometry, width)
     if width >= geometry.intermediate and ranks[GATE_UP] >= upper.full and ranks[DOWN] >= lower.full:
-        return Solution(dict(weights), {}, {"dense": True})
-    solver = Solver(entry, geometry, weights, found, width)
+        return Solution(dict(solver.weights), {}, {"dense": True})
     kept = solver.kept(width)
     read = solver.read(kept, ranks)
     refit_Dk, report = solver.refit(kept)

@@ -45,6 +45,7 @@ PROBED = 3  # widths at which these are looked at: the smallest, the largest, an
 TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sample
 BATCH = 4096  # tokens that pass the MLP at a time
 LEAST_PROBE = 2048  # tokens
+REMEMBERED_BYTES = 2**27  # of the outputs of a sample, where several sizes are fitted to them
 
 
 def readers(geometry: LayerGeometry) -> tuple[str, ...]:
@@ -76,9 +77,12 @@ class Solver:
         found: Statistics,
         least: int,
         order: Sequence[int] | None = None,
+        remembered_bytes: int = 0,
     ) -> None:
         """`least`: the smallest width that is asked for. `order`: the channels, those that stay longest first, where an
-        elimination down to it has told that."""
+        elimination down to it has told that. `remembered_bytes`: of the sample's outputs, for sizes to come."""
+        self.remembered_bytes = remembered_bytes
+        self._outputs: dict[tuple[int, int], Tensor] = {}  # by the first token of a part, and how many are fitted
         self.order, self.least = order, least
         self.entry, self.geometry, self.weights = entry, geometry, weights
         self.by_loss = entry.weighting == "loss"
@@ -235,10 +239,19 @@ class Solver:
                 part_TD = self.sample_TD[start : start + BATCH]
                 chosen = evenly_spread(start, len(part_TD), len(self.sample_TD), tokens)
                 part_TD = part_TD[chosen.to(part_TD.device)]
-                hidden_TN = self._hidden(part_TD, self._whole)
-                yield hidden_TN @ self.weights["down.weight"].to(hidden_TN.dtype).T, self._hidden(part_TD, cut)
+                yield self._targets(start, tokens, part_TD), self._hidden(part_TD, cut)
 
         return refit(pairs(), self.refit(kept_k)[0])
+
+    def _targets(self, start: int, tokens: int, part_TD: Tensor) -> Tensor:
+        """What the dense MLP gives of a part of the sample; kept for another size, if all of it is small."""
+        if (known := self._outputs.get((start, tokens))) is not None:
+            return known
+        hidden_TN = self._hidden(part_TD, self._whole)
+        targets_TD = hidden_TN @ self.weights["down.weight"].to(hidden_TN.dtype).T
+        if tokens * part_TD.shape[1] * part_TD.itemsize <= self.remembered_bytes:
+            self._outputs[start, tokens] = targets_TD
+        return targets_TD
 
     def fitted_tokens(self, width: int) -> int:
         """Of the sample, on which so many channels are fitted."""

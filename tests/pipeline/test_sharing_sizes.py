@@ -1,0 +1,56 @@
+"""Several sizes of a group, solved one after another from what they share: the bytes of each by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.methods import ASVD, SVD, SVDLLM, LossAware
+from pipeline.methods.asvd import ASVDMethod
+from pipeline.methods.loss_aware.method import LossAwareMethod
+from pipeline.methods.method import Group, Ranks, SharingSizes, Statistics
+from pipeline.methods.svd import SVDMethod
+from pipeline.methods.svd_llm import SVDLLMMethod
+from pipeline.ranks.curves import from_columns
+from tests.pipeline.geometries import llama
+from tests.pipeline.loss_aware_weights import make_statistics, make_weights
+from workers.solving import Solved, solve_group, solve_sizes
+
+WHERE = llama("gqa")
+METHODS = {
+    "svd": SVDMethod(SVD(method="svd")),
+    "asvd": ASVDMethod(ASVD(method="asvd")),
+    "svd_llm": SVDLLMMethod(SVDLLM(method="svd_llm")),
+    "loss_aware": LossAwareMethod(LossAware(method="loss_aware")),
+}
+
+
+def sizes_of(method: Any, group: Group, weights: dict[str, torch.Tensor], statistics: Statistics) -> list[Ranks]:
+    """From large to small, and one of them twice."""
+    if method.name == "loss_aware":
+        points = from_columns(method.curve(group, WHERE.layers[0], weights, statistics))
+        ranks: list[Ranks] = [point.ranks for point in reversed(points)]
+        return [*ranks[:: max(1, len(ranks) // 6)], ranks[1]]
+    return [dict.fromkeys(group.roles, rank) for rank in (9, 5, 3, 5)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_has_the_bytes_that_it_has_alone(name: str) -> None:
+    method = METHODS[name]
+    assert isinstance(method, SharingSizes)
+    for group in (group for group in method.claims(WHERE) if group.layer == 0):
+        weights, statistics = make_weights(WHERE, group.roles), make_statistics(WHERE, group)
+        sizes = sizes_of(method, group, weights, statistics)
+        alone = [solve_group(method, group, WHERE.layers[0], weights, statistics, ranks, {}) for ranks in sizes]
+        shared = solve_sizes(method, group, WHERE.layers[0], weights, statistics, sizes)
+        for expected, found in zip(alone, shared, strict=True):
+            assert same(found, expected)
+
+
+def same(found: Solved, expected: Solved) -> bool:
+    """Tensors, forms and figures, to the bit."""
+    (factors, solution, _), (others, other, _) = found, expected
+    tensors = factors.keys() == others.keys() and all(torch.equal(factors[name], others[name]) for name in others)
+    return tensors and (solution.forms, solution.report) == (other.forms, other.report)
