@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 from manifests.errors import CorruptError, LaminaError, LostInputError
 from pipeline.job.pool_around import BusyPool, PoolAround
 from pipeline.steps import Course
-from pipeline.units import BesideUnit, Solve, SolveSizes, Unit, Write
+from pipeline.units import BesideUnit, SolveUnit, Unit, Write
 
-LEAVES_WORKERS = Solve | SolveSizes | Write  # few at a time, and longer than what is done aside
+LEAVES_WORKERS = SolveUnit | Write  # few at a time, and longer than what is done aside
 DEPTH = 2  # units of its own for each worker, when nothing else is under way
 T = TypeVar("T")
 

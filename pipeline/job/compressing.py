@@ -174,7 +174,7 @@ class JobWorkers:
     def driver(
         self, job: JobContext, work: Job | None = None, journal: Journal | None = None, aside: Aside | None = None
     ) -> Driver:
-        """Of a job, or of a part of its work, by these workers. `journal`, `aside`: in place of its ledger, and of them."""
+        """Of a job, or of a part of its work. `journal`, `aside`: in place of its ledger, and of these workers."""
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
         scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
         cleaner = StoreCleaner(job.run_dir, [*self.always, *scored], lambda: aside is None or not aside.begun)
