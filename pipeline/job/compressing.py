@@ -152,6 +152,7 @@ class JobWorkers:
                 scored = aside.add(scoring(job, self._scorer_aside(job, aside), layers)) if scoring else None
                 self.driver(job, journal=checks, aside=aside).run()
                 aside.finish()
+                self._cleaner(job).retain_activations(())
                 job.observer.stage("verify")
                 with interrupting(job.stop):
                     damaged = checks.damaged()
@@ -175,11 +176,14 @@ class JobWorkers:
         self, job: JobContext, work: Job | None = None, journal: Journal | None = None, aside: Aside | None = None
     ) -> Driver:
         """Of a job, or of a part of its work. `journal`, `aside`: in place of its ledger, and of these workers."""
-        entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
-        scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
-        cleaner = StoreCleaner(job.run_dir, [*self.always, *scored], lambda: aside is None or not aside.begun)
+        cleaner = self._cleaner(job, lambda: aside is None or not aside.begun)
         work = replace(work or driver_job(job.inputs), every=self.every)
         return Driver(work, aside or self.pool, journal or job.ledger, cleaner, job.observer)
+
+    def _cleaner(self, job: JobContext, alone: Callable[[], bool] = lambda: True) -> StoreCleaner:
+        entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
+        scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
+        return StoreCleaner(job.run_dir, [*self.always, *scored], alone)
 
 
 def _compare(job: JobContext, layers: LayersEntered) -> Course[None]:
