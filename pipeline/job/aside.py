@@ -69,7 +69,8 @@ class Coursing(Generic[T]):
 class Aside(PoolAround):
     """A pool whose workers do units of other courses while those that it is given leave some of them idle.
 
-    That is while none is waited for but `LEAVES_WORKERS`, and fewer of them compute than there are workers.
+    That is while none is waited for but `LEAVES_WORKERS`, and fewer of them compute than there are workers; one alone
+    is left to its own.
     """
 
     def __init__(self, whole: BusyPool) -> None:
@@ -158,6 +159,6 @@ class Aside(PoolAround):
         mine = sum(len(coursing.under_way) for coursing in self.courses)
         if self.alone:
             return mine < DEPTH * max(1, self.size)
-        if not all(isinstance(unit, LEAVES_WORKERS) for unit in self.others.values()):
+        if self.size < 2 or not all(isinstance(unit, LEAVES_WORKERS) for unit in self.others.values()):
             return False
         return mine + sum(not isinstance(unit, BesideUnit) for unit in self.others.values()) < self.size

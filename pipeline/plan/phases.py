@@ -180,7 +180,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     comparing = layers * compare_seconds(work, rates, way) if work.compare_flops else 0.0
     held_out = layers * (max(dense, again) + max(packed, written)) if any(work.held_out_flops) else 0.0
     every = sum(solves) + (0.0 if work.correction_flops else len(solves) * getting)
-    idle = max(0.0, found["solve"] - layers * every / way.workers)
+    idle = max(0.0, found["solve"] - layers * every / way.workers) if way.workers > 1 else 0.0
     left = max(0.0, held_out + (comparing / way.workers if way.workers > 1 else 0.0) - idle)
     if comparing:
         found["compare"] = comparing if way.workers == 1 else max(0.0, comparing - found["solve"] - left)

@@ -186,7 +186,7 @@ class _Run:
         return self._choose_of(self.ready_aside, worker) if chosen is None and self._leaves_workers() else chosen
 
     def _leaves_workers(self) -> bool:
-        if not self.ready_aside:
+        if not self.ready_aside or (self.result.workers == 1 and any(self.seen.values())):
             return False
         waited_for = {kind for kind, count in self.waited_for.items() if count and kind not in UNSEEN}
         return waited_for <= LEAVE_WORKERS and (bool(waited_for) or not any(self.seen.values()))
