@@ -12,6 +12,7 @@ from pipeline.plan.rates import Rates
 from pipeline.plan.work import BACK, BACK_AGAIN, layer_work, scoring_flops
 
 TRIES = 4  # at a size, where the smallest one within a loss is sought, about
+OUTPUT_SECONDS = 1.5  # for the record, the card and the modelling files, whatever the size
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
@@ -48,7 +49,7 @@ def job_outlook(job: JobContext, rates: Rates) -> Outlook:
         planned += solving
         if scored:
             planned += [(f"score {name}", of_model) for name in ("held-out-dense", "held-out")[number > 0 :]]
-    planned.append(("assemble", seconds["assemble"]))
+    planned.append(("assemble", OUTPUT_SECONDS + seconds["assemble"]))
     if job.evaluation is not None and manifest.evaluation.perplexity is not None:
         flops = job.evaluation.numel() * scoring_flops(geometry, job.evaluation.shape[-1])
         scoring = evaluate_seconds(flops, rates, way.workers)

@@ -16,7 +16,8 @@ from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
 from pipeline.methods.rounded_size import rounded_numbers, scope_numbers
-from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops, moment_width, solve_work
+from pipeline.plan.solve_work import moment_width, solve_work
+from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray

@@ -9,9 +9,19 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
-from pipeline.plan.phases import COMPARED_LAYERS, THREADS, Pass, compare_seconds, solve_seconds, verify_seconds
+from pipeline.plan.phases import (
+    COMPARED_LAYERS,
+    THREADS,
+    Pass,
+    compare_seconds,
+    gradient_seconds,
+    held_out_seconds,
+    solve_seconds,
+    verify_seconds,
+)
 from pipeline.plan.rates import Rates
-from pipeline.plan.work import LayerWork, SolveWork
+from pipeline.plan.solve_work import SolveWork
+from pipeline.plan.work import LayerWork
 
 FORGOTTEN = 1_000_000  # more than there are shards: workers forget those of a model before the next is scored
 CORRECTED = 5  # passes of both layers: to each of four points, and to the end
@@ -63,7 +73,7 @@ def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str])
                 kind,
                 "held-out",
                 layer,
-                flops / rates.single,
+                held_out_seconds(flops, work, rates, way),
                 way.held_out_shards,
                 after,
                 rates,
@@ -100,7 +110,7 @@ def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, 
 
 def _gradients(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
     """The layers in reverse; what each shard has summed goes to one worker a moment, before the next layer."""
-    seconds, given = work.gradient_flops / rates.products, work.gradient_bytes * way.gradient_shards / rates.link
+    seconds, given = gradient_seconds(work, rates), work.gradient_bytes * way.gradient_shards / rates.link
     moments = max(1, min(3, way.workers))
     for layer in range(way.layers):  # counted from the last
         yield from _reads("gradient", layer, work.weight_bytes, rates, way, after)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from pipeline.plan.rates import Rates
 from pipeline.plan.rounding_work import round_seconds
-from pipeline.plan.work import LayerWork, SolveWork
+from pipeline.plan.solve_work import SolveWork
+from pipeline.plan.work import LayerWork
 
 START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
 WORKERS_SECONDS = 6.0  # of these, the workers': again for each model that is evaluated
+ASSEMBLE_SECONDS = 0.5  # besides the last layer: what is not of layers, the model's description, its code
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 THREADS = 16  # of the driver, that take digests
@@ -29,6 +31,7 @@ class Pass:
         compressed: whether layers go on with the compressed one's outputs.
         offload: whether hidden states leave the device between layers.
         cached: whether what was read or stored once is still in the nodes' memory (page cache) when it is read again.
+        every: layers between two commits of hidden states; 0: not known yet, or so many that they take little.
         gradient_shards, held_out_shards: those of the backward pass's samples, and of held-out text.
     """
 
@@ -41,6 +44,7 @@ class Pass:
     cached: bool = False
     gradient_shards: int = 1
     held_out_shards: int = 1
+    every: int = 0
 
     @property
     def rounds(self) -> float:
@@ -66,21 +70,45 @@ def forward_seconds(work: LayerWork, rates: Rates, way: Pass, *, packed: bool = 
     `packed`: through what has become of the layer.
     """
     copied = BYTES_OF_READING * work.hidden_bytes / rates.link if way.offload else 0.0
-    return max((work.packed_flops if packed else work.forward_flops) / rates.products, copied)
+    computed = (work.packed_flops if packed else work.forward_flops) / rates.products
+    return max(computed, copied) + commit_seconds(rates, way, way.shards)
+
+
+def commit_seconds(rates: Rates, way: Pass, shards: int) -> float:
+    """Of all commits of hidden states at a layer, on one worker, but for their bytes."""
+    return shards * rates.commit_s / way.every if way.every else 0.0
+
+
+def held_out_seconds(flops: float, work: LayerWork, rates: Rates, way: Pass) -> float:
+    """All held-out text through a layer on one worker, or as much on several, each of which builds it."""
+    building = way.workers * work.built_bytes / rates.memory
+    return flops / rates.single + building + commit_seconds(rates, way, way.held_out_shards)
 
 
 def statistics_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     """The moments of all tokens on one worker, with the part of the forward pass that they need."""
-    moments = work.moment_flops / rates.products + work.added_bytes / rates.memory
+    moments = work.moment_flops / rates.moments + work.added_bytes / rates.memory
     if way.compressed:
         return work.statistics_flops / rates.products + moments
     return forward_seconds(work, rates, way) + moments + work.cosine_bytes / rates.memory
 
 
+def grid_seconds(work: LayerWork, rates: Rates) -> float:
+    """Until a layer's grids are chosen, before its shards go through it."""
+    return work.grid_flops / rates.products
+
+
+def gradient_seconds(work: LayerWork, rates: Rates) -> float:
+    """All samples back through a layer on one worker, and their moments."""
+    moments = work.gradient_moment_flops / rates.moments + work.gradient_moved_bytes / rates.memory
+    return work.gradient_flops / rates.backward + moments
+
+
 def solve_seconds(solve: SolveWork, rates: Rates) -> float:
     """One task on one worker."""
-    products = solve.flops - solve.eigen_flops
-    seconds = products / rates.double + solve.eigen_flops / rates.eigen
+    products = solve.flops - solve.eigen_flops - solve.factor_flops
+    seconds = products / rates.double + solve.eigen_flops / rates.eigen + solve.factor_flops / rates.factors
+    seconds += solve.moved_bytes / rates.memory
     return seconds + solve.sample_flops / rates.products + solve.steps * rates.step_s
 
 
@@ -136,7 +164,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     reading = read_seconds(work, rates, way, shared=False)  # each node reads each layer
     shared, passing_on = read_seconds(work, rates, way), pass_on_seconds(work, rates, way)
     forward = max(forward_seconds(work, rates, way) * way.rounds, shared, passing_on)
-    statistics = statistics_seconds(work, rates, way) * way.rounds
+    statistics = statistics_seconds(work, rates, way) * way.rounds + grid_seconds(work, rates)
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
     getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
@@ -165,7 +193,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.correction_flops:  # a layer at a time, and what has become of it written at each point
         found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
     if work.gradient_flops:
-        computing = work.gradient_flops / rates.products * way.rounds_of(way.gradient_shards)
+        computing = gradient_seconds(work, rates) * way.rounds_of(way.gradient_shards)
         summing = work.gradient_bytes * way.gradient_shards / rates.link / min(3, way.workers)  # three large moments
         found["gradient"] = layers * (max(computing, again) + summing)
     if work.curves:
@@ -175,7 +203,9 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
     written = 0.0 if way.cached else work.written_bytes / rates.disk
-    dense, packed = (flops / rates.single * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops)
+    dense, packed = (
+        held_out_seconds(flops, work, rates, way) * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops
+    )
     # Workers that solves leave idle go through held-out text, and one of them through both models side by side.
     comparing = layers * compare_seconds(work, rates, way) if work.compare_flops else 0.0
     held_out = layers * (max(dense, again) + max(packed, written)) if any(work.held_out_flops) else 0.0
@@ -187,7 +217,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     found["verify"] = verify_seconds(work, rates)
     if held_out:
         found["held-out"] = left
-    found["assemble"] = work.written_bytes / rates.disk
+    found["assemble"] = ASSEMBLE_SECONDS + work.written_bytes / rates.disk
     return found
 
 
@@ -217,7 +247,8 @@ def compare_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     rate = rates.link if way.cached else rates.disk
     shared = way.workers > 1 and any(work.held_out_flops)
     dense = work.weight_bytes / (rates.link if shared else rate)
-    return max(dense, work.written_bytes / rate + work.compare_flops / rates.single)
+    building = 2 * work.built_bytes / rates.memory
+    return max(dense, work.written_bytes / rate + building + work.compare_flops / rates.single)
 
 
 def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:

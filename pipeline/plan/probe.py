@@ -1,4 +1,5 @@
-"""What a worker does in a second, measured: a layer's forward pass, float64 products and eigenproblems, copies.
+"""What a worker does in a second, measured: a layer's forward and backward pass, products of moments, float64 products,
+factors and eigenproblems, elementwise work and copies.
 
 Legend: T tokens, B samples, S sequence, D hidden, N intermediate, H heads, d head_dim.
 """
@@ -14,43 +15,58 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.plan.rates import GIGA, Rates
 
-PROBE_SECONDS = 0.2
-LARGEST_HIDDEN = {"cpu": 1024, "cuda": 8192}  # of the layer that is measured; larger ones go at its rate
+PROBE_SECONDS = 0.15
+LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # of the layer that is measured; larger ones go at its rate
 LONGEST = {"cpu": 512, "cuda": 4096}  # samples, in tokens
 SAMPLES = {"cpu": 1, "cuda": 4}
 DOUBLE_SIZE = {"cpu": 1024, "cuda": 4096}
-STEP_SECONDS = {"cpu": 5e-5, "cuda": 1e-4}
-COPIED_BYTES = {"cpu": 2**28, "cuda": 2**30}  # more than any cache holds
+MOMENT_TOKENS = {"cpu": 1024, "cuda": 4096}
+STEP_SECONDS = {"cpu": 6e-4, "cuda": 1e-4}
+COLUMN_SECONDS = {"cpu": 1e-5, "cuda": 2e-5}
+COPIED_BYTES = {"cpu": 2**27, "cuda": 2**30}  # more than any cache holds
+WIDENED_NUMBERS = {"cpu": 2**22, "cuda": 2**27}
 DIGESTED_BYTES = 2**24
-NETWORK, DISK = 1.25 * GIGA, 1.0 * GIGA  # assumed
+NETWORK, DISK, COMMIT_SECONDS = 1.25 * GIGA, 1.0 * GIGA, 15e-3  # assumed
 HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Of the layers that a job goes through."""
+    """Of the layers that a job goes through. `features`: of all query heads; `read_features`: of keys, or of values."""
 
     hidden: int = 1024
     intermediate: int = 2816
     sequence: int = 256
+    features: int = 1024
+    read_features: int = 1024
 
     @classmethod
     def of(cls, geometry: Geometry, manifest: Manifest) -> LayerShape:
         """Of a model, with the samples of a job."""
-        widest = max(layer.intermediate for layer in geometry.layers)
+        widest = max(geometry.layers, key=lambda layer: layer.intermediate)
         calibration = manifest.calibration
-        return cls(geometry.hidden, widest, calibration.sequence_length if calibration else cls.sequence)
+        sequence = calibration.sequence_length if calibration else cls.sequence
+        features, read = (heads * widest.head_dim for heads in (widest.heads, widest.kv_heads))
+        return cls(geometry.hidden, widest.intermediate, sequence, features, read)
 
     def at_most(self, hidden: int, length: int) -> LayerShape:
-        """Narrowed as a whole, and on shorter samples."""
+        """Narrowed as a whole, in heads of 64, and on shorter samples."""
         share = min(1.0, hidden / self.hidden)
-        narrowed = max(HEAD_DIM, int(share * self.hidden) // HEAD_DIM * HEAD_DIM)
-        return LayerShape(narrowed, max(1, int(share * self.intermediate)), min(self.sequence, length))
+        narrowed, read = (max(1, int(share * size) // HEAD_DIM) for size in (self.hidden, self.read_features))
+        each = max(1, round(int(share * self.features) / HEAD_DIM / read))  # query heads of a key's
+        return LayerShape(
+            narrowed * HEAD_DIM,
+            max(1, int(share * self.intermediate)),
+            min(self.sequence, length),
+            each * read * HEAD_DIM,
+            read * HEAD_DIM,
+        )
 
 
 def measured_rates(
@@ -84,17 +100,28 @@ def mean_rates(found: Sequence[Rates]) -> Rates:
 def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, shape: LayerShape) -> Rates:
     kind, size = device.type, DOUBLE_SIZE[device.type]
     narrowed = shape.at_most(LARGEST_HIDDEN[kind], LONGEST[kind])
-    products, single = (_layer_rate(device, each, narrowed) for each in (dtype, torch.float))
+    layer = _Layer(device, dtype, narrowed)
+    products, backward = layer.rate(layer.forward, 1), layer.rate(layer.backward, 3)
+    layer = _Layer(device, torch.float, narrowed)
+    single = layer.rate(layer.forward, 1)
+    moments = _moment_rate(device, dtype, narrowed)
     square = torch.randn(size, size, dtype=torch.float64, device=device)
     count, seconds = _repeated(lambda: square @ square, device)
     double = count * 2 * size**3 / seconds
-    square = square[: size // 2, : size // 2]
-    symmetric = square + square.T
+    positive = square @ square.T
+    positive.diagonal().add_(size)
+    wide, width = square, size * 3 // 4
+    symmetric = square[:width, :width] + square[:width, :width].T
     count, seconds = _repeated(lambda: torch.linalg.eigh(symmetric)[0], device)
-    eigen = count * 10 * (size // 2) ** 3 / seconds
+    eigen = count * 10 * width**3 / seconds
+    count, seconds = _repeated(lambda: _solved(positive, wide), device)
+    factors = count * (1 / 3 + 1) * size**3 / seconds
+    numbers = torch.zeros(WIDENED_NUMBERS[kind], dtype=torch.float64, device=device)
+    count, seconds = _repeated(lambda: numbers * 2.0, device)
+    memory = 16 * numbers.numel() * count / seconds
     source, target = (torch.zeros(COPIED_BYTES[kind], dtype=torch.uint8, device=device) for _ in range(2))
     copies, seconds = _repeated(lambda: target.copy_(source), device)
-    memory = link = 2 * source.numel() * copies / seconds
+    link = 2 * source.numel() * copies / seconds
     if kind == "cuda":
         pinned = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
         copies, seconds = _repeated(lambda: source.copy_(pinned, non_blocking=True), device)
@@ -103,48 +130,108 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
     taken, seconds = _repeated(lambda: hashlib.sha256(hashed).digest(), torch.device("cpu"))
     digest = threads * len(hashed) * taken / seconds
     return Rates(
-        products, single, double, eigen, memory, link, NETWORK, DISK, digest, STEP_SECONDS[kind], workers_per_node
+        products=products,
+        backward=backward,
+        moments=moments,
+        single=single,
+        double=double,
+        factors=factors,
+        eigen=eigen,
+        memory=memory,
+        link=link,
+        network=NETWORK,
+        disk=DISK,
+        digest=digest,
+        step_s=STEP_SECONDS[kind],
+        column_s=COLUMN_SECONDS[kind],
+        commit_s=COMMIT_SECONDS,
+        workers_per_node=workers_per_node,
     )
 
 
-@torch.inference_mode()
-def _layer_rate(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> float:
-    """Operations a second of a gated layer with norms, rotations and checks, counted as the plan counts them."""
-    hidden, inner, length = shape.hidden, shape.intermediate, shape.sequence
-    samples = SAMPLES[device.type]
+def _solved(positive_nn: Tensor, right_nn: Tensor) -> Tensor:
+    solved_nn: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(positive_nn), right_nn, upper=False)
+    return solved_nn
 
-    def draw(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, device=device).div_(hidden**0.5).to(dtype)
 
-    qkv, out, gate, up, down = (
-        draw(3 * hidden, hidden), draw(hidden, hidden), draw(inner, hidden), draw(inner, hidden), draw(hidden, inner)
-    )  # fmt: skip
-    inputs_BSD, weight_D, angles_Sd = draw(samples, length, hidden), draw(hidden), draw(length, HEAD_DIM)
+def _moment_rate(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> float:
+    """Operations a second of Xᵀ X in float32, of numbers of the checkpoint's dtype where a GPU's matrix units add them
+    so."""
+    tokens = MOMENT_TOKENS[device.type]
+    exact = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    values_TF = torch.ones(1, tokens, shape.intermediate, dtype=dtype if exact else torch.float, device=device)
 
-    def normed(values_BSD: Tensor) -> Tensor:
-        wide_BSD = values_BSD.float()
-        return (wide_BSD * torch.rsqrt(wide_BSD.square().mean(-1, keepdim=True) + 1.0)).to(dtype) * weight_D
+    def product() -> Tensor:
+        return torch.bmm(values_TF.mT, values_TF, torch.float) if exact else torch.bmm(values_TF.mT, values_TF)
 
-    def turned(values_BHSd: Tensor) -> Tensor:
-        first, second = values_BHSd.chunk(2, -1)
-        return values_BHSd * angles_Sd + torch.cat((-second, first), dim=-1) * angles_Sd
+    count, seconds = _repeated(product, device)
+    return count * 2 * tokens * shape.intermediate**2 / seconds
 
-    def checked(values: Tensor) -> Tensor:
-        torch.isfinite(torch.stack(torch.aminmax(values))).all()
+
+class _Layer:
+    """A gated layer with norms, rotations and checks, on random numbers."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, shape: LayerShape) -> None:
+        self.device, self.dtype, self.shape, self.samples = device, dtype, shape, SAMPLES[device.type]
+        hidden, inner, length = shape.hidden, shape.intermediate, shape.sequence
+        self.query, self.out, self.gate, self.up, self.down = (
+            self._draw(shape.features, hidden), self._draw(hidden, shape.features), self._draw(inner, hidden),
+            self._draw(inner, hidden), self._draw(hidden, inner),
+        )  # fmt: skip
+        self.key, self.value = (self._draw(shape.read_features, hidden) for _ in range(2))
+        self.inputs_BSD, self.weight_D = self._draw(self.samples, length, hidden), self._draw(hidden)
+        self.angles_Sd = self._draw(length, HEAD_DIM)
+
+    def rate(self, call: Callable[[], object], passes: int) -> float:
+        """Operations a second, as the plan counts those of so many forward passes."""
+        count, seconds = _repeated(call, self.device)
+        shape = self.shape
+        numbers = 2 * (shape.features + shape.read_features) * shape.hidden + 3 * shape.hidden * shape.intermediate
+        tokens = self.samples * shape.sequence
+        return count * passes * tokens * (2 * numbers + 2 * shape.sequence * shape.features) / seconds
+
+    @torch.inference_mode()
+    def forward(self) -> Tensor:
+        """(B, S, D)."""
+        return self._checked(self._through(self.inputs_BSD))
+
+    def backward(self) -> Tensor:
+        """(B, S, D): the gradient at the inputs, in float32, as the residual is then."""
+        inputs_BSD = self.inputs_BSD.float().requires_grad_()
+        with sdpa_kernel(SDPBackend.MATH):
+            outputs_BSD = self._through(inputs_BSD)
+        (found_BSD,) = torch.autograd.grad(outputs_BSD, inputs_BSD, torch.ones_like(outputs_BSD))
+        return self._checked(found_BSD)
+
+    def _draw(self, *sizes: int) -> Tensor:
+        drawn = torch.randn(sizes[-1], device=self.device).div_(self.shape.hidden**0.5).to(self.dtype)
+        return drawn.expand(sizes).contiguous()
+
+    def _checked(self, values: Tensor) -> Tensor:
+        torch.isfinite(torch.stack(torch.aminmax(values.detach()))).all()
         return values
 
-    def forward() -> Tensor:
-        parts = functional.linear(normed(inputs_BSD), qkv).chunk(3, -1)
-        query, key, value = (part.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for part in map(checked, parts))
-        mixed = functional.scaled_dot_product_attention(turned(query), turned(key), value, is_causal=True)
-        after_BSD = inputs_BSD + functional.linear(mixed.transpose(1, 2).flatten(2), out)
-        read_BSD = normed(after_BSD)
-        channels = functional.silu(functional.linear(read_BSD, gate)) * functional.linear(read_BSD, up)
-        return checked(after_BSD + functional.linear(channels, down))
+    def _normed(self, values_BSD: Tensor) -> Tensor:
+        wide_BSD = values_BSD.float()
+        return (wide_BSD * torch.rsqrt(wide_BSD.square().mean(-1, keepdim=True) + 1.0)).to(self.dtype) * self.weight_D
 
-    count, seconds = _repeated(forward, device)
-    numbers = 4 * hidden**2 + 3 * hidden * inner
-    return count * samples * length * (2 * numbers + 2 * length * hidden) / seconds
+    def _turned(self, values_BHSd: Tensor) -> Tensor:
+        first, second = values_BHSd.chunk(2, -1)
+        return values_BHSd * self.angles_Sd + torch.cat((-second, first), dim=-1) * self.angles_Sd
+
+    def _heads(self, read_BSD: Tensor, weight: Tensor) -> Tensor:
+        heads_BHSd: Tensor = functional.linear(read_BSD, weight).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        return heads_BHSd
+
+    def _through(self, inputs_BSD: Tensor) -> Tensor:
+        read_BSD = self._normed(inputs_BSD)
+        query, key, value = (self._heads(read_BSD, weight) for weight in (self.query, self.key, self.value))
+        query, key = self._turned(self._checked(query)), self._turned(self._checked(key))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        after_BSD = inputs_BSD + functional.linear(mixed.transpose(1, 2).flatten(2), self.out)
+        read_BSD = self._normed(after_BSD)
+        channels = functional.silu(functional.linear(read_BSD, self.gate)) * functional.linear(read_BSD, self.up)
+        return after_BSD + functional.linear(channels, self.down)
 
 
 def _repeated(call: Callable[[], object], device: torch.device) -> tuple[int, float]:

@@ -16,7 +16,6 @@ from pipeline.plan.rates import Rates
 
 TRIED_BYTES, NEAREST_BYTES = 200, 700  # of memory for each number while scales are tried: six of them, or twenty
 FED_BYTES = 300  # for each number, mostly the errors before it in its block
-COLUMN = 0.2  # of the launches that a removal of an elimination has
 CHOSEN = 1 + 3 * 2 * 3  # roundings of a task whose bits are chosen: at each of three of them two kinds of three sizes
 READ = ("attention.in", "o.in", "mlp.in", "down.in", "head.in")
 
@@ -75,4 +74,4 @@ def _stored_shape(role: str, layer: LayerGeometry, kept: float) -> tuple[int, in
 def round_seconds(work: RoundWork, rates: Rates) -> float:
     """One task on one worker."""
     computing = work.flops / rates.double + work.fed_flops / rates.single
-    return computing + work.moved_bytes / rates.memory + work.steps * COLUMN * rates.step_s
+    return computing + work.moved_bytes / rates.memory + work.steps * rates.column_s

@@ -32,6 +32,7 @@ from pipeline.plan.phases import (
     digest_seconds,
     fetch_seconds,
     forward_seconds,
+    grid_seconds,
     pass_on_seconds,
     read_seconds,
     reread_seconds,
@@ -80,12 +81,14 @@ class Failure:
 
 @dataclass
 class Simulated:
-    """What came of it: seconds in all, of workers by kind of unit, and of transfers by where."""
+    """What came of it: seconds in all, of workers by kind of unit, of transfers by where, and when the last unit of a
+    kind was done."""
 
     seconds: float = 0.0
     workers: int = 1
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     transfers: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ended: dict[str, float] = field(default_factory=dict)
     done_again: int = 0
 
     @property
@@ -222,7 +225,7 @@ class _Run:
         if not (unit := self.units[name]).aside:
             self.waited_for[unit.kind] -= 1
             self.seen[unit.kind] -= unit.kind not in UNSEEN
-        self.result.seconds = now
+        self.result.seconds = self.result.ended[unit.kind] = now
         for members in self.sums.values():
             members -= {member for member in members if self.units[member].summed == name}
         for reader in self.readers[name]:
@@ -270,6 +273,10 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
         yield from _reads("statistics", layer, work, rates, way, shared=not way.compressed)
         added, collected = f"add {layer}", f"collected {layer}"
         seconds = statistics_seconds(work, rates, way)
+        if work.grid_flops:
+            waits = (*before, f"read statistics {layer} 0")
+            yield Unit(f"grids {layer}", "statistics", grid_seconds(work, rates), waits)
+            before = (f"grids {layer}",)
         forward = yield from _forward("statistics", layer, seconds, before, rates, way, added)
         collects = tuple(f"collect {layer} {worker}" for worker in range(way.workers))
         for worker, name in enumerate(collects):

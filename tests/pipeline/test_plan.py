@@ -13,16 +13,18 @@ import torch
 
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
+from pipeline.kernels import exact_sums, moments
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan import probe
+from pipeline.plan import probe, work
 from pipeline.plan.__main__ import main
 from pipeline.plan.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes
 from pipeline.plan.phases import WORKERS_SECONDS, Pass, phase_seconds, solve_seconds
 from pipeline.plan.probe import LayerShape, mean_rates, measured_rates
 from pipeline.plan.rates import NOMINAL_CPU, rates_of
 from pipeline.plan.rounding_work import round_seconds
-from pipeline.plan.work import SolveWork, layer_work, point_features
+from pipeline.plan.solve_work import SolveWork, point_features
+from pipeline.plan.work import layer_work
 from pipeline.rounding.tasks import with_moments
 from pipeline.samples import held_out_windows
 from tests.pipeline.geometries import llama, manifest, other
@@ -107,8 +109,10 @@ def test_what_following_the_loss_takes() -> None:
     assert _solve_bytes(mlp, llama().layers[0], 2) == 4 * square + 2 * 65_536 * 48 + 3 * 80 * 48 * (8 + 2)
     one = layer_work(job, llama(), tasks, 2, gradient_tokens=100)
     forward = 2 * LAYER + 2 * 32 * 64
-    triangles = 3 * (48 * 49 // 2) + 2 * 80
-    assert one.gradient_flops == 100 * (3 * forward + 2 * triangles)
+    through = 2 * 48 * (64 + 32)
+    assert one.gradient_flops == 100 * (3 * forward + through)
+    assert one.gradient_moment_flops == 100 * 2 * 3 * 48 * 48  # one block of columns: a square
+    assert one.gradient_moved_bytes == (40 * 3 + (120 + 12) * 3) * 3 * 48 * 48  # of three samples, a shard each
     assert one.held_out_flops == (32 * forward, 32 * forward)
     kept = layer_work(job, llama(), tasks, 2, kept=0.75)
     assert kept.held_out_flops == pytest.approx((32 * forward, 32 * (forward - 0.5 * LAYER)))
@@ -127,17 +131,20 @@ def test_what_following_the_loss_takes() -> None:
         tokens += sum(2 * rank * (48 + 2 * width) + width**2 + 8 * 48 * width for rank in ranks)
     fits = cube / 3 + 4 * cube + 4 * 48 * 64 * (48 + 64) + 4 * cube
     for reduced in range(4, 64, 4):  # of 64 features; four refits, three encoders, and what ranks of o are told by
-        refit, steps = reduced**3 / 3 + 48 * reduced**2, 24 * 2 * 16 * reduced * (reduced + 64)
-        fits += 4 * refit + 3 * (3 * 48 * reduced**2 + steps) + 48 * reduced**2
+        refit, steps = reduced**3 / 3 + 48 * reduced**2, 14 * 2 * 16 * reduced * (reduced + 64)
+        fits += 4 * refit + 3 * (2 * 48 * reduced**2 + steps) + 4 * 48 * reduced**2
         fits += 2 * 48 * reduced * min(reduced, 48) + 4 * min(reduced, 48) ** 3
     pulled = 25 / 3 * cube
     assert sorted(rest) == pytest.approx(sorted([fits, begun + grown + looked, pulled]))
-    assert max(curve.steps for curve in one.curves) == 15 * 3 * 24 * 2
+    assert max(curve.steps for curve in one.curves) == 15 * 3 * 14 * 2
     assert seen == pytest.approx([0, 320 * tokens, 0])
     assert (one.curves[1].pieces, one.curves[1].begun.flops if one.curves[1].begun else None) == (8, begun)
     again = manifest({"method": "loss_aware", "rounds": 2, "correct": "output"}, keep=0.8, calibration=dense)
     two = layer_work(again, llama(), claim_tasks(build_methods(again), llama()), 2, gradient_tokens=100)
-    assert two.gradient_flops == 100 * (10 * forward + 2 * 2 * triangles)
+    assert (two.gradient_flops, two.gradient_moment_flops) == (
+        100 * (10 * forward + 2 * through),
+        2 * one.gradient_moment_flops,
+    )
     assert len(two.curves) == len(two.solves) == 2 * len(one.curves)
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
     short = forward - 2 * 3 * 48 * 80
@@ -379,18 +386,33 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_rates_are_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is assumed is as it stands."""
     monkeypatch.setattr(probe, "PROBE_SECONDS", 0.01)
-    found = measured_rates(torch.device("cpu"), torch.float32, 1, 3, LayerShape(300, 200, 64))
-    measured = (found.products, found.single, found.double, found.eigen, found.memory, found.link, found.digest)
+    found = measured_rates(torch.device("cpu"), torch.float32, 1, 3, LayerShape(300, 200, 64, 256, 128))
+    measured = (
+        found.products,
+        found.backward,
+        found.moments,
+        found.factors,
+        found.single,
+        found.double,
+        found.eigen,
+        found.memory,
+        found.link,
+        found.digest,
+    )
     assert min(measured) > 1e6
     assert (found.disk, found.workers_per_node) == (probe.DISK, 3)
 
 
 def test_what_is_measured_is_a_layer_of_the_job_s_shape_or_a_narrower_one() -> None:
     asked = manifest(calibration=calibration(sequence_length=40))
-    assert LayerShape.of(llama(), asked) == LayerShape(48, 80, 40)
-    assert LayerShape(8192, 28672, 4096).at_most(2048, 512) == LayerShape(2048, 7168, 512)
-    assert LayerShape(1000, 10, 7).at_most(2048, 512) == LayerShape(960, 10, 7)
-    assert LayerShape(8, 10, 7).at_most(2048, 512) == LayerShape(64, 10, 7)
+    assert LayerShape.of(llama(), asked) == LayerShape(48, 80, 40, 64, 32)
+    assert LayerShape(8192, 28672, 4096, 8192, 1024).at_most(2048, 512) == LayerShape(2048, 7168, 512, 2048, 256)
+    assert LayerShape(1000, 10, 7, 1000, 200).at_most(2048, 512) == LayerShape(960, 10, 7, 960, 192)
+    assert LayerShape(8, 10, 7, 8, 8).at_most(2048, 512) == LayerShape(64, 10, 7, 64, 64)
+
+
+def test_sums_are_counted_as_they_are_added() -> None:
+    assert (work.BAND, work.ROWS_PER_PRODUCT) == (exact_sums.BAND, moments.ROWS_PER_PRODUCT)
 
 
 def test_workers_that_were_measured_at_a_time_are_averaged() -> None:
@@ -400,8 +422,9 @@ def test_workers_that_were_measured_at_a_time_are_averaged() -> None:
 
 
 def test_eigenproblems_go_at_a_rate_of_their_own() -> None:
-    solve = SolveWork("task", 30.0, 0, eigen_flops=20.0)
-    assert solve_seconds(solve, replace(NOMINAL_CPU, double=10.0, eigen=2.0)) == 1.0 + 10.0
+    solve = SolveWork("task", 40.0, 0, eigen_flops=20.0, factor_flops=10.0, moved_bytes=7.0)
+    rates = replace(NOMINAL_CPU, double=10.0, eigen=2.0, factors=5.0, memory=3.5)
+    assert solve_seconds(solve, rates) == 1.0 + 10.0 + 2.0 + 2.0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from pipeline.methods.method import Group, Solution, Statistics, Task
 from pipeline.plan.probe import measured_rates
 from pipeline.plan.rates import Rates
 from pipeline.plan.rounding_work import round_seconds, rounding_work
-from pipeline.plan.work import moment_width
+from pipeline.plan.solve_work import moment_width
 from pipeline.rounding.solutions import input_moments, round_solution
 from tools.benchmarks.jobs import print_table
 from tools.simulate import geometry

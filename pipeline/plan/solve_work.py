@@ -1,0 +1,277 @@
+"""What solving a task, or comparing its sizes, takes on any worker. docs/plan.md#work-of-a-layer.
+
+Legend: D hidden, H heads, d head_dim, N intermediate, F width of a moment, R readers of the MLP's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.families.family import LayerGeometry
+from pipeline.methods.method import Moment, Task
+
+REMOVED_SHARE = 0.25  # of an MLP's channels, where ranks are not known yet
+EIGEN_FLOPS, VALUES_FLOPS = 10.0, 4.0  # times n³: with vectors, and without, as long as both take on a CPU
+ALONE, ROUND_STEPS = 512, 3  # channels of which one goes at a time; removals that a round of several waits for
+BASES = 16  # ranks of the value basis that are compared at most
+TURNS, GRADIENT_STEPS = 3, 14  # of the fit of values and o in a curve; conjugate gradients in each
+SOLVE_TURNS = 3  # of the fit in a solve: seven, where the values' rank is cut, as it is in every other layer or so
+GRADIENT_WAITS = 2  # removals of an elimination that take as long as one of those where matrices are small
+PROBED = 3  # widths of an MLP at which the activation is looked at: the smallest, the largest, and between
+PROBES = (0.125, 0.375, 0.75)  # shares of the full rank of gate and up at each
+SAMPLE_TOKENS, LEAST_SAMPLE = 16, 65_536  # on which down is fitted again, for each channel that stays, and in all
+PROBE_TOKENS, LEAST_PROBE = 3, 2048  # of the sample, for each channel, and in all
+PROBE_OUTPUTS = 256  # mixtures of outputs at most
+FIT_TOKENS = 2  # for each channel that is fitted, at least
+CUT_SHARE = 0.65  # of a full rank, where ranks are not known yet
+BASIS_SHARE = 0.75  # of the values' full rank
+SWAPS = 32  # of rows, until a pivoted form's coefficients are small
+SWAPPED_BYTES = 64  # of memory for each coefficient and swap: magnitudes, the largest of them, all but one new
+WEIGHT_BYTES, MOMENT_BYTES = 160, 64  # for each number of a task's weights and moments: read, checked, in float64, back
+WIDTH_BYTES = 200  # for each of D² numbers and width of an MLP's curve: two moments that grow, brought to eigenproblems
+
+
+@dataclass(frozen=True)
+class SolveWork:
+    """One task: float64 operations, of them those of eigenproblems and those of factors (Cholesky, LU, QR, triangular
+    solves, and what is updated by few columns at a time); those on a sample in the checkpoint's dtype, removals that
+    wait for one another, and bytes of device memory that elementwise work moves.
+
+    Of a curve: `pieces` into which it may be cut, of the above what is done before (`begun`, None: it is not cut), and
+    the float64 operations that each part does again.
+    """
+
+    name: str
+    flops: float
+    steps: int
+    sample_flops: float = 0.0
+    pieces: int = 1
+    begun: SolveWork | None = None
+    eigen_flops: float = 0.0
+    factor_flops: float = 0.0
+    moved_bytes: float = 0.0
+    again_flops: float = 0.0
+
+    def plus(self, *others: SolveWork) -> SolveWork:
+        """What this takes and others take; of a curve cut in pieces as this is."""
+        every = (self, *others)
+        return replace(
+            self,
+            flops=sum(each.flops for each in every),
+            steps=sum(each.steps for each in every),
+            sample_flops=sum(each.sample_flops for each in every),
+            eigen_flops=sum(each.eigen_flops for each in every),
+            factor_flops=sum(each.factor_flops for each in every),
+            moved_bytes=sum(each.moved_bytes for each in every),
+        )
+
+
+def point_features(point: str, geometry: LayerGeometry) -> int:
+    """Numbers per token that pass a point of the layer."""
+    role, _, side = point.partition(".")
+    if role in ("attention", "mlp"):
+        return geometry.hidden
+    rows, columns = geometry.weight_shape(role)[0], geometry.weight_shape(role)[-1]
+    return columns if side == "in" else rows
+
+
+def triangle_numbers(moment: Moment, geometry: LayerGeometry) -> int:
+    """Numbers of one triangle of each group's moment; of a diagonal one, its length."""
+    width = moment_width(moment, geometry)
+    return moment.groups * (width if moment.diagonal else width * (width + 1) // 2)
+
+
+def moment_width(moment: Moment, geometry: LayerGeometry) -> int:
+    """Of one head's moment, or of the whole one. The gradient's points `mid`, `out` and `pull:` are of hidden size."""
+    named = moment.point.partition(".")[0] in {*geometry.roles, "attention", "mlp"}
+    features = point_features(moment.point, geometry) if named else geometry.hidden
+    return features // moment.heads
+
+
+def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int = 1) -> SolveWork:
+    """What comparing a task's sizes takes. docs/plan.md#work-of-a-layer.
+
+    Of an MLP whose widths are compared, of v and o at each rank of the basis, of what reads the layer's input, where it
+    goes by the loss; of others, what solving them takes.
+    """
+    samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
+    if samples:
+        found = _mlp_curve(task, geometry, samples[0])
+    elif any(moment.point == "o.in" and moment.heads == 1 for moment in task.moments):
+        found = _value_curve(task, geometry, min(BASES, max(1, geometry.head_dim // multiple)))
+    elif pulls := sum(moment.point.startswith("pull:") for moment in task.moments):
+        cube = pulls * float(geometry.hidden) ** 3
+        eigen = VALUES_FLOPS * cube
+        found = SolveWork(task.name, (1 / 3 + 4.0) * cube + eigen, 0, eigen_flops=eigen, factor_flops=cube / 3)
+    else:
+        return solve_work(task, geometry, tokens)
+    return found.plus(_taken(task, geometry))
+
+
+def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
+    """The moments' eigenproblems; for a whole moment of the MLP's channels, an elimination with its refit.
+
+    For a sample, of all calibration `tokens` at most, what the MLP gives on it, whole and cut, and the fits of down.
+    Where matrices are cut in the metric of the loss, the directions of the stack and its pivoted form.
+    """
+    samples = [min(moment.tokens, tokens) for moment in task.moments if moment.kind == "sample"]
+    points = {moment.point for moment in task.moments if moment.heads == 1}
+    if any(point.startswith("pull:") for point in points):
+        return _taken(task, geometry).plus(_directed_stack(task, geometry))
+    if {"o.in", "mid"} <= points and not any(moment.heads > 1 for moment in task.moments):
+        return _taken(task, geometry).plus(_directed_output(geometry))
+    found = _taken(task, geometry)
+    for moment in task.moments:
+        width = moment_width(moment, geometry)
+        if moment.point == "down.in" and moment.heads == 1:
+            found = found.plus(_elimination(geometry, REMOVED_SHARE, refit=not samples))
+            if not samples and any(other.kind == "gradient" for other in task.moments):  # W_down's energy, too
+                found = found.plus(SolveWork("", geometry.hidden * float(geometry.intermediate) ** 2, 0))
+        elif not moment.diagonal and moment.kind != "sample":
+            eigen = EIGEN_FLOPS * moment.groups * width**3
+            found = found.plus(SolveWork("", eigen, 0, eigen_flops=eigen))
+    return found.plus(_fits(geometry, samples[0])) if samples else found
+
+
+def _taken(task: Task, geometry: LayerGeometry) -> SolveWork:
+    """What any task does with its weights and moments before and after: elementwise."""
+    numbers = [triangle_numbers(moment, geometry) for moment in task.moments if moment.kind != "sample"]
+    moved = WEIGHT_BYTES * geometry.numbers(task.roles) + MOMENT_BYTES * 2.0 * sum(numbers)
+    return SolveWork(task.name, 0.0, 0, moved_bytes=moved)
+
+
+def _directions(hidden: int) -> SolveWork:
+    """Of a metric of this order: its factor, what another moment is in it, the eigenvectors, and back."""
+    cube = float(hidden) ** 3
+    eigen, factors = EIGEN_FLOPS * cube, cube / 3 + cube
+    return SolveWork("", eigen + factors + 6.0 * cube, 0, eigen_flops=eigen, factor_flops=factors)
+
+
+def _pivoted(outputs: float, inputs: float, rank: float) -> SolveWork:
+    """Of a matrix of this rank, by a QR of its left factor, an LU, two solves and swaps. kernels/pivoted.py."""
+    orthogonal = 4.0 * (outputs * rank**2 - rank**3 / 3)
+    factors = orthogonal * 1.25 + 2.0 * (2.0 * rank**3 / 3 + 2.0 * outputs * rank**2)
+    moved = SWAPS * SWAPPED_BYTES * outputs * rank
+    return SolveWork("", factors + 2.0 * rank**2 * inputs, 0, factor_flops=factors, moved_bytes=moved)
+
+
+def _directed_stack(task: Task, geometry: LayerGeometry) -> SolveWork:
+    """Of matrices that read the layer's input."""
+    hidden, outputs = geometry.hidden, sum(geometry.weight_shape(role)[0] for role in task.roles)
+    rank = CUT_SHARE * min(outputs, hidden)
+    product = SolveWork("", 2.0 * outputs * hidden * rank, 0)
+    return _directions(hidden).plus(product, _pivoted(outputs, hidden, rank))
+
+
+def _directed_output(geometry: LayerGeometry) -> SolveWork:
+    """Of v and o: the fit of both at a rank of the values, then o's own rank behind it."""
+    hidden, features = geometry.hidden, geometry.heads * geometry.head_dim
+    reduced = BASIS_SHARE * features
+    rank = CUT_SHARE * min(reduced, hidden)
+    product = SolveWork("", 2.0 * hidden * reduced * (reduced + hidden) + 2.0 * rank * hidden * reduced, 0)
+    problem = SolveWork("", 2.0 * hidden * features * (hidden + features), 0)
+    fit = _value_fit(geometry, reduced, SOLVE_TURNS)
+    return _directions(hidden).plus(problem, fit, product, _pivoted(hidden, reduced, rank))
+
+
+def _value_fit(geometry: LayerGeometry, reduced: float, turns: int) -> SolveWork:
+    """Of values and o at so many numbers of all heads. kernels/value_output.py."""
+    hidden, features = geometry.hidden, geometry.heads * geometry.head_dim
+    solved = (turns + 1) * (reduced**3 / 3 + hidden * reduced**2) + (turns + 1) * hidden * reduced**2
+    steps = turns * GRADIENT_STEPS
+    solved += steps * 2.0 * geometry.head_dim * reduced * (reduced + features)  # head by head: few columns at a time
+    products = turns * 2.0 * hidden * reduced**2
+    stepped = 32.0 * reduced * features + 8.0 * (reduced**2 + features**2)  # both products of a step and copies between
+    refitted = 24.0 * reduced * (features + reduced + 2 * hidden)
+    moved = steps * stepped + (turns + 1) * refitted
+    waits = steps * GRADIENT_WAITS
+    return SolveWork("", solved + products, waits, factor_flops=solved, moved_bytes=moved)
+
+
+def _mlp_curve(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
+    """An elimination down to the smallest width and a factor in its order; moments that grow from width to width, and
+    their eigenvalues; at three widths the directions of gate and up, and a sample of so many tokens.
+    """
+    hidden, inner, readers = geometry.hidden, geometry.intermediate, _readers(geometry)
+    widths = [inner * place / task.pieces for place in range(1, task.pieces + 1)]
+    ordered = hidden**3 / 3 + 2.0 * hidden**2 * inner + inner**3 / 3 + hidden * inner**2
+    begun = replace(_elimination(geometry, 1 - 1 / task.pieces), name="begun")
+    begun = begun.plus(SolveWork("", ordered, 0, factor_flops=(hidden**3 + inner**3) / 3))
+    flops, seen = hidden**3 / 3 + (4.0 * readers + 2.0) * inner * hidden**2, 0.0
+    probed = _spaced([width for width in widths if tokens >= FIT_TOKENS * width])
+    eigen = (2 * task.pieces * VALUES_FLOPS + len(probed) * (EIGEN_FLOPS - VALUES_FLOPS)) * hidden**3
+    mixtures = min(PROBE_OUTPUTS, hidden)
+    for width in probed:
+        ranks = [share * min(readers * width, hidden) for share in PROBES]
+        flops += 3.0 * hidden**3 + _refit_flops(geometry, width) + 2.0 * readers * max(ranks) * hidden * width
+        flops += len(ranks) * (width**3 / 3 + 2.0 * mixtures * width**2)
+        whole = 2.0 * readers * hidden * inner + 4.0 * mixtures * inner
+        cut = sum(2.0 * rank * (hidden + readers * width) + width**2 + 8.0 * mixtures * width for rank in ranks)
+        seen += min(tokens, max(LEAST_PROBE, PROBE_TOKENS * width)) * (whole + cut)
+    moved = WIDTH_BYTES * task.pieces * float(hidden) ** 2
+    grown = SolveWork("", flops + eigen, 0, seen, eigen_flops=eigen, moved_bytes=moved)
+    again = ordered + hidden**3 / 3
+    return replace(begun.plus(grown), name=task.name, pieces=task.pieces, begun=begun, again_flops=again)
+
+
+def _spaced(widths: Sequence[float]) -> list[float]:
+    count = min(PROBED, len(widths))
+    return [widths[place * (len(widths) - 1) // max(1, count - 1)] for place in range(count)]
+
+
+def _value_curve(task: Task, geometry: LayerGeometry, bases: int) -> SolveWork:
+    """A fit of values and o at each rank of the basis, and the eigenvalues by which a rank of o is told."""
+    hidden, features = geometry.hidden, geometry.heads * geometry.head_dim
+    flops = hidden**3 / 3 + 4.0 * hidden**3 + 4.0 * hidden * features * (hidden + features)
+    eigen = VALUES_FLOPS * hidden**3
+    found = SolveWork(task.name, flops + eigen, 0, eigen_flops=eigen, factor_flops=hidden**3 / 3)
+    for place in range(1, bases):
+        reduced = features * place / bases
+        values = VALUES_FLOPS * min(reduced, hidden) ** 3
+        told = SolveWork("", 2.0 * hidden * reduced * min(reduced, hidden) + values, 0, eigen_flops=values)
+        found = found.plus(_value_fit(geometry, reduced, TURNS), told)
+    return found
+
+
+def _elimination(geometry: LayerGeometry, share: float, refit: bool = False) -> SolveWork:
+    """Of a share of an MLP's channels. kernels/elimination.py.
+
+    N³ for the inverse, 3 n² for each removal from n channels, D N² for W_down's gram; 2 D n for each removal with its
+    refit.
+    """
+    hidden, width = geometry.hidden, geometry.intermediate
+    removed, together = int(share * width), max(1, width // ALONE)
+    factors = width**3 + (width**3 - (width - removed) ** 3) * 1.0
+    if refit:
+        factors += hidden * (width**2 - (width - removed) ** 2)
+    steps = removed if together == 1 else ROUND_STEPS * removed // together
+    return SolveWork("", factors + 1.0 * hidden * width**2, steps, factor_flops=factors)
+
+
+def _refit_flops(geometry: LayerGeometry, kept: float) -> float:
+    """Of down on a part of the channels, from their moment."""
+    if kept >= geometry.intermediate:
+        return 0.0
+    return kept**3 / 3 + 2.0 * geometry.hidden * kept * geometry.intermediate
+
+
+def _readers(geometry: LayerGeometry) -> int:
+    """How many roles read the MLP's input."""
+    return sum(role in geometry.roles for role in ("gate", "up"))
+
+
+def _fits(geometry: LayerGeometry, tokens: int) -> SolveWork:
+    """Of an MLP that has a sample, where a share of its channels goes and of the rank of gate and up, and of down:
+    besides elimination and eigenproblems.
+    """
+    hidden, inner, readers = geometry.hidden, geometry.intermediate, _readers(geometry)
+    kept = (1 - REMOVED_SHARE) * inner
+    rank = CUT_SHARE * min(readers * kept, hidden)
+    metrics = 8.0 * hidden**3 + 2.0 * hidden**2 * inner + (4.0 * readers + 2.0) * hidden**2 * kept
+    fits = _refit_flops(geometry, kept) + kept**3 / 3 + 4.0 * hidden * kept**2 + 2.0 * readers * hidden * rank * kept
+    whole = 2.0 * (readers + 1) * hidden * inner
+    seen = whole + 2.0 * rank * (hidden + readers * kept) + 2.0 * hidden * kept + kept**2
+    fitted = min(tokens, max(LEAST_SAMPLE, SAMPLE_TOKENS * kept))
+    stored = _pivoted(readers * kept, hidden, rank), _pivoted(hidden, kept, CUT_SHARE * min(hidden, kept))
+    return SolveWork("", metrics + fits, 0, fitted * seen).plus(*stored)
