@@ -8,6 +8,7 @@ at once, or after a pause when its node was short of memory (`workers.memory_pre
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ class _Member:
     shards: set[Held] = field(default_factory=set)
     running: dict[Any, Unit] = field(default_factory=dict)
     tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
+    given_at: dict[Any, float] = field(default_factory=dict)  # by the clock of `time.monotonic`
     leaving: bool = False  # gets nothing more, and ends when it is done with what it has
     sums: set[str] = field(default_factory=set)  # passes whose sums it keeps until they are collected
 
@@ -234,7 +236,7 @@ class RayPool:
     def _step(self, timeout_s: float) -> None:
         """Takes in whatever is ready: new members, finished units, deaths."""
         self._fit()
-        self.meters.state(self.size, self.wanted, len(self.waiting))
+        self.meters.state(self.size, self.wanted, len(self.waiting), self._longest_s())
         owners = {ref: member for member in self.members for ref in member.running}
         owners |= {member.ready: member for member in self.members if not member.live}
         if not owners:
@@ -245,6 +247,10 @@ class RayPool:
             member = owners[ref]
             if member in self.members:
                 self._take(member, ref)
+
+    def _longest_s(self) -> float:
+        given = [at for member in self.members for at in member.given_at.values()]
+        return time.monotonic() - min(given) if given else 0.0
 
     def _take(self, member: _Member, ref: Any) -> None:
         try:
@@ -260,6 +266,7 @@ class RayPool:
                 self._welcome(member, value)
                 return
             unit = member.running.pop(ref)
+            del member.given_at[ref]
             self.failures.forgive(failure_key(unit))
             self.pause.end()
             if isinstance(unit, Collect):
@@ -371,6 +378,7 @@ class RayPool:
         outcome, *tensors = returned if count else [returned]
         member.running[outcome] = unit
         member.tensors[outcome] = tensors
+        member.given_at[outcome] = time.monotonic()
 
 
 def _differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
