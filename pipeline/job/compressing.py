@@ -75,7 +75,7 @@ class StoreCleaner:
     def __init__(
         self, run_dir: RunDirectory, always: list[ArrayRecord], alone: Callable[[], bool] = lambda: True
     ) -> None:
-        """`alone`: whether nobody else writes there."""
+        """`alone`: whether nobody else writes hidden states."""
         self.run_dir = run_dir
         self.alone = alone
         self.activations: ActivationStore = run_dir.activations
@@ -96,7 +96,7 @@ class StoreCleaner:
     ) -> None:
         live = {record.path: record for record in (*records, *always)}
         before = self._retained.get(store)
-        if (before is None or not records) and self.alone():
+        if (before is None or not records) and (store is self.statistics or self.alone()):
             store.sweep(live.values())
         else:
             store.drop(*(record for path, record in (before or {}).items() if path not in live))
