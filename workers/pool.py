@@ -26,7 +26,7 @@ from ray.exceptions import (
 )
 from ray.util import metrics
 
-from manifests.errors import InputError, Interrupted, LostInputError, WorkerError
+from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.sum_units import Collect
 from pipeline.units import BesideUnit, Forward, ShardUnit, Unit
@@ -37,7 +37,7 @@ from workers.failures import START, Failures, failure_key
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
-from workers.placing import choose
+from workers.placing import Held, choose, held
 from workers.shortage import Shortage
 from workers.tensor_transfer import attach_handles, handle_count
 from workers.trace import unit_kind, unit_line
@@ -55,7 +55,7 @@ class _Member:
     ready: Any
     live: bool = False
     where: dict[str, Any] = field(default_factory=dict)
-    shards: set[int] = field(default_factory=set)
+    shards: set[Held] = field(default_factory=set)
     running: dict[Any, Unit] = field(default_factory=dict)
     tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
     given_at: dict[Any, float] = field(default_factory=dict)  # by the clock of `time.monotonic`
@@ -150,9 +150,8 @@ class RayPool:
                 raise Interrupted("stopped by a signal; run the same command again to go on")
             if self.finished:
                 unit, outcome = self.finished.popleft()
-                if isinstance(outcome.error, LostInputError):
-                    outcome.error.unit = unit.key
                 if outcome.error is not None:
+                    outcome.error.unit = unit.key
                     raise outcome.error
                 return unit, outcome.result
             self._dispatch()
@@ -367,8 +366,8 @@ class RayPool:
         del self.waiting[index]
         if isinstance(unit, ShardUnit):
             for other in live:
-                other.shards.discard(unit.shard)
-            member.shards.add(unit.shard)
+                other.shards.discard(held(unit))
+            member.shards.add(held(unit))
             if isinstance(unit, Forward) and unit.sums is not None:
                 member.sums.add(unit.sums.name)
         count = handle_count(unit)

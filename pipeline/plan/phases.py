@@ -17,6 +17,7 @@ ASSEMBLE_SECONDS = 0.5  # besides the last layer: what is not of layers, the mod
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 THREADS = 16  # of the driver, that take digests
+COMPARED_LAYERS = 4  # that both models go through side by side in one unit
 AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
 BYTES_OF_READING = 2  # a shard's hidden states go in and out
 
@@ -166,6 +167,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     statistics = statistics_seconds(work, rates, way) * way.rounds + grid_seconds(work, rates)
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
+    getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
     found = {"digests": digest_seconds(work, rates, way), "start": START_SECONDS}
     if way.compressed:
         cosine = work.cosine_bytes / rates.memory * way.rounds
@@ -173,7 +175,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
             found["importance"] = layers * (forward + cosine)
         found["statistics"] = layers * max(statistics, reading)
         found["reduce"] = layers * (collecting + adding)
-        found["solve"] = layers * _spread([seconds + fetch_seconds(work, rates) for seconds in solves], way.workers)
+        found["solve"] = layers * _spread([seconds + getting for seconds in solves], way.workers)
         onward = forward_seconds(work, rates, way, packed=True) * way.rounds
         found["propagate"] = (layers - 1) * max(onward, work.written_bytes / rates.disk)
     else:
@@ -184,12 +186,9 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         through = (statistics + collecting + adding + storing) / (2 + way.workers // AHEAD)  # so many under way at once
         found["statistics"] = layers * max(statistics, beside, through)
         found["reduce"] = collecting + adding
-        rereading = reread_seconds(work, rates, way)
-        every = [seconds + rereading for seconds in solves for _ in range(layers)]
+        each = [seconds + getting for seconds in solves for _ in range(layers)]
         from_disk = 0.0 if way.cached else work.moment_bytes
-        found["solve"] = max(
-            _spread(every, way.workers), layers * (from_disk + work.written_bytes) / nodes / rates.disk
-        )
+        found["solve"] = max(_spread(each, way.workers), layers * (from_disk + work.written_bytes) / nodes / rates.disk)
     again = 0.0 if way.cached else work.weight_bytes / rates.disk
     if work.correction_flops:  # a layer at a time, and what has become of it written at each point
         found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
@@ -207,13 +206,17 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     dense, packed = (
         held_out_seconds(flops, work, rates, way) * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops
     )
-    scoring = (max(dense, again), max(packed, written)) if any(work.held_out_flops) else (0.0, 0.0)
-    if work.compare_flops:  # by one worker, while others take the dense model's held-out text
-        meanwhile = scoring[0] if way.workers > 1 else 0.0
-        found["compare"] = layers * max(0.0, compare_seconds(work, rates, way) - meanwhile)
+    # Workers that solves leave idle go through held-out text, and one of them through both models side by side.
+    comparing = layers * compare_seconds(work, rates, way) if work.compare_flops else 0.0
+    held_out = layers * (max(dense, again) + max(packed, written)) if any(work.held_out_flops) else 0.0
+    every = sum(solves) + (0.0 if work.correction_flops else len(solves) * getting)
+    idle = max(0.0, found["solve"] - layers * every / way.workers) if way.workers > 1 else 0.0
+    left = max(0.0, held_out + (comparing / way.workers if way.workers > 1 else 0.0) - idle)
+    if comparing:
+        found["compare"] = comparing if way.workers == 1 else max(0.0, comparing - found["solve"] - left)
     found["verify"] = verify_seconds(work, rates)
-    if any(scoring):
-        found["held-out"] = layers * sum(scoring)
+    if held_out:
+        found["held-out"] = left
     found["assemble"] = ASSEMBLE_SECONDS + work.written_bytes / rates.disk
     return found
 

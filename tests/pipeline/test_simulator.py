@@ -76,6 +76,18 @@ def test_transfers_of_a_place_come_one_after_another_beside_the_computing() -> N
     assert dict(found.transfers) == {"disk 0": 6.0, "disk 1": 1.0}
 
 
+@pytest.mark.parametrize(("kind", "seconds"), [("solve", 2 + 5 + 2), ("collect", 2 + 5 + 2 + 2)])
+def test_what_goes_aside_is_done_by_workers_that_solves_leave_idle(kind: str, seconds: float) -> None:
+    """Three units of a second each while one of two workers solves for five; where it gives sums away, afterwards."""
+    asides = [Unit(f"aside {number}", "held-out", 1.0, aside=True) for number in range(3)]
+    long = Unit("long", kind, 5.0, ("0/0", "0/1"))
+    units = [*asides, *shards(2), long, *shards(2, layer=1, after=("long",))]
+    assert simulate(units, workers=2).seconds == seconds
+    died = simulate(units, 2, [Failure(at=3.0, worker=0, away=0.0)])
+    assert died.busy["held-out"] == 3.0
+    assert died.done_again == 1
+
+
 def test_what_a_dead_worker_had_summed_is_done_again() -> None:
     """Two of four shards are in the sum of worker 0 when it dies in its third; after `given` nothing would be lost."""
     given = Unit("given", "reduce", 0.0, tuple(f"0/{s}" for s in range(4)), on="link")
