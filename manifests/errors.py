@@ -5,9 +5,13 @@ Every one takes its message first and gives all arguments on, so that it survive
 
 
 class LaminaError(Exception):
-    """Something went wrong that a user can act on; `exit_code` is what the command returns."""
+    """Something went wrong that a user can act on; `exit_code` is what the command returns.
+
+    `unit`: the key of the unit of work that raised this, as the pool says when it does.
+    """
 
     exit_code = 1
+    unit = ""
 
 
 class InputError(LaminaError, ValueError):
@@ -49,11 +53,8 @@ class WorkerError(LaminaError, RuntimeError):
 class LostInputError(LaminaError):
     """Something a unit builds on went with the node that held it; what led to it is done again.
 
-    `producers` are the keys of the units whose results are gone, if they are known; `unit` is that of the unit that
-    missed them, as the pool says when it raises this.
+    `producers` are the keys of the units whose results are gone, if they are known.
     """
-
-    unit = ""
 
     def __init__(self, message: str, producers: tuple[str, ...] = ()) -> None:
         super().__init__(message, producers)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from manifests.records import Curve, Key, StagedLayer
 from pipeline.keys import curves_key, dense_key, layer_key, measured_key
@@ -93,3 +93,34 @@ def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
     if entry is None:
         return None
     return StagedLayer(**dict(entry.staged), forms=entry.forms, rounded=entry.rounded)
+
+
+class LayersEntered(Sequence[StagedLayer | None]):
+    """The layers as they are compressed: staged ones, and None for those of the source."""
+
+    def __init__(self, journal: Journal, num_layers: int, claimed: Collection[int]) -> None:
+        """`claimed`: the layers that are compressed, sooner or later."""
+        self.journal = journal
+        self.num_layers = num_layers
+        self.claimed = claimed
+        self.known: dict[int, StagedLayer] = {}
+
+    def there(self, layer: int) -> bool:
+        """Whether it is known what becomes of a layer."""
+        if layer in self.claimed and layer not in self.known and (staged := staged_layer(self.journal, layer)):
+            self.known[layer] = staged
+        return layer not in self.claimed or layer in self.known
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    @overload
+    def __getitem__(self, layer: int) -> StagedLayer | None: ...
+    @overload
+    def __getitem__(self, layer: slice) -> tuple[StagedLayer | None, ...]: ...
+    def __getitem__(self, layer: int | slice) -> StagedLayer | tuple[StagedLayer | None, ...] | None:
+        places = range(self.num_layers)[layer]
+        if isinstance(places, range):
+            return tuple(self[place] for place in places)
+        assert self.there(places), f"layer {places} is not entered yet"
+        return self.known.get(places)

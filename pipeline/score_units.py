@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.samples import shard_range
@@ -109,17 +111,39 @@ class Scored:
 
 @dataclass(frozen=True)
 class Compare:
-    """The dense model and the staged layers side by side on a few tokens; the result is JSON.
+    """The dense model and the staged layers side by side on a few tokens, some layers of them: a `CompareDone`.
 
     Attributes:
         tokens: ids of whole samples, all of one length.
-        staged: by layer, the record of the compressed one; None: it is as it was.
+        staged: by layer, from `first` on, the record of the compressed one; None: it is as it was.
+        before: handle of what enters the first of these layers in both models; None: these are the first.
+        head: whether the head follows them.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     staged: tuple[StagedLayer | None, ...]
+    first: int = 0
+    before: Any = None
+    head: bool = True
 
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
-        return "compare"
+        return f"compare/{self.first}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return 1 - self.head
+
+
+@dataclass(frozen=True)
+class CompareDone:
+    """What there is of `manifests.records.ComparedFigures`; the handle of what leaves the last of these layers."""
+
+    figures: Mapping[str, Any]
+    after: Any = None
+
+    def with_handles(self, made: Callable[[Any], Any]) -> Self:
+        """With `made(handle)` in place of the handle."""
+        return replace(self, after=made(self.after))

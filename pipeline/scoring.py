@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 from manifests.entries import ScoredEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, StagedLayer
+from pipeline.computation import LayersEntered
 from pipeline.keys import scored_key
 from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs
 from pipeline.score_units import Score, Scored, WindowForward, Windows
-from pipeline.steps import do_units
-from pipeline.units import ForwardDone
+from pipeline.steps import Course, do_units, follow
+from pipeline.units import ForwardDone, Unit
 
 Layers = Sequence[StagedLayer | None]
 T = TypeVar("T")
@@ -28,7 +29,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores models under names, one after another. What is entered under a name stays until it is forgotten."""
+    """Scores models under names, one after another. What is entered under a name stays until it is forgotten.
+
+    Attributes:
+        every: hidden states are committed each time this many layers are done.
+        alone: whether nothing else is done just then: hidden states are not committed beside other work, and nobody is
+            told of a phase.
+    """
 
     pool: Pool
     journal: Journal
@@ -36,6 +43,7 @@ class Scorer:
     observer: Observer
     num_layers: int
     every: int = 1
+    alone: Callable[[], bool] = lambda: True
 
     def outputs(self, windows: Windows, name: str, layers: Layers) -> tuple[ArrayRecord, ...]:
         """The stored outputs of a model's last layer, by shard.
@@ -44,10 +52,12 @@ class Scorer:
             CorruptError: a staged layer or the tokens are damaged.
             Interrupted: the job was asked to stop; what is entered stays.
         """
-        model = _Model(self, windows, name, tuple(layers))
-        _, records = model.repaired(lambda: model.through(keep_outputs=True))
-        assert records is not None
-        return records
+        model = _Model(self, windows, name, layers)
+        return model.repaired(lambda: follow(model.outputs(), model.do))
+
+    def outputs_course(self, windows: Windows, name: str, layers: Layers) -> Course[tuple[ArrayRecord, ...]]:
+        """As `outputs`, for who does units beside others. Nothing is repaired."""
+        return _Model(self, windows, name, layers).outputs()
 
     def score(self, windows: Windows, name: str, layers: Layers, dense: Sequence[ArrayRecord] | None = None) -> Scored:
         """What a model loses on all windows, added in shard order.
@@ -55,8 +65,14 @@ class Scorer:
         `dense`: the `outputs` of another model on them, to measure the divergence from. Raises as `outputs` does, and
         CorruptError when those are damaged.
         """
-        model = _Model(self, windows, name, tuple(layers))
-        return model.repaired(lambda: model.score(dense))
+        model = _Model(self, windows, name, layers)
+        return model.repaired(lambda: follow(model.score(dense), model.do))
+
+    def score_course(
+        self, windows: Windows, name: str, layers: Layers, dense: Sequence[ArrayRecord] | None = None
+    ) -> Course[Scored]:
+        """As `score`, for who does units beside others; `LayersEntered` are waited for. Nothing is repaired."""
+        return _Model(self, windows, name, layers).score(dense)
 
     def forget(self, name: str) -> None:
         """Takes back what is entered of a model, and drops it."""
@@ -77,7 +93,7 @@ def window_units(
     records: Sequence[ArrayRecord] | None = None,
 ) -> list[WindowForward]:
     """All shards through a layer. `records`: of what enters layer `base`, if that is committed."""
-    ahead = layer + 1 if layer + 1 < len(layers) else None
+    ahead = layer + 1 if layer + 1 < len(layers) and _there(layers, layer + 1) else None
     return [
         WindowForward(
             windows,
@@ -100,11 +116,12 @@ def window_units(
 class _Model:
     """One model that is being scored."""
 
-    def __init__(self, scorer: Scorer, windows: Windows, name: str, layers: tuple[StagedLayer | None, ...]) -> None:
+    def __init__(self, scorer: Scorer, windows: Windows, name: str, layers: Layers) -> None:
         self.scorer = scorer
         self.windows = windows
         self.name = name
         self.layers = layers
+        self.begun = False  # whether it has done anything
         keys = [scored_key(name, layer) for layer in range(scorer.num_layers + 1)]
         self.repairs = Repairs(scorer.journal, keys, scorer.observer)
 
@@ -114,34 +131,29 @@ class _Model:
             try:
                 return work()
             except (CorruptError, LostInputError) as error:
+                self.begun = False
                 self.scorer.pool.cancel_pending()
                 self.repairs.invalidate(error)
                 if isinstance(error, CorruptError):  # what earlier entries name was dropped
                     self.scorer.forget(self.name)
 
-    def through(self, *, keep_outputs: bool) -> tuple[int, tuple[ArrayRecord, ...] | None]:
-        """All shards through all layers. The last layer whose inputs are committed, and their records."""
-        scorer, last = self.scorer, len(self.layers)
-        base, records = self._entered()
-        if base < last:
-            scorer.observer.phase(f"score {self.name}", last - base, self.windows.shards)
-        scorer.pool.forget()
-        for layer in range(base, last):
-            above = layer + 1
-            store = keep_outputs if above == last else above % scorer.every == 0
-            units = window_units(self.windows, self.name, self.layers, layer, store=store, base=base, records=records)
-            done: list[ForwardDone] = do_units(scorer.pool, units, scorer.observer)
-            if store:
-                records = tuple(result.activation for result in done if result.activation is not None)
-                self._enter(above, records)
-                base = above
-            scorer.observer.layer_done(f"score {self.name}", layer, {})
-        return base, records
+    def do(self, units: Sequence[Unit]) -> list[Any]:
+        """Units on a pool that has nothing else to do, whose workers hold nothing of an earlier model of this name."""
+        if not self.begun:
+            self.scorer.pool.forget()
+            self.begun = True
+        return do_units(self.scorer.pool, units, self.scorer.observer)
 
-    def score(self, dense: Sequence[ArrayRecord] | None) -> Scored:
+    def outputs(self) -> Course[tuple[ArrayRecord, ...]]:
+        """All shards through all layers: the records of what leaves the last."""
+        _, records = yield from self._through(keep_outputs=True)
+        assert records is not None
+        return records
+
+    def score(self, dense: Sequence[ArrayRecord] | None) -> Course[Scored]:
         """All shards through all layers and the head."""
-        base, records = self.through(keep_outputs=False)
-        units = [
+        base, records = yield from self._through(keep_outputs=False)
+        done = yield [
             Score(
                 self.windows,
                 self.name,
@@ -151,16 +163,42 @@ class _Model:
                 dense=dense[shard] if dense else None,
                 base=base,
                 base_record=records[shard] if records else None,
-                replay=self.layers[base:],
+                replay=tuple(self.layers[base:]),
             )
             for shard in range(self.windows.shards)
         ]
-        return sum(do_units(self.scorer.pool, units, self.scorer.observer), Scored(0.0, 0))
+        return sum(done, Scored(0.0, 0))
+
+    def _through(self, *, keep_outputs: bool) -> Course[tuple[int, tuple[ArrayRecord, ...] | None]]:
+        """All shards through all layers. The last layer whose inputs are committed, and their records."""
+        scorer, last = self.scorer, len(self.layers)
+        base, records = self._entered()
+        told = False
+        for layer in range(base, last):
+            while not _there(self.layers, layer):
+                yield []
+            if scorer.alone() and not told:
+                scorer.observer.phase(f"score {self.name}", last - layer, self.windows.shards)
+                told = True
+            above = layer + 1
+            store = keep_outputs if above == last else above % scorer.every == 0 and scorer.alone()
+            done: list[ForwardDone] = yield window_units(
+                self.windows, self.name, self.layers, layer, store=store, base=base, records=records
+            )
+            if store:
+                records = tuple(result.activation for result in done if result.activation is not None)
+                self._enter(above, records)
+                base = above
+            if told:
+                scorer.observer.layer_done(f"score {self.name}", layer, {})
+        return base, records
 
     def _entered(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
         """Where an interruption left this model; of another one of this name, nothing stays."""
         for layer in range(len(self.layers), 0, -1):
             entry = self.scorer.journal.get(scored_key(self.name, layer))
+            if entry is not None and not all(_there(self.layers, below) for below in range(layer)):
+                continue
             if entry is not None and entry.of == self._digest(layer):
                 return layer, entry.activations
             if entry is not None:
@@ -177,3 +215,7 @@ class _Model:
         tokens: Any = self.windows.tokens.path if self.windows.tokens else None
         staged = [record.sha256 if record else None for record in self.layers[:layer]]
         return hashlib.sha256(json.dumps([tokens, self.windows.dtype, staged]).encode()).hexdigest()
+
+
+def _there(layers: Layers, layer: int) -> bool:
+    return layers.there(layer) if isinstance(layers, LayersEntered) else True

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from manifests.entries import PointEntry
@@ -36,7 +39,7 @@ def _body(arguments: Any) -> int:
     if arguments.json:
         print(json.dumps(state))
     else:
-        _print(state)
+        print("\n".join(map(_wrapped, _lines(state))))
     return 0
 
 
@@ -106,21 +109,30 @@ def _last_lines(logs: Storage) -> list[str]:
     return logs.read(names[-1]).decode(errors="replace").splitlines()[-LOG_LINES:] if names else []
 
 
-def _print(state: dict[str, Any]) -> None:
-    print(f"{state['run_dir']}: {state['state']}{ADVICE.get(state['state'], '')}")
+def _wrapped(line: str) -> str:
+    """Between words, where a terminal shows it: one breaks it anywhere."""
+    if not sys.stdout.isatty():
+        return line
+    indent = line[: len(line) - len(line.lstrip())]
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _lines(state: dict[str, Any]) -> Iterator[str]:
+    yield f"{state['run_dir']}: {state['state']}{ADVICE.get(state['state'], '')}"
     if (run := state["last_run"]) and run["exit_code"]:
-        print(f"exit code {run['exit_code']}, {run.get('where') or 'before any phase'}: {run['error']}")
-        print(f"log: {run['log']}")
-    print(f"output: {state['output']}")
+        yield f"exit code {run['exit_code']}, {run.get('where') or 'before any phase'}: {run['error']}"
+        yield f"log: {run['log']}"
+    yield f"output: {state['output']}"
     for name, number in state["layers"].items():
-        print(f"layers committed, {name.replace('_', ' ')}: {number}")
+        yield f"layers committed, {name.replace('_', ' ')}: {number}"
     if points := state["points"]:
-        print(f"points of the sweep: {points['done']} of {points['of']}")
+        yield f"points of the sweep: {points['done']} of {points['of']}"
     if state["last_commit"]:
-        print(f"last commit: {time.time() - state['last_commit']:.0f} s ago")
+        yield f"last commit: {time.time() - state['last_commit']:.0f} s ago"
     owner = state["owner"]
     if owner and owner.get("alive"):
-        print(f"held by process {owner['pid']} on {owner['host']}, heartbeat {owner['heartbeat_age_s']:.0f} s ago")
+        yield f"held by process {owner['pid']} on {owner['host']}, heartbeat {owner['heartbeat_age_s']:.0f} s ago"
         progress = owner.get("progress") or {}
         where = [f"phase {progress.get('phase', 'checks')}"]
         if progress.get("layer") is not None:
@@ -129,13 +141,13 @@ def _print(state: dict[str, Any]) -> None:
             where.append(f"{progress['done']} of {progress['of']} units")
         if progress.get("seconds_left") is not None:
             where.append(f"about {progress['seconds_left']:,.0f} s of the job left")
-        print(", ".join(where))
+        yield ", ".join(where)
         if pool := progress.get("pool"):
-            print(f"workers: {pool['ready']} ready, {pool['wanted']} wanted")
+            yield f"workers: {pool['ready']} ready, {pool['wanted']} wanted"
         for worker, unit in (progress.get("workers") or {}).items():
-            print(f"  {worker}: {unit}")
+            yield f"  {worker}: {unit}"
     for line in state["log"]:
-        print(f"  {line}")
+        yield f"  {line}"
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
@@ -18,6 +18,21 @@ from pipeline.ports import Journal, Observer, Pool
 from pipeline.repair import Repairs
 from pipeline.sum_units import Summed
 from pipeline.units import BackwardDone, ForwardDone, Lineage, Reduce, Solve, SolveDone, Unit, Write
+
+T = TypeVar("T")
+# Gives units that are due and is sent their results, in their order, until it returns; none are due: not yet.
+Course = Generator[Sequence[Unit], list[Any], T]
+
+
+def follow(course: Course[T], do: Callable[[Sequence[Unit]], list[Any]]) -> T:
+    """What a course returns, whose units `do` does. Raises what either raises."""
+    try:
+        units = next(course)
+        while True:
+            units = course.send(do(units))
+    except StopIteration as end:
+        found: T = end.value
+        return found
 
 
 def do_units(pool: Pool, units: Sequence[Unit], observer: Observer) -> list[Any]:

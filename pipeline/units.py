@@ -380,8 +380,9 @@ SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
 # Takes nothing that a worker computes with: done beside its other units.
 BesideUnit = ReadLayer | Collect | CheckGrids | Add | Total | Write
 CurveUnit = BeginCurve | CurvePieces | Predict
+SolveUnit = Solve | SolveSizes
 PassUnit = Forward | Pair | Backward | WindowForward | Score | Compare
-Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | Solve | SolveSizes | Write
+Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | SolveUnit | Write
 ShardUnit = Forward | Pair | Backward | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard
 # Its result holds handles.
-TensorUnit = ReadLayer | Forward | Pair | Backward | ChooseGrids | Collect | CheckGrids | Add | Solve | SolveSizes
+TensorUnit = ReadLayer | Forward | Pair | Backward | ChooseGrids | Collect | CheckGrids | Add | SolveUnit | Compare

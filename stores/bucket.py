@@ -142,13 +142,14 @@ class Bucket(Storage):
         keys = [self._key(name) for name in names]
         with self._errors("removing from", ""):
             if keys:
-                obstore.delete(self._connection.patient, keys)
+                repeated(lambda: obstore.delete(self._connection.patient, keys))
 
     def take(self, name: str, source: Storage, source_name: str) -> None:
         within = isinstance(source, Bucket) and source.bucket == self.bucket
         if isinstance(source, Bucket) and within and source.size(source_name) <= COPY_BYTES:
             with self._errors("copying", name):
-                obstore.copy(self._connection.patient, source._key(source_name), self._key(name))
+                before, after = source._key(source_name), self._key(name)
+                repeated(lambda: obstore.copy(self._connection.patient, before, after))
         else:
             super().take(name, source, source_name)
 
@@ -173,7 +174,7 @@ class Bucket(Storage):
 
     def fault(self) -> str | None:
         try:
-            next(iter(obstore.list(self._connection.hasty, self._key("") or None)), None)
+            repeated(lambda: next(iter(obstore.list(self._connection.hasty, self._key("") or None)), None))
         except (BaseError, OSError) as error:
             return f"not to be listed: {reason(error)}"
         return None
@@ -203,7 +204,8 @@ class Bucket(Storage):
         """The entity tag of what was written. Raises AlreadyExistsError and PreconditionError as `mode` has it."""
         token = uuid.uuid4().hex
         large = len(data) > PART_BYTES and mode == "overwrite"
-        with self._errors("writing", name):
+
+        def ask() -> str:
             try:
                 done = obstore.put(
                     self._connection.hasty if hasty else self._connection.patient,
@@ -220,6 +222,9 @@ class Bucket(Storage):
                 if self._was_written(name, token):  # the answer was lost, and the repetition refused
                     return str(self._head(name)["e_tag"])
                 raise
+
+        with self._errors("writing", name):
+            return repeated(ask)
 
     def _was_written(self, name: str, token: str) -> bool:
         """Whether what has the name is from the write with this token."""

@@ -24,6 +24,7 @@ RETRIES: RetryConfig = {
 }
 FEW_RETRIES: RetryConfig = {**RETRIES, "max_retries": 3, "retry_timeout": timedelta(seconds=20)}
 CUT_WAITS_S = (0.1, 1.0, 5.0, 10.0)  # before an answer that broke off is asked for again
+PATIENT_TIMEOUT, HASTY_TIMEOUT = "120s", "10s"  # for one answer, a large part's included
 SHOWN_CHARACTERS = 300
 
 T = TypeVar("T")
@@ -38,12 +39,12 @@ class Connection:
     @cached_property
     def patient(self) -> S3Store:
         """Tries for minutes."""
-        return S3Store(self.bucket, client_options=_client_options("120s"), retry_config=RETRIES)
+        return S3Store(self.bucket, client_options=_client_options(PATIENT_TIMEOUT), retry_config=RETRIES)
 
     @cached_property
     def hasty(self) -> S3Store:
         """For leases, and to see whether a bucket answers at all."""
-        return S3Store(self.bucket, client_options=_client_options("10s"), retry_config=FEW_RETRIES)
+        return S3Store(self.bucket, client_options=_client_options(HASTY_TIMEOUT), retry_config=FEW_RETRIES)
 
 
 def _client_options(timeout: str) -> ClientConfig:

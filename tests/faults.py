@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import http.client
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Fault = str  # "500", "503"; "silent": not done, no answer; "lost": done, no answer; "cut": half an answer
-LOST = ("lost", "cut")  # done by the server, not heard of
+Fault = str  # "500", "503"; "silent": not done, no answer; "lost": done, no answer; "cut": half an answer; "late":
+# done, no answer before the client has given up; "slow": the second half of the answer takes its time
+LOST = ("lost", "late", "cut")  # done by the server, not heard of
 SLOW_DOWN = (
     "<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 )
@@ -24,6 +26,8 @@ class Proxy:
         self.spoil: Callable[[str, str, int], Fault | None] = lambda method, path, nth: None
         self.requests: list[tuple[str, str, str | None, int]] = []  # method, path, what befell it, bytes answered
         self.lock = threading.Lock()
+        self.pause_s = 2.0  # until nobody waits any more
+        self.slow_s = 0.1
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
@@ -41,7 +45,11 @@ class Proxy:
             def log_message(self, *_: Any) -> None:
                 """Says nothing."""
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(ThreadingHTTPServer):
+            def handle_error(self, *_: Any) -> None:
+                """Says nothing: clients are killed."""
+
+        server = Server(("127.0.0.1", 0), Handler)
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -74,7 +82,8 @@ class Proxy:
         content = answer.read()
         connection.close()
         self.requests[at] = (*self.requests[at][:3], len(content))
-        if fault == "lost":
+        if fault in ("lost", "late"):
+            time.sleep(self.pause_s if fault == "late" else 0.0)
             request.close_connection = True
             return
         request.send_response(answer.status)
@@ -84,5 +93,10 @@ class Proxy:
         length = answer.getheader("Content-Length") if request.command == "HEAD" else str(len(content))
         request.send_header("Content-Length", length or "0")
         request.end_headers()
-        request.wfile.write(content[: len(content) // 2] if fault == "cut" else content)
+        half = len(content) // 2
+        if fault == "slow":
+            request.wfile.write(content[:half])
+            request.wfile.flush()
+            time.sleep(self.slow_s)
+        request.wfile.write(content[:half] if fault == "cut" else content[half if fault == "slow" else 0 :])
         request.close_connection = fault == "cut"

@@ -32,6 +32,7 @@ from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.plan.probe import LayerShape, mean_rates, measured_rates
 from pipeline.plan.rates import Rates
+from workers.memory import map_large_tensors
 
 LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 1.0  # how soon a signal is noticed
@@ -107,14 +108,15 @@ def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):
         raise InputError(f"Ray: {address!r} is no address; give --address HOST:PORT, as `ray start` printed it")
-    host = resolve_ip_for_localhost(host)  # as Ray will do
+    given, host = f"{host}:{port}", resolve_ip_for_localhost(host)  # as Ray will do
+    where = given if given == f"{host}:{port}" else f"{given}, which is {host} to Ray,"
     deadline = time.monotonic() + timeout_s
     while (fault := _fault_at(host, int(port))) is not None:
         if stopped():
             raise Interrupted("stopped by a signal while connecting to Ray")
         if time.monotonic() > deadline:
             raise InputError(
-                f"Ray: none answers at {host}:{port} ({fault}); tried for {timeout_s:g} s (--connect-timeout). Give "
+                f"Ray: none answers at {where} ({fault}); tried for {timeout_s:g} s (--connect-timeout). Give "
                 "--address HOST:PORT of a running cluster, or none for a local one"
             )
         time.sleep(LOOK_SECONDS)
@@ -232,7 +234,10 @@ def probe_workers(workers: Workers, dtype: torch.dtype, shape: LayerShape) -> Ra
     """
 
     class Probe:
-        """As a worker, of the same size."""
+        """As a worker, of the same size, whose tensors get their memory in the same way."""
+
+        def __init__(self) -> None:
+            map_large_tensors()
 
         def node(self) -> str:
             """Where it is, when all is imported."""

@@ -6,16 +6,20 @@ Legend: B batch, S sequence, D hidden, V vocabulary, K directions of a sketch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifests.records import StagedLayer
+from pipeline.score_units import Compare, CompareDone
+from workers.config import WorkerConfig
 from workers.embedding_and_head import embedding, head
 from workers.layers import LayerReader
+from workers.tensor_transfer import TensorTransfer
 
+States = tuple[Tensor, Tensor]  # (B, S, D) of the dense model and of the compressed one
 DIRECTIONS = 4
 SEED = 0x5EED
 _NOTHING = 1e-150
@@ -53,11 +57,43 @@ def compare_models(
 
     Both readers give float32. Raises as reading does.
     """
-    dense_BSD, packed_BSD = embedding(dense)(ids_BS), embedding(packed, staged[0])(ids_BS)
-    errors, sketches = [], []
-    for layer, record in enumerate(staged):
+    errors, sketches, states = compare_layers(dense, packed, staged, embedded(dense, packed, staged[0], ids_BS))
+    error, logits_sketch = compare_heads(dense, packed, staged[-1], states, len(staged))
+    return Comparison(errors, error, sketches, logits_sketch)
+
+
+def compare_some(unit: Compare, setup: WorkerConfig, device: torch.device, transfer: TensorTransfer) -> CompareDone:
+    """Both models in float32; of each no more than a layer at a time. Raises as reading and `transfer` do."""
+    dense, packed = (LayerReader(replace(setup, dtype=torch.float32), device) for _ in range(2))
+    if unit.before is None:
+        ids_BS = torch.tensor(unit.tokens, dtype=torch.int64, device=device)
+        states = embedded(dense, packed, unit.staged[0], ids_BS)
+    else:
+        found = transfer.get(unit.before)
+        states = found["dense"].to(device), found["packed"].to(device)
+    errors, sketches, states = compare_layers(dense, packed, unit.staged, states, unit.first)
+    figures = {"layer_errors": errors, "sketch": sketches}
+    if not unit.head:
+        return CompareDone(figures, transfer.put(dict(zip(("dense", "packed"), states, strict=True))))
+    layers = unit.first + len(unit.staged)
+    error, logits_sketch = compare_heads(dense, packed, unit.staged[-1], states, layers)
+    return CompareDone({**figures, "error": error, "logits_sketch": logits_sketch})
+
+
+def embedded(dense: LayerReader, packed: LayerReader, first: StagedLayer | None, ids_BS: Tensor) -> States:
+    """What enters the first layer of both models."""
+    return embedding(dense)(ids_BS), embedding(packed, first)(ids_BS)
+
+
+def compare_layers(
+    dense: LayerReader, packed: LayerReader, staged: Sequence[StagedLayer | None], states: States, first: int = 0
+) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...], States]:
+    """Errors and sketches of layers from `first` on, of which `states` enter that, and what leaves the last of them."""
+    (dense_BSD, packed_BSD), errors, sketches = states, [], []
+    for layer, record in enumerate(staged, first):
         block = dense.block(layer, None)
-        dense.read_ahead(layer + 1)
+        if layer + 1 < first + len(staged):
+            dense.read_ahead(layer + 1)
         after_BSD = _run(block.run(dense_BSD))
         dense.current = None
         block = packed.block(layer, record)
@@ -67,11 +103,18 @@ def compare_models(
         sketches.append(sketch(alone_BSD - dense_BSD, update_BSD, layer))
         dense_BSD = after_BSD
     dense.current = packed.current = None
+    return tuple(errors), tuple(sketches), (dense_BSD, packed_BSD)
+
+
+def compare_heads(
+    dense: LayerReader, packed: LayerReader, last: StagedLayer | None, states: States, layers: int
+) -> tuple[float, tuple[float, ...]]:
+    """Error and sketch of the logits behind so many layers."""
+    dense_BSD, packed_BSD = states
     logits_TV = head(dense)(dense_BSD.flatten(0, 1))
-    found_TV = head(packed, staged[-1])(packed_BSD.flatten(0, 1))
+    found_TV = head(packed, last)(packed_BSD.flatten(0, 1))
     spread_TV = logits_TV - logits_TV.mean(dim=0)
-    whole = sketch(found_TV - logits_TV.mean(dim=0), spread_TV, len(staged))
-    return Comparison(tuple(errors), relative(found_TV - logits_TV, spread_TV), tuple(sketches), whole)
+    return relative(found_TV - logits_TV, spread_TV), sketch(found_TV - logits_TV.mean(dim=0), spread_TV, layers)
 
 
 def relative(error: Tensor, whole: Tensor) -> float:

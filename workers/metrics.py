@@ -41,12 +41,13 @@ WRITTEN = Metric("lamina_written_bytes_total", "Counter", "Bytes that workers wr
 PEAK = Metric("lamina_worker_peak_bytes", "Gauge", "Largest memory of a worker so far: of its device if it has one.")
 WORKERS = Metric("lamina_workers", "Gauge", "Workers of the job by state: wanted, ready.", ("state",))
 WAITING = Metric("lamina_units_waiting", "Gauge", "Units that no worker has in hand yet.")
+LONGEST = Metric("lamina_longest_unit_seconds", "Gauge", "Age of the unit that a worker has had in hand longest.")
 DEATHS = Metric("lamina_worker_deaths_total", "Counter", "Workers that died or were lost with their node.")
 RETRIES = Metric("lamina_units_retried_total", "Counter", "Units that were in hand of a worker that died.")
 PHASE_SECONDS = Metric("lamina_phase_seconds_total", "Counter", "Time in phases in which workers work.", ("phase",))
 PHASE_DONE = Metric("lamina_phase_progress", "Gauge", "Share of a phase's forward units that are done.", ("phase",))
 OF_WORKERS = (UNITS, ERRORS, SECONDS, COMPUTE, TOKENS, READ, WRITTEN, PEAK)
-OF_THE_POOL = (WORKERS, WAITING, DEATHS, RETRIES, PHASE_SECONDS, PHASE_DONE)
+OF_THE_POOL = (WORKERS, WAITING, LONGEST, DEATHS, RETRIES, PHASE_SECONDS, PHASE_DONE)
 
 
 class Maker(Protocol):
@@ -119,11 +120,12 @@ class PoolMeters(Meters):
         self.add(DEATHS)
         self.add(RETRIES, units_in_hand)
 
-    def state(self, ready: int, wanted: int, waiting: int) -> None:
-        """How many workers and units there are."""
+    def state(self, ready: int, wanted: int, waiting: int, longest_s: float) -> None:
+        """How many workers and units there are; how long the oldest of those in hand has been so."""
         self.set(WORKERS, ready, state="ready")
         self.set(WORKERS, wanted, state="wanted")
         self.set(WAITING, waiting)
+        self.set(LONGEST, longest_s)
 
     def progress(self, phase: str, done: int, units: int) -> None:
         """How far a phase is; the time since the last word counts as spent in it."""

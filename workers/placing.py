@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from pipeline.score_units import Score, WindowForward
 from pipeline.sum_units import Add, Collect
 from pipeline.units import BesideUnit, ReadLayer, ShardUnit, Unit
+
+Held = tuple[str, int]  # a shard, and of which windows
+
+
+def held(unit: ShardUnit) -> Held:
+    """What a unit leaves with its worker: a shard of the samples, or of the windows that a model is scored on."""
+    return (unit.model if isinstance(unit, WindowForward | Score) else "", unit.shard)
 
 
 class Holder(Protocol):
     """A worker as far as it is known what it holds.
 
     Attributes:
-        shards: whose hidden states are with it.
+        shards: whose hidden states are with it, as `held` names them.
         name: by which it is known where sums are.
     """
 
-    shards: set[int]
+    shards: set[Held]
 
     @property
     def name(self) -> str:
@@ -40,16 +48,26 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
         )
         return next(here, None)
     holders = {shard: other for other in live for shard in other.shards}
+    counts: dict[tuple[int, str], int] = {}
+
+    def count(other: Holder, windows: str) -> int:
+        if (id(other), windows) not in counts:
+            counts[id(other), windows] = sum(of == windows for of, _ in other.shards)
+        return counts[id(other), windows]
+
     new = taken_over = None
     for index, unit in enumerate(waiting):
         if isinstance(unit, BesideUnit):
             continue
-        holder = holders.get(unit.shard) if isinstance(unit, ShardUnit) else member
+        if not isinstance(unit, ShardUnit):
+            return index
+        shard = held(unit)
+        holder = holders.get(shard)
         if holder is member:
             return index
         if holder is None:
             new = index if new is None else new
-        elif taken_over is None and len(holder.shards) > len(member.shards) + 1:
+        elif taken_over is None and count(holder, shard[0]) > count(member, shard[0]) + 1:
             taken_over = index
     return taken_over if new is None else new
 

@@ -8,6 +8,7 @@ at once, or after a pause when its node was short of memory (`workers.memory_pre
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from ray.exceptions import (
 )
 from ray.util import metrics
 
-from manifests.errors import InputError, Interrupted, LostInputError, WorkerError
+from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.sum_units import Collect
 from pipeline.units import BesideUnit, Forward, ShardUnit, Unit
@@ -36,7 +37,7 @@ from workers.failures import START, Failures, failure_key
 from workers.hardware import software_versions
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
-from workers.placing import choose
+from workers.placing import Held, choose, held
 from workers.shortage import Shortage
 from workers.tensor_transfer import attach_handles, handle_count
 from workers.trace import unit_kind, unit_line
@@ -54,9 +55,10 @@ class _Member:
     ready: Any
     live: bool = False
     where: dict[str, Any] = field(default_factory=dict)
-    shards: set[int] = field(default_factory=set)
+    shards: set[Held] = field(default_factory=set)
     running: dict[Any, Unit] = field(default_factory=dict)
     tensors: dict[Any, list[Any]] = field(default_factory=dict)  # what a running unit will leave behind
+    given_at: dict[Any, float] = field(default_factory=dict)  # by the clock of `time.monotonic`
     leaving: bool = False  # gets nothing more, and ends when it is done with what it has
     sums: set[str] = field(default_factory=set)  # passes whose sums it keeps until they are collected
 
@@ -148,9 +150,8 @@ class RayPool:
                 raise Interrupted("stopped by a signal; run the same command again to go on")
             if self.finished:
                 unit, outcome = self.finished.popleft()
-                if isinstance(outcome.error, LostInputError):
-                    outcome.error.unit = unit.key
                 if outcome.error is not None:
+                    outcome.error.unit = unit.key
                     raise outcome.error
                 return unit, outcome.result
             self._dispatch()
@@ -235,7 +236,7 @@ class RayPool:
     def _step(self, timeout_s: float) -> None:
         """Takes in whatever is ready: new members, finished units, deaths."""
         self._fit()
-        self.meters.state(self.size, self.wanted, len(self.waiting))
+        self.meters.state(self.size, self.wanted, len(self.waiting), self._longest_s())
         owners = {ref: member for member in self.members for ref in member.running}
         owners |= {member.ready: member for member in self.members if not member.live}
         if not owners:
@@ -246,6 +247,10 @@ class RayPool:
             member = owners[ref]
             if member in self.members:
                 self._take(member, ref)
+
+    def _longest_s(self) -> float:
+        given = [at for member in self.members for at in member.given_at.values()]
+        return time.monotonic() - min(given) if given else 0.0
 
     def _take(self, member: _Member, ref: Any) -> None:
         try:
@@ -261,6 +266,7 @@ class RayPool:
                 self._welcome(member, value)
                 return
             unit = member.running.pop(ref)
+            del member.given_at[ref]
             self.failures.forgive(failure_key(unit))
             self.pause.end()
             if isinstance(unit, Collect):
@@ -360,8 +366,8 @@ class RayPool:
         del self.waiting[index]
         if isinstance(unit, ShardUnit):
             for other in live:
-                other.shards.discard(unit.shard)
-            member.shards.add(unit.shard)
+                other.shards.discard(held(unit))
+            member.shards.add(held(unit))
             if isinstance(unit, Forward) and unit.sums is not None:
                 member.sums.add(unit.sums.name)
         count = handle_count(unit)
@@ -372,6 +378,7 @@ class RayPool:
         outcome, *tensors = returned if count else [returned]
         member.running[outcome] = unit
         member.tensors[outcome] = tensors
+        member.given_at[outcome] = time.monotonic()
 
 
 def _differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:

@@ -105,9 +105,10 @@ class ScorePass:
         return self.reader
 
     def release(self) -> None:
-        """Lets go of what is on the device."""
+        """Lets go of what is on the device, and of what was read ahead."""
         if self.reader is not None:
             self.reader.release()
+            self.reader.ahead = None
 
 
 class _Shard:

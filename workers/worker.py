@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Group, Measuring, Moment, Statistics
 from pipeline.methods.registry import build_methods
-from pipeline.score_units import Compare, Score, WindowForward
+from pipeline.score_units import Compare, CompareDone, Score, WindowForward
 from pipeline.sum_units import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
 from pipeline.units import (
     Backward,
@@ -58,7 +57,7 @@ from stores.statistics import StatisticsStore
 from stores.storage import open_storage
 from workers.backward import BackwardPass
 from workers.block import Block, Tap
-from workers.comparing import compare_models
+from workers.comparing import compare_some
 from workers.config import WorkerConfig
 from workers.copies import Copies, HiddenReader
 from workers.curves import made_of_curve
@@ -359,14 +358,10 @@ class Worker:
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    def _compare(self, unit: Compare) -> dict[str, Any]:
-        """Both models in float32; of each no more than a layer at a time, beside none that was held before."""
+    def _compare(self, unit: Compare) -> CompareDone:
         self.layers.release()
-        setup = replace(self.setup, dtype=torch.float32)
-        ids_BS = torch.tensor(unit.tokens, dtype=torch.int64, device=self.device)
-        dense, packed = (LayerReader(setup, self.device) for _ in range(2))
         with self._computing():
-            return compare_models(dense, packed, unit.staged, ids_BS).report()
+            return compare_some(unit, self.setup, self.device, self.transfer)
 
     def _window_forward(self, unit: WindowForward) -> ForwardDone:
         found = self.scores.forward(unit)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from manifests.records import ArrayRecord, ComparedFigures, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.layer_checks import LayerChecks
 from pipeline.checkpoint.output_directory import claim_files, survey_output
-from pipeline.computation import Job, staged_layer
+from pipeline.computation import Job, LayersEntered
 from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
 from pipeline.driver import Driver
 from pipeline.evaluation.perplexity import sweep_scratch
@@ -30,11 +30,14 @@ from pipeline.job.pool import worker_pool
 from pipeline.job.pool_around import BusyPool
 from pipeline.job.unit_log import units_logged
 from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
+from pipeline.methods.registry import layers_of
+from pipeline.plan.phases import COMPARED_LAYERS
 from pipeline.plan.rates import known_rates
 from pipeline.ports import Journal
 from pipeline.repair import REPAIRS
 from pipeline.score_units import Compare
 from pipeline.scoring import Scorer
+from pipeline.steps import Course
 from stores.activations import ActivationStore
 from stores.ledger import Ledger
 from stores.run_directory import RunDirectory
@@ -43,7 +46,15 @@ from stores.statistics import StatisticsStore
 from stores.storage import open_storage
 from workers.config import WorkerConfig
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 LAYER = re.compile(r"(^|/)layer/\d+$")  # of the job, or of a point of a sweep
+
+
+class Scoring(Protocol[T_co]):
+    """What is made of layers while others are being compressed; it is not waited for that they are."""
+
+    def __call__(self, job: JobContext, scorer: Scorer, layers: LayersEntered) -> Course[T_co]: ...
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,15 @@ class StoreCleaner:
     """See `pipeline.ports.Cleaner`; the arrays of `always` stay.
 
     Where nothing is to be retained, and at first, everything that nobody names is looked for, such as what a dead
-    worker had written; otherwise what was retained before is dropped.
+    worker had written, unless others may be writing there; otherwise what was retained before is dropped.
     """
 
-    def __init__(self, run_dir: RunDirectory, always: list[ArrayRecord]) -> None:
+    def __init__(
+        self, run_dir: RunDirectory, always: list[ArrayRecord], alone: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`alone`: whether nobody else writes hidden states."""
         self.run_dir = run_dir
+        self.alone = alone
         self.activations: ActivationStore = run_dir.activations
         self.statistics: StatisticsStore = run_dir.statistics
         self.always = always
@@ -81,10 +96,10 @@ class StoreCleaner:
     ) -> None:
         live = {record.path: record for record in (*records, *always)}
         before = self._retained.get(store)
-        if before is None or not records:
+        if (before is None or not records) and (store is self.statistics or self.alone()):
             store.sweep(live.values())
         else:
-            store.drop(*(record for path, record in before.items() if path not in live))
+            store.drop(*(record for path, record in (before or {}).items() if path not in live))
         self._retained[store] = live
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
@@ -119,60 +134,88 @@ class JobWorkers:
         """Everything that ranks follow, entered in the ledger."""
         self.driver(job).prepare()
 
-    def compress(
-        self, job: JobContext, *, compared: bool = True, meanwhile: Callable[[JobWorkers], None] | None = None
-    ) -> None:
+    def compress(self, job: JobContext, *, compared: bool = True, scoring: Scoring[T] | None = None) -> T | None:
         """Every claimed layer, staged and entered in the ledger; a staged layer that is damaged is made again.
 
         `compared`: what they do beside the dense ones is entered, too, as OUTPUT's record wants it, by one worker;
-        `meanwhile`: what the others then do.
+        `scoring`: what else is made of the layers while others are compressed. What comes of it is returned; None where
+        something it needed was damaged or lost.
         """
+        claimed = layers_of(job.inputs.tasks)
         for attempt in range(REPAIRS + 1):
             self.pool.forget()  # what is behind layers that are made anew
-            with LayerChecks(job.ledger, job.run_dir.storage, job.inputs.geometry.num_layers) as checks:
-                self.driver(job, journal=checks).run()
+            layers = LayersEntered(job.ledger, job.inputs.geometry.num_layers, claimed)
+            aside = Aside(self.pool)
+            with LayerChecks(job.ledger, job.run_dir.storage, len(layers)) as checks:
                 if compared:
-                    self._compare(job, meanwhile)
+                    aside.add(_compare(job, layers))
+                scored = aside.add(scoring(job, self._scorer_aside(job, aside), layers)) if scoring else None
+                self.driver(job, journal=checks, aside=aside).run()
+                aside.finish()
+                self._cleaner(job).retain_activations(())
                 job.observer.stage("verify")
                 with interrupting(job.stop):
                     damaged = checks.damaged()
-            if not damaged:
-                return
-            if attempt < REPAIRS:
+            if not damaged and (not compared or _is_compared(job, layers)):
+                return scored.outcome if scored else None
+            if damaged and attempt < REPAIRS:
                 job.observer.repaired("; ".join(damaged.values()), list(damaged))
-        raise CorruptError("; ".join(damaged.values()))
-
-    def _compare(self, job: JobContext, meanwhile: Callable[[JobWorkers], None] | None) -> None:
-        """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again."""
-        staged = tuple(staged_layer(job.ledger, layer) for layer in range(job.inputs.geometry.num_layers))
-        layers = tuple(found.sha256 if found else None for found in staged)
-        origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
-        tokens = tuple(map(tuple, ids_BS.tolist()))
-        entered = job.ledger.get(COMPARED)
-        if entered is not None and entered.layers == layers and entered.compared.tokens == tokens:
-            return
-        try:
-            aside = Aside(self.pool, Compare(tokens, staged))
-            if meanwhile is not None:
-                meanwhile(JobWorkers(aside, self.always, self.every))
-            found = aside.result()
-        except CorruptError as error:  # `LayerChecks` names the layer, and it is made again
-            job.observer.repaired(str(error), ["compared"])
-            return
-        figures = ComparedFigures(origin=origin, tokens=tokens, **found)
-        job.ledger.commit(COMPARED, ComparedEntry(layers=layers, compared=figures))
+        raise CorruptError("; ".join(damaged.values()) or "staged layers cannot be read, though they are undamaged")
 
     def take_statistics(self, job: JobContext, work: Job) -> None:
         """What the passes over the text give to `work`, entered in the ledger."""
         self.driver(job, work).prepare()
 
-    def driver(self, job: JobContext, work: Job | None = None, journal: Journal | None = None) -> Driver:
-        """Of a job, or of a part of its work, by these workers. `journal`: in place of the job's ledger."""
+    def _scorer_aside(self, job: JobContext, aside: Aside) -> Scorer:
+        """Of models that are scored while others use the workers: hidden states are committed when they do no more."""
+        cleaner = StoreCleaner(job.run_dir, self.always, lambda: aside.alone)
+        layers = job.inputs.geometry.num_layers
+        return Scorer(aside, job.ledger, cleaner, job.observer, layers, self.every, lambda: aside.alone)
+
+    def driver(
+        self, job: JobContext, work: Job | None = None, journal: Journal | None = None, aside: Aside | None = None
+    ) -> Driver:
+        """Of a job, or of a part of its work. `journal`, `aside`: in place of its ledger, and of these workers."""
+        cleaner = self._cleaner(job, lambda: aside is None or not aside.begun)
+        work = replace(work or driver_job(job.inputs), every=self.every)
+        return Driver(work, aside or self.pool, journal or job.ledger, cleaner, job.observer)
+
+    def _cleaner(self, job: JobContext, alone: Callable[[], bool] = lambda: True) -> StoreCleaner:
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
         scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
-        cleaner = StoreCleaner(job.run_dir, [*self.always, *scored])
-        work = replace(work or driver_job(job.inputs), every=self.every)
-        return Driver(work, self.pool, journal or job.ledger, cleaner, job.observer)
+        return StoreCleaner(job.run_dir, [*self.always, *scored], alone)
+
+
+def _compare(job: JobContext, layers: LayersEntered) -> Course[None]:
+    """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again.
+
+    Some layers at a time, when they are there; by one worker, as what leaves them enters the next.
+    """
+    if all(map(layers.there, range(len(layers)))) and _is_compared(job, layers):
+        return
+    origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
+    tokens, before = tuple(map(tuple, ids_BS.tolist())), None
+    figures: dict[str, Any] = {"layer_errors": (), "sketch": ()}
+    for first in range(0, len(layers), COMPARED_LAYERS):
+        stop = min(first + COMPARED_LAYERS, len(layers))
+        while not all(map(layers.there, range(first, stop))):
+            yield []
+        (done,) = yield [Compare(tokens, tuple(layers[first:stop]), first, before, head=stop == len(layers))]
+        of_all = {name: (*figures[name], *done.figures[name]) for name in ("layer_errors", "sketch")}
+        figures, before = {**done.figures, **of_all}, done.after
+    compared = ComparedFigures(origin=origin, tokens=tokens, **figures)
+    job.ledger.commit(COMPARED, ComparedEntry(layers=_digests(layers), compared=compared))
+
+
+def _is_compared(job: JobContext, layers: LayersEntered) -> bool:
+    """Whether these layers have been, on these tokens."""
+    entered, (_, ids_BS) = job.ledger.get(COMPARED), sample_tokens(job.tokens, job.inputs.config)
+    tokens = tuple(map(tuple, ids_BS.tolist()))
+    return entered is not None and entered.layers == _digests(layers) and entered.compared.tokens == tokens
+
+
+def _digests(layers: LayersEntered) -> tuple[str | None, ...]:
+    return tuple(staged.sha256 if staged else None for staged in layers)
 
 
 @contextmanager

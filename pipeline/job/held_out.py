@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,19 +14,25 @@ import torch
 from manifests.entries import HeldOutEntry, HeldOutScoreEntry
 from manifests.errors import CorruptError
 from manifests.records import ArrayRecord, Key
-from pipeline.computation import staged_layer
+from pipeline.computation import LayersEntered, staged_layer
 from pipeline.console.summary import held_out_line
 from pipeline.job.compressing import JobWorkers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.keys import HELD_OUT, HELD_OUT_SCORE, TRIES
 from pipeline.repair import Repairs
-from pipeline.score_units import Windows
+from pipeline.score_units import Scored, Windows
+from pipeline.scoring import Scorer
+from pipeline.steps import Course
 
 DENSE, COMPRESSED = "held-out-dense", "held-out"  # as the ledger names what is scored
 
 
-def score_held_out(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry | None:
+def score_held_out(
+    job: JobContext, workers: JobWorkers, found: HeldOutScoreEntry | None = None
+) -> HeldOutScoreEntry | None:
     """Divergence from the dense model and both perplexities, entered once; None where the texts have no more tokens.
+
+    `found`: what `scoring_held_out` gave, of these layers.
 
     Raises:
         Interrupted: a signal came; what is entered stays.
@@ -37,7 +42,7 @@ def score_held_out(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry | 
         return None
     entered = job.ledger.get(HELD_OUT_SCORE)
     if entered is None:
-        entered = _measured(job, workers)
+        entered = found or _measured(job, workers)
         job.ledger.commit(HELD_OUT_SCORE, entered)
         workers.scorer(job).forget(COMPRESSED)
         if not driver_job(job.inputs).keep_statistics:
@@ -46,11 +51,19 @@ def score_held_out(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry | 
     return entered
 
 
-def prepare_held_out(job: JobContext, workers: JobWorkers) -> None:
-    """What leaves the dense model on held-out tokens, if it will be asked for; damaged, it is made again then."""
-    if job.held_out is not None and job.ledger.get(HELD_OUT_SCORE) is None:
-        with suppress(CorruptError):
-            _dense(job, workers)
+def scoring_held_out(
+    always: list[ArrayRecord], job: JobContext, scorer: Scorer, layers: LayersEntered
+) -> Course[HeldOutScoreEntry | None]:
+    """The same while the layers are compressed, if it will be asked for; nothing of it is entered but what the dense
+    model gives, whose records join `always`."""
+    if job.held_out is None or job.ledger.get(HELD_OUT_SCORE) is not None:
+        return None
+    windows, outputs = _held(job, always)
+    if outputs is None:
+        outputs = yield from scorer.outputs_course(windows, DENSE, _dense_layers(job))
+        _keep(job, scorer, always, outputs)
+    found = yield from scorer.score_course(windows, COMPRESSED, layers, outputs)
+    return _entry(found)
 
 
 def forget_other_text(job: JobContext) -> None:
@@ -84,31 +97,49 @@ def _measured(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry:
             workers.pool.cancel_pending()
             repairs.invalidate(error)
         else:
-            return HeldOutScoreEntry(
-                divergence=found.divergence / found.tokens,
-                dense_perplexity=math.exp(found.dense_loss / found.tokens),
-                perplexity=math.exp(found.loss / found.tokens),
-                tokens=found.tokens,
-            )
+            return _entry(found)
+
+
+def _entry(found: Scored) -> HeldOutScoreEntry:
+    return HeldOutScoreEntry(
+        divergence=found.divergence / found.tokens,
+        dense_perplexity=math.exp(found.dense_loss / found.tokens),
+        perplexity=math.exp(found.loss / found.tokens),
+        tokens=found.tokens,
+    )
 
 
 def _dense(job: JobContext, workers: JobWorkers) -> tuple[Windows, Sequence[ArrayRecord]]:
     """The held-out tokens, and what leaves the dense model's last layer on them: entered, or made now."""
+    windows, outputs = _held(job, workers.always)
+    if outputs is None:
+        scorer = workers.scorer(job)
+        outputs = scorer.outputs(windows, DENSE, _dense_layers(job))
+        _keep(job, scorer, workers.always, outputs)
+    return windows, outputs
+
+
+def _dense_layers(job: JobContext) -> list[None]:
+    return [None] * job.inputs.geometry.num_layers
+
+
+def _held(job: JobContext, always: list[ArrayRecord]) -> tuple[Windows, tuple[ArrayRecord, ...] | None]:
+    """The held-out tokens, stored by now; and the dense model's outputs on them, if they are."""
     entered = job.ledger.get(HELD_OUT)
     if entered is None:
         assert job.held_out is not None
         entered = HeldOutEntry(tokens=job.run_dir.activations.write_tokens(job.held_out.to(torch.int32)))
         job.ledger.commit(HELD_OUT, entered)
-        workers.always.append(entered.tokens)
-    windows = _windows(job, entered.tokens)
-    if entered.outputs is not None:
-        return windows, entered.outputs
-    scorer = workers.scorer(job)
-    outputs = scorer.outputs(windows, DENSE, [None] * job.inputs.geometry.num_layers)
+        always.append(entered.tokens)
+    return _windows(job, entered.tokens), entered.outputs
+
+
+def _keep(job: JobContext, scorer: Scorer, always: list[ArrayRecord], outputs: tuple[ArrayRecord, ...]) -> None:
+    entered = job.ledger.get(HELD_OUT)
+    assert entered is not None
     job.ledger.commit(HELD_OUT, HeldOutEntry(tokens=entered.tokens, outputs=outputs))
-    workers.always.extend(outputs)
+    always.extend(outputs)
     scorer.forget(DENSE)
-    return windows, outputs
 
 
 def _windows(job: JobContext, tokens: ArrayRecord) -> Windows:

@@ -33,6 +33,7 @@ from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.work import layer_work, scoring_flops
 from pipeline.samples import gradient_samples, held_out_windows
 from workers.cluster import connect, probe_workers
+from workers.memory import map_large_tensors
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def asked_rates(manifest: Manifest, geometry: Geometry, dtype: torch.dtype, aske
     if asked.probe:
         connect(asked.address, workers, asked.connect_timeout_s, threading.Event().is_set)
         return probe_workers(workers, dtype, shape)
+    map_large_tensors()  # as workers do
     measured = measured_rates(torch.device("cpu"), dtype, workers.cpus, workers.max, shape)
     if asked.tflops is None:
         return measured
@@ -133,6 +135,7 @@ def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:
         importance and compressed,
         compressed,
         offload=True,
+        every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
         gradient_shards=max(1, min(shards, gradient_tokens // length)),
         held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
     )

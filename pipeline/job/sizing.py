@@ -17,7 +17,7 @@ from pipeline.computation import entered_scores
 from pipeline.job.compressing import Effort, JobWorkers, job_workers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
-from pipeline.job.held_out import forget_other_text, prepare_held_out, score_held_out
+from pipeline.job.held_out import forget_other_text, score_held_out, scoring_held_out
 from pipeline.keys import HELD_OUT_SCORE, RANKS, TARGET, TRIES, try_key
 from pipeline.methods.method import Scores
 from pipeline.ranks.curves import predicted_loss
@@ -45,9 +45,9 @@ def tries_of(job: JobContext) -> list[dict[str, Any]]:
 
 def compress_and_score(job: JobContext, workers: JobWorkers, *, compared: bool = True) -> HeldOutScoreEntry | None:
     """A staged layer that is damaged in between is made again, once."""
-    workers.compress(job, compared=compared, meanwhile=partial(prepare_held_out, job))
+    found = workers.compress(job, compared=compared, scoring=partial(scoring_held_out, workers.always))
     try:
-        return score_held_out(job, workers)
+        return score_held_out(job, workers, found)
     except CorruptError as error:
         job.observer.repaired(str(error), [])
         workers.compress(job, compared=compared)

@@ -6,10 +6,19 @@ As `pipeline.gradient_pass`, `curve_taking`, `correction` and `scoring` hand the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
-from pipeline.plan.phases import THREADS, Pass, compare_seconds, gradient_seconds, solve_seconds, verify_seconds
+from pipeline.plan.phases import (
+    COMPARED_LAYERS,
+    THREADS,
+    Pass,
+    compare_seconds,
+    gradient_seconds,
+    held_out_seconds,
+    solve_seconds,
+    verify_seconds,
+)
 from pipeline.plan.rates import Rates
 from pipeline.plan.solve_work import SolveWork
 from pipeline.plan.work import LayerWork
@@ -27,6 +36,7 @@ class Timed(NamedTuple):
     after: tuple[str, ...]
     on: str | None = None  # None: a worker
     shard: int | None = None
+    aside: bool = False
 
 
 Units = Generator[Timed, None, tuple[str, ...]]  # gives what comes after them to wait for
@@ -41,25 +51,36 @@ def loss_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...])
     return after
 
 
-def last_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """When all layers are written: both models side by side on a few tokens, and held-out text through each model; the
-    compressed one when all staged layers are held against their digests."""
+def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str]) -> Units:
+    """What workers do that solves leave idle: held-out text through the dense model, then through each layer when it is
+    `written`; and at last both models side by side on a few tokens."""
     if work.compare_flops:
-        yield Timed("compare", "compare", way.layers * compare_seconds(work, rates, way), after)
-    compared = ("compare",) if work.compare_flops else ()
-    checked = (*compared, *(f"verify {layer}" for layer in range(way.layers)))
-    if way.workers == 1:
-        after = compared or after
+        compared: tuple[str, ...] = ()
+        for first in range(0, way.layers, COMPARED_LAYERS):
+            some = tuple(written[first : first + COMPARED_LAYERS])
+            seconds = len(some) * compare_seconds(work, rates, way)
+            yield Timed(f"compare {first}", "compare", seconds, (*compared, *some), aside=True)
+            compared = (f"compare {first}",)
+    after: tuple[str, ...] = ("start",)
     stored = {"dense": work.weight_bytes, "compressed": work.written_bytes}
     for model, flops in zip(stored, work.held_out_flops, strict=True) if any(work.held_out_flops) else ():
-        if model == "compressed":
-            after = (*after, *checked)
+        kind, first = f"held-out {model}", FORGOTTEN * (1 + (model == "compressed"))
         for layer in range(way.layers):
-            kind, seconds = f"held-out {model}", flops / rates.single
+            if model == "compressed":
+                after = (*after, written[layer])
             yield from _reads(kind, layer, stored[model], rates, way, after)
-            first = FORGOTTEN * (1 + (model == "compressed"))
-            shards = way.held_out_shards
-            after = yield from _passes(kind, "held-out", layer, seconds, shards, after, rates, way, first=first)
+            after = yield from _passes(
+                kind,
+                "held-out",
+                layer,
+                held_out_seconds(flops, work, rates, way),
+                way.held_out_shards,
+                after,
+                rates,
+                way,
+                first=first,
+                aside=True,
+            )
     return after
 
 
@@ -177,13 +198,14 @@ def _passes(
     way: Pass,
     read: str | None = None,
     first: int = 0,
+    aside: bool = False,
 ) -> Units:
     """All shards through a layer, and a barrier. `first`: by which shards of other hidden states are told apart."""
     names = tuple(f"{kind} {layer} {shard}" for shard in range(shards))
     for shard, name in enumerate(names):
         node = shard % way.workers // rates.workers_per_node
         waits = (*after, f"read {read or kind} {layer} {node}")
-        yield Timed(name, phase, seconds / shards, waits, shard=first + shard)
+        yield Timed(name, phase, seconds / shards, waits, shard=first + shard, aside=aside)
     barrier = f"{kind} barrier {layer}"
     yield Timed(barrier, "barrier", 0.0, names, barrier)
     return (barrier,)

@@ -13,9 +13,11 @@ from pipeline.plan.work import LayerWork
 
 START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
 WORKERS_SECONDS = 6.0  # of these, the workers': again for each model that is evaluated
+ASSEMBLE_SECONDS = 0.5  # besides the last layer: what is not of layers, the model's description, its code
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 THREADS = 16  # of the driver, that take digests
+COMPARED_LAYERS = 4  # that both models go through side by side in one unit
 AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
 BYTES_OF_READING = 2  # a shard's hidden states go in and out
 
@@ -29,6 +31,7 @@ class Pass:
         compressed: whether layers go on with the compressed one's outputs.
         offload: whether hidden states leave the device between layers.
         cached: whether what was read or stored once is still in the nodes' memory (page cache) when it is read again.
+        every: layers between two commits of hidden states; 0: not known yet, or so many that they take little.
         gradient_shards, held_out_shards: those of the backward pass's samples, and of held-out text.
     """
 
@@ -41,6 +44,7 @@ class Pass:
     cached: bool = False
     gradient_shards: int = 1
     held_out_shards: int = 1
+    every: int = 0
 
     @property
     def rounds(self) -> float:
@@ -66,7 +70,19 @@ def forward_seconds(work: LayerWork, rates: Rates, way: Pass, *, packed: bool = 
     `packed`: through what has become of the layer.
     """
     copied = BYTES_OF_READING * work.hidden_bytes / rates.link if way.offload else 0.0
-    return max((work.packed_flops if packed else work.forward_flops) / rates.products, copied)
+    computed = (work.packed_flops if packed else work.forward_flops) / rates.products
+    return max(computed, copied) + commit_seconds(rates, way, way.shards)
+
+
+def commit_seconds(rates: Rates, way: Pass, shards: int) -> float:
+    """Of all commits of hidden states at a layer, on one worker, but for their bytes."""
+    return shards * rates.commit_s / way.every if way.every else 0.0
+
+
+def held_out_seconds(flops: float, work: LayerWork, rates: Rates, way: Pass) -> float:
+    """All held-out text through a layer on one worker, or as much on several, each of which builds it."""
+    building = way.workers * work.built_bytes / rates.memory
+    return flops / rates.single + building + commit_seconds(rates, way, way.held_out_shards)
 
 
 def statistics_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -151,6 +167,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     statistics = statistics_seconds(work, rates, way) * way.rounds + grid_seconds(work, rates)
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
+    getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
     found = {"digests": digest_seconds(work, rates, way), "start": START_SECONDS}
     if way.compressed:
         cosine = work.cosine_bytes / rates.memory * way.rounds
@@ -158,7 +175,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
             found["importance"] = layers * (forward + cosine)
         found["statistics"] = layers * max(statistics, reading)
         found["reduce"] = layers * (collecting + adding)
-        found["solve"] = layers * _spread([seconds + fetch_seconds(work, rates) for seconds in solves], way.workers)
+        found["solve"] = layers * _spread([seconds + getting for seconds in solves], way.workers)
         onward = forward_seconds(work, rates, way, packed=True) * way.rounds
         found["propagate"] = (layers - 1) * max(onward, work.written_bytes / rates.disk)
     else:
@@ -169,12 +186,9 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         through = (statistics + collecting + adding + storing) / (2 + way.workers // AHEAD)  # so many under way at once
         found["statistics"] = layers * max(statistics, beside, through)
         found["reduce"] = collecting + adding
-        rereading = reread_seconds(work, rates, way)
-        every = [seconds + rereading for seconds in solves for _ in range(layers)]
+        each = [seconds + getting for seconds in solves for _ in range(layers)]
         from_disk = 0.0 if way.cached else work.moment_bytes
-        found["solve"] = max(
-            _spread(every, way.workers), layers * (from_disk + work.written_bytes) / nodes / rates.disk
-        )
+        found["solve"] = max(_spread(each, way.workers), layers * (from_disk + work.written_bytes) / nodes / rates.disk)
     again = 0.0 if way.cached else work.weight_bytes / rates.disk
     if work.correction_flops:  # a layer at a time, and what has become of it written at each point
         found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
@@ -189,15 +203,21 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
     written = 0.0 if way.cached else work.written_bytes / rates.disk
-    dense, packed = (flops / rates.single * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops)
-    scoring = (max(dense, again), max(packed, written)) if any(work.held_out_flops) else (0.0, 0.0)
-    if work.compare_flops:  # by one worker, while others take the dense model's held-out text
-        meanwhile = scoring[0] if way.workers > 1 else 0.0
-        found["compare"] = layers * max(0.0, compare_seconds(work, rates, way) - meanwhile)
+    dense, packed = (
+        held_out_seconds(flops, work, rates, way) * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops
+    )
+    # Workers that solves leave idle go through held-out text, and one of them through both models side by side.
+    comparing = layers * compare_seconds(work, rates, way) if work.compare_flops else 0.0
+    held_out = layers * (max(dense, again) + max(packed, written)) if any(work.held_out_flops) else 0.0
+    every = sum(solves) + (0.0 if work.correction_flops else len(solves) * getting)
+    idle = max(0.0, found["solve"] - layers * every / way.workers) if way.workers > 1 else 0.0
+    left = max(0.0, held_out + (comparing / way.workers if way.workers > 1 else 0.0) - idle)
+    if comparing:
+        found["compare"] = comparing if way.workers == 1 else max(0.0, comparing - found["solve"] - left)
     found["verify"] = verify_seconds(work, rates)
-    if any(scoring):
-        found["held-out"] = layers * sum(scoring)
-    found["assemble"] = work.written_bytes / rates.disk
+    if held_out:
+        found["held-out"] = left
+    found["assemble"] = ASSEMBLE_SECONDS + work.written_bytes / rates.disk
     return found
 
 
@@ -227,7 +247,8 @@ def compare_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     rate = rates.link if way.cached else rates.disk
     shared = way.workers > 1 and any(work.held_out_flops)
     dense = work.weight_bytes / (rates.link if shared else rate)
-    return max(dense, work.written_bytes / rate + work.compare_flops / rates.single)
+    building = 2 * work.built_bytes / rates.memory
+    return max(dense, work.written_bytes / rate + building + work.compare_flops / rates.single)
 
 
 def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:

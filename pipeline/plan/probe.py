@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -32,7 +33,7 @@ COLUMN_SECONDS = {"cpu": 1e-5, "cuda": 2e-5}
 COPIED_BYTES = {"cpu": 2**27, "cuda": 2**30}  # more than any cache holds
 WIDENED_NUMBERS = {"cpu": 2**22, "cuda": 2**27}
 DIGESTED_BYTES = 2**24
-NETWORK, DISK = 1.25 * GIGA, 1.0 * GIGA  # assumed
+NETWORK, DISK, COMMIT_SECONDS = 1.25 * GIGA, 1.0 * GIGA, 15e-3  # assumed
 HEAD_DIM = 64
 
 
@@ -106,29 +107,29 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
     single = layer.rate(layer.forward, 1)
     moments = _moment_rate(device, dtype, narrowed)
     square = torch.randn(size, size, dtype=torch.float64, device=device)
-    count, seconds = _repeated(lambda: square @ square, device)
-    double = count * 2 * size**3 / seconds
+    seconds = _seconds(lambda: square @ square, device)
+    double = 2 * size**3 / seconds
     positive = square @ square.T
     positive.diagonal().add_(size)
     wide, width = square, size * 3 // 4
     symmetric = square[:width, :width] + square[:width, :width].T
-    count, seconds = _repeated(lambda: torch.linalg.eigh(symmetric)[0], device)
-    eigen = count * 10 * width**3 / seconds
-    count, seconds = _repeated(lambda: _solved(positive, wide), device)
-    factors = count * (1 / 3 + 1) * size**3 / seconds
+    seconds = _seconds(lambda: torch.linalg.eigh(symmetric)[0], device)
+    eigen = 10 * width**3 / seconds
+    seconds = _seconds(lambda: _solved(positive, wide), device)
+    factors = (1 / 3 + 1) * size**3 / seconds
     numbers = torch.zeros(WIDENED_NUMBERS[kind], dtype=torch.float64, device=device)
-    count, seconds = _repeated(lambda: numbers * 2.0, device)
-    memory = 16 * numbers.numel() * count / seconds
+    seconds = _seconds(lambda: numbers * 2.0, device)
+    memory = 16 * numbers.numel() / seconds
     source, target = (torch.zeros(COPIED_BYTES[kind], dtype=torch.uint8, device=device) for _ in range(2))
-    copies, seconds = _repeated(lambda: target.copy_(source), device)
-    link = 2 * source.numel() * copies / seconds
+    seconds = _seconds(lambda: target.copy_(source), device)
+    link = 2 * source.numel() / seconds
     if kind == "cuda":
         pinned = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
-        copies, seconds = _repeated(lambda: source.copy_(pinned, non_blocking=True), device)
-        link = source.numel() * copies / seconds
+        seconds = _seconds(lambda: source.copy_(pinned, non_blocking=True), device)
+        link = source.numel() / seconds
     hashed, threads = bytes(DIGESTED_BYTES), min(16, os.cpu_count() or 1)  # as `stores.digests` has them
-    taken, seconds = _repeated(lambda: hashlib.sha256(hashed).digest(), torch.device("cpu"))
-    digest = threads * len(hashed) * taken / seconds
+    seconds = _seconds(lambda: hashlib.sha256(hashed).digest(), torch.device("cpu"))
+    digest = threads * len(hashed) / seconds
     return Rates(
         products=products,
         backward=backward,
@@ -144,6 +145,7 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
         digest=digest,
         step_s=STEP_SECONDS[kind],
         column_s=COLUMN_SECONDS[kind],
+        commit_s=COMMIT_SECONDS,
         workers_per_node=workers_per_node,
     )
 
@@ -163,8 +165,8 @@ def _moment_rate(device: torch.device, dtype: torch.dtype, shape: LayerShape) ->
     def product() -> Tensor:
         return torch.bmm(values_TF.mT, values_TF, torch.float) if exact else torch.bmm(values_TF.mT, values_TF)
 
-    count, seconds = _repeated(product, device)
-    return count * 2 * tokens * shape.intermediate**2 / seconds
+    seconds = _seconds(product, device)
+    return 2 * tokens * shape.intermediate**2 / seconds
 
 
 class _Layer:
@@ -183,11 +185,11 @@ class _Layer:
 
     def rate(self, call: Callable[[], object], passes: int) -> float:
         """Operations a second, as the plan counts those of so many forward passes."""
-        count, seconds = _repeated(call, self.device)
+        seconds = _seconds(call, self.device)
         shape = self.shape
         numbers = 2 * (shape.features + shape.read_features) * shape.hidden + 3 * shape.hidden * shape.intermediate
         tokens = self.samples * shape.sequence
-        return count * passes * tokens * (2 * numbers + 2 * shape.sequence * shape.features) / seconds
+        return passes * tokens * (2 * numbers + 2 * shape.sequence * shape.features) / seconds
 
     @torch.inference_mode()
     def forward(self) -> Tensor:
@@ -233,8 +235,8 @@ class _Layer:
         return after_BSD + functional.linear(channels, self.down)
 
 
-def _repeated(call: Callable[[], object], device: torch.device) -> tuple[int, float]:
-    """How often it ran, in how many seconds."""
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Of one call: the median, as what else a machine does now and then is no rate of the worker's."""
 
     def finish() -> None:
         if device.type == "cuda":
@@ -242,10 +244,10 @@ def _repeated(call: Callable[[], object], device: torch.device) -> tuple[int, fl
 
     call()  # the first one loads libraries
     finish()
-    started, count = time.perf_counter(), 0
-    while True:
+    taken: list[float] = []
+    while sum(taken) < PROBE_SECONDS:
+        started = time.perf_counter()
         call()
-        count += 1
         finish()
-        if (seconds := time.perf_counter() - started) >= PROBE_SECONDS:
-            return count, seconds
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)

@@ -26,6 +26,7 @@ class Rates:
         digest: bytes that its threads take digests of, 16 at most.
         step_s: seconds of one removal of an elimination that no product hides (launches of kernels); `column_s`: of one
             column that is rounded with error feedback.
+        commit_s: seconds of a commit that no byte explains: files made, and made durable.
         workers_per_node: workers that share a node's network and disk.
         device_bytes: of a worker's device, where it is known.
     """
@@ -44,6 +45,7 @@ class Rates:
     digest: float
     step_s: float
     column_s: float
+    commit_s: float
     workers_per_node: int
     device_bytes: float = float("inf")
 
@@ -80,6 +82,7 @@ _H200 = Rates(
     digest=16 * 1.5 * GIGA,
     step_s=1e-4,
     column_s=2e-5,
+    commit_s=5e-3,
     workers_per_node=8,
     device_bytes=141 * GIGA,
 )
@@ -99,6 +102,7 @@ NOMINAL_CPU = Rates(
     digest=1.5 * GIGA,
     step_s=6e-4,
     column_s=1e-5,
+    commit_s=15e-3,
     workers_per_node=1,
 )
 # By the names that `torch.cuda.get_device_name` gives: about half of the published peak of dense products.

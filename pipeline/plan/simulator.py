@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.plan.loss_units import Timed, Units, corrected_units, last_units, loss_units, verify_unit
+from pipeline.plan.loss_units import (
+    CORRECTED,
+    FORGOTTEN,
+    Timed,
+    Units,
+    corrected_units,
+    last_units,
+    loss_units,
+    verify_unit,
+)
 from pipeline.plan.phases import (
     AHEAD,
     START_SECONDS,
@@ -35,6 +44,8 @@ from pipeline.plan.rates import Rates
 from pipeline.plan.work import LayerWork
 
 WORKER = "worker"
+LEAVE_WORKERS = {"solve", "write"}  # while the driver waits for these alone, other courses go on (`pipeline.job.aside`)
+UNSEEN = {"read", "reread", "verify", "barrier"}  # what the driver does not wait for
 PIECES = 8  # of a layer's sums, as a disk sees them
 
 
@@ -46,6 +57,7 @@ class Unit:
         on: WORKER, or the name of what transfers, such as `disk 0`.
         shard: a worker goes on with the shards that it holds; None: anybody's.
         summed: what a forward unit adds to; lost with its worker until the unit of this name is done.
+        aside: done by a worker that nothing else keeps busy, while the driver waits for `LEAVE_WORKERS` alone.
     """
 
     name: str
@@ -55,6 +67,7 @@ class Unit:
     on: str = WORKER
     shard: int | None = None
     summed: str | None = None
+    aside: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,10 +113,13 @@ class _Run:
             for name in unit.after:
                 self.readers[name].append(unit.name)
         self.ready: list[tuple[int, str]] = []
+        self.ready_aside: list[tuple[int, str]] = []
+        self.seen = Counter(unit.kind for unit in units if not unit.aside and unit.kind not in UNSEEN)  # not done
+        self.waited_for: Counter[str] = Counter()  # of these, those that are under way
         self.queues: dict[str, deque[str]] = defaultdict(deque)
         self.serving: set[str] = set()
         self.holder: dict[int, int] = {}  # shard -> worker
-        self.held: dict[int, int] = dict.fromkeys(range(workers), 0)
+        self.held: Counter[tuple[int, int]] = Counter()  # (worker, of which hidden states) -> shards
         self.running: dict[int, tuple[str, float]] = {}
         self.idle = set(range(workers))
         self.sums: dict[int, set[str]] = defaultdict(set)
@@ -140,8 +156,10 @@ class _Run:
 
     def _release(self, name: str) -> None:
         unit = self.units[name]
+        if not unit.aside:
+            self.waited_for[unit.kind] += 1
         if unit.on == WORKER:
-            insort(self.ready, (self.order[name], name))
+            insort(self.ready_aside if unit.aside else self.ready, (self.order[name], name))
         else:
             self.queues[unit.on].append(name)
 
@@ -157,26 +175,38 @@ class _Run:
                 unit = self.units[name]
                 self.idle.discard(worker)
                 if unit.shard is not None:
+                    of = unit.shard // FORGOTTEN
                     if unit.shard in self.holder:
-                        self.held[self.holder[unit.shard]] -= 1
+                        self.held[self.holder[unit.shard], of] -= 1
                     self.holder[unit.shard] = worker
-                    self.held[worker] += 1
+                    self.held[worker, of] += 1
                 self.running[worker] = (name, now + unit.seconds)
                 heapq.heappush(self.events, (now + unit.seconds, 2, "worker", worker))
 
     def _choose(self, worker: int) -> str | None:
         """As the pool does: a unit of its own shards or of none; of a shard nobody holds; of one who holds more."""
+        chosen = self._choose_of(self.ready, worker)
+        return self._choose_of(self.ready_aside, worker) if chosen is None and self._leaves_workers() else chosen
+
+    def _leaves_workers(self) -> bool:
+        if not self.ready_aside or (self.result.workers == 1 and any(self.seen.values())):
+            return False
+        waited_for = {kind for kind, count in self.waited_for.items() if count and kind not in UNSEEN}
+        return waited_for <= LEAVE_WORKERS and (bool(waited_for) or not any(self.seen.values()))
+
+    def _choose_of(self, ready: list[tuple[int, str]], worker: int) -> str | None:
         chosen = None
-        for place, (_, name) in enumerate(self.ready):
+        for place, (_, name) in enumerate(ready):
             shard = self.units[name].shard
             holder = worker if shard is None else self.holder.get(shard)
             if holder == worker:
                 chosen = place
                 break
-            more = holder is not None and self.held[holder] > self.held[worker] + 1
+            of = 0 if shard is None else shard // FORGOTTEN
+            more = holder is not None and self.held[holder, of] > self.held[worker, of] + 1
             if chosen is None and (holder is None or more):
                 chosen = place
-        return None if chosen is None else self.ready.pop(chosen)[1]
+        return None if chosen is None else ready.pop(chosen)[1]
 
     def _finish_worker(self, worker: int, now: float) -> None:
         name, until = self.running.get(worker, ("", -1.0))
@@ -192,7 +222,10 @@ class _Run:
 
     def _finish(self, name: str, now: float) -> None:
         self.done.add(name)
-        self.result.seconds = self.result.ended[self.units[name].kind] = now
+        if not (unit := self.units[name]).aside:
+            self.waited_for[unit.kind] -= 1
+            self.seen[unit.kind] -= unit.kind not in UNSEEN
+        self.result.seconds = self.result.ended[unit.kind] = now
         for members in self.sums.values():
             members -= {member for member in members if self.units[member].summed == name}
         for reader in self.readers[name]:
@@ -204,16 +237,21 @@ class _Run:
         """Its unit is done again, and what its running sums held; its shards are anybody's."""
         self.idle.discard(worker)
         self.holder = {shard: other for shard, other in self.holder.items() if other != worker}
-        self.held[worker] = 0
+        self.held = Counter({(other, of): count for (other, of), count in self.held.items() if other != worker})
         again = self.sums.pop(worker, set())
+        for name in again:
+            self.seen[self.units[name].kind] += 1
         if worker in self.running:
-            again.add(self.running.pop(worker)[0])
+            again.add(running := self.running.pop(worker)[0])
+            self.waited_for[self.units[running].kind] -= not self.units[running].aside
         for name in again:
             self.done.discard(name)
             for reader in self.readers[name]:
                 if reader not in self.done:
                     self.waits[reader].add(name)
             self._release(name)
+        for _, name in [entry for entry in self.ready if self.waits[entry[1]]]:
+            self.waited_for[self.units[name].kind] -= 1
         self.ready = [entry for entry in self.ready if not self.waits[entry[1]]]
         self.result.done_again += len(again)
 
@@ -258,16 +296,17 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
             ahead = 1 + way.workers // AHEAD
             given = (f"collected {layer - 1}",) if layer else ()
             before = (*forward, *given, stored[layer - ahead]) if layer >= ahead else (*forward, *given)
+    written = tuple(f"write {layer}" for layer in range(way.layers))
     if way.compressed:
-        yield from _timed(last_units(work, rates, way, before))
+        yield from _timed(last_units(work, rates, way, written))
         return
     ready = yield from _timed(loss_units(work, rates, way, tuple(stored)))
     if work.correction_flops:
-        written = yield from _timed(corrected_units(work, rates, way, ready))
+        yield from _timed(corrected_units(work, rates, way, ready))
+        written = tuple(f"{write} {CORRECTED - 2}" for write in written)
     else:
         for layer in range(way.layers):
             yield from _solves(layer, work, rates, way, ready)
-        written = tuple(f"write {layer}" for layer in range(way.layers))
     yield from _timed(last_units(work, rates, way, written))
 
 
@@ -281,8 +320,8 @@ def _timed(units: Units) -> Generator[Unit, None, tuple[str, ...]]:
 
 
 def _unit(timed: Timed) -> Unit:
-    name, kind, seconds, after, place, shard = timed
-    return Unit(name, kind, seconds, after, place or WORKER, shard)
+    name, kind, seconds, after, place, shard, aside = timed
+    return Unit(name, kind, seconds, after, place or WORKER, shard, aside=aside)
 
 
 def _forward(

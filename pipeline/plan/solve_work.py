@@ -24,10 +24,10 @@ SAMPLE_TOKENS, LEAST_SAMPLE = 16, 65_536  # on which down is fitted again, for e
 PROBE_TOKENS, LEAST_PROBE = 3, 2048  # of the sample, for each channel, and in all
 PROBE_OUTPUTS = 256  # mixtures of outputs at most
 FIT_TOKENS = 2  # for each channel that is fitted, at least
-CUT_SHARE = 0.5  # of a full rank, where ranks are not known yet
+CUT_SHARE = 0.65  # of a full rank, where ranks are not known yet
 BASIS_SHARE = 0.75  # of the values' full rank
 SWAPS = 32  # of rows, until a pivoted form's coefficients are small
-SWAPPED_BYTES = 48  # of memory for each coefficient and swap: magnitudes, the largest of them, all but one new
+SWAPPED_BYTES = 64  # of memory for each coefficient and swap: magnitudes, the largest of them, all but one new
 WEIGHT_BYTES, MOMENT_BYTES = 160, 64  # for each number of a task's weights and moments: read, checked, in float64, back
 WIDTH_BYTES = 200  # for each of D² numbers and width of an MLP's curve: two moments that grow, brought to eigenproblems
 
@@ -180,7 +180,8 @@ def _value_fit(geometry: LayerGeometry, reduced: float, turns: int) -> SolveWork
     hidden, features = geometry.hidden, geometry.heads * geometry.head_dim
     solved = (turns + 1) * (reduced**3 / 3 + hidden * reduced**2) + (turns + 1) * hidden * reduced**2
     steps = turns * GRADIENT_STEPS
-    products = turns * 2.0 * hidden * reduced**2 + steps * 2.0 * geometry.head_dim * reduced * (reduced + features)
+    solved += steps * 2.0 * geometry.head_dim * reduced * (reduced + features)  # head by head: few columns at a time
+    products = turns * 2.0 * hidden * reduced**2
     stepped = 32.0 * reduced * features + 8.0 * (reduced**2 + features**2)  # both products of a step and copies between
     refitted = 24.0 * reduced * (features + reduced + 2 * hidden)
     moved = steps * stepped + (turns + 1) * refitted

@@ -43,6 +43,7 @@ SQUARES = 2048  # columns of a gradient's moment that are squares, not triangles
 COSINE_BYTES = 48  # for each hidden number: read, widened to float64, scaled, multiplied
 BACK, BACK_AGAIN = 3, 3 + 7  # forward passes that a backward pass costs; with a second: once forth, and two blocks
 WALKED, WALKED_SHORT = 4, 4  # layers that a walk of corrections goes through, to the end and to their attention's
+BUILT_BYTES = 16  # of memory for each number of a layer that is built in float32: read, checked, widened
 COMPARED_TOKENS = 128  # that both models go through side by side, as `verify` does again
 
 
@@ -54,6 +55,7 @@ class LayerWork:
         largest_bytes: of its largest tensor.
         statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one;
             `packed_flops`: of one through what has become of the layer.
+        built_bytes: of memory that building the layer in float32 moves.
         grid_flops: of the one micro-batch by which sums' grids are chosen, by one worker.
         added_bytes: of device memory that summing the moments moves.
         moment_bytes: what the sums of a layer take, one triangle each.
@@ -87,6 +89,7 @@ class LayerWork:
     held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
     compare_flops: float = 0.0
+    built_bytes: float = 0.0
     grid_flops: float = 0.0
     gradient_moment_flops: float = 0.0
     gradient_moved_bytes: float = 0.0
@@ -144,6 +147,7 @@ def layer_work(
         moment_flops=float(
             tokens * sum(moment.heads // moment.groups * 2 * _banded_numbers(moment, layer) for moment in moments)
         ),
+        built_bytes=float(BUILT_BYTES * layer.numbers()),
         grid_flops=float(calibration.micro_batch * sequence * forward) if calibration and moments else 0.0,
         added_bytes=float(sum(_added_bytes(moment, layer, manifest) for moment in moments)),
         cosine_bytes=float(COSINE_BYTES * tokens * layer.hidden),

@@ -26,7 +26,7 @@ import torch
 import lamina.modeling_lamina  # noqa: F401 - seconds, at the end of each job: once, before children are forked
 import pipeline.job.pool
 import pipeline.job.stages
-from manifests.errors import Interrupted
+from manifests.errors import Interrupted, LaminaError
 from manifests.schema import Workers
 from pipeline.units import Unit
 from stores.ledger import Ledger
@@ -70,7 +70,11 @@ class InlinePool:
             raise Interrupted("stopped by a signal; run the same command again to go on")
         unit = self.waiting.popleft()
         began, computed = time.perf_counter(), self.worker.compute_seconds
-        result = self.worker.execute(unit)
+        try:
+            result = self.worker.execute(unit)
+        except LaminaError as error:
+            error.unit = unit.key
+            raise
         seconds, computing = time.perf_counter() - began, self.worker.compute_seconds - computed
         self.trace(unit_line(unit, Outcome(result, None, seconds, computing, 2**20), "inline"))
         return unit, result

@@ -275,7 +275,7 @@ def test_worker_dies(
             return unit, result
 
         def kill_holder_of(self, shard: int) -> None:
-            member = next(member for member in self.members if shard in member.shards)
+            member = next(member for member in self.members if ("", shard) in member.shards)
             victims.append(member.where["pid"])
             os.kill(victims[0], signal.SIGKILL)
 

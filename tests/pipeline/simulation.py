@@ -277,7 +277,11 @@ class SimulatedPool:
             self.sums.pop(worker, None)
         self.world.done.append(unit)
         self.world.events.append(("unit", unit.key))
-        return unit, self._execute(unit)
+        try:
+            return unit, self._execute(unit)
+        except CorruptError as error:
+            error.unit = unit.key
+            raise
 
     def cancel_pending(self) -> None:
         self.drained += 1

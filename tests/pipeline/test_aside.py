@@ -1,67 +1,232 @@
-"""A unit that is done while others are waited for, on a pool that does one after another."""
+"""What is done while others leave workers idle: on a pool that is asked by hand, and beside a whole driver."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from manifests.errors import CorruptError
+from manifests.errors import CorruptError, LaminaError, StorageError
+from manifests.records import ArrayRecord
+from pipeline.computation import LayersEntered
+from pipeline.driver import Driver
 from pipeline.job.aside import Aside
-from pipeline.score_units import Compare
-from pipeline.units import Forward, Unit
+from pipeline.methods.method import Task
+from pipeline.methods.registry import layers_of
+from pipeline.score_units import Compare, Scored, WindowForward, Windows
+from pipeline.scoring import Scorer
+from pipeline.steps import Course
+from pipeline.units import Forward, Solve, Unit, Write
+from tests.pipeline.simulation import (
+    JOBS,
+    Killed,
+    MemoryJournal,
+    Recorder,
+    SimulatedPool,
+    World,
+    WorldCleaner,
+)
 
-COMPARE = Compare((), ())
-WORK: list[Unit] = [Forward("dense", 0, shard) for shard in range(2)]
+COMPARE, WRITE = Compare((), ()), Write(0, (), (), {})
+SOLVE, FORWARD = Solve(Task(0, "mlp", ("down",), method=0), {}, {}), Forward("dense", 0, 0)
+
+
+def windows(layer: int, count: int) -> list[Unit]:
+    return [WindowForward(Windows((), "float32", 1), "m", layer, shard) for shard in range(count)]
 
 
 class Pool:
-    """See `pipeline.ports.Pool`: a result is its unit's key; `broken` ones raise, once."""
+    """See `pipeline.ports.Pool`: a result is its unit's key; `errors` are raised, once, for their units."""
 
-    size, nodes = 1, (("one",),)
+    nodes = (("one",),)
     seconds: dict[str, list[float]] = {}  # noqa: RUF012 - nobody writes to it
     peak_bytes: dict[str, int] = {}  # noqa: RUF012
 
-    def __init__(self, *broken: str) -> None:
+    def __init__(self, size: int, **errors: LaminaError) -> None:
+        self.size = size
         self.waiting: deque[Unit] = deque()
-        self.broken = set(broken)
+        self.errors = errors
 
     def submit(self, unit: Unit) -> None:
         self.waiting.append(unit)
 
     def wait(self) -> tuple[Unit, Any]:
         unit = self.waiting.popleft()
-        if unit.key in self.broken:
-            self.broken.discard(unit.key)
-            raise CorruptError(f"{unit.key}: damaged", "somewhere")
+        if error := self.errors.pop(unit.key, None):
+            error.unit = unit.key
+            raise error
         return unit, unit.key
 
     def cancel_pending(self) -> None:
         self.waiting.clear()
 
     def forget(self) -> None:
-        pass
+        assert not self.waiting
 
 
-@pytest.mark.parametrize("work", [WORK, []])
-def test_its_result_is_nobody_else_s(work: list[Unit]) -> None:
-    aside = Aside(Pool(), COMPARE)
-    for unit in work:
+def layers(count: int, shards: int, there: Callable[[], bool] = lambda: True) -> Course[list[str]]:
+    found = []
+    for layer in range(count):
+        while not there():
+            yield []
+        found += yield windows(layer, shards)
+    return found
+
+
+def keys(units: Any) -> list[str]:
+    return [unit.key.partition("/")[0] for unit in units]
+
+
+def test_idle_workers_alone_are_given_something() -> None:
+    """Of three, one solves; who writes has a hand free; whoever goes through a layer is not kept from the next."""
+    pool = Pool(3)
+    aside = Aside(pool)
+    course = aside.add(layers(2, 3))
+    aside.submit(FORWARD)
+    assert aside.wait() == (FORWARD, FORWARD.key)
+    assert not aside.begun
+    for unit in (SOLVE, WRITE):
         aside.submit(unit)
-    assert [aside.wait() for _ in work] == [(unit, unit.key) for unit in work]
-    assert aside.result() == aside.result() == "compare"
+    aside._fill()
+    assert keys(pool.waiting) == ["solve", "write", "windowforward", "windowforward"]
+    assert [aside.wait()[0], aside.wait()[0]] == [SOLVE, WRITE]
+    aside.submit(FORWARD)
+    assert aside.wait() == (FORWARD, FORWARD.key)
+    assert (course.outcome, len(pool.waiting)) == (None, 0)
+    aside.finish()
+    assert course.outcome == [unit.key for layer in range(2) for unit in windows(layer, 3)]
+
+
+def test_a_course_may_wait_for_others() -> None:
+    ready: list[int] = []
+    aside = Aside(Pool(2))
+    course, other = aside.add(layers(1, 1, lambda: bool(ready))), aside.add(layers(1, 2))
+    for _ in range(3):
+        aside.submit(WRITE)
+        aside.wait()
+    assert (course.outcome, len(other.outcome or ())) == (None, 2)
+    ready.append(1)
+    aside.finish()
+    assert course.outcome == ["windowforward/m/0/0"]
+
+
+def test_damage_ends_a_course_and_nothing_else() -> None:
+    """What is under way of it then is waited for, or its results would be taken for another's."""
+    pool = Pool(4, **{"windowforward/m/0/0": CorruptError("damaged"), SOLVE.key: CorruptError("of the driver's own")})
+    aside = Aside(pool)
+    course = aside.add(layers(2, 3))
+    aside.submit(WRITE)
+    assert aside.wait() == (WRITE, WRITE.key)
+    aside.submit(SOLVE)
+    with pytest.raises(CorruptError, match="driver's own"):
+        aside.wait()
+    aside.finish()
+    assert (course.outcome, course.live, len(pool.waiting)) == (None, False, 0)
+    full = Aside(Pool(2, **{"windowforward/m/0/0": StorageError("no room")}))
+    full.add(layers(1, 1))
+    with pytest.raises(StorageError, match="no room"):
+        full.finish()
 
 
 def test_what_is_cancelled_with_others_is_begun_again() -> None:
-    pool = Pool("compare")
-    aside = Aside(pool, COMPARE)
-    aside.submit(WORK[0])
-    with pytest.raises(CorruptError, match="compare: damaged"):
-        aside.wait()
-    aside.cancel_pending()
-    aside.submit(WORK[1])
-    assert aside.wait() == (WORK[1], WORK[1].key)
+    pool = Pool(2)
+    aside = Aside(pool)
+    course = aside.add(layers(2, 2))
+    aside.submit(WRITE)
+    aside._fill()
+    assert len(pool.waiting) == 3
     aside.cancel_pending()
     assert not pool.waiting
-    assert aside.result() == "compare"
+    aside.submit(FORWARD)
+    assert aside.wait() == (FORWARD, FORWARD.key)
+    aside._fill()
+    aside.forget()  # what others hold: when nothing is under way
+    aside.finish()
+    assert course.outcome == [unit.key for layer in range(2) for unit in windows(layer, 2)]
+
+
+# Beside a driver ------------------------------------------------------------------------------------------------------
+
+
+class Measured(SimulatedPool):
+    """As a job's."""
+
+    seconds = Pool.seconds
+    peak_bytes = Pool.peak_bytes
+
+
+class Careful(WorldCleaner):
+    """As a job's: unless it is alone, it drops what it retained before and no more."""
+
+    def __init__(self, world: World, always: list[ArrayRecord], alone: Callable[[], bool]) -> None:
+        super().__init__(world)
+        self.always, self.alone, self.before = always, alone, set[str]()
+
+    def retain_activations(self, records: tuple[ArrayRecord, ...]) -> None:
+        live = {record.path for record in (*records, *self.always)}
+        if self.alone():
+            super().retain_activations((*records, *self.always))
+        for path in self.before - live:
+            self.world.stores["activation"].pop(path, None)
+        self.before = live
+
+
+def compressed_and_scored(name: str, world: World, aside: bool, order: str | int = "first") -> Scored:
+    """A job's layers, and what they lose beside the dense model; one after the other or side by side."""
+    job, journal, recorder = JOBS[name](), MemoryJournal(world), Recorder(world)
+    tokens = world.store("activation", "tokens")
+    held, always = Windows.even(2, 2, "float32", 1, tokens), [tokens]
+    pool = Aside(Measured(world, order, size=3))
+    mine = Careful(world, always, lambda: pool.alone)
+    scorer = Scorer(pool, journal, mine, recorder, job.num_layers, job.every, lambda: pool.alone)  # type: ignore[arg-type]
+    entered = LayersEntered(journal, job.num_layers, layers_of(job.tasks))  # type: ignore[arg-type]
+
+    def scoring() -> Course[Scored]:
+        dense = yield from scorer.outputs_course(held, "dense", [None] * job.num_layers)
+        always.extend(dense)
+        return (yield from scorer.score_course(held, "made", entered, dense))
+
+    course = pool.add(scoring()) if aside else None
+    Driver(job, pool, journal, Careful(world, always, lambda: not pool.begun), recorder).run()  # type: ignore[arg-type]
+    course = course or pool.add(scoring())
+    pool.finish()
+    assert course.outcome is not None
+    scorer.forget("dense")
+    scorer.forget("made")
+    return course.outcome
+
+
+@pytest.mark.parametrize("order", ["first", "last", 3])
+@pytest.mark.parametrize(
+    "name", ["dense", "compressed-every-2", "compressed-some", "gradient", "rounds", "corrected-two"]
+)
+def test_a_model_is_scored_while_it_is_compressed(name: str, order: str | int) -> None:
+    """With the same figures and entries as afterwards, and in part before the last layer is written."""
+    after, beside = World(), World()
+    expected = compressed_and_scored(name, after, aside=False)
+    assert compressed_and_scored(name, beside, aside=True, order=order) == expected
+    assert beside.journal() == after.journal()
+    assert sorted(beside.stores["activation"].values()) == sorted(after.stores["activation"].values())
+    kinds = keys(beside.done)
+    last = len(kinds) - 1 - kinds[::-1].index("write")
+    assert "windowforward" in kinds[:last]
+    passes = kinds.index("windowforward"), len(kinds) - 1 - kinds[::-1].index("forward") if "forward" in kinds else 0
+    assert not name.startswith("dense") or passes[0] > passes[1], "nobody is kept from a pass"
+
+
+def test_killed_anywhere_it_is_scored_as_ever() -> None:
+    expected = compressed_and_scored("compressed-every-2", World(), aside=True)
+    fuel, step = 0, 7
+    while True:
+        world = World(fuel=fuel)
+        try:
+            compressed_and_scored("compressed-every-2", world, aside=True)
+            break
+        except Killed:
+            world.fuel = None
+            assert compressed_and_scored("compressed-every-2", world, aside=True) == expected
+            assert not world.repairs, fuel
+            fuel += step
+    assert fuel > 20 * step

@@ -42,7 +42,7 @@ def test_methods_are_counted_from_the_first_of_the_point() -> None:
     pool.submit(solve)
     pool.submit(compare)
     assert pool.wait() == (solve, "solve/2/5/mlp")
-    assert pool.wait() == (compare, "compare")
+    assert pool.wait() == (compare, "compare/0")
     assert pool.given == {}
     pool.submit(solve)
     pool.cancel_pending()

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan.phases import START_SECONDS, Pass, add_seconds, collect_seconds, phase_seconds, solve_seconds
+from pipeline.plan.phases import (
+    START_SECONDS,
+    Pass,
+    add_seconds,
+    collect_seconds,
+    held_out_seconds,
+    phase_seconds,
+    solve_seconds,
+)
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Failure, Unit, job_units, simulate
 from pipeline.plan.solve_work import SolveWork
@@ -30,6 +38,7 @@ RATES = Rates(
     digest=1e9,
     step_s=0.5,
     column_s=0.1,
+    commit_s=0.0,
     workers_per_node=2,
 )
 WORK = LayerWork(
@@ -65,6 +74,18 @@ def test_transfers_of_a_place_come_one_after_another_beside_the_computing() -> N
     found = simulate(units, 1)
     assert found.seconds == 8.0
     assert dict(found.transfers) == {"disk 0": 6.0, "disk 1": 1.0}
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("solve", 2 + 5 + 2), ("collect", 2 + 5 + 2 + 2)])
+def test_what_goes_aside_is_done_by_workers_that_solves_leave_idle(kind: str, seconds: float) -> None:
+    """Three units of a second each while one of two workers solves for five; where it gives sums away, afterwards."""
+    asides = [Unit(f"aside {number}", "held-out", 1.0, aside=True) for number in range(3)]
+    long = Unit("long", kind, 5.0, ("0/0", "0/1"))
+    units = [*asides, *shards(2), long, *shards(2, layer=1, after=("long",))]
+    assert simulate(units, workers=2).seconds == seconds
+    died = simulate(units, 2, [Failure(at=3.0, worker=0, away=0.0)])
+    assert died.busy["held-out"] == 3.0
+    assert died.done_again == 1
 
 
 def test_what_a_dead_worker_had_summed_is_done_again() -> None:
@@ -160,7 +181,8 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
     found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
     assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.3)
     assert found.busy["curves"] == pytest.approx(16 * sum(solve_seconds(curve, rates) for curve in work.curves))
-    assert found.busy["held-out"] == pytest.approx(16 * sum(work.held_out_flops) / rates.single)
+    scored = sum(held_out_seconds(flops, work, rates, way) for flops in work.held_out_flops)
+    assert found.busy["held-out"] == pytest.approx(16 * scored)
     assert (found.busy["correct"] > 0) == (correct == "output")
 
 

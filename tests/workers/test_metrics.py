@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -122,7 +123,11 @@ def test_the_pool_counts_workers_and_deaths(watched: Any) -> None:
     units: list[Unit] = [Forward("dense", 0, shard) for shard in range(8)]
     for unit in units:
         pool.submit(unit)
-    for _ in units:
+    pool.wait()
+    time.sleep(0.01)
+    pool.wait()
+    assert 0.01 <= recorder.last["lamina_longest_unit_seconds", "keep80"] < 60
+    for _ in units[2:]:
         pool.wait()
     assert recorder.sums["lamina_worker_deaths_total", "keep80"] == 1
     assert 1 <= recorder.sums["lamina_units_retried_total", "keep80"] <= pool_module.DEPTH

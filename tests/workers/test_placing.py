@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.methods.method import Moment, Task
+from pipeline.score_units import WindowForward, Windows
 from pipeline.sum_units import Add, Collect
 from pipeline.units import Forward, ReadLayer, Solve, Unit, Write
 from workers.placing import choose
@@ -15,7 +16,7 @@ WRITE, COLLECT = Write(0, (), (), {}), Collect("compressed", 0, "worker", "pass-
 
 
 def worker(shards: Iterable[int] = (), name: str = "") -> Any:
-    return SimpleNamespace(shards=set(shards), name=name)
+    return SimpleNamespace(shards={("", shard) for shard in shards}, name=name)
 
 
 def forward(shard: int) -> Unit:
@@ -36,6 +37,19 @@ def test_its_own_shard_then_nobody_s_then_who_has_two_more() -> None:
     assert choose([forward(3)], rich, live) is None
     assert choose([COLLECT], rich, live) is None
     assert choose([forward(0), solve("a")], poor, live) == 1
+
+
+def test_windows_are_held_apart_from_samples() -> None:
+    """A worker with many samples may have no window; who has two windows more gives one away."""
+    first, second = worker(range(9)), worker(range(9, 12))
+    units: list[Unit] = [WindowForward(Windows((), "float32", 1), "made", 1, shard) for shard in range(3)]
+    assert choose(units, first, [first, second]) == 0
+    second.shards |= {("made", shard) for shard in range(3)}
+    assert choose(units[1:], first, [first, second]) == 0
+    second.shards.discard(("made", 0))
+    first.shards.add(("made", 0))
+    assert choose(units[1:], first, [first, second]) is None
+    assert choose([forward(1)], second, [first, second]) == 0
 
 
 def test_what_goes_beside_others_is_anybody_s() -> None:

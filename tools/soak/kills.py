@@ -156,9 +156,9 @@ def strike(process: subprocess.Popen[bytes], victim: str) -> bool:
     if victim in ("driver", "all"):
         (os.killpg if victim == "all" else os.kill)(process.pid, signal.SIGKILL)
         return True
-    name = {"worker": "ray::WorkerActor", "raylet": "raylet"}[victim]
+    names = {"worker": ("ray::WorkerActo", "ray::lamina"), "raylet": ("raylet",)}[victim]  # idle, or at a unit
     for child in psutil.Process(process.pid).children(recursive=True):
-        if child.name().startswith(name[:15]):
+        if child.name().startswith(names):
             child.kill()
             return True
     return False
