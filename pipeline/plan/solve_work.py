@@ -124,13 +124,15 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
     found = _taken(task, geometry)
     for moment in task.moments:
         width = moment_width(moment, geometry)
-        if moment.point == "down.in" and moment.heads == 1:
+        if moment.point == "down.in" and moment.heads == 1 and len(task.roles) > 1:
             found = found.plus(_elimination(geometry, REMOVED_SHARE, refit=not samples))
             if not samples and any(other.kind == "gradient" for other in task.moments):  # W_down's energy, too
                 found = found.plus(SolveWork("", geometry.hidden * float(geometry.intermediate) ** 2, 0))
         elif not moment.diagonal and moment.kind != "sample":
             eigen = EIGEN_FLOPS * moment.groups * width**3
             found = found.plus(SolveWork("", eigen, 0, eigen_flops=eigen))
+            if moment.heads == 1 and all(other.kind == "value" for other in task.moments):
+                found = found.plus(_low_rank(task, geometry, width))
     return found.plus(_fits(geometry, samples[0])) if samples else found
 
 
@@ -154,6 +156,17 @@ def _pivoted(outputs: float, inputs: float, rank: float) -> SolveWork:
     factors = orthogonal * 1.25 + 2.0 * (2.0 * rank**3 / 3 + 2.0 * outputs * rank**2)
     moved = SWAPS * SWAPPED_BYTES * outputs * rank
     return SolveWork("", factors + 2.0 * rank**2 * inputs, 0, factor_flops=factors, moved_bytes=moved)
+
+
+def _low_rank(task: Task, geometry: LayerGeometry, inputs: int) -> SolveWork:
+    """Of the matrices that read an input, behind its root: their singular values by a gram, and the factors."""
+    shapes = [geometry.weight_shape(role) for role in task.roles if role in geometry.roles]
+    outputs = sum(shape[0] for shape in shapes if shape[-1] == inputs)
+    least = min(outputs, inputs)
+    eigen, rank = EIGEN_FLOPS * float(least) ** 3, CUT_SHARE * least
+    roots = 4.0 * float(inputs) ** 3
+    products = 2.0 * outputs * inputs * (inputs + least + rank) + 2.0 * inputs**2 * rank
+    return SolveWork("", eigen + roots + products, 0, eigen_flops=eigen)
 
 
 def _directed_stack(task: Task, geometry: LayerGeometry) -> SolveWork:

@@ -154,6 +154,20 @@ def test_what_following_the_loss_takes() -> None:
     assert phases["correct"] == pytest.approx(6 * two.correction_flops / rates_of("H200").products)
 
 
+def test_what_low_rank_behind_a_moment_takes() -> None:
+    """By hand: gate and up (160 × 48) and down (48 × 80), at 0.65 of their full ranks."""
+    job = manifest({"method": "svd_llm"}, keep=0.8, calibration=calibration(propagate="dense"))
+    solves = {each.name: each for each in layer_work(job, llama(), claim_tasks(build_methods(job), llama()), 2).solves}
+    both, down = solves["gate_up"], solves["down"]
+    assert (both.eigen_flops, down.eigen_flops) == (2 * 10 * 48**3, 10 * 80**3 + 10 * 48**3)
+    rank = 0.65 * 48
+    products = 4 * 48**3 + 2 * 160 * 48 * (48 + 48 + rank) + 2 * 48**2 * rank
+    assert both.flops - both.eigen_flops == pytest.approx(products)
+    products = 4 * 80**3 + 2 * 48 * 80 * (80 + 48 + rank) + 2 * 80**2 * rank
+    assert down.flops - down.eigen_flops == pytest.approx(products)
+    assert down.steps == 0
+
+
 def test_what_rounding_takes() -> None:
     """By hand: factors of what is read, products, columns; embeddings and head once; nothing of it in the solves."""
     dense = calibration(propagate="dense")
