@@ -36,6 +36,16 @@ LAYER = 64 * 48 + 32 * 48 * 2 + 48 * 64 + 3 * 80 * 48 + 2 * 48
 MODEL = 6 * LAYER + 2 * 320 * 48 + 48
 
 
+@pytest.fixture(autouse=True)
+def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small matrices, a few times: what is measured here is not looked at closely."""
+    monkeypatch.setattr(probe, "PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(probe, "DOUBLE_SIZE", {"cpu": 64})
+    for name in ("COPIED_BYTES", "WIDENED_NUMBERS", "DIGESTED_BYTES"):
+        size = getattr(probe, name)
+        monkeypatch.setattr(probe, name, {"cpu": 2**16} if isinstance(size, dict) else 2**16)
+
+
 def calibration(**changes: Any) -> dict[str, Any]:
     cut = {"samples": 10, "sequence_length": 32, "shards": 4, "micro_batch": 2}
     return {"text": TEXT, **cut, "propagate": "compressed", **changes}
@@ -397,9 +407,8 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "--gpu: 'RTX' is none, or several" in capsys.readouterr().err
 
 
-def test_rates_are_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_measured_on_this_machine() -> None:
     """What is assumed is as it stands."""
-    monkeypatch.setattr(probe, "PROBE_SECONDS", 0.01)
     found = measured_rates(torch.device("cpu"), torch.float32, 1, 3, LayerShape(300, 200, 64, 256, 128))
     measured = (
         found.products,

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     solve = replace(solve, flops=solve.flops / arguments.narrower**3, steps=solve.steps // arguments.narrower)
     planned = {
         "one product of the MLP": 2.0 * WHOLE_TOKENS * hidden * width / rates.products,
-        "moment": WHOLE_TOKENS * width**2 * (1 / rates.products + 12 / 4096 / rates.memory),
+        "moment": WHOLE_TOKENS * width**2 * (1 / rates.products + 20 / 4096 / rates.memory),
         "elimination": solve_seconds(solve, rates),
     }
     scaled = {name: seconds * (1.0 if name == "elimination" else scale) for name, seconds in found.items()}
