@@ -54,7 +54,7 @@ def test_every_metric_is_scraped(cluster: tuple[str, str], job: Callable[..., Jo
         assert running.returncode == 0, running.stderr and running.stderr.read()
     names = {name for name, _ in highest}
     expected = {f"ray_{metric.name}" for metric in (*OF_WORKERS, *OF_THE_POOL) if metric not in ONLY_WHEN_WRONG}
-    assert {re.sub("unit_seconds$", "unit_seconds_bucket", name) for name in expected} <= names
+    assert {re.sub("lamina_unit_seconds$", "lamina_unit_seconds_bucket", name) for name in expected} <= names
     assert {dict(labels)["run"] for _, labels in highest} == {made.run_dir.name}
     done: dict[tuple[str, str], float] = defaultdict(float)
     for (name, labels), value in highest.items():
