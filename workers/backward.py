@@ -88,7 +88,8 @@ class BackwardPass:
     def _gradients_at_output(self, unit: Backward) -> GradientOf:
         """Held, committed, or made from the nearest above that are; at the last layer's output, from the head."""
         if unit.probe:
-            return lambda sample, output_SD: self._probe(unit.layer, self._first(unit.shard) + sample, output_SD)
+            first, _ = self.setup.sample_range(unit.shard)
+            return lambda sample, output_SD: self._probe(unit.layer, first + sample, output_SD)
         nearest = unit.layer + 1
         while (held := self.hidden.get((LINEAGE, nearest, unit.shard))) is None and nearest < unit.base:
             nearest += 1
@@ -199,7 +200,7 @@ class BackwardPass:
             if known_MS is not None:
                 wanted_S = known_MS[sample]
             else:
-                generator = self._generator("labels", self._first(unit.shard) + sample)
+                generator = self._generator("labels", self.setup.sample_range(unit.shard)[0] + sample)
                 wanted_S = torch.rand(len(output_SD), generator=generator, dtype=torch.float64)
             rows = zip(output_SD.split(ROWS_PER_HEAD), wanted_S.split(ROWS_PER_HEAD), strict=True)
             gradients, labels = zip(*(self._log_likelihood_gradient(logits, *part) for part in rows), strict=True)
@@ -235,9 +236,6 @@ class BackwardPass:
         seed = self.setup.manifest.seed if self.setup.manifest else 0
         name = hashlib.sha256(f"{seed}/{purpose}/{sample}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(name[:8], "big") >> 1)
-
-    def _first(self, shard: int) -> int:
-        return self.setup.shard_range(shard, self.setup.tokens_shape[0])[0]
 
 
 def _read_from(held: HiddenReader) -> GradientOf:

@@ -64,9 +64,19 @@ class WorkerConfig:
         samples, sequence = self.tokens.shape if self.tokens else (0, 0)
         return samples, sequence
 
-    def shard_range(self, shard: int, samples: int) -> tuple[int, int]:
-        """See `pipeline.samples.shard_range`."""
-        return shard_range(shard, self.shards, samples)
+    def sample_range(self, shard: int) -> tuple[int, int]:
+        """Which of all calibration samples a shard is; see `pipeline.samples.shard_range`."""
+        return shard_range(shard, self.shards, self.tokens_shape[0])
+
+    def samples_of(self, shard: int) -> int:
+        """How many calibration samples a shard has."""
+        first, end = self.sample_range(shard)
+        return end - first
+
+    def micro_batches(self, shard: int) -> list[tuple[int, int]]:
+        """(start, stop) of samples within the shard."""
+        samples = self.samples_of(shard)
+        return [(start, min(start + self.micro_batch, samples)) for start in range(0, samples, self.micro_batch)]
 
     def gradient_count(self, shard: int) -> int:
         """How many samples of a shard, its first ones, go through the backward pass."""

@@ -67,11 +67,11 @@ class PairPass:
         return self._held(layer + 1, unit.shard)
 
     def _embedded(self, shard: int) -> HiddenReader:
-        embed, (first, _) = embedding(self.layers), self._range(shard)
+        embed, (first, _) = embedding(self.layers), self.setup.sample_range(shard)
         writer = self.hidden.hidden_writer(
             (LINEAGE, 0, shard), self._shape(shard), self.setup.dtype, False, self._batch
         )
-        for start, stop in self._micro_batches(shard):
+        for start, stop in self.setup.micro_batches(shard):
             hidden_BSD = embed(self.tokens(first + start, first + stop))
             writer.append(torch.cat((hidden_BSD, hidden_BSD), dim=-1))
         self.hidden.keep((LINEAGE, 0, shard), writer)
@@ -96,7 +96,7 @@ class PairPass:
         shape = self._shape(unit.shard)
         store = own and unit.store
         writer = self.hidden.hidden_writer(shard_key, shape, self.setup.dtype, store, self._batch) if emit else None
-        for start, stop in self._micro_batches(unit.shard):
+        for start, stop in self.setup.micro_batches(unit.shard):
             dense_BSD, packed_BSD = inputs.read(start, stop).to(self.layers.device).chunk(2, dim=-1)
             with self.computing():
                 for moment in unit.moments if own else ():
@@ -124,19 +124,11 @@ class PairPass:
         return held
 
     def _shape(self, shard: int) -> tuple[int, int, int]:
-        first, end = self._range(shard)
-        return end - first, self.setup.tokens_shape[1], 2 * self.setup.geometry.hidden
+        return self.setup.samples_of(shard), self.setup.tokens_shape[1], 2 * self.setup.geometry.hidden
 
     @property
     def _batch(self) -> int:
         return self.setup.micro_batch
-
-    def _range(self, shard: int) -> tuple[int, int]:
-        return self.setup.shard_range(shard, self.setup.tokens_shape[0])
-
-    def _micro_batches(self, shard: int) -> list[tuple[int, int]]:
-        first, end = self._range(shard)
-        return [(start, min(start + self._batch, end - first)) for start in range(0, end - first, self._batch)]
 
 
 def _values(dense: Block, packed: Block, dense_BSD: Tensor, packed_BSD: Tensor, point: str) -> tuple[Tensor, Tensor]:

@@ -172,7 +172,7 @@ class Worker:
         run = tapped(self.layers, block, taps)
         kept_inputs = self._keep_inputs(unit, inputs) if unit.keep_inputs else None
         with self.sums.adding(unit):
-            for hidden_BSD in self.copies.batches(inputs, self._micro_batches(unit.shard)):
+            for hidden_BSD in self.copies.batches(inputs, self.setup.micro_batches(unit.shard)):
                 with self._computing():
                     output_BSD = run(hidden_BSD, unit.emit or unit.cosine)
                 if output_BSD is not None and unit.cosine:
@@ -185,7 +185,7 @@ class Worker:
             partials={moment: self.transfer.put({"moment": values}) for moment, values in samples.items()},
             cosine=cosine if unit.cosine else None,
             activation=record if unit.store else None,
-            tokens=self._samples(unit.shard) * self._sequence,
+            tokens=self.setup.samples_of(unit.shard) * self._sequence,
             inputs=kept_inputs,
             worker=self.name,
         )
@@ -226,7 +226,7 @@ class Worker:
             totals, record = self.pairs.run(unit)
         partials = {moment: self.transfer.put({"moment": total}) for moment, total in totals.items()}
         stored = record if unit.store else None
-        return ForwardDone(partials, None, stored, self._samples(unit.shard) * self._sequence)
+        return ForwardDone(partials, None, stored, self.setup.samples_of(unit.shard) * self._sequence)
 
     def _inputs(self, unit: Forward) -> HiddenReader:
         return self.hidden.inputs(unit.lineage, unit, partial(self._embedded, unit), partial(self._replay, unit))
@@ -235,8 +235,8 @@ class Worker:
         shard_key = (unit.lineage, 0, unit.shard)
         hidden_writer = self._hidden_writer(shard_key, store=False)
         embed = embedding(self.layers)
-        first, _ = self._range(unit.shard)
-        for start, stop in self._micro_batches(unit.shard):
+        first, _ = self.setup.sample_range(unit.shard)
+        for start, stop in self.setup.micro_batches(unit.shard):
             hidden_writer.append(embed(self._tokens(first + start, first + stop)))
         return self.hidden.keep_reader(shard_key, hidden_writer)
 
@@ -245,7 +245,7 @@ class Worker:
         shard_key = (unit.lineage, layer + 1, unit.shard)
         block = self.layers.block(layer, staged)
         hidden_writer = self._hidden_writer(shard_key, store=False)
-        for hidden_BSD in self.copies.batches(inputs, self._micro_batches(unit.shard)):
+        for hidden_BSD in self.copies.batches(inputs, self.setup.micro_batches(unit.shard)):
             with self._computing():
                 output_BSD = block.run(hidden_BSD)
             assert output_BSD is not None
@@ -265,7 +265,7 @@ class Worker:
         forward: Forward = unit.forward
         inputs = self._inputs(forward)
         block = self._block(forward)
-        start, stop = self._micro_batches(forward.shard)[0]
+        start, stop = self.setup.micro_batches(forward.shard)[0]
         squares = Squares(self._calibration_tokens)
         with self._computing():
             tapped(self.layers, block, squares.taps(forward))(inputs.read(start, stop).to(self.device), False)
@@ -273,7 +273,7 @@ class Worker:
 
     def _sample_tap(self, unit: Forward, moment: Moment, samples: dict[Moment, Tensor]) -> Tap:
         """Keeps the values of those tokens of the shard that are among the sample's."""
-        token = self._range(unit.shard)[0] * self._sequence
+        token = self.setup.sample_range(unit.shard)[0] * self._sequence
 
         def keep(values_BSF: Tensor) -> None:
             nonlocal token
@@ -385,23 +385,11 @@ class Worker:
     def _calibration_tokens(self) -> int:
         return math.prod(self.setup.tokens_shape)
 
-    def _range(self, shard: int) -> tuple[int, int]:
-        return self.setup.shard_range(shard, self.setup.tokens_shape[0])
-
-    def _samples(self, shard: int) -> int:
-        first, end = self._range(shard)
-        return end - first
-
-    def _micro_batches(self, shard: int) -> list[tuple[int, int]]:
-        """(start, stop) within the shard."""
-        samples, batch = self._samples(shard), self.setup.micro_batch
-        return [(start, min(start + batch, samples)) for start in range(0, samples, batch)]
-
     def _tokens(self, start: int, stop: int) -> Tensor:
         """Token ids (B, S) of samples of the whole calibration set."""
         assert self.tokens is not None
         return self.tokens.read(start, stop).long().to(self.device)
 
     def _hidden_writer(self, shard_key: tuple[str, int, int], store: bool) -> HiddenWriter:
-        shape_MSD = (self._samples(shard_key[2]), self._sequence, self.setup.geometry.hidden)
+        shape_MSD = (self.setup.samples_of(shard_key[2]), self._sequence, self.setup.geometry.hidden)
         return self.hidden.hidden_writer(shard_key, shape_MSD, self.setup.dtype, store, self.setup.micro_batch)

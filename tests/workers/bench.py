@@ -124,7 +124,7 @@ class Reference:
         return seen[0].reshape(SAMPLES, SEQUENCE, -1)
 
     def shard(self, values_M: Tensor, shard: int) -> Tensor:
-        start, stop = self.setup.shard_range(shard, SAMPLES)
+        start, stop = self.setup.sample_range(shard)
         return values_M[start:stop]
 
 
@@ -162,7 +162,7 @@ def close(found: Tensor | None, expected: Tensor) -> None:
 def held(worker: Worker, lineage: str, layer: int, shard: int) -> Tensor:
     slices = worker.hidden.get((lineage, layer, shard))
     assert slices is not None
-    start, stop = worker.setup.shard_range(shard, SAMPLES)
+    start, stop = worker.setup.sample_range(shard)
     return slices.read(0, stop - start)
 
 

@@ -136,7 +136,7 @@ def test_outputs_of_both_travel_on(model: Path, tmp_path: Path) -> None:
     records = [done.activation for done in stored]
     other = make_worker(worker.setup)
     for shard in range(worker.setup.shards):
-        start, stop = worker.setup.shard_range(shard, SAMPLES)
+        start, stop = worker.setup.sample_range(shard)
         held = worker.hidden.get(("paired", 1, shard))
         assert held is not None
         close(held.read(0, stop - start), expected_MSD[start:stop])

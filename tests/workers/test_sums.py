@@ -163,7 +163,7 @@ def test_micro_batches_wait_for_each_other_up_to_a_product(
     setup: WorkerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never beyond a shard; what is multiplied together is the same whatever a micro-batch holds."""
-    samples, sequence = setup.tokens_shape
+    _samples, sequence = setup.tokens_shape
     counts: list[int] = []
     real = sums.add_rounded_moment_
 
@@ -179,7 +179,7 @@ def test_micro_batches_wait_for_each_other_up_to_a_product(
         for unit in units(worker, moments=moments):
             counts.clear()
             worker.execute(unit)
-            first, end = setup.shard_range(unit.shard, samples)
+            first, end = setup.sample_range(unit.shard)
             full, rest = divmod(end - first, whole)
             assert counts == [whole * sequence] * full + [rest * sequence] * bool(rest)
 

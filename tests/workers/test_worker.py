@@ -36,7 +36,6 @@ from tests.workers.bench import (
     tasks_of,
     write_unit,
 )
-from workers.config import WorkerConfig
 from workers.worker import Worker
 
 
@@ -349,9 +348,3 @@ def test_a_layer_from_its_factors_is_what_is_written_of_it(
     assert newcomer.layers.current is built
     newcomer.execute(Forward("compressed", 0, 1, staged=Unwritten("other", write, rounded)))
     assert newcomer.layers.current is not built
-
-
-def test_setup_cuts_samples_in_fixed_parts(llama: Path, tmp_path: Path) -> None:
-    setup: WorkerConfig = make_setup(llama, tmp_path / "run", shards=3)
-    ranges = [setup.shard_range(shard, 11) for shard in range(3)]
-    assert ranges == [(0, 3), (3, 7), (7, 11)]
