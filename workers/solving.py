@@ -11,7 +11,17 @@ from torch import Tensor
 from manifests.quantize import Quantize
 from manifests.records import Scheme
 from pipeline.families.family import LayerGeometry
-from pipeline.methods.method import Correcting, Group, Method, Ranks, SharingSizes, Solution, Statistics, stored_dtype
+from pipeline.methods.method import (
+    Correcting,
+    Group,
+    Method,
+    Moment,
+    Ranks,
+    SharingSizes,
+    Solution,
+    Statistics,
+    stored_dtype,
+)
 from pipeline.methods.unchanged import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
@@ -39,8 +49,7 @@ def solve_group(
     `geometry`: of the group's layer. `weights`: dense, by `role.weight` / `role.bias`. `before`: the factors that the
     group's last correction gave; those of roles that this one changes are replaced.
     """
-    pairs = [moment for moment in statistics.moments if moment.kind == "pair"]
-    if not pairs:
+    if _pair(statistics) is None:
         solution = method.compress(group, geometry, weights, statistics, ranks)
     else:
         assert isinstance(method, Correcting)
@@ -83,8 +92,8 @@ def _named(
     if quantize is not None:
         bits = ranks[BITS] if quantize.bits == "auto" else quantize.bits
         moments = statistics.moments
-        if pairs := [moment for moment in moments if moment.kind == "pair"]:
-            moments, quantize = at_correction(pairs[0], moments, quantize)
+        if (pair := _pair(statistics)) is not None:
+            moments, quantize = at_correction(pair, moments, quantize)
         solution, schemes, _ = round_solution(solution, quantize, bits, moments, weights)
         for key, scheme in schemes.items():
             rounded[geometry.tensor_name(key + WEIGHT, group.roles).removesuffix(WEIGHT)] = scheme
@@ -95,6 +104,11 @@ def _named(
     if refitted := _refitted(group, geometry, weights, factors, solution):
         solution = replace(solution, report={**solution.report, "refitted": refitted})
     return factors, solution, rounded
+
+
+def _pair(statistics: Statistics) -> Moment | None:
+    """That of a correction, if it is one."""
+    return next((moment for moment in statistics.moments if moment.kind == "pair"), None)
 
 
 def handed_over(solved: Solved, transfer: TensorTransfer) -> SolveDone:

@@ -12,7 +12,7 @@ import torch
 
 from manifests.entries import ComparedEntry, TokensEntry
 from manifests.errors import CorruptError
-from manifests.records import ArrayRecord, ComparedFigures, StagedRecord
+from manifests.records import ArrayRecord, ComparedFigures, Origin, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.layer_checks import LayerChecks
 from pipeline.checkpoint.output_directory import claim_files, survey_output
@@ -193,8 +193,7 @@ def _compare(job: JobContext, layers: LayersEntered) -> Course[None]:
     """
     if all(map(layers.there, range(len(layers)))) and _is_compared(job, layers):
         return
-    origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
-    tokens, before = tuple(map(tuple, ids_BS.tolist())), None
+    (origin, tokens), before = _sampled(job), None
     figures: dict[str, Any] = {"layer_errors": (), "sketch": ()}
     for first in range(0, len(layers), COMPARED_LAYERS):
         stop = min(first + COMPARED_LAYERS, len(layers))
@@ -209,9 +208,14 @@ def _compare(job: JobContext, layers: LayersEntered) -> Course[None]:
 
 def _is_compared(job: JobContext, layers: LayersEntered) -> bool:
     """Whether these layers have been, on these tokens."""
-    entered, (_, ids_BS) = job.ledger.get(COMPARED), sample_tokens(job.tokens, job.inputs.config)
-    tokens = tuple(map(tuple, ids_BS.tolist()))
+    entered, (_, tokens) = job.ledger.get(COMPARED), _sampled(job)
     return entered is not None and entered.layers == _digests(layers) and entered.compared.tokens == tokens
+
+
+def _sampled(job: JobContext) -> tuple[Origin, tuple[tuple[int, ...], ...]]:
+    """The tokens that are compared on, as they are entered, and where they are from."""
+    origin, ids_BS = sample_tokens(job.tokens, job.inputs.config)
+    return origin, tuple(map(tuple, ids_BS.tolist()))
 
 
 def _digests(layers: LayersEntered) -> tuple[str | None, ...]:

@@ -132,10 +132,6 @@ def layer_work(
     skipped = 2.0 * layer.hidden * layer.intermediate if any(m.point == "down.in" for m in moments) else 0.0
     sizes = [triangle_numbers(moment, layer) for moment in moments]
     weight_bytes = layer.numbers() * itemsize
-    pulled = sum(2.0 * layer.numbers(_pulled_roles(moment)) for moment in gradients)
-    backward = [moment for moment in gradients if not moment.diagonal]
-    gradient_samples = gradient_tokens // sequence if sequence else 0
-    gradient_shards = min(calibration.shards, gradient_samples) if calibration else 0
     return LayerWork(
         weight_bytes=weight_bytes,
         largest_bytes=max((layer.numbers((role,)) for role in layer.roles), default=0) * itemsize,
@@ -152,17 +148,7 @@ def layer_work(
         added_bytes=float(sum(_added_bytes(moment, layer, manifest) for moment in moments)),
         cosine_bytes=float(COSINE_BYTES * tokens * layer.hidden),
         moment_bytes=8 * sum(sizes),
-        gradient_flops=float(
-            gradient_tokens * ((BACK_AGAIN if two_rounds else BACK) * forward + (1 + two_rounds) * pulled)
-        ),
-        gradient_moment_flops=float(
-            gradient_tokens * (1 + two_rounds) * 2 * sum(_squared_numbers(moment, layer) for moment in backward)
-        ),
-        gradient_moved_bytes=float(
-            (1 + two_rounds)
-            * (SQUARED_BYTES * gradient_samples + (FOLDED_BYTES + REDUCED_BYTES / 2) * gradient_shards)
-            * sum(moment.groups * moment_width(moment, layer) ** 2 for moment in backward)
-        ),
+        **_gradient_work(layer, gradients, forward, gradient_tokens, manifest, 1 + two_rounds),
         solves=tuple(solve_work(task, layer, tokens) for task in busy for _ in range(1 + two_rounds)),
         curves=tuple(
             curve_work(task, layer, tokens, _multiple(task, manifest, layer))
@@ -178,6 +164,30 @@ def layer_work(
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
         held_out_flops=(held_out * forward, held_out * packed),
     )
+
+
+def _gradient_work(
+    geometry: LayerGeometry,
+    gradients: Sequence[Moment],
+    forward: float,
+    gradient_tokens: int,
+    manifest: Manifest,
+    rounds: int,
+) -> dict[str, float]:
+    """Of the backward pass, by the names of `LayerWork`; `forward`: operations of a forward pass for each token."""
+    pulled = sum(2.0 * geometry.numbers(_pulled_roles(moment)) for moment in gradients)
+    backward = [moment for moment in gradients if not moment.diagonal]
+    calibration = manifest.calibration
+    samples = gradient_tokens // calibration.sequence_length if calibration else 0
+    shards = min(calibration.shards, samples) if calibration else 0
+    moved_bytes = SQUARED_BYTES * samples + (FOLDED_BYTES + REDUCED_BYTES / 2) * shards
+    numbers = sum(moment.groups * moment_width(moment, geometry) ** 2 for moment in backward)
+    squared = 2 * sum(_squared_numbers(moment, geometry) for moment in backward)
+    return {
+        "gradient_flops": float(gradient_tokens * ((BACK_AGAIN if rounds == 2 else BACK) * forward + rounds * pulled)),
+        "gradient_moment_flops": float(gradient_tokens * rounds * squared),
+        "gradient_moved_bytes": float(rounds * moved_bytes * numbers),
+    }
 
 
 def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest) -> float:
