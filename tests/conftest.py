@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from pipeline.plan import probe
 from tests import buckets, factories
 from tests.remote_code import modules_cache
 
@@ -44,6 +45,25 @@ def _one_thread() -> None:
     """Whatever the tests of another file have left: threads of tiny products only wait for each other, and how many
     there are decides the last bits."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _small_probe() -> Iterator[None]:
+    """This machine's rates are taken from small matrices, a few times: no test looks at them closely, and the products
+    of a published model's layer take ten seconds a plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "PROBE_SECONDS", 0.01)
+        for name, size in (
+            ("LARGEST_HIDDEN", 128),
+            ("LONGEST", 64),
+            ("DOUBLE_SIZE", 64),
+            ("MOMENT_TOKENS", 64),
+            ("COPIED_BYTES", 2**16),
+            ("WIDENED_NUMBERS", 2**16),
+        ):
+            patch.setattr(probe, name, {**getattr(probe, name), "cpu": size})
+        patch.setattr(probe, "DIGESTED_BYTES", 2**16)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -36,16 +36,6 @@ LAYER = 64 * 48 + 32 * 48 * 2 + 48 * 64 + 3 * 80 * 48 + 2 * 48
 MODEL = 6 * LAYER + 2 * 320 * 48 + 48
 
 
-@pytest.fixture(autouse=True)
-def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small matrices, a few times: what is measured here is not looked at closely."""
-    monkeypatch.setattr(probe, "PROBE_SECONDS", 0.01)
-    monkeypatch.setattr(probe, "DOUBLE_SIZE", {"cpu": 64})
-    for name in ("COPIED_BYTES", "WIDENED_NUMBERS", "DIGESTED_BYTES"):
-        size = getattr(probe, name)
-        monkeypatch.setattr(probe, name, {"cpu": 2**16} if isinstance(size, dict) else 2**16)
-
-
 def calibration(**changes: Any) -> dict[str, Any]:
     cut = {"samples": 10, "sequence_length": 32, "shards": 4, "micro_batch": 2}
     return {"text": TEXT, **cut, "propagate": "compressed", **changes}
