@@ -122,8 +122,8 @@ class MomentSum:
             self._multiply(product_rows(scaled_TF, self.heads, groups, self.product_dtype))
 
     def _multiply(self, rows_GRd: Tensor) -> None:
-        """What rounds a float32 product stays in the sum, which is as exact with it: it is a small multiple of the grid,
-        and would cost as much to take from each product as to add."""
+        """What rounds a float32 product stays in the sum, which is as exact with it: it is a small multiple of the
+        grid, and would cost as much to take from each product as to add."""
         stays = self.product_dtype == torch.float32
         for band_Gbd, first in zip(self._bands, range(0, rows_GRd.shape[-1], BAND), strict=True):
             left_GbR = rows_GRd[:, :, first : first + BAND].transpose(1, 2)
