@@ -17,10 +17,9 @@ from manifests.errors import NumericsError
 from pipeline.kernels.checks import require_finite
 from pipeline.kernels.exact_sums import (
     Grid,
-    add_rounded_moment_,
+    MomentSum,
     choose_grid,
     diagonal,
-    empty_bands,
     product_tokens,
     sample_squares,
 )
@@ -82,10 +81,10 @@ class LayerSums:
         passed = self.passes.pop(unit.sums, None)
         if passed is None:
             return CollectDone({}, {}, ())
-        bands = passed.bands
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             if self.stream is not None:
                 self.stream.wait_stream(torch.cuda.default_stream(self.device))
+            bands = {moment: passed.sums[moment].bands() for moment in unit.moments}
             partials = {moment: self._cut(bands[moment], unit.parts) for moment in unit.moments}
             diagonals = {moment: self.transfer.put({"squares": diagonal(bands[moment])}) for moment in unit.moments}
         return CollectDone(partials, diagonals, tuple(sorted(passed.shards)), self.node)
@@ -105,7 +104,7 @@ class _PassSums:
     def __init__(self, grids: dict[Moment, Grid], device: torch.device) -> None:
         self.grids = grids
         self.device = device
-        self.bands: dict[Moment, Bands] = {}
+        self.sums: dict[Moment, MomentSum] = {}
         self.waiting: dict[Moment, list[Tensor]] = {}  # values (T, F) of the shard at hand, too few for a product
         self.shards: set[int] = set()
 
@@ -127,12 +126,9 @@ class _PassSums:
         parts, self.waiting[moment] = self.waiting[moment], []
         if not parts:
             return
-        grid = self.grids[moment]
-        if moment not in self.bands:
-            groups, width = grid.exponents.shape
-            self.bands[moment] = empty_bands(groups, width, self.device)
-        values_TF = torch.cat(parts) if len(parts) > 1 else parts[0]
-        add_rounded_moment_(self.bands[moment], values_TF, grid, moment.heads)
+        if moment not in self.sums:
+            self.sums[moment] = MomentSum(self.grids[moment], moment.heads, self.device)
+        self.sums[moment].add_(torch.cat(parts) if len(parts) > 1 else parts[0])
 
 
 class Squares:

@@ -89,40 +89,60 @@ def empty_bands(groups: int, width: int, device: torch.device) -> list[Tensor]:
     ]
 
 
-def add_rounded_moment_(
-    bands: Sequence[Tensor],
-    values_TF: Tensor,
-    grid: Grid,
-    heads: int = 1,
-    product_dtype: torch.dtype = torch.float32,
-) -> None:
-    """Adds the scaled, rounded second moments of `values_TF` (..., F) to the `bands` of their upper triangle, in place.
+class MomentSum:
+    """The sum of the scaled, rounded second moments of `heads` heads, one triangle for each group of them."""
 
-    One product takes at most 4096 rows in `product_dtype`; its place in the sequence of calls does not matter, its
-    extent does. NaN and infinity are not looked for: they reach the diagonal (`exceeding`).
-    """
-    groups, width = grid.exponents.shape[0], sum(band.shape[1] for band in bands)
-    values_TF = values_TF.detach().reshape(-1, values_TF.shape[-1])
-    if heads < 1 or heads % groups or values_TF.shape[1] != heads * width:
-        raise ValueError(f"values (T, F) {tuple(values_TF.shape)} of {heads} heads do not fit {groups} x {width} sums")
-    factors_F = _factors(grid, heads, values_TF)
-    # (x + c) - c leaves a multiple of 2^(bits - 52), for c is 1.5 times what the type's last bit makes that.
-    rounder = 1.5 * 2.0 ** (grid.bits - _GRID_BITS + _MANTISSA[product_dtype])
-    tokens = product_tokens(heads, groups)
-    for start in range(0, values_TF.shape[0], tokens):
-        chunk_TF = values_TF[start : start + tokens]
-        scaled_TF = chunk_TF.to(factors_F.dtype).mul(factors_F)
-        if exact_halves(chunk_TF, product_dtype):
-            scaled_TF = scaled_TF.to(chunk_TF.dtype)
-        rows_GRd = product_rows(scaled_TF, heads, groups, product_dtype)
-        for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
+    def __init__(
+        self, grid: Grid, heads: int, device: torch.device, product_dtype: torch.dtype = torch.float32
+    ) -> None:
+        groups, width = grid.exponents.shape
+        if heads < 1 or heads % groups:
+            raise ValueError(f"{heads} heads are not of {groups} groups")
+        self.grid, self.heads, self.product_dtype = grid, heads, product_dtype
+        self._bands = empty_bands(groups, width, device)
+        # x + c is a multiple of 2^(bits - 52), for c is 1.5 times what the type's last bit makes that.
+        self._rounder = 1.5 * 2.0 ** (grid.bits - _GRID_BITS + _MANTISSA[product_dtype])
+        self._left = 0.0
+
+    def add_(self, values_TF: Tensor) -> None:
+        """Adds the second moments of values (..., F). Raises ValueError where F is not what the grid is for.
+
+        One product takes at most 4096 rows in `product_dtype`; its place in the sequence of calls does not matter, its
+        extent does. NaN and infinity are not looked for: they reach the diagonal (`exceeding`).
+        """
+        groups, width = self.grid.exponents.shape
+        values_TF = values_TF.detach().reshape(-1, values_TF.shape[-1])
+        if values_TF.shape[1] != self.heads * width:
+            shape = tuple(values_TF.shape)
+            raise ValueError(f"values (T, F) {shape} of {self.heads} heads do not fit {groups} x {width} sums")
+        for chunk_TF in values_TF.split(product_tokens(self.heads, groups)):
+            exact = exact_halves(chunk_TF, self.product_dtype)
+            scaled_TF = chunk_TF * _factors(self.grid, self.heads, chunk_TF)
+            scaled_TF = scaled_TF.to(chunk_TF.dtype) if exact else scaled_TF
+            self._multiply(product_rows(scaled_TF, self.heads, groups, self.product_dtype))
+
+    def _multiply(self, rows_GRd: Tensor) -> None:
+        """What rounds a float32 product stays in the sum, which is as exact with it: it is a small multiple of the
+        grid, and would cost as much to take from each product as to add."""
+        stays = self.product_dtype == torch.float32
+        for band_Gbd, first in zip(self._bands, range(0, rows_GRd.shape[-1], BAND), strict=True):
             left_GbR = rows_GRd[:, :, first : first + BAND].transpose(1, 2)
             right_GRd = rows_GRd[:, :, first:]
-            if rows_GRd.dtype == product_dtype:
+            if rows_GRd.dtype == self.product_dtype:
                 product_Gbd = torch.bmm(left_GbR, right_GRd)
             else:
-                product_Gbd = torch.bmm(left_GbR, right_GRd, out_dtype=product_dtype)
-            band_Gbd.add_(product_Gbd.add_(rounder).sub_(rounder))
+                product_Gbd = torch.bmm(left_GbR, right_GRd, out_dtype=self.product_dtype)
+            product_Gbd.add_(self._rounder)
+            band_Gbd.add_(product_Gbd if stays else product_Gbd.sub_(self._rounder))
+        self._left += self._rounder if stays else 0.0
+
+    def bands(self) -> list[Tensor]:
+        """The sum so far, by bands of rows (`empty_bands`): not copies, more may be added afterwards."""
+        if self._left:
+            for band_Gbd in self._bands:
+                band_Gbd.sub_(self._left)
+            self._left = 0.0
+        return self._bands
 
 
 def product_tokens(heads: int, groups: int) -> int:
@@ -179,11 +199,11 @@ def moment_rows(bands: Sequence[Tensor], grid: Grid, start: int, stop: int) -> T
 
 
 def _factors(grid: Grid, heads: int, values_TF: Tensor) -> Tensor:
-    """2^-exponent of every feature, in the type that values are scaled in."""
+    """2^-exponent of every feature, in a type that has it, and that has what it makes of the values."""
     groups = grid.exponents.shape[0]
     exponents_GHd = grid.exponents[:, None, :].expand(-1, heads // groups, -1)
     factors_F = _powers_of_two(-exponents_GHd.reshape(-1))
-    dtype = torch.float64 if values_TF.dtype == torch.float64 else torch.float32
+    dtype = values_TF.dtype if values_TF.dtype in (torch.float64, torch.bfloat16) else torch.float32
     return factors_F.to(values_TF.device, dtype)
 
 

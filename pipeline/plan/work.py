@@ -34,8 +34,8 @@ from pipeline.plan.solve_work import (
 from pipeline.samples import held_out_windows
 
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
-ADDED_BYTES = 40  # of device memory for each number: the product written, rounded in two steps, added to a float64 sum
-SCALED_BYTES = 24  # for each value: checked, widened, scaled, put in order
+ADDED_BYTES = 32  # of device memory for each number: the product written, rounded, added to a float64 sum
+SCALED_BYTES = 12  # for each value: checked, scaled, put in order
 SQUARED_BYTES = 40  # for each number of a gradient's moment and sample, both triangles: the product, and the sum
 FOLDED_BYTES, REDUCED_BYTES = 120, 24  # for each number of such a moment, and of its triangle, and shard
 BAND = 512  # rows of a moment's sum that are added at once, from the diagonal on

@@ -7,8 +7,7 @@ import torch
 
 from pipeline.kernels import spectra
 from pipeline.kernels.elimination import prune
-from pipeline.kernels.exact_sums import add_rounded_moment_ as add_
-from pipeline.kernels.exact_sums import choose_grid, empty_bands, sample_squares, whole_moment
+from pipeline.kernels.exact_sums import MomentSum, choose_grid, sample_squares, whole_moment
 from pipeline.kernels.selection import nth_largest
 from pipeline.kernels.spectra import eigh_descending
 from tests.kernels.test_nystrom import problem
@@ -42,10 +41,10 @@ def test_sums_without_an_order() -> None:
     grid = choose_grid(sample_squares(rows[:500]), 500, len(rows), rows.dtype)
     moments = []
     for order in (1, -1):
-        bands = empty_bands(1, 96, rows.device)
+        total = MomentSum(grid, 1, rows.device)
         for part in rows.split(1500)[::order]:
-            add_(bands, part, grid)
-        moments.append(whole_moment(bands, grid))
+            total.add_(part)
+        moments.append(whole_moment(total.bands(), grid))
     assert torch.equal(*moments)
     torch.testing.assert_close(moments[0][0], rows.double().T @ rows.double(), rtol=1e-5, atol=1e-2)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.kernels import exact_sums
 from pipeline.kernels.exact_sums import (
     Grid,
-    add_rounded_moment_,
+    MomentSum,
     choose_grid,
     diagonal,
     empty_bands,
@@ -47,10 +47,10 @@ def grid_of(values_TF: Tensor, sample: int, heads: int = 1, groups: int = 1) -> 
 
 
 def summed(parts: Sequence[Tensor], grid: Grid, heads: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    bands = empty_bands(len(grid.exponents), parts[0].shape[1] // heads, CPU)
+    total = MomentSum(grid, heads, CPU, dtype)
     for part_TF in parts:
-        add_rounded_moment_(bands, part_TF, grid, heads, dtype)
-    return bands
+        total.add_(part_TF)
+    return total.bands()
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
@@ -77,6 +77,24 @@ def test_any_order_and_any_grouping_gives_the_same_bits(heads: int, groups: int,
         bands = summed(parts[:cut], grid, heads, dtype)
         bands = [torch.add(*pair) for pair in zip(bands, summed(parts[cut:], grid, heads, dtype), strict=True)]
         assert same(bands, expected)
+
+
+def test_the_sum_is_that_of_products_rounded_one_by_one() -> None:
+    """What rounds a float32 product leaves the sum at its end: no bit of it stays, of loud products neither, which it
+    is small against; and more may be added afterwards."""
+    values_TF = wide(96, 24, spread=9.0)
+    grid = grid_of(values_TF, 8)
+    scales_F = torch.ldexp(torch.ones(24), -grid.exponents[0].int())
+    rounder = 1.5 * 2.0 ** (grid.bits - 28)
+    total, expected, loudest = MomentSum(grid, 1, CPU), torch.zeros(24, 24, dtype=torch.float64), 0.0
+    for part_TF in values_TF.split(8):
+        product_FF = (part_TF * scales_F).T @ (part_TF * scales_F)
+        expected += (product_FF + rounder) - rounder
+        loudest = max(loudest, float(product_FF.abs().max()))
+        total.add_(part_TF)
+        (band_1FF,) = total.bands()
+        assert torch.equal(band_1FF[0], expected)
+    assert loudest > rounder
 
 
 def test_every_permutation_of_a_few_parts() -> None:
@@ -207,15 +225,14 @@ def test_numbers_that_are_none_reach_the_diagonal(bad: float) -> None:
 def test_sums_at_the_bound_are_exact() -> None:
     """Ones up to the bound, of which float64 must lose none; and the diagonal says where it ends."""
     grid = Grid(torch.zeros(1, 1, dtype=torch.int16), bits=8, highest=126)
-    bands = empty_bands(1, 1, CPU)
-    tiny_TF = torch.full((1, 1), 2.0**-19)
-    add_rounded_moment_(bands, tiny_TF, grid)
+    total = MomentSum(grid, 1, CPU)
+    total.add_(torch.full((1, 1), 2.0**-19))
     for _ in range(255):
-        add_rounded_moment_(bands, torch.ones(1, 1), grid)
-    assert float(diagonal(bands)) == 255 + 2.0**-38
-    assert not exceeding(diagonal(bands), grid).any()
-    add_rounded_moment_(bands, torch.ones(1, 1), grid)
-    assert exceeding(diagonal(bands), grid).all()
+        total.add_(torch.ones(1, 1))
+    assert float(diagonal(total.bands())) == 255 + 2.0**-38
+    assert not exceeding(diagonal(total.bands()), grid).any()
+    total.add_(torch.ones(1, 1))
+    assert exceeding(diagonal(total.bands()), grid).all()
 
 
 # Sizes and arguments --------------------------------------------------------------------------------------------------
@@ -237,9 +254,9 @@ def test_a_grid_survives_its_journey() -> None:
 def test_arguments() -> None:
     grid = grid_of(wide(8, 12), 4, 4, 2)
     with pytest.raises(ValueError, match=r"\(8, 10\) of 4 heads do not fit 2 x 3"):
-        add_rounded_moment_(empty_bands(2, 3, CPU), torch.ones(8, 10), grid, 4)
-    with pytest.raises(ValueError, match=r"\(8, 12\) of 3 heads"):
-        add_rounded_moment_(empty_bands(2, 4, CPU), torch.ones(8, 12), grid, 3)
+        MomentSum(grid, 4, CPU).add_(torch.ones(8, 10))
+    with pytest.raises(ValueError, match="3 heads are not of 2 groups"):
+        MomentSum(grid, 3, CPU)
     with pytest.raises(ValueError, match="at least one row, not of 0"):
         choose_grid(torch.ones(1, 3), 0, 1, torch.float32)
     with pytest.raises(ValueError, match="finite"):

@@ -165,13 +165,13 @@ def test_micro_batches_wait_for_each_other_up_to_a_product(
     """Never beyond a shard; what is multiplied together is the same whatever a micro-batch holds."""
     _samples, sequence = setup.tokens_shape
     counts: list[int] = []
-    real = sums.add_rounded_moment_
+    real = sums.MomentSum.add_
 
-    def counted(total: Any, values: Tensor, *others: Any) -> None:
+    def counted(total: Any, values: Tensor) -> None:
         counts.append(len(values))
-        real(total, values, *others)
+        real(total, values)
 
-    monkeypatch.setattr(sums, "add_rounded_moment_", counted)
+    monkeypatch.setattr(sums.MomentSum, "add_", counted)
     monkeypatch.setattr(sums, "product_tokens", lambda heads, groups: 3 * sequence)
     for micro_batch, whole in ((1, 3), (2, 4)):
         setup = replace(setup, shards=2, micro_batch=micro_batch)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.elimination import prune
-from pipeline.kernels.exact_sums import add_rounded_moment_, choose_grid, empty_bands, sample_squares, whole_moment
+from pipeline.kernels.exact_sums import MomentSum, choose_grid, sample_squares, whole_moment
 from pipeline.plan.phases import solve_seconds
 from pipeline.plan.probe import LayerShape, measured_rates
 from pipeline.plan.rates import rates_of
@@ -60,14 +60,14 @@ def _moment(channels_TN: Tensor, device: torch.device) -> tuple[Tensor, float]:
     """Σ h hᵀ, and the seconds of its products and additions."""
     sample_TN = channels_TN[:1024]
     grid = choose_grid(sample_squares(sample_TN), len(sample_TN), WHOLE_TOKENS, torch.bfloat16)
-    bands = empty_bands(1, channels_TN.shape[1], device)
+    total = MomentSum(grid, 1, device)
 
     def add() -> Tensor:
-        add_rounded_moment_(bands, channels_TN, grid)
-        return bands[0]
+        total.add_(channels_TN)
+        return total.bands()[0]
 
     _, seconds = timed(add, device)
-    return whole_moment(bands, grid)[0], seconds
+    return whole_moment(total.bands(), grid)[0], seconds
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -65,7 +65,7 @@ PARTS: tuple[tuple[object, str, str], ...] = (  # owner, attribute, kind of work
     (workers.layers, "_require_finite", "looking for NaN"),
     (stores.checkpoint, "_check_finite", "looking for NaN"),
     (Block, "__init__", "building layers"),
-    (workers.sums, "add_rounded_moment_", "moments"),
+    (workers.sums.MomentSum, "add_", "moments"),
     (workers.worker, "cosine_sums", "cosines"),
     (StatisticsStore, "write", "storing statistics"),
     (StatisticsStore, "read", "reading statistics"),
