@@ -74,11 +74,15 @@ def _leave_one_of_each(model: nn.Module, forms: Sequence[Mapping[str, Any]], cou
         kinds.setdefault(json.dumps([form, shapes], sort_keys=True), []).append(layer)
     for first, *others in kinds.values():
         first.register_forward_pre_hook(lambda *_: counted.begin())
-        first.register_forward_hook(lambda *_, times=1 + len(others): counted.repeat(times))
+        first.register_forward_hook(functools.partial(_repeated, counted, 1 + len(others)))
     gone = {other for _, *others in kinds.values() for other in others}
     for name, layer in list(layers.named_children()):
         if layer in gone:
             delattr(layers, name)
+
+
+def _repeated(counted: _Products, times: int, *_: Any) -> None:
+    counted.repeat(times)
 
 
 class _Products(TorchDispatchMode):
