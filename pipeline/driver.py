@@ -108,7 +108,8 @@ class Driver:
         has_moments = any(task.moments for task in self.job.tasks)
         ranks = self.choose_ranks()
         if any(task.corrections for task in self.job.tasks):
-            CorrectedWalk(self.job, self.steps, self.cleaner, self._statistics_of, self._retain_statistics).run(ranks)
+            statistics, retain = self._statistics_of, self._retain_statistics
+            CorrectedWalk(self.job, self.steps, self.cleaner, statistics, self.told, retain).run(ranks)
         elif dense or not has_moments:
             self._solve_all(ranks)
         else:
@@ -246,7 +247,7 @@ class Driver:
         self.observer.phase("compress", len(pending), _groups(self.job.tasks, pending))
 
         def solves_of(layer: int) -> LayerSolves:
-            units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks)
+            units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks, self.told)
             return LayerSolves(units, partial(_writes, layer, units), partial(self._enter_solved, layer, units))
 
         solve_layers(self.steps, pending, solves_of, self._release_statistics)
@@ -273,6 +274,12 @@ class Driver:
             return {}
         key = gradient_key if self.job.rounds == 1 else regradient_key
         return self.steps.entry(key(layer)).statistics
+
+    def told(self, task: Task) -> str:
+        """What the task's curve told besides; nothing where it has none."""
+        if all(task.key != predicted.key for predicted in self.job.predicts):
+            return ""
+        return self.steps.entry(curves_key(task.layer)).curves[task.key].told
 
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
         entered = self.layer_statistics(task.layer)

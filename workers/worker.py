@@ -318,8 +318,8 @@ class Worker:
         with self._computing(), tensor_cores(self.setup.dtype):
             return made_of_curve(unit, method, quantize, self._geometry(unit.task), weights, self._statistics)
 
-    def _statistics(self, records: Mapping[Moment, ArrayRecord | Summed]) -> Statistics:
-        """As methods receive them: sums of values, shrunk means of gradients."""
+    def _statistics(self, records: Mapping[Moment, ArrayRecord | Summed], told: str = "") -> Statistics:
+        """As methods receive them: sums of values, shrunk means of gradients; and what their curve told."""
         moments = {}
         for moment, record in records.items():
             found = self.totals.moment(record, self.device)
@@ -328,7 +328,7 @@ class Worker:
                 squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
                 found = shrink(found, squares_G, record.sequences, record.tokens)
             moments[moment] = found
-        return Statistics(moments, self._calibration_tokens)
+        return Statistics(moments, self._calibration_tokens, told)
 
     def _group_weights(self, group: Group) -> dict[str, Tensor]:
         """`role.weight` / `role.bias` of a group's roles."""
@@ -341,14 +341,14 @@ class Worker:
     def _solve(self, unit: Solve) -> SolveDone:
         before = self.transfer.get(unit.before) if unit.before is not None else {}
         method, quantize = self.methods[unit.task.method]
-        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics)
+        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics, unit.told)
         with self._computing(), tensor_cores(self.setup.dtype):
             solved = solve_group(method, unit.task, *given, unit.ranks, before, quantize)
         return handed_over(solved, self.transfer)
 
     def _solve_sizes(self, unit: SolveSizes) -> SizesSolved:
         method, quantize = self.methods[unit.task.method]
-        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics)
+        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics, unit.told)
         with self._computing(), tensor_cores(self.setup.dtype):
             each = solve_sizes(method, unit.task, *given, unit.sizes, quantize)
             return SizesSolved(tuple(handed_over(solved, self.transfer) for solved in each))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers.cache_utils import DynamicCache
 
 import lamina
+from lamina.factored_lamina import Derived
 from pipeline.rounding.schemes import FIELD
 
 
@@ -43,27 +44,59 @@ def _cost(config: str) -> tuple[tuple[str, int], ...]:
     described._attn_implementation = "sdpa"
     with torch.device("meta"):
         model: Any = lamina.LaminaForCausalLM(described).eval()
+    cost = {
+        "weights": sum(_read(module) for module in model.modules()),
+        "cached": sum(described.cache_numbers(layer) for layer in range(described.num_hidden_layers)),
+    }
+    # What is kept is made at the first step.
+    first = int(any(isinstance(module, Derived) for module in model.modules()))
+    counted = _Products()
+    _leave_one_of_each(model, described.forms, counted)
     cache, ids_BT = DynamicCache(config=described), torch.zeros(1, 1, dtype=torch.long, device="meta")
     found = []
     with torch.no_grad():
-        for _ in range(3):  # at the first, factors may be made that are kept
-            with _Products() as counted:
+        for _ in range(first + 2):
+            counted.number = 0
+            with counted:
                 model(ids_BT, past_key_values=cache, use_cache=True)
             found.append(counted.number)
-    per_slot = found[2] - found[1]
-    cost = {
-        "weights": sum(_read(module) for module in model.modules()),
-        "products": found[2] - 3 * per_slot,
-        "cached": sum(described.cache_numbers(layer) for layer in range(described.num_hidden_layers)),
-        "cached_products": per_slot,
-    }
+    per_slot = found[-1] - found[-2]
+    cost |= {"products": found[-1] - len(found) * per_slot, "cached_products": per_slot}
     return tuple(cost.items())
+
+
+def _leave_one_of_each(model: nn.Module, forms: Sequence[Mapping[str, Any]], counted: _Products) -> None:
+    """Takes layers away that are like one before them; what that one multiplies is counted for all."""
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == len(forms))
+    kinds: dict[str, list[nn.Module]] = {}
+    for layer, form in zip(layers, forms, strict=True):
+        shapes = [(name, *tensor.shape) for name, tensor in layer.state_dict().items()]
+        kinds.setdefault(json.dumps([form, shapes], sort_keys=True), []).append(layer)
+    for first, *others in kinds.values():
+        first.register_forward_pre_hook(lambda *_: counted.begin())
+        first.register_forward_hook(functools.partial(_repeated, counted, 1 + len(others)))
+    gone = {other for _, *others in kinds.values() for other in others}
+    for name, layer in list(layers.named_children()):
+        if layer in gone:
+            delattr(layers, name)
+
+
+def _repeated(counted: _Products, times: int, *_: Any) -> None:
+    counted.repeat(times)
 
 
 class _Products(TorchDispatchMode):
     """Counts as torch's FlopCounterMode, without its hooks on every module."""
 
-    number = 0
+    number = begun = 0
+
+    def begin(self) -> None:
+        """What is counted from here may be repeated."""
+        self.begun = self.number
+
+    def repeat(self, times: int) -> None:
+        """What was counted since `begin` counts so many times."""
+        self.number += (times - 1) * (self.number - self.begun)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, and counts it if it multiplies."""

@@ -36,6 +36,7 @@ from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import MANIFEST, RunDirectory
 from stores.storage import open_storage
+from workers.memory import map_large_tensors
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
         InputError: something given is wrong; nothing was computed.
     """
     started, observer = time.monotonic(), JobObserver(quiet=quiet)
+    map_large_tensors()  # what is read for digests and copies goes back, too
     observer.stage("checks")
     inputs = read_inputs(manifest)
     drawn, evaluation = calibration_tokens(inputs), evaluation_tokens(inputs)

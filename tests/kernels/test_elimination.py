@@ -131,6 +131,15 @@ def test_order_is_the_selection_seen_from_any_count() -> None:
         )
 
 
+@pytest.mark.parametrize(("channels", "block"), [(200, 64), (1100, None)])
+def test_how_far_it_goes_changes_no_bit_of_the_order(channels: int, block: int | None) -> None:
+    """One channel at a time, and two: an order taken once serves every smaller removal."""
+    moment, weight, _ = problem(channels, 16, 2 * channels)
+    whole = eliminate(moment, weight, channels // 8, block).order
+    for count in (channels - 3, channels * 3 // 4, channels // 3):
+        assert torch.equal(eliminate(moment, weight, count, block).order, whole[: channels - count])
+
+
 def test_channels_that_go_together_lose_no_more_than_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each channel has a twin that could stand in for it: one of both goes, never both, though both score lowest."""
     _, weight, values = problem(60, 8, 400)

@@ -4,6 +4,7 @@ inputs, ends with another journal. It can be killed between any two things that 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
@@ -83,6 +84,8 @@ class World:
 
     `fuel`: how many things may happen before the process is killed; `signal`: it is asked to stop instead, which the
     pool notices. `damaged`: the numbers of the records (by order of writing) that turn out to be corrupt when read.
+    `left`: what a process killed at any moment leaves behind is kept here: of moments between which nothing durable
+    has changed, the last, when most work is lost.
     """
 
     stores: dict[str, dict[str, str]] = field(default_factory=lambda: {"activation": {}, "statistic": {}, "staged": {}})
@@ -96,9 +99,20 @@ class World:
     repairs: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     damaged: frozenset[int] = frozenset()
     fuel: int | None = None
+    left: list[World] | None = None
     life: int = 0
 
+    def copy(self) -> World:
+        """A world that goes its own way from here."""
+        stores = {kind: dict(live) for kind, live in self.stores.items()}
+        lists = {name: list(getattr(self, name)) for name in ("events", "done", "handles", "repairs")}
+        return replace(self, stores=stores, values=dict(self.values), entries=dict(self.entries), left=None, **lists)
+
     def happen(self) -> None:
+        if self.left is not None:
+            if self.left and (self.left[-1].entries, self.left[-1].stores) == (self.entries, self.stores):
+                self.left.pop()
+            self.left.append(self.copy())
         if self.fuel is not None:
             self.fuel -= 1
             if self.fuel < 0:
@@ -154,6 +168,12 @@ class World:
         return [self._plain(child) for child in value] if isinstance(value, list) else value
 
 
+@functools.lru_cache(maxsize=10_000)
+def _entry(key: str, text: str) -> Any:
+    kind = next(KINDS[part] for part in key.split("/") if part in KINDS)
+    return kind.validate_python(json.loads(text))
+
+
 class MemoryJournal:
     def __init__(self, world: World) -> None:
         self.world = world
@@ -166,8 +186,7 @@ class MemoryJournal:
 
     def get(self, key: str) -> Any:
         text = self.world.entries.get(key)
-        kind = next(KINDS[part] for part in key.split("/") if part in KINDS)
-        return kind.validate_python(json.loads(text)) if text is not None else None
+        return _entry(key, text) if text is not None else None
 
     def retract(self, key: str) -> None:
         self.world.happen()

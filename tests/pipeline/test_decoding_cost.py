@@ -76,6 +76,17 @@ def test_a_tucker_group_goes_through_its_factors_twice() -> None:
     assert found == LAYERS * (forwards + backwards + mlp + back)
 
 
+@pytest.mark.parametrize("places", [(0, 1, 0), (0, 1, 1)])
+def test_layers_that_differ_are_counted_one_by_one(places: tuple[int, ...]) -> None:
+    source = make_source("llama-gqa").config
+    kinds_of_layers = [forms_of(source, kinds.latent_both, share)[0] for share in (0.5, 0.3)]
+    all_alike = [decoding_costs(describe(source, [forms] * LAYERS))["compressed"] for forms in kinds_of_layers]
+    found = decoding_costs(describe(source, [kinds_of_layers[kind] for kind in places]))["compressed"]
+    norm, head = sizes_of(source).hidden, VOCABULARY * sizes_of(source).hidden
+    for name, outside in {"weights": norm + head, "products": head, "cached": 0, "cached_products": 0}.items():
+        assert LAYERS * (found[name] - outside) == sum(all_alike[kind][name] - outside for kind in places)
+
+
 def test_sources() -> None:
     """Learned positions and an embedding that is not the head are looked up, not read."""
     for name in {source[0] if isinstance(source, tuple) else source for source in SOURCES}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import threading
@@ -49,6 +50,13 @@ class StorageConformance:
     def test_ranges(self, storage: Storage, begin: int, end: int | None, expected: bytes) -> None:
         storage.replace("a", b"012345")
         assert storage.read("a", begin, end) == expected
+
+    @pytest.mark.parametrize(("begin", "end"), [(0, None), (1, 2**20 + 1), (2**21, 2**22), (7, 7), (2**22, None)])
+    def test_digests_of_ranges(self, storage: Storage, begin: int, end: int | None) -> None:
+        data = bytes(range(251)) * 10_000
+        storage.replace("a", data)
+        with storage.reader("a") as reader:
+            assert reader.sha256(begin, end) == hashlib.sha256(data[begin:end]).hexdigest()
 
     def test_what_is_not_there(self, storage: Storage) -> None:
         storage.replace("folder/a", b"")
