@@ -54,8 +54,9 @@ class Actor:
     def ready(self):
         import torch
 workers = int(sys.argv[1])
-ray.init(num_cpus=workers, include_dashboard=False, logging_level="ERROR")
-ray.get([ray.remote(Actor).remote().ready.remote() for _ in range(workers)])
+ray.init("local", num_cpus=workers, include_dashboard=False, logging_level="ERROR")
+actors = [ray.remote(Actor).remote() for _ in range(workers)]
+ray.get([actor.ready.remote() for actor in actors])
 """
 
 
