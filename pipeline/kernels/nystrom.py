@@ -150,17 +150,21 @@ def _refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tupl
     """Refit, report, and by how much the correction lowers the output error of leaving the channels out."""
     size = check_down(moment_NN, weight_down_DN)
     _check_indices(indices_k, size)
-    weight_DN = weight_down_DN.detach().to(torch.float64)
-    kept_Dk = weight_DN.index_select(1, indices_k)
     if indices_k.numel() == size:
-        return kept_Dk, RefitReport(jitter=0.0, condition=1.0, fallback=False, dropped=0), 0.0
+        report = RefitReport(jitter=0.0, condition=1.0, fallback=False, dropped=0)
+        return _columns(weight_down_DN, indices_k), report, 0.0
     scale_N = channel_scale(moment_NN)
     removed_R = _complement(indices_k, size)
-    pull_DR = weight_DN.index_select(1, removed_R) * scale_N[removed_R]
+    pull_DR = _columns(weight_down_DN, removed_R).mul_(scale_N[removed_R])
     pull_Dk = _pulled(pull_DR, moment_NN, scale_N, removed_R, indices_k)
     correction_Dk, report = _solve(moment_NN, scale_N, indices_k, pull_Dk)
     regained = float((pull_Dk * correction_Dk).sum()) + report["jitter"] * float(correction_Dk.square().sum())
-    return kept_Dk + correction_Dk / scale_N[indices_k], report, regained
+    return _columns(weight_down_DN, indices_k) + correction_Dk / scale_N[indices_k], report, regained
+
+
+def _columns(weight_DN: Tensor, indices_k: Tensor) -> Tensor:
+    """Some columns in float64, a copy."""
+    return weight_DN.detach().index_select(1, indices_k).to(torch.float64)
 
 
 def output_error(weight_DN: Tensor, refit_Dk: Tensor, indices_k: Tensor, moment_NN: Tensor) -> float:
@@ -238,7 +242,7 @@ def _solve(moment_NN: Tensor, scale_N: Tensor, indices_k: Tensor, pull_Dk: Tenso
 def _solve_factor(pull_Dk: Tensor, factor_kk: Tensor) -> Tensor:
     """pull (L Lᵀ)⁻¹, reading the lower triangle alone."""
     half_Dk = torch.linalg.solve_triangular(factor_kk.mT, pull_Dk, upper=True, left=False)
-    solved_Dk: Tensor = torch.linalg.solve_triangular(factor_kk, half_Dk, upper=False, left=False)
+    solved_Dk: Tensor = torch.linalg.solve_triangular(factor_kk, half_Dk, upper=False, left=False, out=half_Dk)
     return solved_Dk
 
 
