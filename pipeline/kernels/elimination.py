@@ -88,7 +88,7 @@ def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor
     whole = state.energy if felt_DN is weight_down_DN else output_energy(weight_down_DN, moment_NN)
     error = 0.0 if state.lost <= 0.0 else state.lost / whole if whole > 0.0 else float("inf")
     report = RefitReport(jitter=0.0, condition=state.condition(kept_k), fallback=False, dropped=0)
-    return Pruned(kept_k, state.refit_Dn[:, state.last_k] / state.scale_N[kept_k], error, jitter, report)
+    return Pruned(kept_k, state.refit_Dn.index_select(1, state.last_k) / state.scale_N[kept_k], error, jitter, report)
 
 
 class _Elimination:
@@ -243,7 +243,7 @@ class _Elimination:
         """B -= Σ q xᵀ. The q are the columns of B times the inverse of the changes at their own places."""
         assert self.lost is not None
         own_mm = changes_mn.index_select(1, places_m).triu()
-        removed_Dm = torch.linalg.solve_triangular(own_mm, self.refit_Dn[:, places_m], upper=True, left=False)
+        removed_Dm = torch.linalg.solve_triangular(own_mm, self.refit_Dn.index_select(1, places_m), upper=True, left=False)
         live_m = self.live_N[self.standing_n[places_m]]
         self.lost += float((removed_Dm.square().sum(dim=0) * live_m).sum())
         self.refit_Dn.addmm_(removed_Dm, changes_mn, alpha=-1)
@@ -252,13 +252,13 @@ class _Elimination:
         """Closes the gaps, in place: no row is written before it has been read."""
         size = stay.numel()
         for rows in blocks_of(size):
-            both_bn = self.array[stay[rows]]
-            lower_bn = both_bn[:, :-1].index_select(1, stay[: rows.stop])
-            upper_bn = both_bn[:, 1:].index_select(1, stay[rows.start :])
+            both_bn = self.array.index_select(0, stay[rows])
+            lower_bn = both_bn.index_select(1, stay[: rows.stop])
+            upper_bn = both_bn.index_select(1, stay[rows.start :] + 1)
             _set_rows_(self.array[:, : size + 1], rows, lower_bn, upper_bn)
         self.array, self.standing_n = self.array[:size, : size + 1], self.standing_n[stay]
         if self.lost is not None:
-            self.refit_Dn = self.refit_Dn[:, stay]
+            self.refit_Dn = self.refit_Dn.index_select(1, stay)
 
 
 def _rows(lower_nn: Tensor, j: Tensor) -> Tensor:
