@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_rank, require_square
-from pipeline.kernels.cholesky import blocks_of, factor_, inverse_diagonal, jittered_factor
+from pipeline.kernels.cholesky import blocks_of, empty_lower, factor_, inverse_diagonal, jittered_factor
 from pipeline.kernels.spectra import eigh_descending
 
 # Squared Cholesky pivots are 1 - R² of a channel given those before it. An inverse keeps 6 digits above LEAST_PIVOT.
@@ -66,7 +66,7 @@ def ridge_leverage(moment_NN: Tensor, ridge: float = 1.0) -> tuple[Tensor, float
         into_NN.diagonal().add_(ridge)
 
     # A jitter (only where the ridge is too small for the inverse) is so much more ridge.
-    damped_NN = moment_NN.new_empty(size, size, dtype=torch.float64)
+    damped_NN = empty_lower(size, moment_NN.device)
     jitter = jittered_factor(fill_damped_, damped_NN, _SOLVE_PIVOT, INVERSE_JITTERS)
     return (1.0 - (ridge + jitter) * inverse_diagonal(damped_NN)).clamp_(0.0, 1.0), jitter
 
@@ -94,7 +94,7 @@ def nested_outputs(moment_NN: Tensor, weight_DN: Tensor, priority_N: Tensor) -> 
     if not torch.equal(priority_N.sort().values, torch.arange(size, device=priority_N.device)):
         raise ValueError(f"priority: no permutation of 0..{size - 1}")
     scale_N = channel_scale(moment_NN)
-    factor_NN = moment_NN.new_empty(size, size, dtype=torch.float64)
+    factor_NN = empty_lower(size, moment_NN.device)
     jittered_factor(
         lambda into_NN: fill_correlations(into_NN, moment_NN, scale_N, priority_N),
         factor_NN,
@@ -212,7 +212,7 @@ def triangle_sum(rows_bn: Tensor, width: int) -> Tensor:
 
 def _solve(moment_NN: Tensor, scale_N: Tensor, indices_k: Tensor, pull_Dk: Tensor) -> tuple[Tensor, RefitReport]:
     """pull C⁻¹ for C's correlations, by a Cholesky factor or, if rank-deficient, the leading eigenvectors."""
-    matrix_kk = moment_NN.new_empty(len(indices_k), len(indices_k), dtype=torch.float64)
+    matrix_kk = empty_lower(len(indices_k), moment_NN.device)
     bound = float("inf")
     for jitter in (0.0, *_SOLVE_JITTERS):
         if jitter <= -bound:
