@@ -243,7 +243,8 @@ class _Elimination:
         """B -= Σ q xᵀ. The q are the columns of B times the inverse of the changes at their own places."""
         assert self.lost is not None
         own_mm = changes_mn.index_select(1, places_m).triu()
-        removed_Dm = torch.linalg.solve_triangular(own_mm, self.refit_Dn.index_select(1, places_m), upper=True, left=False)
+        refit_Dm = self.refit_Dn.index_select(1, places_m)
+        removed_Dm = torch.linalg.solve_triangular(own_mm, refit_Dm, upper=True, left=False)
         live_m = self.live_N[self.standing_n[places_m]]
         self.lost += float((removed_Dm.square().sum(dim=0) * live_m).sum())
         self.refit_Dn.addmm_(removed_Dm, changes_mn, alpha=-1)
