@@ -156,12 +156,16 @@ class ComparedFigures(Record):
 
 
 class Curve(Record):
-    """Point i of a curve: ranks, stored numbers, cache numbers per token, predicted loss (nats per token)."""
+    """Point i of a curve: ranks, stored numbers, cache numbers per token, predicted loss (nats per token).
+
+    `told`: what solving the group from the same statistics need not find again, in its method's own words.
+    """
 
     ranks: Mapping[str, Row[PositiveInt]]
     numbers: Row[int | float]
     cache: Row[int | float]
     loss: Row[Finite]
+    told: str = ""
 
     @model_validator(mode="after")
     def _columns_of_one_length(self) -> Self:

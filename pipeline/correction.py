@@ -37,12 +37,14 @@ class CorrectedWalk:
         steps: Steps,
         cleaner: Cleaner,
         statistics_of: Callable[[Task], Mapping[Moment, ArrayRecord]],
+        told: Callable[[Task], str],
         retain_statistics: Callable[[], None],
     ) -> None:
         self.job = job
         self.steps = steps
         self.cleaner = cleaner
         self.statistics_of = statistics_of
+        self.told = told
         self.retain_statistics = retain_statistics
 
     def run(self, ranks: RanksOf) -> None:
@@ -89,7 +91,7 @@ class CorrectedWalk:
         for task in tasks:
             statistics = {**self.statistics_of(task), **pairs.get(task, {})}
             before = solved[task][1].factors if task in solved else None
-            units.append(Solve(task, ranks[task.key], statistics, before))
+            units.append(Solve(task, ranks[task.key], statistics, before, self.told(task)))
         others = [found for task, found in solved.items() if task not in tasks]
 
         def by_task(solutions: Sequence[SolveDone]) -> Solved:

@@ -108,7 +108,8 @@ class Driver:
         has_moments = any(task.moments for task in self.job.tasks)
         ranks = self.choose_ranks()
         if any(task.corrections for task in self.job.tasks):
-            CorrectedWalk(self.job, self.steps, self.cleaner, self._statistics_of, self._retain_statistics).run(ranks)
+            statistics, retain = self._statistics_of, self._retain_statistics
+            CorrectedWalk(self.job, self.steps, self.cleaner, statistics, self.told, retain).run(ranks)
         elif dense or not has_moments:
             self._solve_all(ranks)
         else:
@@ -140,28 +141,34 @@ class Driver:
         missing = [layer for layer in range(last + 1) if not self._is_measured(layer, with_moments, layer in span)]
         if not missing:
             return
-        base = self.forwards.last_committed("dense", missing[0])
+        base = boundary = self.forwards.last_committed("dense", missing[0])
         phase = "statistics" if with_moments else "importance"
         self.observer.phase(phase, len(missing), self.job.shards)
         taken: deque[tuple[int, Taken]] = deque()  # layers whose sums are on their way to the store
-        reading = LayerReading(self.steps, last)
+        reading, waiting = LayerReading(self.steps, last), 0
         for layer in missing:
             wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
             moments = tuple(moment for moment in wanted if moment.key not in self._dense_found(layer))
             store = self.job.is_boundary(layer + 1) and layer < last
-            units = self.forwards.units(
-                "dense", layer, None, moments, base,
+            units_from = partial(
+                self.forwards.units, "dense", layer, None, moments,
                 cosine=True, emit=layer < last, store=store, keep=layer in span, weights=reading.weights(layer),
             )  # fmt: skip
-            if len(taken) > 1:  # a worker has the sums of two layers, no more
-                self.summing.given(taken[-2][1])
-            taken.append((layer, self.summing.take(moments, units)))
-            # What is to be begun from is entered before anything builds on it.
-            waiting = 1 + self.pool.size // AHEAD if moments and not store and layer != missing[-1] else 0
+            choosing = self.summing.choose(moments, units_from(base))
+            # What is to be begun from is entered before anything is made of it.
             while len(taken) > waiting:
                 self._enter_dense(phase, *taken.popleft(), span)
-            if store:
-                base = layer + 1
+            grids = self.summing.chosen(choosing)
+            if base != boundary:
+                base = boundary
+                self._retain_inputs(base, span)
+            if len(taken) > 1:  # a worker has the sums of two layers, no more
+                self.summing.given(taken[-2][1])
+            taken.append((layer, self.summing.take(moments, units_from(base), grids=grids)))
+            waiting = 1 + self.pool.size // AHEAD if moments and not store else 0
+            boundary = layer + 1 if store else base
+        while taken:
+            self._enter_dense(phase, *taken.popleft(), span)
         self.cleaner.retain_activations(tuple(self.gradients.stored_inputs(span)))
 
     def _dense_found(self, layer: int) -> Mapping[str, ArrayRecord]:
@@ -178,9 +185,12 @@ class Driver:
             inputs=tuple(result.inputs for result in taken.done) if layer in span else None,
         )
         self.steps.enter(dense_key(layer), entry)
-        if activations:
-            self.cleaner.retain_activations((*activations, *self.gradients.stored_inputs(span)))
         self.observer.layer_done(phase, layer, {})
+
+    def _retain_inputs(self, layer: int, span: range) -> None:
+        """Drops all stored hidden states but what enters a layer, and what the backward pass will need."""
+        entered = self.forwards.activations("dense", layer) or ()
+        self.cleaner.retain_activations((*entered, *self.gradients.stored_inputs(span)))
 
     def _is_measured(self, layer: int, with_moments: bool, with_inputs: bool) -> bool:
         entry = self.journal.get(dense_key(layer))
@@ -246,7 +256,7 @@ class Driver:
         self.observer.phase("compress", len(pending), _groups(self.job.tasks, pending))
 
         def solves_of(layer: int) -> LayerSolves:
-            units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks)
+            units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks, self.told)
             return LayerSolves(units, partial(_writes, layer, units), partial(self._enter_solved, layer, units))
 
         solve_layers(self.steps, pending, solves_of, self._release_statistics)
@@ -273,6 +283,12 @@ class Driver:
             return {}
         key = gradient_key if self.job.rounds == 1 else regradient_key
         return self.steps.entry(key(layer)).statistics
+
+    def told(self, task: Task) -> str:
+        """What the task's curve told besides; nothing where it has none."""
+        if all(task.key != predicted.key for predicted in self.job.predicts):
+            return ""
+        return self.steps.entry(curves_key(task.layer)).curves[task.key].told
 
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
         entered = self.layer_statistics(task.layer)

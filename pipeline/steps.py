@@ -219,11 +219,15 @@ class Steps:
 
 
 def solve_units(
-    tasks: Sequence[Task], layer: int, statistics: Mapping[str, ArrayRecord | Summed], ranks: RanksOf
+    tasks: Sequence[Task],
+    layer: int,
+    statistics: Mapping[str, ArrayRecord | Summed],
+    ranks: RanksOf,
+    told: Callable[[Task], str] = lambda _: "",
 ) -> list[Solve]:
-    """Solves every group of a layer. `statistics`: by the keys of moments."""
+    """Solves every group of a layer. `statistics`: by the keys of moments. `told`: by curves of these."""
     return [
-        Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments})
+        Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments}, told=told(task))
         for task in tasks
         if task.layer == layer
     ]

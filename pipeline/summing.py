@@ -95,19 +95,36 @@ class Summing:
         self.steps = steps
         self.passes = itertools.count()
 
-    def take(self, moments: Sequence[Moment], units: Sequence[Forward], store: bool = True) -> Taken:
-        """Does the units of all shards. What they have summed is being given away, to be added and stored, when this
-        returns: `given` waits for the first of these."""
+    def choose(self, moments: Sequence[Moment], units: Sequence[Forward]) -> list[ChooseGrids]:
+        """What chooses the grids of the sums of these units, if there will be any, is begun."""
         values = tuple(moment for moment in moments if moment.kind == "value")
+        choosing = [ChooseGrids(replace(units[0], moments=values))] if values else []
+        self.steps.begin(choosing)
+        return choosing
+
+    def chosen(self, choosing: Sequence[ChooseGrids]) -> Mapping[Moment, Any]:
+        """The grids, when they are chosen."""
+        found: list[ChooseGridsDone] = self.steps.results(choosing)
+        return {moment: grid for done in found for moment, grid in done.grids.items()}
+
+    def take(
+        self,
+        moments: Sequence[Moment],
+        units: Sequence[Forward],
+        store: bool = True,
+        grids: Mapping[Moment, Any] | None = None,
+    ) -> Taken:
+        """Does the units of all shards. What they have summed is being given away, to be added and stored, when this
+        returns: `given` waits for the first of these. `grids`: where they are chosen already."""
         samples = tuple(moment for moment in moments if moment.kind == "sample")
-        if not values:
+        grids = self.chosen(self.choose(moments, units)) if grids is None else grids
+        if not grids:
             done = self.steps.do(units)
             return Taken(_stripped(done), [], self._samples(samples, units, done))
-        chosen: ChooseGridsDone = self.steps.do([ChooseGrids(replace(units[0], moments=values))])[0]
-        passed = self._new_pass(chosen.grids)
+        passed = self._new_pass(grids)
         units = [replace(unit, sums=passed) for unit in units]
         done = self.steps.do(units)
-        made = _Sum(units, chosen.grids, [], store)
+        made = _Sum(units, grids, [], store)
         self._collect(made, done)
         # Whoever does a shard again for its samples need not, and must not, add it again.
         again = [replace(unit, moments=samples, sums=None) for unit in units]

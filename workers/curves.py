@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,5 +56,5 @@ def _curve(
         curve = method.curve(unit.task, geometry, weights, statistics)
     if quantize is None or not choosing:
         return curve
-    solve = partial(method.compress, unit.task, geometry, weights, statistics)
+    solve = partial(method.compress, unit.task, geometry, weights, replace(statistics, told=curve.told))
     return with_bits(curve, unit.task, quantize, weights, statistics, solve, geometry.bits)

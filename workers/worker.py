@@ -46,6 +46,7 @@ from pipeline.units import (
     Solve,
     SolveDone,
     SolveSizes,
+    SolveUnit,
     Unit,
     Unwritten,
     Write,
@@ -65,6 +66,7 @@ from workers.device_settings import device_room, tensor_cores
 from workers.embedding_and_head import embedding, tapped
 from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
+from workers.memory import return_freed_pages
 from workers.pairing import PairPass
 from workers.scoring import ScorePass
 from workers.solving import handed_over, layer_tensors, solve_group, solve_sizes
@@ -153,6 +155,8 @@ class Worker:
             self.pairs.release()
         if not isinstance(unit, Backward):
             self.backward.release()
+        if isinstance(unit, SolveUnit):
+            return_freed_pages()  # what forward passes left: a solve holds the most
         if scoring:
             self.layers.release()
         else:
@@ -318,8 +322,8 @@ class Worker:
         with self._computing(), tensor_cores(self.setup.dtype):
             return made_of_curve(unit, method, quantize, self._geometry(unit.task), weights, self._statistics)
 
-    def _statistics(self, records: Mapping[Moment, ArrayRecord | Summed]) -> Statistics:
-        """As methods receive them: sums of values, shrunk means of gradients."""
+    def _statistics(self, records: Mapping[Moment, ArrayRecord | Summed], told: str = "") -> Statistics:
+        """As methods receive them: sums of values, shrunk means of gradients; and what their curve told."""
         moments = {}
         for moment, record in records.items():
             found = self.totals.moment(record, self.device)
@@ -328,7 +332,7 @@ class Worker:
                 squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)
                 found = shrink(found, squares_G, record.sequences, record.tokens)
             moments[moment] = found
-        return Statistics(moments, self._calibration_tokens)
+        return Statistics(moments, self._calibration_tokens, told)
 
     def _group_weights(self, group: Group) -> dict[str, Tensor]:
         """`role.weight` / `role.bias` of a group's roles."""
@@ -341,14 +345,14 @@ class Worker:
     def _solve(self, unit: Solve) -> SolveDone:
         before = self.transfer.get(unit.before) if unit.before is not None else {}
         method, quantize = self.methods[unit.task.method]
-        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics)
+        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics, unit.told)
         with self._computing(), tensor_cores(self.setup.dtype):
             solved = solve_group(method, unit.task, *given, unit.ranks, before, quantize)
         return handed_over(solved, self.transfer)
 
     def _solve_sizes(self, unit: SolveSizes) -> SizesSolved:
         method, quantize = self.methods[unit.task.method]
-        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics)
+        given = self._geometry(unit.task), self._group_weights(unit.task), self._statistics(unit.statistics, unit.told)
         with self._computing(), tensor_cores(self.setup.dtype):
             each = solve_sizes(method, unit.task, *given, unit.sizes, quantize)
             return SizesSolved(tuple(handed_over(solved, self.transfer) for solved in each))

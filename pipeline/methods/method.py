@@ -68,10 +68,12 @@ class Statistics:
         moments: those that the group asked for. Of values: sums over `tokens`. Of gradients: means per token, shrunk
             towards their diagonal (`kernels.shrinkage`). Samples as they are.
         tokens: calibration tokens that the sums of values run over; 0 for a data-free group.
+        told: what the group's curve, where one was taken of these statistics, told besides (`Curve.told`).
     """
 
     moments: Mapping[Moment, Tensor] = field(default_factory=dict)
     tokens: int = 0
+    told: str = ""
 
     def mean(self, moment: Moment) -> Tensor:
         """A moment per token, float64, whatever its kind."""

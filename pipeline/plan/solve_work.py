@@ -109,9 +109,10 @@ def curve_work(task: Task, geometry: LayerGeometry, tokens: int, multiple: int =
     return found.plus(_taken(task, geometry))
 
 
-def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
+def solve_work(task: Task, geometry: LayerGeometry, tokens: int, told: bool = False) -> SolveWork:
     """The moments' eigenproblems; for a whole moment of the MLP's channels, an elimination with its refit.
 
+    `told`: its curve was taken of the same moments; which channels of an MLP that has a sample stay is then known.
     For a sample, of all calibration `tokens` at most, what the MLP gives on it, whole and cut, and the fits of down.
     Where matrices are cut in the metric of the loss, the directions of the stack and its pivoted form.
     """
@@ -125,7 +126,8 @@ def solve_work(task: Task, geometry: LayerGeometry, tokens: int) -> SolveWork:
     for moment in task.moments:
         width = moment_width(moment, geometry)
         if moment.point == "down.in" and moment.heads == 1 and len(task.roles) > 1:
-            found = found.plus(_elimination(geometry, REMOVED_SHARE, refit=not samples))
+            if not (told and samples):
+                found = found.plus(_elimination(geometry, REMOVED_SHARE, refit=not samples))
             if not samples and any(other.kind == "gradient" for other in task.moments):  # W_down's energy, too
                 found = found.plus(SolveWork("", geometry.hidden * float(geometry.intermediate) ** 2, 0))
         elif not moment.diagonal and moment.kind != "sample":

@@ -109,6 +109,7 @@ def layer_work(
     calibration = manifest.calibration
     samples, sequence = (calibration.samples, calibration.sequence_length) if calibration else (0, 0)
     tokens = samples * sequence
+    dense = calibration is not None and calibration.propagate == "dense"
     rounding = rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE)
     tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
     claims = claim_tasks(build_methods(manifest), geometry) if manifest.quantize else ()
@@ -149,7 +150,11 @@ def layer_work(
         cosine_bytes=float(COSINE_BYTES * tokens * layer.hidden),
         moment_bytes=8 * sum(sizes),
         **_gradient_work(layer, gradients, forward, gradient_tokens, manifest, 1 + two_rounds),
-        solves=tuple(solve_work(task, layer, tokens) for task in busy for _ in range(1 + two_rounds)),
+        solves=tuple(
+            solve_work(task, layer, tokens, told=dense and task.name in predicted)
+            for task in busy
+            for _ in range(1 + two_rounds)
+        ),
         curves=tuple(
             curve_work(task, layer, tokens, _multiple(task, manifest, layer))
             for task in busy

@@ -35,8 +35,11 @@ def cache_numbers(point: Point) -> float:
     return point.cache
 
 
-def to_columns(points: Sequence[Point]) -> Curve:
-    """A curve as the ledger keeps it. Raises ValueError on a loss that is negative, NaN or infinite, or on no point."""
+def to_columns(points: Sequence[Point], told: str = "") -> Curve:
+    """A curve as the ledger keeps it, and what it told besides.
+
+    Raises ValueError on a loss that is negative, NaN or infinite, or on no point.
+    """
     if not points:
         raise ValueError("a curve needs a point")
     for point in points:
@@ -47,6 +50,7 @@ def to_columns(points: Sequence[Point]) -> Curve:
         numbers=tuple(point.numbers for point in points),
         cache=tuple(point.cache for point in points),
         loss=tuple(point.loss for point in points),
+        told=told,
     )
 
 

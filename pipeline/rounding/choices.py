@@ -93,7 +93,7 @@ def with_bits(
                 numbers = codes + min(kept, point.numbers) + math.ceil(beside(shapes, choice, quantize.group, bits))
                 ranks = {**point.ranks, BITS: choice}
                 points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
-    return to_columns(frontier(points))
+    return to_columns(frontier(points), curve.told)
 
 
 def _counted_shape(weight_OI: Tensor, group: int | None, odd: bool) -> tuple[int, int]:

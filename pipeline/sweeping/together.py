@@ -68,6 +68,7 @@ class _Together:
                 task,
                 tuple(ranks[place][task.key] for place in places),
                 {moment: found[moment.key] for moment in task.moments},
+                self.drivers[0].told(task),
             )
             for task in tasks
         ]

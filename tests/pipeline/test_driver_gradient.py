@@ -115,9 +115,9 @@ def test_partial_sums_of_one_layer_at_a_time(name: str, samples: bool) -> None:
         moments = layer_moments(job.tasks, layer)
         apart = sum(moment.kind == "sample" for moment in moments)
         sums = 2 * (len(moments) - apart)
-        # While a layer's are given away and stored the next one's are made, unless that one waits for what the first
-        # has committed; they are given away when the first is entered, or while samples are put together.
-        before = sums if layer > 0 and job.propagate == "dense" and not job.is_boundary(layer) else 0
+        # While a layer's are given away and stored the next one's grids are chosen, and its sums are made, unless these
+        # wait for what the first has committed; they are given away while samples are put together.
+        before = sums if layer > 0 and job.propagate == "dense" and not (apart and job.is_boundary(layer)) else 0
         forth = max(before * 3 // 2 + sums // 2, (before if apart else 0) + sums * 3 // 2 + job.shards * apart)
         most = max(most, forth, shards * len(layer_gradients(job.tasks, layer)))
     world, alive = World(), []

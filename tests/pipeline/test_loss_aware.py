@@ -18,7 +18,7 @@ from pipeline.kernels.sensitivity import pulled
 from pipeline.methods.loss_aware import mlp as mlp_part
 from pipeline.methods.loss_aware import mlp_solver
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Group, Moment, Scores, Statistics
+from pipeline.methods.method import Group, Moment, Scores, Solution, Statistics
 from pipeline.methods.registry import (
     allocate_ranks,
     build_methods,
@@ -225,11 +225,38 @@ def test_ranks_below_those_that_were_looked_at_are_not_free() -> None:
     linear = torch.linspace(8.0, 0.0, layer.hidden + 1, dtype=torch.float64)
     piece = mlp_part.Piece(gate_up=linear.tolist(), down=[0.0] * (layer.hidden + 1), bends=[0.0, 0.0, 0.0])
     begun = mlp_part.Begun(order=list(range(layer.intermediate)), losses=[0.0], probed=[layer.intermediate])
-    by_rank = {p.ranks["gate_up"]: p.loss for p in mlp_part.join(entry, layer, begun, [piece])}
+    by_rank = {p.ranks["gate_up"]: p.loss for p in from_columns(mlp_part.join(entry, layer, begun, [piece]))}
     smallest = min(mlp_solver.probed_ranks(layer, layer.intermediate))
     assert by_rank[smallest] == 0.0
     assert by_rank[1] > 0.5 * float(linear[1])
     assert by_rank[smallest - 1] > 0.0
+
+
+@pytest.mark.parametrize("weighting", ["loss", "input"])
+def test_what_the_curve_told_is_not_found_again(weighting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which channels stay: the solution has the same bits, at a width of the curve and beside it."""
+    where, method = GEOMETRIES["biased"], method_of(weighting=weighting)
+    group, layer = group_of(method, where, "mlp"), where.layers[0]
+    weights, statistics = consistent(where, group)
+    curve = method.curve(group, layer, weights, statistics)
+    told = replace(statistics, told=curve.told)
+    points = a_few(from_columns(curve))
+    expected = [method.compress(group, layer, weights, statistics, point.ranks) for point in points]
+    beside = {"width": layer.intermediate - 1, "gate_up": 20, "down": 20}
+    assert_same(
+        method.compress(group, layer, weights, told, beside), method.compress(group, layer, weights, statistics, beside)
+    )
+    monkeypatch.setattr(mlp_solver, "eliminate", None)
+    assert len({point.ranks["width"] for point in points}) > 1
+    for point, plain in zip(points, expected, strict=True):
+        assert_same(method.compress(group, layer, weights, told, point.ranks), plain)
+
+
+def assert_same(found: Solution, expected: Solution) -> None:
+    assert found.forms == expected.forms
+    assert found.report == expected.report
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(found.tensors[key], expected.tensors[key]) for key in expected.tensors)
 
 
 def test_fewer_channels_are_fitted_on_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

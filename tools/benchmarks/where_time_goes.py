@@ -35,12 +35,12 @@ import pipeline.job.stages
 import pipeline.run
 import stores.checkpoint
 import workers.layers
-import workers.sums
 import workers.worker
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.console.summary import compute_share
+from pipeline.kernels.exact_sums import MomentSum
 from pipeline.units import Unit
 from stores.activations import ActivationReader, ActivationStore, ActivationWriter
 from stores.arrays import ArrayStore
@@ -65,7 +65,7 @@ PARTS: tuple[tuple[object, str, str], ...] = (  # owner, attribute, kind of work
     (workers.layers, "_require_finite", "looking for NaN"),
     (stores.checkpoint, "_check_finite", "looking for NaN"),
     (Block, "__init__", "building layers"),
-    (workers.sums.MomentSum, "add_", "moments"),
+    (MomentSum, "add_", "moments"),
     (workers.worker, "cosine_sums", "cosines"),
     (StatisticsStore, "write", "storing statistics"),
     (StatisticsStore, "read", "reading statistics"),

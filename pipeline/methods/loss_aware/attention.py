@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
-from manifests.records import FormSpec
+from manifests.records import Curve, FormSpec
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.heads import by_heads, diagonal_blocks, encode_heads, of_heads
 from pipeline.kernels.moments import head_moment
@@ -32,7 +32,7 @@ from pipeline.kernels.value_output import fit_value_output, output_of, value_out
 from pipeline.methods.loss_aware.pairs import carry, complete, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
-from pipeline.ranks.curves import Point, steps
+from pipeline.ranks.curves import Point, frontier, steps, to_columns
 
 ROLES = ("v", "o")
 VALUE, OUTPUT = "value", "output"
@@ -56,7 +56,7 @@ class Reduced(NamedTuple):
     moment: Tensor
 
 
-def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
+def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> Curve:
     """Every rank of o on each of a few ranks of the value basis."""
     fits, options = _Fits(entry, geometry, weights, found), []
     for rank in steps(geometry.head_dim, entry.multiple(geometry.hidden), count=BASES):
@@ -67,7 +67,7 @@ def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tens
             Point({VALUE: rank, **point.ranks}, numbers + point.numbers, dropped + point.loss, cache)
             for point in stack.points(losses, entry.multiple(geometry.hidden))
         ]
-    return options
+    return to_columns(frontier(options))
 
 
 def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:

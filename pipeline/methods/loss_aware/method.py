@@ -18,15 +18,14 @@ from pipeline.methods.base import MethodBase
 from pipeline.methods.loss_aware import attention, mlp, query_key
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights
 from pipeline.ranks.budget import RankVariable
-from pipeline.ranks.curves import Point, frontier, to_columns
 
 
 class Part(Protocol):
     """A module that knows one group."""
 
     @property
-    def points(self) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics], list[Point]]:
-        """What there is to choose from."""
+    def curve(self) -> Callable[[LossAware, LayerGeometry, Mapping[str, Tensor], Statistics], Curve]:
+        """Every choice of ranks that no other undercuts in both size and loss."""
         ...
 
     @property
@@ -81,9 +80,8 @@ class LossAwareMethod(MethodBase[LossAware]):
         return PARTS[group.name].least_numbers(self.entry, geometry)
 
     def curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> Curve:
-        """Every choice of ranks that no other undercuts in both size and loss."""
-        points = PARTS[group.name].points(self.entry, geometry, weights, statistics)
-        return to_columns(frontier(points))
+        """Dispatches on the group; see the modules beside."""
+        return PARTS[group.name].curve(self.entry, geometry, weights, statistics)
 
     def begin_curve(self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics) -> mlp.Begun:
         """The MLP's: see `mlp.begin`."""
@@ -103,7 +101,7 @@ class LossAwareMethod(MethodBase[LossAware]):
 
     def join_curve(self, group: Group, geometry: LayerGeometry, begun: mlp.Begun, pieces: Sequence[mlp.Piece]) -> Curve:
         """As `curve`, of the MLP."""
-        return to_columns(frontier(mlp.join(self.entry, geometry, begun, pieces)))
+        return mlp.join(self.entry, geometry, begun, pieces)
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """None: ranks are points of curves."""

@@ -14,30 +14,34 @@ import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
+from manifests.records import Curve
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.interpolation import interpolated
-from pipeline.methods.loss_aware.mlp_solver import (
+from pipeline.methods.loss_aware.mlp_sizes import (
     DOWN,
     GATE_UP,
+    WIDTH,
+    bias_numbers,
+    down_stack,
+    reader_stack,
+    readers,
+    told_widths,
+    widths_of,
+)
+from pipeline.methods.loss_aware.mlp_solver import (
     HIDDEN,
     INPUT,
     METRIC,
     REMEMBERED_BYTES,
-    WIDTH,
     Solver,
-    bias_numbers,
-    down_stack,
     gradient_of,
     probed_ranks,
     probed_widths,
-    reader_stack,
-    readers,
     sample_of,
-    widths_of,
 )
 from pipeline.methods.loss_aware.pairs import carry, complete, pair
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
-from pipeline.ranks.curves import Point, merged
+from pipeline.ranks.curves import Point, frontier, merged, to_columns
 
 READ, WRITTEN = pair("mlp.in"), pair("down.in")
 CORRECTIONS = (READ, WRITTEN)
@@ -76,8 +80,8 @@ def pieces(entry: LossAware, geometry: LayerGeometry) -> int:
     return len(widths_of(entry, geometry))
 
 
-def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
-    """Ranks of gate/up and of down on each of a few widths."""
+def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> Curve:
+    """Ranks of gate/up and of down on each of a few widths. It tells which channels each width keeps."""
     solver = Solver(entry, geometry, weights, found, min(widths_of(entry, geometry)))
     begun = _begun(solver)
     return join(entry, geometry, begun, _pieces(solver, begun, _by_work(entry, geometry)))
@@ -106,10 +110,11 @@ def piece(
     return _pieces(solver, begun, [widths[number] for number in numbers])
 
 
-def join(entry: LossAware, geometry: LayerGeometry, begun: Begun, each: Sequence[Piece]) -> list[Point]:
+def join(entry: LossAware, geometry: LayerGeometry, begun: Begun, each: Sequence[Piece]) -> Curve:
     """The points of all widths, from all `pieces` in their order."""
     by_width = dict(zip(_by_work(entry, geometry), each, strict=True))
-    return list(_options(entry, geometry, begun, by_width))
+    points = frontier(list(_options(entry, geometry, begun, by_width)))
+    return to_columns(points, told_widths(begun["order"], widths_of(entry, geometry)))
 
 
 def _begun(solver: Solver) -> Begun:

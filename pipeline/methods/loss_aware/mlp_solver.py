@@ -30,10 +30,18 @@ from pipeline.kernels.sensitivity import (
     pushed,
     tail_losses,
 )
-from pipeline.methods.loss_aware.stacks import Stack, biases_of
+from pipeline.methods.loss_aware.mlp_sizes import (
+    DOWN,
+    GATE_UP,
+    down_stack,
+    kept_as_told,
+    reader_stack,
+    readers,
+    widths_of,
+)
+from pipeline.methods.loss_aware.stacks import biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
 
-WIDTH, GATE_UP, DOWN = "width", "gate_up", "down"
 INPUT, HIDDEN = Moment("mlp.in"), Moment("down.in")
 METRIC = Moment("out", kind="gradient")
 SAMPLE_TOKENS = 16  # for each channel that stays; down is fitted again on them
@@ -46,11 +54,6 @@ TOKENS_OF_FIT = 2  # for each channel, at least, where down is fitted to a sampl
 BATCH = 4096  # tokens that pass the MLP at a time
 LEAST_PROBE = 2048  # tokens
 REMEMBERED_BYTES = 2**27  # of the outputs of a sample, where several sizes are fitted to them
-
-
-def readers(geometry: LayerGeometry) -> tuple[str, ...]:
-    """The roles that read the MLP's input."""
-    return tuple(role for role in ("gate", "up") if role in geometry.roles)
 
 
 class _Cut(NamedTuple):
@@ -83,7 +86,7 @@ class Solver:
         elimination down to it has told that. `remembered_bytes`: of the sample's outputs, for sizes to come."""
         self.remembered_bytes = remembered_bytes
         self._outputs: dict[tuple[int, int], Tensor] = {}  # by the first token of a part, and how many are fitted
-        self.order, self.least = order, least
+        self.order, self.least, self.told = order, least, found.told
         self.entry, self.geometry, self.weights = entry, geometry, weights
         self.by_loss = entry.weighting == "loss"
         self.down_DN = weights["down.weight"].double()
@@ -185,6 +188,12 @@ class Solver:
         """The channels that stay, ascending."""
         if width >= self.geometry.intermediate:
             return torch.arange(self.geometry.intermediate, device=self.down_DN.device)
+        widths = widths_of(self.entry, self.geometry)
+        if self.told and width in widths:
+            kept_k = kept_as_told(self.told, widths.index(width)).to(self.down_DN.device)
+            if kept_k.numel() != width or len(self.told) != self.geometry.intermediate:
+                raise ValueError(f"the curve tells of {len(self.told)} channels, and keeps {kept_k.numel()} of {width}")
+            return kept_k
         return self.priority[:width].sort().values
 
     def reader_directions(self, kept_k: Tensor) -> Directions:
@@ -363,33 +372,3 @@ def probed_ranks(geometry: LayerGeometry, width: int) -> dict[int, int]:
     full = min(len(readers(geometry)) * width, geometry.hidden)
     ranks = {max(1, int(full * share)): place for place, share in enumerate(PROBES)}
     return {rank: place for rank, place in ranks.items() if rank < full}
-
-
-def reader_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
-    """gate and up at a width."""
-    names, pivoted = readers(geometry), entry.factors == "pivoted"
-    rows = len(names) * width
-    return Stack(GATE_UP, names, rows, geometry.hidden, geometry.bits, pivoted, _width_of_form(geometry, width))
-
-
-def down_stack(entry: LossAware, geometry: LayerGeometry, width: int) -> Stack:
-    """down at a width."""
-    pivoted, widths = entry.factors == "pivoted", _width_of_form(geometry, width)
-    return Stack(DOWN, (DOWN,), geometry.hidden, width, geometry.bits, pivoted, widths)
-
-
-def _width_of_form(geometry: LayerGeometry, width: int) -> dict[str, int]:
-    return {} if width >= geometry.intermediate else {"width": width}
-
-
-def bias_numbers(geometry: LayerGeometry, width: int) -> int:
-    """Of all roles."""
-    biased = geometry.biases
-    return width * sum(role in biased for role in readers(geometry)) + geometry.hidden * (DOWN in biased)
-
-
-def widths_of(entry: LossAware, geometry: LayerGeometry) -> list[int]:
-    """A few widths, evenly up to the full one."""
-    whole, multiple, count = geometry.intermediate, entry.multiple(geometry.hidden), entry.widths
-    even = {max(1, round(whole * share / count / multiple)) * multiple for share in range(1, count)}
-    return [*sorted(width for width in even if width < whole), whole]

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from manifests.methods import LossAware
+from manifests.records import Curve
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.sensitivity import Directions, input_directions, least_losses, losses_by_rank
 from pipeline.methods.loss_aware.pairs import carry, pair
 from pipeline.methods.loss_aware.stacks import Stack, biases_of
 from pipeline.methods.method import Moment, Ranks, Solution, Statistics
-from pipeline.ranks.curves import Point
+from pipeline.ranks.curves import Point, frontier, to_columns
 
 ROLES = ("q", "k")
 NAME = "query_key"
@@ -27,7 +28,7 @@ PAIR = pair("attention.in")
 CORRECTIONS = (PAIR,)
 
 
-def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> list[Point]:
+def curve(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tensor], found: Statistics) -> Curve:
     """One point for each rank of the stack [q; k]."""
     pull_DD, input_DD = found.mean(PULL)[0], found.mean(INPUT)[0]
     if entry.weighting == "loss":
@@ -36,7 +37,8 @@ def points(entry: LossAware, geometry: LayerGeometry, weights: Mapping[str, Tens
         losses = losses_by_rank(_directions(entry, weights, found), input_DD, pull_DD)
     biases, cache = _bias_numbers(geometry), geometry.weight_shape("k")[0]
     found_points = _stack(entry, geometry).points(losses, entry.multiple(geometry.hidden))
-    return [Point(point.ranks, point.numbers + biases, point.loss, cache) for point in found_points]
+    points = [Point(point.ranks, point.numbers + biases, point.loss, cache) for point in found_points]
+    return to_columns(frontier(points))
 
 
 def least_numbers(entry: LossAware, geometry: LayerGeometry) -> int:
