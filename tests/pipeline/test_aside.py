@@ -179,22 +179,32 @@ def compressed_and_scored(name: str, world: World, aside: bool, order: str | int
     tokens = world.store("activation", "tokens")
     held, always = Windows.even(2, 2, "float32", 1, tokens), [tokens]
     pool = Aside(Measured(world, order, size=3))
-    mine = Careful(world, always, lambda: pool.alone)
-    scorer = Scorer(pool, journal, mine, recorder, job.num_layers, job.every, lambda: pool.alone)  # type: ignore[arg-type]
     entered = LayersEntered(journal, job.num_layers, layers_of(job.tasks))  # type: ignore[arg-type]
 
+    def scorer(first: Callable[[], bool]) -> Scorer:
+        mine, layers = Careful(world, always, lambda: False), job.num_layers
+        return Scorer(pool, journal, mine, recorder, layers, job.every, lambda: pool.alone and first())  # type: ignore[arg-type]
+
+    def scoring_dense() -> Course[Any]:
+        mine = scorer(lambda: True)
+        outputs = yield from mine.outputs_course(held, "dense", [None] * job.num_layers)
+        always.extend(outputs)
+        mine.forget("dense")
+        return outputs
+
     def scoring() -> Course[Scored]:
-        dense = yield from scorer.outputs_course(held, "dense", [None] * job.num_layers)
-        always.extend(dense)
-        return (yield from scorer.score_course(held, "made", entered, dense))
+        dense = pool.add(scoring_dense())
+        mine = scorer(lambda: not dense.live)
+        found = yield from mine.score_course(held, "made", entered, lambda: dense.outcome)
+        mine.forget("made")
+        return found
 
     course = pool.add(scoring()) if aside else None
     Driver(job, pool, journal, Careful(world, always, lambda: not pool.begun), recorder).run()  # type: ignore[arg-type]
     course = course or pool.add(scoring())
     pool.finish()
     assert course.outcome is not None
-    scorer.forget("dense")
-    scorer.forget("made")
+    Careful(world, always, lambda: True).retain_activations(())
     return course.outcome
 
 
