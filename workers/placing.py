@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from pipeline.score_units import Score, WindowForward
+from pipeline.score_units import Score, WindowForward, shards_each
 from pipeline.sum_units import Add, Collect
 from pipeline.units import BesideUnit, ReadLayer, ShardUnit, Unit
 
@@ -76,7 +77,7 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
         if holder is member:
             return index
         if holder is None:
-            fit = _fit(shard[0], member, live)
+            fit = _fit(unit, member, live)
             if fit is not None and (new is None or fit < new[0]):
                 new = fit, index
         elif taken_over is None and _movable(unit, member) and count(holder, shard[0]) > count(member, shard[0]) + 1:
@@ -89,15 +90,19 @@ def _movable(unit: ShardUnit, member: Holder) -> bool:
     return not isinstance(unit, WindowForward | Score) or (member.idle and unit.base == unit.layer)
 
 
-def _fit(windows: str, member: Holder, live: Collection[Holder]) -> tuple[int, int] | None:
-    """How little speaks against a worker's taking a shard of these windows that nobody holds; None: too much just now.
+def _fit(unit: ShardUnit, member: Holder, live: Collection[Holder]) -> tuple[int, int] | None:
+    """How little speaks against a worker's taking a shard that nobody holds; None: too much just now.
 
-    It has some of them, or none at all (then best those that the fewest have), or others alone."""
-    mine = {of for of, _ in member.shards}
-    if windows in {"", *mine}:
+    Of windows it has some, though not so many yet that half the workers would do with no more each; or it has none at
+    all, and best takes those that the fewest have; or it has others alone.
+    """
+    if not isinstance(unit, WindowForward | Score):
         return 0, 0
-    holders = sum(any(of == windows for of, _ in other.shards) for other in live)
-    if mine <= {""}:
+    mine = Counter(of for of, _ in member.shards)
+    if mine[unit.model]:
+        return (0, 0) if mine[unit.model] < shards_each(unit.windows.shards, len(live)) else None
+    holders = sum(any(of == unit.model for of, _ in other.shards) for other in live)
+    if not any(mine):
         return 1, holders
     return (2, holders) if member.idle else None
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from pipeline.plan.loss_units import FORGOTTEN
 from pipeline.plan.phases import START_SECONDS
+from pipeline.score_units import shards_each
 
 WORKER = "worker"
 LEAVE_WORKERS = {"solve", "write"}  # while the driver waits for these alone, other courses go on (`pipeline.job.aside`)
@@ -97,6 +98,8 @@ class _Run:
         self.holder: dict[int, int] = {}  # shard -> worker
         self.held: Counter[tuple[int, int]] = Counter()  # (worker, of which hidden states) -> shards
         self.scored = Counter(unit.of for unit in units if unit.aside and unit.of)  # of each model: not done
+        shards = Counter(unit.of for unit in {unit.shard: unit for unit in units if unit.of}.values())
+        self.most = {of: shards_each(count, workers) for of, count in shards.items()}  # of a model, on a worker
         self.running: dict[int, tuple[str, float]] = {}
         self.idle = set(range(workers))
         self.sums: dict[int, set[str]] = defaultdict(set)
@@ -188,8 +191,10 @@ class _Run:
         if holder is not None:  # windows are taken over when they are of the last model, whose states are committed
             movable = self.held[holder, of] > self.held[worker, of] + 1 and (of == 0 or len(+self.scored) == 1)
             return (4, 0) if movable else None
-        if of == 0 or self.held[worker, of]:
+        if of == 0:
             return 1, 0
+        if self.held[worker, of]:
+            return (1, 0) if self.held[worker, of] < self.most[of] else None
         having = {(who, windows) for (who, windows), count in self.held.items() if count > 0 < windows}
         return 2 + any(who == worker for who, _ in having), sum(windows == of for _, windows in having)
 

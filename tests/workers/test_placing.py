@@ -40,7 +40,8 @@ def test_its_own_shard_then_nobody_s_then_who_has_two_more() -> None:
 
 
 def windows(model: str, layer: int = 1, base: int = 1) -> list[Unit]:
-    return [WindowForward(Windows((), "float32", 1), model, layer, shard, base=base) for shard in range(3)]
+    cut = Windows.even(3, 3, "float32", 1)
+    return [WindowForward(cut, model, layer, shard, base=base) for shard in range(3)]
 
 
 def test_windows_are_held_apart_from_samples() -> None:
@@ -67,6 +68,7 @@ def test_two_models_go_through_different_workers() -> None:
     assert choose([made[1]], first, live) is None
     assert choose([made[1], dense[1]], third, live) == 0
     second.shards.add(("made", 1))
+    assert choose([made[2], dense[1]], second, live) is None, "half of three would do with two each"
     first.idle = True
     assert choose([made[2]], first, live) == 0
 
