@@ -46,6 +46,7 @@ from pipeline.units import (
     Solve,
     SolveDone,
     SolveSizes,
+    SolveUnit,
     Unit,
     Unwritten,
     Write,
@@ -65,6 +66,7 @@ from workers.device_settings import device_room, tensor_cores
 from workers.embedding_and_head import embedding, tapped
 from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
+from workers.memory import return_freed_pages
 from workers.pairing import PairPass
 from workers.scoring import ScorePass
 from workers.solving import handed_over, layer_tensors, solve_group, solve_sizes
@@ -153,6 +155,8 @@ class Worker:
             self.pairs.release()
         if not isinstance(unit, Backward):
             self.backward.release()
+        if isinstance(unit, SolveUnit):
+            return_freed_pages()  # what forward passes left: a solve holds the most
         if scoring:
             self.layers.release()
         else:

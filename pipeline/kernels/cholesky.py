@@ -5,6 +5,7 @@ undefined afterwards. Matrix products do the work on any device; there is no wor
 library's on n.
 """
 
+import mmap
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,18 @@ def blocks_of(size: int) -> list[slice]:
     """0..size-1 in blocks."""
     width = BLOCK if size < LARGE else 4 * BLOCK
     return [slice(start, min(start + width, size)) for start in range(0, size, width)]
+
+
+def empty_lower(size: int, device: torch.device) -> Tensor:
+    """A float64 n x n matrix of which the lower triangle alone is going to be written and read.
+
+    On a CPU its pages above the diagonal take no memory: it is mapped by itself, while torch asks for huge pages, of
+    which hardly one lies above the diagonal.
+    """
+    if device.type != "cpu":
+        return torch.empty(size, size, dtype=torch.float64, device=device)
+    mapped = mmap.mmap(-1, size * size * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapped, dtype=torch.float64).view(size, size)
 
 
 def factor_(matrix_nn: Tensor, least_pivot: float = 0.0) -> float | None:

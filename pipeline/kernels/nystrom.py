@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_rank, require_square
-from pipeline.kernels.cholesky import blocks_of, factor_, inverse_diagonal, jittered_factor
+from pipeline.kernels.cholesky import blocks_of, empty_lower, factor_, inverse_diagonal, jittered_factor
 from pipeline.kernels.spectra import eigh_descending
 
 # Squared Cholesky pivots are 1 - R² of a channel given those before it. An inverse keeps 6 digits above LEAST_PIVOT.
@@ -66,7 +66,7 @@ def ridge_leverage(moment_NN: Tensor, ridge: float = 1.0) -> tuple[Tensor, float
         into_NN.diagonal().add_(ridge)
 
     # A jitter (only where the ridge is too small for the inverse) is so much more ridge.
-    damped_NN = moment_NN.new_empty(size, size, dtype=torch.float64)
+    damped_NN = empty_lower(size, moment_NN.device)
     jitter = jittered_factor(fill_damped_, damped_NN, _SOLVE_PIVOT, INVERSE_JITTERS)
     return (1.0 - (ridge + jitter) * inverse_diagonal(damped_NN)).clamp_(0.0, 1.0), jitter
 
@@ -94,7 +94,7 @@ def nested_outputs(moment_NN: Tensor, weight_DN: Tensor, priority_N: Tensor) -> 
     if not torch.equal(priority_N.sort().values, torch.arange(size, device=priority_N.device)):
         raise ValueError(f"priority: no permutation of 0..{size - 1}")
     scale_N = channel_scale(moment_NN)
-    factor_NN = moment_NN.new_empty(size, size, dtype=torch.float64)
+    factor_NN = empty_lower(size, moment_NN.device)
     jittered_factor(
         lambda into_NN: fill_correlations(into_NN, moment_NN, scale_N, priority_N),
         factor_NN,
@@ -150,17 +150,21 @@ def _refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tupl
     """Refit, report, and by how much the correction lowers the output error of leaving the channels out."""
     size = check_down(moment_NN, weight_down_DN)
     _check_indices(indices_k, size)
-    weight_DN = weight_down_DN.detach().to(torch.float64)
-    kept_Dk = weight_DN.index_select(1, indices_k)
     if indices_k.numel() == size:
-        return kept_Dk, RefitReport(jitter=0.0, condition=1.0, fallback=False, dropped=0), 0.0
+        report = RefitReport(jitter=0.0, condition=1.0, fallback=False, dropped=0)
+        return _columns(weight_down_DN, indices_k), report, 0.0
     scale_N = channel_scale(moment_NN)
     removed_R = _complement(indices_k, size)
-    pull_DR = weight_DN.index_select(1, removed_R) * scale_N[removed_R]
+    pull_DR = _columns(weight_down_DN, removed_R).mul_(scale_N[removed_R])
     pull_Dk = _pulled(pull_DR, moment_NN, scale_N, removed_R, indices_k)
     correction_Dk, report = _solve(moment_NN, scale_N, indices_k, pull_Dk)
     regained = float((pull_Dk * correction_Dk).sum()) + report["jitter"] * float(correction_Dk.square().sum())
-    return kept_Dk + correction_Dk / scale_N[indices_k], report, regained
+    return _columns(weight_down_DN, indices_k) + correction_Dk / scale_N[indices_k], report, regained
+
+
+def _columns(weight_DN: Tensor, indices_k: Tensor) -> Tensor:
+    """Some columns in float64, a copy."""
+    return weight_DN.detach().index_select(1, indices_k).to(torch.float64)
 
 
 def output_error(weight_DN: Tensor, refit_Dk: Tensor, indices_k: Tensor, moment_NN: Tensor) -> float:
@@ -208,7 +212,7 @@ def triangle_sum(rows_bn: Tensor, width: int) -> Tensor:
 
 def _solve(moment_NN: Tensor, scale_N: Tensor, indices_k: Tensor, pull_Dk: Tensor) -> tuple[Tensor, RefitReport]:
     """pull C⁻¹ for C's correlations, by a Cholesky factor or, if rank-deficient, the leading eigenvectors."""
-    matrix_kk = moment_NN.new_empty(len(indices_k), len(indices_k), dtype=torch.float64)
+    matrix_kk = empty_lower(len(indices_k), moment_NN.device)
     bound = float("inf")
     for jitter in (0.0, *_SOLVE_JITTERS):
         if jitter <= -bound:
@@ -238,7 +242,7 @@ def _solve(moment_NN: Tensor, scale_N: Tensor, indices_k: Tensor, pull_Dk: Tenso
 def _solve_factor(pull_Dk: Tensor, factor_kk: Tensor) -> Tensor:
     """pull (L Lᵀ)⁻¹, reading the lower triangle alone."""
     half_Dk = torch.linalg.solve_triangular(factor_kk.mT, pull_Dk, upper=True, left=False)
-    solved_Dk: Tensor = torch.linalg.solve_triangular(factor_kk, half_Dk, upper=False, left=False)
+    solved_Dk: Tensor = torch.linalg.solve_triangular(factor_kk, half_Dk, upper=False, left=False, out=half_Dk)
     return solved_Dk
 
 

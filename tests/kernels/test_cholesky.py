@@ -1,11 +1,13 @@
 """Factor and inverse in place against torch's, in blocks smaller than the matrix."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from pipeline.kernels import cholesky
-from pipeline.kernels.cholesky import factor_, inverse_, inverse_diagonal, jittered_factor
+from pipeline.kernels.cholesky import empty_lower, factor_, inverse_, inverse_diagonal, jittered_factor
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +60,23 @@ def test_jitters_that_cannot_help_are_not_tried() -> None:
     assert len(fills) <= 4
     with pytest.raises(ValueError, match=r"jitter up to 0\.001"):
         jittered_factor(fill, torch.empty_like(matrix), 1e-10, jitters[:-1])
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[always]" in HUGE_PAGES.read_text(), reason="the system gives huge pages unasked"
+)
+def test_what_is_above_the_diagonal_takes_no_memory() -> None:
+    before = anonymous_bytes()
+    matrix = empty_lower(2000, torch.device("cpu"))
+    for row in range(2000):
+        matrix[row, : row + 1] = 1.0
+    assert anonymous_bytes() - before < 0.75 * matrix.nbytes
+    assert matrix.sum() == 2000 * 2001 / 2
