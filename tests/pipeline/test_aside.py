@@ -112,6 +112,29 @@ def test_a_course_may_wait_for_others() -> None:
     assert course.outcome == ["windowforward/m/0/0"]
 
 
+def test_courses_take_turns() -> None:
+    """None is kept waiting by another's many units; who waits for what one makes is asked again when that has ended."""
+
+    def shards(model: str) -> Course[str]:
+        yield [WindowForward(Windows((), "float32", 1), model, 0, shard) for shard in range(4)]
+        return model
+
+    def behind() -> Course[str]:
+        while found.outcome is None:
+            yield []
+        return (yield from shards("behind"))
+
+    pool = Pool(2)
+    aside = Aside(pool)
+    last = aside.add(behind())
+    found, other = aside.add(shards("a")), aside.add(shards("b"))
+    aside.alone = True
+    aside._fill()
+    assert [unit.key for unit in pool.waiting] == [f"windowforward/{of}/0/{n}" for n in range(2) for of in ("a", "b")]
+    aside.finish()
+    assert (found.outcome, other.outcome, last.outcome) == ("a", "b", "behind")
+
+
 def test_damage_ends_a_course_and_nothing_else() -> None:
     """What is under way of it then is waited for, or its results would be taken for another's."""
     pool = Pool(4, **{"windowforward/m/0/0": CorruptError("damaged"), SOLVE.key: CorruptError("of the driver's own")})
