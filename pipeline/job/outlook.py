@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pipeline.console.outlook import Ahead, Outlook
 from pipeline.job.context import JobContext
 from pipeline.job.planning import gradient_tokens, pass_of
-from pipeline.plan.phases import WORKERS_SECONDS, evaluate_seconds, phase_seconds
+from pipeline.plan.phases import START_SECONDS, WORKERS_SECONDS, evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import BACK, BACK_AGAIN, layer_work, scoring_flops
 
 TRIES = 4  # at a size, where the smallest one within a loss is sought, about
-RAY_SECONDS = 4.0  # of a start, besides its workers
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
@@ -35,7 +34,7 @@ def job_outlook(job: JobContext, rates: Rates) -> Outlook:
     else:
         solving = [("compress", seconds["solve"] + seconds.get("round", 0.0))]
     first = "importance" if way.compressed else "statistics"
-    planned = [("start", RAY_SECONDS + WORKERS_SECONDS)]
+    planned = [("start", START_SECONDS)]
     planned += [(first, seconds[first])] if first in seconds and has_moments else []
     if any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods):
         planned += _draft(seconds)

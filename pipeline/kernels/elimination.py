@@ -88,7 +88,7 @@ def prune(moment_NN: Tensor, weight_down_DN: Tensor, count: int, felt_DN: Tensor
     whole = state.energy if felt_DN is weight_down_DN else output_energy(weight_down_DN, moment_NN)
     error = 0.0 if state.lost <= 0.0 else state.lost / whole if whole > 0.0 else float("inf")
     report = RefitReport(jitter=0.0, condition=state.condition(kept_k), fallback=False, dropped=0)
-    return Pruned(kept_k, state.refit_Dn / state.scale_N[kept_k], error, jitter, report)
+    return Pruned(kept_k, state.refit_Dn.index_select(1, state.last_k) / state.scale_N[kept_k], error, jitter, report)
 
 
 class _Elimination:
@@ -136,10 +136,11 @@ class _Elimination:
             removed += steps
             standing = self.size - removed
             # Copies cost n², panels n² x m: compacting by eighths is nearly free and keeps the products small.
-            if standing == self.count or standing <= self.standing_n.numel() * 7 // 8:
+            if self.count < standing <= self.standing_n.numel() * 7 // 8:
                 stay = (~gone_n).nonzero()[:, 0]
                 self._keep(stay)
                 gone_n = gone_n[stay]
+        self.last_k = (~gone_n).nonzero()[:, 0]
         return torch.cat(order)
 
     def condition(self, kept_k: Tensor) -> float:
@@ -148,13 +149,15 @@ class _Elimination:
             lambda vector_k1: correlation_product(self.moment_NN, self.scale_N, kept_k, vector_k1), self._solve, kept_k
         )
 
-    def _solve(self, vector_n1: Tensor) -> Tensor:
+    def _solve(self, vector_k1: Tensor) -> Tensor:
+        vector_n1 = vector_k1.new_zeros(len(self.array), 1).index_copy_(0, self.last_k, vector_k1)
         solved_n1 = torch.zeros_like(vector_n1)
         for rows in blocks_of(len(vector_n1)):
-            lower_bn = self._inverse[rows, : rows.stop].tril(rows.start)
-            solved_n1[rows] += lower_bn @ vector_n1[: rows.stop]
-            solved_n1[: rows.stop] += lower_bn.tril(rows.start - 1).mT @ vector_n1[rows]
-        return solved_n1
+            left_bn, corner_bb = self._inverse[rows, : rows.start], self._inverse[rows, rows].tril()
+            solved_n1[rows] += left_bn @ vector_n1[: rows.start] + corner_bb @ vector_n1[rows]
+            solved_n1[: rows.start] += left_bn.mT @ vector_n1[rows]
+            solved_n1[rows] += corner_bb.tril(-1).mT @ vector_n1[rows]
+        return solved_n1[self.last_k]
 
     @property
     def _inverse(self) -> Tensor:
@@ -166,19 +169,17 @@ class _Elimination:
 
     def _fill_gram(self, felt_DN: Tensor) -> float:
         """BᵀB of what chooses; tr(B C Bᵀ), as it stands against C already. A dead channel gets b = 0: it goes first."""
-        felt_DN = felt_DN.detach().to(torch.float64)
         # Only ratios of scores count: both scales may be normalised, which keeps the squares within range.
         scale_N = torch.where(self.live_N, self.scale_N, 0.0)
-        largest, widest = felt_DN.abs().max() or 1.0, scale_N.max() or 1.0
-        felt_DN = felt_DN / largest * (scale_N / widest)
+        largest, widest = felt_DN.detach().abs().max().double() or 1.0, scale_N.max() or 1.0
+        felt_DN = (felt_DN.detach().double() / largest).mul_(scale_N / widest)
         energy = 0.0
         for rows in blocks_of(self.size):
-            upper_bn = felt_DN.new_zeros(rows.stop - rows.start, self.size)
-            upper_bn[:, rows.start :] = felt_DN[:, rows].mT @ felt_DN[:, rows.start :]
+            upper_bn = felt_DN[:, rows].mT @ felt_DN[:, rows.start :]
             part_bn = self.moment_NN.detach()[rows, rows.start :] / self.scale_N[rows, None]
-            part_bn.div_(self.scale_N[rows.start :]).mul_(upper_bn[:, rows.start :])
+            part_bn.div_(self.scale_N[rows.start :]).mul_(upper_bn)
             energy += float(triangle_sum(part_bn, rows.stop - rows.start))
-            self.array[rows] = _interlaced(self._inverse[rows], upper_bn, rows.start)
+            _set_rows_(self.array, rows, self._inverse[rows, : rows.stop], upper_bn)
         return energy * float(largest * widest) ** 2
 
     def _remove_panel(self, gone_n: Tensor, steps: int) -> Tensor:
@@ -236,13 +237,14 @@ class _Elimination:
             self._gram[rows, rows.stop :].addmm_(left_2mn[:, rows].mT, right_2mn[:, rows.stop :], alpha=-1)
             lower_bb = changes_mn[:, rows].mT @ changes_mn[:, rows]
             upper_bb = left_2mn[:, rows].mT @ right_2mn[:, rows]
-            self.array[rows, rows.start : rows.stop + 1] -= _interlaced(lower_bb, upper_bb, 0)
+            self.array[rows, rows.start : rows.stop + 1] -= _interlaced(lower_bb, upper_bb)
 
     def _refit_(self, changes_mn: Tensor, places_m: Tensor) -> None:
         """B -= Σ q xᵀ. The q are the columns of B times the inverse of the changes at their own places."""
         assert self.lost is not None
         own_mm = changes_mn.index_select(1, places_m).triu()
-        removed_Dm = torch.linalg.solve_triangular(own_mm, self.refit_Dn[:, places_m], upper=True, left=False)
+        refit_Dm = self.refit_Dn.index_select(1, places_m)
+        removed_Dm = torch.linalg.solve_triangular(own_mm, refit_Dm, upper=True, left=False)
         live_m = self.live_N[self.standing_n[places_m]]
         self.lost += float((removed_Dm.square().sum(dim=0) * live_m).sum())
         self.refit_Dn.addmm_(removed_Dm, changes_mn, alpha=-1)
@@ -251,12 +253,13 @@ class _Elimination:
         """Closes the gaps, in place: no row is written before it has been read."""
         size = stay.numel()
         for rows in blocks_of(size):
-            lower_bn = self._inverse[stay[rows]].index_select(1, stay)
-            upper_bn = self._gram[stay[rows]].index_select(1, stay)
-            self.array[rows, : size + 1] = _interlaced(lower_bn, upper_bn, rows.start)
+            both_bn = self.array.index_select(0, stay[rows])
+            lower_bn = both_bn.index_select(1, stay[: rows.stop])
+            upper_bn = both_bn.index_select(1, stay[rows.start :] + 1)
+            _set_rows_(self.array[:, : size + 1], rows, lower_bn, upper_bn)
         self.array, self.standing_n = self.array[:size, : size + 1], self.standing_n[stay]
         if self.lost is not None:
-            self.refit_Dn = self.refit_Dn[:, stay]
+            self.refit_Dn = self.refit_Dn.index_select(1, stay)
 
 
 def _rows(lower_nn: Tensor, j: Tensor) -> Tensor:
@@ -286,12 +289,19 @@ def _factor(block_jj: Tensor) -> Tensor:
     return factor_jj
 
 
-def _interlaced(lower_bn: Tensor, upper_bn: Tensor, first: int) -> Tensor:
-    """(b, n + 1): rows `first`… of two triangles, each with its diagonal, the upper one a column further right."""
-    rows, size = lower_bn.shape
-    both = lower_bn.new_zeros(rows, size + 1)
-    both[:, :-1] = lower_bn.tril(first)
-    both[:, 1:] += upper_bn.triu(first)
+def _set_rows_(array: Tensor, rows: slice, lower_bn: Tensor, upper_bn: Tensor) -> None:
+    """Sets some rows of both triangles: (b, up to the last row), and (b, from the first row on)."""
+    array[rows, : rows.start] = lower_bn[:, : rows.start]
+    array[rows, rows.stop + 1 :] = upper_bn[:, rows.stop - rows.start :]
+    corner_bb = _interlaced(lower_bn[:, rows.start :], upper_bn[:, : rows.stop - rows.start])
+    array[rows, rows.start : rows.stop + 1] = corner_bb
+
+
+def _interlaced(lower_bb: Tensor, upper_bb: Tensor) -> Tensor:
+    """(b, b + 1): two triangles, each with its diagonal, the upper one a column further right."""
+    both = lower_bb.new_zeros(len(lower_bb), len(lower_bb) + 1)
+    both[:, :-1] = lower_bb.tril()
+    both[:, 1:] += upper_bb.triu()
     return both
 
 

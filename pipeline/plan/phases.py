@@ -11,8 +11,8 @@ from pipeline.plan.rounding_work import round_seconds
 from pipeline.plan.solve_work import SolveWork
 from pipeline.plan.work import LayerWork
 
-START_SECONDS = 15.0  # imports in the driver, Ray, imports in the workers
-WORKERS_SECONDS = 6.0  # of these, the workers': again for each model that is evaluated
+START_SECONDS = 5.0  # of a local Ray and its workers, as measured on a CPU
+WORKERS_SECONDS = 3.0  # of these, the workers': again for each model that is evaluated
 ASSEMBLE_SECONDS = 0.5  # besides the last layer: what is not of layers, the model's description, its code
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
