@@ -4,7 +4,9 @@ from __future__ import annotations
 
 TOKENS_PER_HIDDEN = 16
 HELD_OUT = 10  # one window is held out for so many samples
-HELD_OUT_TOKENS = 65_536  # of all texts together at most: more would say the same
+HELD_OUT_TOKENS = (
+    32_768  # of all texts together at most: a divergence is then known to 3 % (docs/plan.md#work-of-a-layer)
+)
 LEAST_TOKENS = 16_384  # a narrow model's gradient is noisy at 16 tokens a number, and costs next to nothing
 
 
@@ -28,6 +30,6 @@ def gradient_samples(asked: int | None, samples: int, sequence_length: int, hidd
 
 def held_out_windows(count: int, samples: int, sequence_length: int) -> int:
     """How many windows are held out of a text that gives `count` of the samples: a tenth as many, or its share of
-    65,536 tokens."""
+    32,768 tokens."""
     most = -(-HELD_OUT_TOKENS * count // (samples * sequence_length))
     return min(-(-count // HELD_OUT), most)

@@ -24,7 +24,7 @@ HASH_BASE = 0x5851F42D4C957F2D
 @dataclass(frozen=True)
 class CalibrationTokens:
     """Token ids int64, (samples, sequence) and (windows, sequence): what statistics are taken on, and windows of the
-    same texts beyond it, a tenth as many or 65,536 tokens where the texts have them."""
+    same texts beyond it, a tenth as many or 32,768 tokens where the texts have them."""
 
     samples: torch.Tensor
     held_out: torch.Tensor
