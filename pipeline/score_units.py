@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -40,6 +41,11 @@ class Windows:
     def shards(self) -> int:
         """How many there are."""
         return len(self.ranges)
+
+
+def shards_each(shards: int, workers: int) -> int:
+    """How many shards of windows each worker takes of a model, when half of them go through another one."""
+    return math.ceil(shards / math.ceil(workers / 2))
 
 
 @dataclass(frozen=True)

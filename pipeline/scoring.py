@@ -24,6 +24,7 @@ from pipeline.steps import Course, do_units, follow
 from pipeline.units import ForwardDone, Unit
 
 Layers = Sequence[StagedLayer | None]
+Outputs = Callable[[], Sequence[ArrayRecord] | None]  # by shard, of another model; none: of no other; None: not yet
 T = TypeVar("T")
 
 
@@ -66,12 +67,11 @@ class Scorer:
         CorruptError when those are damaged.
         """
         model = _Model(self, windows, name, layers)
-        return model.repaired(lambda: follow(model.score(dense), model.do))
+        return model.repaired(lambda: follow(model.score(lambda: dense or ()), model.do))
 
-    def score_course(
-        self, windows: Windows, name: str, layers: Layers, dense: Sequence[ArrayRecord] | None = None
-    ) -> Course[Scored]:
-        """As `score`, for who does units beside others; `LayersEntered` are waited for. Nothing is repaired."""
+    def score_course(self, windows: Windows, name: str, layers: Layers, dense: Outputs) -> Course[Scored]:
+        """As `score`, for who does units beside others; `LayersEntered` are waited for, and `dense` is asked until it
+        gives the other model's outputs. Nothing is repaired."""
         return _Model(self, windows, name, layers).score(dense)
 
     def forget(self, name: str) -> None:
@@ -150,9 +150,11 @@ class _Model:
         assert records is not None
         return records
 
-    def score(self, dense: Sequence[ArrayRecord] | None) -> Course[Scored]:
+    def score(self, other: Outputs) -> Course[Scored]:
         """All shards through all layers and the head."""
         base, records = yield from self._through(keep_outputs=False)
+        while (dense := other()) is None:
+            yield []
         done = yield [
             Score(
                 self.windows,

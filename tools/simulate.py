@@ -13,9 +13,10 @@ from manifests.loading import parse_manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients
+from pipeline.plan.job_units import job_units
 from pipeline.plan.phases import Pass, phase_seconds
 from pipeline.plan.rates import Rates, rates_of
-from pipeline.plan.simulator import Simulated, job_units, simulate
+from pipeline.plan.simulator import Simulated, simulate
 from pipeline.plan.work import LayerWork, layer_work
 from pipeline.samples import gradient_samples, held_out_windows
 

@@ -20,6 +20,7 @@ from workers.copies import Copies, HiddenReader
 ShardKey = tuple[str, int, int]  # lineage, layer, shard
 Place = Literal["device", "host"]
 ON_CPU = Copies(torch.device("cpu"))
+WINDOWS = "windows-"  # how lineages of what is scored begin
 
 
 class InMemory:
@@ -136,10 +137,13 @@ class HiddenStates:
         return HiddenWriter(shape_MSD, dtype, writer, memory, spilled, self.beside, self.copies)
 
     def keep(self, shard_key: ShardKey, hidden_writer: HiddenWriter) -> ArrayRecord | None:
-        """Holds what was collected instead of anything older of the shard. Returns the record if it was stored."""
+        """Holds what was collected instead of anything older of the shard, and instead of another model's samples: of
+        windows several models' are under way, beside samples. Returns the record if it was stored."""
         record = hidden_writer.finish()
         lineage, _, shard = shard_key
-        self._release([other for other in self.held if other[2] == shard or other[0] != lineage])
+        self.release_shard(lineage, shard)
+        if not lineage.startswith(WINDOWS):
+            self._release([other for other in self.held if other[0] != lineage and not other[0].startswith(WINDOWS)])
         if hidden_writer.hidden_MSD is not None:
             self.held[shard_key] = InMemory(hidden_writer.hidden_MSD, hidden_writer.memory or "host")
         else:
@@ -153,6 +157,10 @@ class HiddenStates:
         """As `keep`. Returns what is held."""
         self.keep(shard_key, hidden_writer)
         return self.held[shard_key]
+
+    def release_shard(self, lineage: str, shard: int) -> None:
+        """Lets go of a shard that has reached its end."""
+        self._release([shard_key for shard_key in self.held if shard_key[::2] == (lineage, shard)])
 
     def release_before(self, lineage: str, layer: int) -> None:
         """Lets go of what is older than a committed layer: shards that another worker has taken over."""

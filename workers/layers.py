@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lamina import LayersConfig
+from lamina.factored_lamina import stored_state
 from manifests.errors import NumericsError
 from manifests.records import Scheme, StagedLayer
 from pipeline.families.registry import geometry_of
@@ -116,11 +117,23 @@ class LayerReader:
         return unpacked({name: self._converted(tensor) for name, tensor in tensors.items()}, rounded)
 
     def dense_weights(self, layer: int, names: Mapping[str, str]) -> dict[str, Tensor]:
-        """`role.weight` -> source tensor, for {role.weight: tensor name}; in the source's dtype, on the device."""
-        tensors = self.setup.source.read(names.values())
+        """`role.weight` -> source tensor, for {role.weight: tensor name}; in the source's dtype, on the device.
+
+        Those of the dense block at hand are not read again, nor copied: they are not to be written to.
+        """
+        placed = self._placed_weights(layer, names.values())
+        tensors = self.setup.source.read([name for name in names.values() if name not in placed])
         for name, tensor in tensors.items():
             _require_finite(name, tensor, f"layer {layer}")
-        return {role: tensors[name].to(self.device) for role, name in names.items()}
+        return {role: placed[name] if name in placed else tensors[name].to(self.device) for role, name in names.items()}
+
+    def _placed_weights(self, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """Those of a layer's source tensors that its block holds as they are stored."""
+        if self.current is None or self.current[0] != _name(layer, None):
+            return {}
+        prefix, records = self.setup.geometry.layers[layer].prefix, self.setup.source.tensors
+        state = {prefix + name: tensor.detach() for name, tensor in stored_state(self.current[1].module).items()}
+        return {name: state[name] for name in names if name in state and state[name].dtype == records[name].torch_dtype}
 
     def _built(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> Block:
         tensors = self._tensors(layer, staged, shared)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from pipeline.score_units import Score, WindowForward
+from pipeline.score_units import Score, WindowForward, shards_each
 from pipeline.sum_units import Add, Collect
 from pipeline.units import BesideUnit, ReadLayer, ShardUnit, Unit
 
@@ -32,6 +33,11 @@ class Holder(Protocol):
         """The worker's own."""
         ...
 
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do but what goes beside others."""
+        ...
+
 
 def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], beside: bool = False) -> int | None:
     """The place in `waiting` of the unit that a worker should do; None: of all that waits, nothing is for it.
@@ -39,6 +45,10 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
     With `beside`, the first of those that go beside others, but for what is to be read or added on another node, and
     what only one worker has. Else one of its own shards or of no shard; else one of a shard that nobody holds; else, so
     that those who join late have something to do, one of a worker that holds at least two shards more.
+
+    Of windows, who goes through one model builds no layer of another while others do: a worker that has windows of
+    another model takes a new one, and any takes one over, when it has nothing else to do; the latter where what enters
+    the layer is stored.
     """
     if beside:
         here = (
@@ -55,7 +65,8 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
             counts[id(other), windows] = sum(of == windows for of, _ in other.shards)
         return counts[id(other), windows]
 
-    new = taken_over = None
+    taken_over: int | None = None
+    new: tuple[tuple[int, int], int] | None = None  # how well the best of them fits, and its place
     for index, unit in enumerate(waiting):
         if isinstance(unit, BesideUnit):
             continue
@@ -66,10 +77,34 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
         if holder is member:
             return index
         if holder is None:
-            new = index if new is None else new
-        elif taken_over is None and count(holder, shard[0]) > count(member, shard[0]) + 1:
+            fit = _fit(unit, member, live)
+            if fit is not None and (new is None or fit < new[0]):
+                new = fit, index
+        elif taken_over is None and _movable(unit, member) and count(holder, shard[0]) > count(member, shard[0]) + 1:
             taken_over = index
-    return taken_over if new is None else new
+    return taken_over if new is None else new[1]
+
+
+def _movable(unit: ShardUnit, member: Holder) -> bool:
+    """Whether a worker should take over a shard that another holds, if that has many more."""
+    return not isinstance(unit, WindowForward | Score) or (member.idle and unit.base == unit.layer)
+
+
+def _fit(unit: ShardUnit, member: Holder, live: Collection[Holder]) -> tuple[int, int] | None:
+    """How little speaks against a worker's taking a shard that nobody holds; None: too much just now.
+
+    Of windows it has some, though not so many yet that half the workers would do with no more each; or it has none at
+    all, and best takes those that the fewest have; or it has others alone.
+    """
+    if not isinstance(unit, WindowForward | Score):
+        return 0, 0
+    mine = Counter(of for of, _ in member.shards)
+    if mine[unit.model]:
+        return (0, 0) if mine[unit.model] < shards_each(unit.windows.shards, len(live)) else None
+    holders = sum(any(of == unit.model for of, _ in other.shards) for other in live)
+    if not any(mine):
+        return 1, holders
+    return (2, holders) if member.idle else None
 
 
 def _near(unit: Unit, member: Holder, live: Collection[Holder]) -> bool:

@@ -67,6 +67,11 @@ class _Member:
         """The worker's own, once it is ready."""
         return str(self.where.get("worker", ""))
 
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do but what goes beside others."""
+        return self.in_hand(beside=False) == 0
+
     def in_hand(self, beside: bool) -> int:
         """How many units it has that go beside the others, or how many others; without what it gives away."""
         running = (unit for unit in self.running.values() if not isinstance(unit, Collect))

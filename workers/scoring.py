@@ -25,7 +25,7 @@ from workers.config import WorkerConfig
 from workers.copies import HiddenReader
 from workers.device_settings import tensor_cores
 from workers.embedding_and_head import embedding, head
-from workers.hidden import HiddenStates, InMemory
+from workers.hidden import WINDOWS, HiddenStates, InMemory
 from workers.layers import LayerReader
 
 ROWS_PER_LOGITS = 256  # as few as a product is still fast with: what follows it stays in a cache
@@ -87,6 +87,8 @@ class ScorePass:
         inputs = shard.inputs()
         kept = shard.keep_inputs(inputs) if unit.keep_inputs else None
         record = shard.through(unit.layer, unit.staged, inputs, unit.store, (unit.ahead, unit.ahead_staged))
+        if unit.store and unit.layer + 1 == self.setup.geometry.num_layers:
+            self.hidden.release_shard(shard.lineage, unit.shard)
         return Passed(record if unit.store else None, kept, shard.windows_M * shard.length)
 
     def score(self, unit: Score) -> Scored:
@@ -94,8 +96,11 @@ class ScorePass:
         shard = _Shard(self, unit)
         inputs, last = shard.inputs(), unit.staged
         if unit.dense is None:
-            return summed_loss(shard.logits((inputs, last)))
-        return summed_divergence(shard.logits((self.activations.open(unit.dense), None), (inputs, last)))
+            found = summed_loss(shard.logits((inputs, last)))
+        else:
+            found = summed_divergence(shard.logits((self.activations.open(unit.dense), None), (inputs, last)))
+        self.hidden.release_shard(shard.lineage, unit.shard)
+        return found
 
     def layers(self, windows: Windows) -> LayerReader:
         """Layers in the dtype of the pass; one is held at a time."""
@@ -118,7 +123,7 @@ class _Shard:
         self.owner = owner
         self.unit = unit
         self.layers = owner.layers(unit.windows)
-        self.lineage = f"windows-{unit.model}"
+        self.lineage = f"{WINDOWS}{unit.model}"
         self.length = self._length(unit.windows)
         self.first, end = unit.windows.ranges[unit.shard]
         self.windows_M = end - self.first

@@ -150,9 +150,16 @@ class Aside(PoolAround):
         return next((coursing for coursing in self.courses if key in coursing.under_way), None)
 
     def _fill(self) -> None:
-        for coursing in self.courses:
-            while self._room() and (unit := coursing.next_unit()) is not None:
-                self.whole.submit(unit)
+        """A unit at a time, of the course that has the fewest under way."""
+        while self._room():
+            live = [coursing for coursing in self.courses if coursing.live]
+            units = (coursing.next_unit() for coursing in sorted(live, key=lambda coursing: len(coursing.under_way)))
+            if due := next((unit for unit in units if unit is not None), None):
+                self.whole.submit(due)
+            elif live == [
+                coursing for coursing in self.courses if coursing.live
+            ]:  # else another may have waited for it
+                break
 
     def _room(self) -> bool:
         """Whether a worker has nothing else to do."""

@@ -54,7 +54,7 @@ LAYER = re.compile(r"(^|/)layer/\d+$")  # of the job, or of a point of a sweep
 class Scoring(Protocol[T_co]):
     """What is made of layers while others are being compressed; it is not waited for that they are."""
 
-    def __call__(self, job: JobContext, scorer: Scorer, layers: LayersEntered) -> Course[T_co]: ...
+    def __call__(self, job: JobContext, aside: Aside, layers: LayersEntered) -> Course[T_co]: ...
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class JobWorkers:
             with LayerChecks(job.ledger, job.run_dir.storage, len(layers)) as checks:
                 if compared:
                     aside.add(_compare(job, layers))
-                scored = aside.add(scoring(job, self._scorer_aside(job, aside), layers)) if scoring else None
+                scored = aside.add(scoring(job, aside, layers)) if scoring else None
                 self.driver(job, journal=checks, aside=aside).run()
                 aside.finish()
                 self._cleaner(job).retain_activations(())
@@ -166,11 +166,12 @@ class JobWorkers:
         """What the passes over the text give to `work`, entered in the ledger."""
         self.driver(job, work).prepare()
 
-    def _scorer_aside(self, job: JobContext, aside: Aside) -> Scorer:
-        """Of models that are scored while others use the workers: hidden states are committed when they do no more."""
-        cleaner = StoreCleaner(job.run_dir, self.always, lambda: aside.alone)
+    def scorer_aside(self, job: JobContext, aside: Aside, first: Callable[[], bool] = lambda: True) -> Scorer:
+        """Of a model that is scored while others use the workers: its hidden states are committed when they do no more,
+        and it is the `first` of those that are scored side by side."""
+        cleaner = StoreCleaner(job.run_dir, self.always, lambda: False)
         layers = job.inputs.geometry.num_layers
-        return Scorer(aside, job.ledger, cleaner, job.observer, layers, self.every, lambda: aside.alone)
+        return Scorer(aside, job.ledger, cleaner, job.observer, layers, self.every, lambda: aside.alone and first())
 
     def driver(
         self, job: JobContext, work: Job | None = None, journal: Journal | None = None, aside: Aside | None = None

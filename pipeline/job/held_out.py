@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from manifests.entries import HeldOutEntry, HeldOutScoreEntry
-from manifests.errors import CorruptError
+from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, Key
 from pipeline.computation import LayersEntered, staged_layer
 from pipeline.console.summary import held_out_line
+from pipeline.job.aside import Aside
 from pipeline.job.compressing import JobWorkers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.keys import HELD_OUT, HELD_OUT_SCORE, TRIES
@@ -52,18 +53,34 @@ def score_held_out(
 
 
 def scoring_held_out(
-    always: list[ArrayRecord], job: JobContext, scorer: Scorer, layers: LayersEntered
+    workers: JobWorkers, job: JobContext, aside: Aside, layers: LayersEntered
 ) -> Course[HeldOutScoreEntry | None]:
     """The same while the layers are compressed, if it will be asked for; nothing of it is entered but what the dense
-    model gives, whose records join `always`."""
+    model gives. Several workers go through both models side by side, one goes through one after the other."""
     if job.held_out is None or job.ledger.get(HELD_OUT_SCORE) is not None:
         return None
-    windows, outputs = _held(job, always)
-    if outputs is None:
-        outputs = yield from scorer.outputs_course(windows, DENSE, _dense_layers(job))
-        _keep(job, scorer, always, outputs)
-    found = yield from scorer.score_course(windows, COMPRESSED, layers, outputs)
+    windows, outputs = _held(job, workers.always)
+    dense = aside.add(_scoring_dense(workers, job, aside, windows)) if outputs is None else None
+    while dense and dense.live and aside.size < 2:
+        yield []
+
+    def dense_outputs() -> Sequence[ArrayRecord] | None:
+        if dense is None or dense.live or dense.outcome:
+            return dense.outcome if dense else outputs
+        raise LostInputError("held-out text: what the dense model gives is lost")
+
+    scorer = workers.scorer_aside(job, aside, lambda: dense is None or not dense.live)
+    found = yield from scorer.score_course(windows, COMPRESSED, layers, dense_outputs)
     return _entry(found)
+
+
+def _scoring_dense(
+    workers: JobWorkers, job: JobContext, aside: Aside, windows: Windows
+) -> Course[tuple[ArrayRecord, ...]]:
+    scorer = workers.scorer_aside(job, aside)
+    outputs = yield from scorer.outputs_course(windows, DENSE, _dense_layers(job))
+    _keep(job, scorer, workers.always, outputs)
+    return outputs
 
 
 def forget_other_text(job: JobContext) -> None:

@@ -45,7 +45,7 @@ def tries_of(job: JobContext) -> list[dict[str, Any]]:
 
 def compress_and_score(job: JobContext, workers: JobWorkers, *, compared: bool = True) -> HeldOutScoreEntry | None:
     """A staged layer that is damaged in between is made again, once."""
-    found = workers.compress(job, compared=compared, scoring=partial(scoring_held_out, workers.always))
+    found = workers.compress(job, compared=compared, scoring=partial(scoring_held_out, workers))
     try:
         return score_held_out(job, workers, found)
     except CorruptError as error:

@@ -158,8 +158,9 @@ def _refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tupl
     pull_DR = _columns(weight_down_DN, removed_R).mul_(scale_N[removed_R])
     pull_Dk = _pulled(pull_DR, moment_NN, scale_N, removed_R, indices_k)
     correction_Dk, report = _solve(moment_NN, scale_N, indices_k, pull_Dk)
-    regained = float((pull_Dk * correction_Dk).sum()) + report["jitter"] * float(correction_Dk.square().sum())
-    return _columns(weight_down_DN, indices_k) + correction_Dk / scale_N[indices_k], report, regained
+    jittered = report["jitter"] * float(correction_Dk.square().sum()) if report["jitter"] else 0.0
+    regained = float(pull_Dk.mul_(correction_Dk).sum()) + jittered  # the last that is asked of the pull
+    return correction_Dk.div_(scale_N[indices_k]).add_(_columns(weight_down_DN, indices_k)), report, regained
 
 
 def _columns(weight_DN: Tensor, indices_k: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ def loss_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...])
 
 
 def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str]) -> Units:
-    """What workers do that solves leave idle: held-out text through the dense model, then through each layer when it is
-    `written`; and at last both models side by side on a few tokens."""
+    """What workers do that solves leave idle: both models side by side on a few tokens, and held-out text through the
+    dense model and through each layer when it is `written`; one worker alone goes through one after the other."""
     if work.compare_flops:
         compared: tuple[str, ...] = ()
         for first in range(0, way.layers, COMPARED_LAYERS):
@@ -62,9 +62,12 @@ def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str])
             yield Timed(f"compare {first}", "compare", seconds, (*compared, *some), aside=True)
             compared = (f"compare {first}",)
     after: tuple[str, ...] = ("start",)
+    ended: tuple[str, ...] = ()
     stored = {"dense": work.weight_bytes, "compressed": work.written_bytes}
     for model, flops in zip(stored, work.held_out_flops, strict=True) if any(work.held_out_flops) else ():
         kind, first = f"held-out {model}", FORGOTTEN * (1 + (model == "compressed"))
+        if way.workers > 1:  # side by side
+            ended, after = (*ended, *after), ("start",)
         for layer in range(way.layers):
             if model == "compressed":
                 after = (*after, written[layer])
@@ -81,7 +84,7 @@ def last_units(work: LayerWork, rates: Rates, way: Pass, written: Sequence[str])
                 first=first,
                 aside=True,
             )
-    return after
+    return (*ended, *after)
 
 
 def verify_unit(layer: int, work: LayerWork, rates: Rates, after: str) -> Timed:

@@ -55,6 +55,11 @@ class Pass:
         """The same of other shards than the calibration samples'."""
         return math.ceil(shards / self.workers) / shards
 
+    @property
+    def scorers(self) -> int:
+        """Workers that go through one model with held-out text: half of them, as others go through the other model."""
+        return min(self.held_out_shards, (self.workers + 1) // 2)
+
     def nodes(self, rates: Rates) -> int:
         """That the workers fill."""
         return math.ceil(self.workers / rates.workers_per_node)
@@ -81,7 +86,7 @@ def commit_seconds(rates: Rates, way: Pass, shards: int) -> float:
 
 def held_out_seconds(flops: float, work: LayerWork, rates: Rates, way: Pass) -> float:
     """All held-out text through a layer on one worker, or as much on several, each of which builds it."""
-    building = way.workers * work.built_bytes / rates.memory
+    building = way.scorers * work.built_bytes / rates.memory
     return flops / rates.single + building + commit_seconds(rates, way, way.held_out_shards)
 
 
@@ -203,12 +208,11 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
     written = 0.0 if way.cached else work.written_bytes / rates.disk
-    dense, packed = (
-        held_out_seconds(flops, work, rates, way) * way.rounds_of(way.held_out_shards) for flops in work.held_out_flops
-    )
+    share = way.scorers * math.ceil(way.held_out_shards / way.scorers) / way.held_out_shards / way.workers
+    through = share * sum(held_out_seconds(flops, work, rates, way) for flops in work.held_out_flops)
     # Workers that solves leave idle go through held-out text, and one of them through both models side by side.
     comparing = layers * compare_seconds(work, rates, way) if work.compare_flops else 0.0
-    held_out = layers * (max(dense, again) + max(packed, written)) if any(work.held_out_flops) else 0.0
+    held_out = layers * max(through, again + written) if any(work.held_out_flops) else 0.0
     every = sum(solves) + (0.0 if work.correction_flops else len(solves) * getting)
     idle = max(0.0, found["solve"] - layers * every / way.workers) if way.workers > 1 else 0.0
     left = max(0.0, held_out + (comparing / way.workers if way.workers > 1 else 0.0) - idle)

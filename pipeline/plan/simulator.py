@@ -9,44 +9,16 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeline.plan.loss_units import (
-    CORRECTED,
-    FORGOTTEN,
-    Timed,
-    Units,
-    corrected_units,
-    last_units,
-    loss_units,
-    verify_unit,
-)
-from pipeline.plan.phases import (
-    AHEAD,
-    START_SECONDS,
-    Pass,
-    add_seconds,
-    collect_seconds,
-    cross_seconds,
-    digest_seconds,
-    fetch_seconds,
-    forward_seconds,
-    grid_seconds,
-    pass_on_seconds,
-    read_seconds,
-    reread_seconds,
-    solve_seconds,
-    statistics_seconds,
-    store_seconds,
-)
-from pipeline.plan.rates import Rates
-from pipeline.plan.work import LayerWork
+from pipeline.plan.loss_units import FORGOTTEN
+from pipeline.plan.phases import START_SECONDS
+from pipeline.score_units import shards_each
 
 WORKER = "worker"
 LEAVE_WORKERS = {"solve", "write"}  # while the driver waits for these alone, other courses go on (`pipeline.job.aside`)
 UNSEEN = {"read", "reread", "verify", "barrier"}  # what the driver does not wait for
-PIECES = 8  # of a layer's sums, as a disk sees them
 
 
 @dataclass(frozen=True)
@@ -68,6 +40,11 @@ class Unit:
     shard: int | None = None
     summed: str | None = None
     aside: bool = False
+
+    @property
+    def of(self) -> int:
+        """Whose hidden states it goes on with: 0 those of the samples, else those of windows."""
+        return 0 if self.shard is None else self.shard // FORGOTTEN
 
 
 @dataclass(frozen=True)
@@ -120,6 +97,9 @@ class _Run:
         self.serving: set[str] = set()
         self.holder: dict[int, int] = {}  # shard -> worker
         self.held: Counter[tuple[int, int]] = Counter()  # (worker, of which hidden states) -> shards
+        self.scored = Counter(unit.of for unit in units if unit.aside and unit.of)  # of each model: not done
+        shards = Counter(unit.of for unit in {unit.shard: unit for unit in units if unit.of}.values())
+        self.most = {of: shards_each(count, workers) for of, count in shards.items()}  # of a model, on a worker
         self.running: dict[int, tuple[str, float]] = {}
         self.idle = set(range(workers))
         self.sums: dict[int, set[str]] = defaultdict(set)
@@ -175,16 +155,16 @@ class _Run:
                 unit = self.units[name]
                 self.idle.discard(worker)
                 if unit.shard is not None:
-                    of = unit.shard // FORGOTTEN
                     if unit.shard in self.holder:
-                        self.held[self.holder[unit.shard], of] -= 1
+                        self.held[self.holder[unit.shard], unit.of] -= 1
                     self.holder[unit.shard] = worker
-                    self.held[worker, of] += 1
+                    self.held[worker, unit.of] += 1
                 self.running[worker] = (name, now + unit.seconds)
                 heapq.heappush(self.events, (now + unit.seconds, 2, "worker", worker))
 
     def _choose(self, worker: int) -> str | None:
-        """As the pool does: a unit of its own shards or of none; of a shard nobody holds; of one who holds more."""
+        """As the pool does: a unit of its own shards or of none; of a shard nobody holds, of a model that it goes
+        through rather than of another; of one who holds more."""
         chosen = self._choose_of(self.ready, worker)
         return self._choose_of(self.ready_aside, worker) if chosen is None and self._leaves_workers() else chosen
 
@@ -195,18 +175,28 @@ class _Run:
         return waited_for <= LEAVE_WORKERS and (bool(waited_for) or not any(self.seen.values()))
 
     def _choose_of(self, ready: list[tuple[int, str]], worker: int) -> str | None:
-        chosen = None
+        fits: list[tuple[tuple[int, int], int]] = []
         for place, (_, name) in enumerate(ready):
-            shard = self.units[name].shard
-            holder = worker if shard is None else self.holder.get(shard)
-            if holder == worker:
-                chosen = place
+            if (fit := self._fit(worker, self.units[name])) is not None:
+                fits.append((fit, place))
+            if fit == (0, 0):
                 break
-            of = 0 if shard is None else shard // FORGOTTEN
-            more = holder is not None and self.held[holder, of] > self.held[worker, of] + 1
-            if chosen is None and (holder is None or more):
-                chosen = place
-        return None if chosen is None else ready.pop(chosen)[1]
+        return ready.pop(min(fits)[1])[1] if fits else None
+
+    def _fit(self, worker: int, unit: Unit) -> tuple[int, int] | None:
+        """How little speaks against a worker's doing a unit, as `workers.placing` has it; None: too much."""
+        of, holder = unit.of, worker if unit.shard is None else self.holder.get(unit.shard)
+        if holder == worker:
+            return 0, 0
+        if holder is not None:  # windows are taken over when they are of the last model, whose states are committed
+            movable = self.held[holder, of] > self.held[worker, of] + 1 and (of == 0 or len(+self.scored) == 1)
+            return (4, 0) if movable else None
+        if of == 0:
+            return 1, 0
+        if self.held[worker, of]:
+            return (1, 0) if self.held[worker, of] < self.most[of] else None
+        having = {(who, windows) for (who, windows), count in self.held.items() if count > 0 < windows}
+        return 2 + any(who == worker for who, _ in having), sum(windows == of for _, windows in having)
 
     def _finish_worker(self, worker: int, now: float) -> None:
         name, until = self.running.get(worker, ("", -1.0))
@@ -222,7 +212,9 @@ class _Run:
 
     def _finish(self, name: str, now: float) -> None:
         self.done.add(name)
-        if not (unit := self.units[name]).aside:
+        unit = self.units[name]
+        self.scored[unit.of] -= unit.aside
+        if not unit.aside:
             self.waited_for[unit.kind] -= 1
             self.seen[unit.kind] -= unit.kind not in UNSEEN
         self.result.seconds = self.result.ended[unit.kind] = now
@@ -254,138 +246,3 @@ class _Run:
             self.waited_for[self.units[name].kind] -= 1
         self.ready = [entry for entry in self.ready if not self.waits[entry[1]]]
         self.result.done_again += len(again)
-
-
-def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
-    """The units of a job as the driver hands them out: running sums, each worker's given away once per
-    layer, added and stored while the next are computed."""
-    yield Unit("digests", "digests", digest_seconds(work, rates, way), on="start")
-    yield Unit("start", "start", START_SECONDS, ("digests",), on="start")
-    before: tuple[str, ...] = ("start",)
-    if way.compressed and way.importance:
-        cosine = work.cosine_bytes / rates.memory
-        for layer in range(way.layers):
-            yield from _reads("importance", layer, work, rates, way, shared=True)
-            seconds = forward_seconds(work, rates, way) + cosine
-            before = yield from _forward("importance", layer, seconds, before, rates, way, None)
-    stored: list[str] = []
-    for layer in range(way.layers):
-        yield from _reads("statistics", layer, work, rates, way, shared=not way.compressed)
-        added, collected = f"add {layer}", f"collected {layer}"
-        seconds = statistics_seconds(work, rates, way)
-        if work.grid_flops:
-            waits = (*before, f"read statistics {layer} 0")
-            yield Unit(f"grids {layer}", "statistics", grid_seconds(work, rates), waits)
-            before = (f"grids {layer}",)
-        forward = yield from _forward("statistics", layer, seconds, before, rates, way, added)
-        collects = tuple(f"collect {layer} {worker}" for worker in range(way.workers))
-        for worker, name in enumerate(collects):
-            yield Unit(name, "collect", collect_seconds(work, rates), forward, f"link {worker}")
-        yield Unit(collected, "barrier", 0.0, collects, collected)
-        yield from _adds(layer, added, collected, work, rates, way)
-        if way.compressed:
-            solved = yield from _solves(layer, work, rates, way, (added,))
-            before = (f"write {layer}",)
-            if layer < way.layers - 1:
-                seconds = forward_seconds(work, rates, way, packed=True)
-                gone = yield from _forward("propagate", layer, seconds, solved, rates, way, None)
-                before = (*gone, *before)
-        else:
-            stored.append(f"store {layer}")
-            yield from _stores(layer, store_seconds(work, rates, way), added, f"disk {layer % way.nodes(rates)}")
-            ahead = 1 + way.workers // AHEAD
-            given = (f"collected {layer - 1}",) if layer else ()
-            before = (*forward, *given, stored[layer - ahead]) if layer >= ahead else (*forward, *given)
-    written = tuple(f"write {layer}" for layer in range(way.layers))
-    if way.compressed:
-        yield from _timed(last_units(work, rates, way, written))
-        return
-    ready = yield from _timed(loss_units(work, rates, way, tuple(stored)))
-    if work.correction_flops:
-        yield from _timed(corrected_units(work, rates, way, ready))
-        written = tuple(f"{write} {CORRECTED - 2}" for write in written)
-    else:
-        for layer in range(way.layers):
-            yield from _solves(layer, work, rates, way, ready)
-    yield from _timed(last_units(work, rates, way, written))
-
-
-def _timed(units: Units) -> Generator[Unit, None, tuple[str, ...]]:
-    while True:
-        try:
-            yield _unit(next(units))
-        except StopIteration as end:
-            last: tuple[str, ...] = end.value
-            return last
-
-
-def _unit(timed: Timed) -> Unit:
-    name, kind, seconds, after, place, shard, aside = timed
-    return Unit(name, kind, seconds, after, place or WORKER, shard, aside=aside)
-
-
-def _forward(
-    kind: str, layer: int, seconds: float, after: tuple[str, ...], rates: Rates, way: Pass, given: str | None
-) -> Generator[Unit, None, tuple[str, ...]]:
-    """A layer's shards, and what is done when all of them are."""
-    names = []
-    read = "statistics" if kind == "propagate" else kind
-    for shard in range(way.shards):
-        node = shard % way.workers // rates.workers_per_node
-        waits = (*after, f"read {read} {layer} {node}")
-        names.append(f"{kind} {layer} {shard}")
-        yield Unit(names[-1], kind, seconds / way.shards, waits, shard=shard, summed=given)
-    barrier = f"{kind} {layer}"
-    yield Unit(barrier, "barrier", 0.0, tuple(names), on=f"barrier {kind} {layer}")
-    return (barrier,)
-
-
-def _adds(layer: int, added: str, collected: str, work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
-    """A layer's sums: on the workers' second threads, which wait for what comes over the network, too."""
-    crossing = cross_seconds(work, rates, way)
-    before = (collected, f"add {layer - 1}") if crossing and layer else (collected,)
-    here = f"add {layer} here" if crossing else added
-    yield Unit(here, "add", add_seconds(work, rates, way) - crossing, before, "lanes")
-    if crossing:
-        yield Unit(added, "cross", crossing, (here,), "network")
-
-
-def _stores(layer: int, seconds: float, added: str, disk: str) -> Iterator[Unit]:
-    """A layer's sums, some rows at a time: what else the disk is asked for comes in between."""
-    names = [f"store {layer} {piece}" for piece in range(PIECES - 1)] + [f"store {layer}"]
-    for name, before in zip(names, (added, *names), strict=False):
-        yield Unit(name, "store", seconds / PIECES, (before,), disk)
-
-
-def _reads(kind: str, layer: int, work: LayerWork, rates: Rates, way: Pass, *, shared: bool) -> Iterator[Unit]:
-    """Each node reads a layer while the one before is computed; if `shared`, its part of it, two layers before.
-
-    From its memory where the driver, who took the source's digests, has just read it there.
-    """
-    nodes = way.nodes(rates)
-    shared = shared and nodes > 1
-    ahead = 3 if shared else 2
-    after = (f"{kind} {layer - ahead}",) if layer >= ahead else ("start",)
-    seconds = read_seconds(work, rates, way, shared=shared)
-    parts = tuple(f"read {kind} {layer} {node}" for node in range(nodes))
-    for node, name in enumerate(parts):
-        place = "memory" if way.source_cached(rates) else "disk"
-        yield Unit(f"{name} part" if shared else name, "read", seconds, after, f"{place} {node}")
-    if shared:
-        there = tuple(f"{name} part" for name in parts)
-        yield Unit(f"pass on {kind} {layer}", "pass on", pass_on_seconds(work, rates, way), there, "network")
-        for name in parts:
-            yield Unit(name, "barrier", 0.0, (f"pass on {kind} {layer}",), f"barrier {name}")
-
-
-def _solves(
-    layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]
-) -> Generator[Unit, None, tuple[str, ...]]:
-    """A layer's tasks, whose names are returned, each by one worker that first gets its moments; and writing it."""
-    getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
-    names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
-    for name, solve in zip(names, work.solves, strict=True):
-        yield Unit(name, "solve", getting + solve_seconds(solve, rates), after)
-    yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, names, f"disk {layer % way.nodes(rates)}")
-    yield _unit(verify_unit(layer, work, rates, f"write {layer}"))
-    return names

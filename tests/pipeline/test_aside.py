@@ -112,6 +112,29 @@ def test_a_course_may_wait_for_others() -> None:
     assert course.outcome == ["windowforward/m/0/0"]
 
 
+def test_courses_take_turns() -> None:
+    """None is kept waiting by another's many units; who waits for what one makes is asked again when that has ended."""
+
+    def shards(model: str) -> Course[str]:
+        yield [WindowForward(Windows((), "float32", 1), model, 0, shard) for shard in range(4)]
+        return model
+
+    def behind() -> Course[str]:
+        while found.outcome is None:
+            yield []
+        return (yield from shards("behind"))
+
+    pool = Pool(2)
+    aside = Aside(pool)
+    last = aside.add(behind())
+    found, other = aside.add(shards("a")), aside.add(shards("b"))
+    aside.alone = True
+    aside._fill()
+    assert [unit.key for unit in pool.waiting] == [f"windowforward/{of}/0/{n}" for n in range(2) for of in ("a", "b")]
+    aside.finish()
+    assert (found.outcome, other.outcome, last.outcome) == ("a", "b", "behind")
+
+
 def test_damage_ends_a_course_and_nothing_else() -> None:
     """What is under way of it then is waited for, or its results would be taken for another's."""
     pool = Pool(4, **{"windowforward/m/0/0": CorruptError("damaged"), SOLVE.key: CorruptError("of the driver's own")})
@@ -179,22 +202,32 @@ def compressed_and_scored(name: str, world: World, aside: bool, order: str | int
     tokens = world.store("activation", "tokens")
     held, always = Windows.even(2, 2, "float32", 1, tokens), [tokens]
     pool = Aside(Measured(world, order, size=3))
-    mine = Careful(world, always, lambda: pool.alone)
-    scorer = Scorer(pool, journal, mine, recorder, job.num_layers, job.every, lambda: pool.alone)  # type: ignore[arg-type]
     entered = LayersEntered(journal, job.num_layers, layers_of(job.tasks))  # type: ignore[arg-type]
 
+    def scorer(first: Callable[[], bool]) -> Scorer:
+        mine, layers = Careful(world, always, lambda: False), job.num_layers
+        return Scorer(pool, journal, mine, recorder, layers, job.every, lambda: pool.alone and first())  # type: ignore[arg-type]
+
+    def scoring_dense() -> Course[Any]:
+        mine = scorer(lambda: True)
+        outputs = yield from mine.outputs_course(held, "dense", [None] * job.num_layers)
+        always.extend(outputs)
+        mine.forget("dense")
+        return outputs
+
     def scoring() -> Course[Scored]:
-        dense = yield from scorer.outputs_course(held, "dense", [None] * job.num_layers)
-        always.extend(dense)
-        return (yield from scorer.score_course(held, "made", entered, dense))
+        dense = pool.add(scoring_dense())
+        mine = scorer(lambda: not dense.live)
+        found = yield from mine.score_course(held, "made", entered, lambda: dense.outcome)
+        mine.forget("made")
+        return found
 
     course = pool.add(scoring()) if aside else None
     Driver(job, pool, journal, Careful(world, always, lambda: not pool.begun), recorder).run()  # type: ignore[arg-type]
     course = course or pool.add(scoring())
     pool.finish()
     assert course.outcome is not None
-    scorer.forget("dense")
-    scorer.forget("made")
+    Careful(world, always, lambda: True).retain_activations(())
     return course.outcome
 
 

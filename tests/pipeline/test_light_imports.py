@@ -32,6 +32,15 @@ def test_activations_are_imported_without_kernels() -> None:
 
 
 @pytest.mark.usefixtures("nothing_imported")
+def test_what_else_is_asked_of_the_kernels_is_theirs() -> None:
+    with without_kernels():
+        from transformers.integrations.hub_kernels import replace_kernel_forward_from_hub, use_kernel_forward_from_hub
+    kernels = sys.modules[KERNELS]
+    assert replace_kernel_forward_from_hub is kernels.replace_kernel_forward_from_hub
+    assert use_kernel_forward_from_hub.__module__ in (KERNELS, without_kernels.__module__)
+
+
+@pytest.mark.usefixtures("nothing_imported")
 def test_kernels_that_are_installed_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "kernels" else None)
     with without_kernels():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.methods.registry import build_methods, claim_tasks
+from pipeline.plan.job_units import job_units
 from pipeline.plan.phases import (
     START_SECONDS,
     Pass,
@@ -17,7 +18,7 @@ from pipeline.plan.phases import (
     solve_seconds,
 )
 from pipeline.plan.rates import Rates, rates_of
-from pipeline.plan.simulator import Failure, Unit, job_units, simulate
+from pipeline.plan.simulator import Failure, Unit, simulate
 from pipeline.plan.solve_work import SolveWork
 from pipeline.plan.work import LayerWork, layer_work
 from tests.pipeline.geometries import llama, manifest

@@ -71,6 +71,20 @@ def test_another_lineage_takes_the_place_of_the_first(store: ActivationStore) ->
     assert set(hidden.held) == {("compressed", 1, 0)}
 
 
+def test_windows_of_two_models_go_on_beside_samples(store: ActivationStore) -> None:
+    """While a layer is solved, or nothing else is left, a worker takes them in turns: neither is made again."""
+    hidden = HiddenStates(store, 10 * BYTES)
+    places: list[ShardKey] = [("compressed", 1, 0), ("windows-dense", 1, 0), ("windows-made", 1, 0)]
+    for number, place in enumerate(places):
+        put(hidden, place, states(number))
+    assert [torch.equal(held(hidden, place), states(number)) for number, place in enumerate(places)] == [True] * 3
+    put(hidden, ("windows-dense", 2, 0), states(3))
+    put(hidden, ("dense", 1, 1), states(4))
+    assert set(hidden.held) == {("dense", 1, 1), ("windows-dense", 2, 0), ("windows-made", 1, 0)}
+    hidden.release_shard("windows-made", 0)
+    assert set(hidden.held) == {("dense", 1, 1), ("windows-dense", 2, 0)}
+
+
 def test_the_limit_counts_what_is_in_memory(store: ActivationStore, tmp_path: Path) -> None:
     hidden = HiddenStates(store, 2 * BYTES)
     for shard in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from manifests.errors import LostInputError
 from pipeline.units import Forward, ReadLayer
 from stores.source import SourceCheckpoint
 from tests.workers.bench import held, layer_names, make_setup, make_worker
+from workers.layers import LayerReader
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
 
@@ -80,3 +82,26 @@ def test_what_was_lost_is_read_from_the_source(
     worker.execute(Forward("dense", 0, 0, weights=parts))
     assert set(read) & set(layer_names(setup, 0)) == set(parts[1])
     assert torch.equal(held(worker, "dense", 1, 0), held(alone, "dense", 1, 0))
+
+
+@pytest.mark.parametrize(("dtype", "again"), [(torch.float32, False), (torch.float64, True)])
+def test_weights_of_the_block_at_hand_are_not_read_again(
+    llama: Path, tmp_path: Path, read: list[str], dtype: torch.dtype, again: bool
+) -> None:
+    """A solve's, while the block that its statistics came from is there; in another dtype they would be others."""
+    setup = replace(make_setup(llama, tmp_path / "run"), dtype=dtype)
+    names = {name: name for name in layer_names(setup, 1)}
+    expected = setup.source.read(names)
+    reader = LayerReader(setup, torch.device("cpu"))
+    reader.block(1, None)
+    read.clear()
+    found = reader.dense_weights(1, names)
+    assert read == (list(names) if again else [])
+    reader.block(0, None)
+    read.clear()
+    anew = reader.dense_weights(1, names)
+    assert read == list(names)
+    for weights in (found, anew):
+        assert weights.keys() == names.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in names)
+        assert all(weights[name].dtype == expected[name].dtype for name in names)

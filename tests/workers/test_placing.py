@@ -15,8 +15,8 @@ from workers.placing import choose
 WRITE, COLLECT = Write(0, (), (), {}), Collect("compressed", 0, "worker", "pass-0", ())
 
 
-def worker(shards: Iterable[int] = (), name: str = "") -> Any:
-    return SimpleNamespace(shards={("", shard) for shard in shards}, name=name)
+def worker(shards: Iterable[int] = (), name: str = "", idle: bool = True) -> Any:
+    return SimpleNamespace(shards={("", shard) for shard in shards}, name=name, idle=idle)
 
 
 def forward(shard: int) -> Unit:
@@ -39,10 +39,15 @@ def test_its_own_shard_then_nobody_s_then_who_has_two_more() -> None:
     assert choose([forward(0), solve("a")], poor, live) == 1
 
 
+def windows(model: str, layer: int = 1, base: int = 1) -> list[Unit]:
+    cut = Windows.even(3, 3, "float32", 1)
+    return [WindowForward(cut, model, layer, shard, base=base) for shard in range(3)]
+
+
 def test_windows_are_held_apart_from_samples() -> None:
     """A worker with many samples may have no window; who has two windows more gives one away."""
     first, second = worker(range(9)), worker(range(9, 12))
-    units: list[Unit] = [WindowForward(Windows((), "float32", 1), "made", 1, shard) for shard in range(3)]
+    units = windows("made")
     assert choose(units, first, [first, second]) == 0
     second.shards |= {("made", shard) for shard in range(3)}
     assert choose(units[1:], first, [first, second]) == 0
@@ -50,6 +55,31 @@ def test_windows_are_held_apart_from_samples() -> None:
     first.shards.add(("made", 0))
     assert choose(units[1:], first, [first, second]) is None
     assert choose([forward(1)], second, [first, second]) == 0
+
+
+def test_two_models_go_through_different_workers() -> None:
+    """So that each builds the layers of one; none stays idle for that."""
+    first, second, third = live = [worker(idle=False) for _ in range(3)]
+    dense, made = windows("dense"), windows("made")
+    first.shards.add(("dense", 0))
+    assert choose([dense[1], *made], second, live) == 1
+    second.shards.add(("made", 0))
+    assert choose([made[1], dense[1]], first, live) == 1
+    assert choose([made[1]], first, live) is None
+    assert choose([made[1], dense[1]], third, live) == 0
+    second.shards.add(("made", 1))
+    assert choose([made[2], dense[1]], second, live) is None, "half of three would do with two each"
+    first.idle = True
+    assert choose([made[2]], first, live) == 0
+
+
+def test_windows_are_taken_over_by_who_is_idle_where_they_are_stored() -> None:
+    rich, poor = live = [worker(), worker()]
+    rich.shards = {("made", shard) for shard in range(3)}
+    assert choose(windows("made"), poor, live) == 0
+    assert choose(windows("made", layer=2), poor, live) is None
+    poor.idle = False
+    assert choose(windows("made"), poor, live) is None
 
 
 def test_what_goes_beside_others_is_anybody_s() -> None:

@@ -64,12 +64,14 @@ def test_divergence_is_that_of_the_logits(model: Path, tmp_path: Path) -> None:
     for shard in range(2):
         last = WindowForward(windows, "dense", layers - 1, shard, store=True, replay=(None,) * (layers - 1))
         dense = worker.execute(last).activation
+        worker.execute(WindowForward(windows, "made", layers - 1, shard, replay=tuple(staged[:-1])))
+        hidden_TD = held(worker, "windows-made", layers, shard)[:, :-1].flatten(0, 1)
         found = worker.execute(Score(windows, "made", layers, shard, dense=dense, replay=tuple(staged)))
+        assert not any(lineage.startswith("windows") for lineage, _, _ in worker.hidden.held)
         logits, target = logits_and_targets(reference, shard)
         table = logits.double().log_softmax(-1)
         assert found.tokens == len(target)
         assert found.dense_loss == pytest.approx(functional.nll_loss(table, target, reduction="sum").item(), rel=1e-5)
-        hidden_TD = held(worker, "windows-made", layers, shard)[:, :-1].flatten(0, 1)
         with torch.no_grad():
             other = head(worker.layers)(hidden_TD).double().log_softmax(-1)
         expected = functional.kl_div(other, table, reduction="sum", log_target=True).item()

@@ -25,8 +25,9 @@ from manifests.loading import parse_manifest
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.planning import gradient_tokens, pass_of
 from pipeline.methods.registry import build_methods, claim_tasks
+from pipeline.plan.job_units import job_units
 from pipeline.plan.rates import Rates
-from pipeline.plan.simulator import Simulated, job_units, simulate
+from pipeline.plan.simulator import Simulated, simulate
 from pipeline.plan.work import layer_work
 from tools.benchmarks.jobs import ROOT, end_on_sigterm, environment, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
