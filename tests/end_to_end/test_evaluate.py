@@ -54,7 +54,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize("family", ["llama", "opt", "gptj"])
 def test_perplexity_of_dense_and_compressed(family: str, tmp_path: Path, scored: Path, job: MakeJob) -> None:
-    source = make_source(tmp_path / "source", family)
+    source = make_source(tmp_path / "source", family, layers=2)
     evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": WINDOW}}
     made = job(source, evaluation=evaluation, methods=[{**FLAT_LLM, "query_key": "head_pca"}])
     summary = made.run().json

@@ -144,7 +144,7 @@ def test_dtypes_heads_and_ties(
     family: str, dtype: torch.dtype, overrides: dict[str, Any], tmp_path: Path, job: MakeJob
 ) -> None:
     """MHA, GQA and MQA; head_dim other than D/H; tied embeddings; half precision."""
-    source = make_source(tmp_path / "source", family, dtype=dtype, **overrides)
+    source = make_source(tmp_path / "source", family, layers=2, dtype=dtype, **overrides)
     made = job(source, methods=[{**FLAT_LLM, "query_key": "head_pca"}])
     made.run().json  # noqa: B018 - asserts the exit code
     before, after = read_tensors(source), read_tensors(made.output)

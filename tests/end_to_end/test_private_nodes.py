@@ -95,7 +95,7 @@ def test_run_and_evaluate(shared: Path, text: Path, tmp_path: Path, job: Callabl
         )
         assert run.end(240) == 0, run.said
         arguments = [str(made.output), "--text", str(scored), "--window", str(WINDOW)]
-        arguments += ["--address", address, "--json"]
+        arguments += ["--address", address, "--workers", "1", "--json"]
         evaluate = Child("evaluate", arguments, made.root / "evaluate.log", inline=False, prepare=loopback)
         assert evaluate.end(240) == 0, evaluate.said
     assert " died" not in run.said

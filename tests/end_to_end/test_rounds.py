@@ -89,8 +89,10 @@ def test_another_budget_makes_another_draft(job: MakeJob, reference: dict[str, s
     assert file_digests(made.root / "second") == reference
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("keep", [0.6, 1.0])
+@pytest.mark.parametrize(
+    ("family", "keep"),
+    [*((family, 1.0) for family in FAMILIES), *((family, 0.6) for family in ("qwen3", "opt", "gptj"))],
+)
 def test_every_family(family: str, keep: float, tmp_path: Path, job: MakeJob, inline: None) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
     made = job(source, **{**ROUNDS, **SMALL, "budget.keep": keep})
