@@ -18,8 +18,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from pipeline.plan import probe
 from tests import buckets, factories
+from tests.probing import probe_small_matrices
 from tests.remote_code import modules_cache
 
 __all__ = ["modules_cache"]
@@ -49,20 +49,8 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _small_probe() -> Iterator[None]:
-    """This machine's rates are taken from small matrices, a few times: no test looks at them closely, and the products
-    of a published model's layer take ten seconds a plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "PROBE_SECONDS", 0.01)
-        for name, size in (
-            ("LARGEST_HIDDEN", 128),
-            ("LONGEST", 64),
-            ("DOUBLE_SIZE", 64),
-            ("MOMENT_TOKENS", 64),
-            ("COPIED_BYTES", 2**16),
-            ("WIDENED_NUMBERS", 2**16),
-        ):
-            patch.setattr(probe, name, {**getattr(probe, name), "cpu": size})
-        patch.setattr(probe, "DIGESTED_BYTES", 2**16)
+        probe_small_matrices(patch.setattr)
         yield
 
 

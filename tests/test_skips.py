@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
-def test_the_summary_says_how_many_were_skipped_and_why(tmp_path: Path) -> None:
-    """With the real conftest, in a checkout that has no trained models beside it."""
+def test_the_summary_says_how_many_were_skipped_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real conftest, in a checkout that has no trained models beside it: a run of pytest inside this one."""
     tests = tmp_path / "checkout" / "tests"
     tests.mkdir(parents=True)
     shutil.copy(ROOT / "tests" / "conftest.py", tests / "conftest.py")
@@ -26,8 +26,13 @@ def test_the_summary_says_how_many_were_skipped_and_why(tmp_path: Path) -> None:
         "def test_three(): pass\n"
         "def test_four(): pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert f"2 skipped: no trained models: {tmp_path / 'shared'} is missing" in ended.stdout
-    assert "1 skipped: of the moon" in ended.stdout
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    without = [f"-pno:{name}" for name in ("cacheprovider", "xdist", "faulthandler")]
+    try:
+        assert pytest.main(["-q", "-s", *without, f"--rootdir={tmp_path}", str(tests)]) == 0
+    finally:
+        for name in ("conftest", "test_some"):
+            sys.modules.pop(name, None)
+    said = capsys.readouterr().out
+    assert f"2 skipped: no trained models: {tmp_path / 'shared'} is missing" in said
+    assert "1 skipped: of the moon" in said

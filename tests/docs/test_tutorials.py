@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ import pytest
 from transformers import GemmaConfig, GemmaForCausalLM
 
 from tests import factories
-from tests.docs.walkthrough import ROOT, Block, apply, blocks, copy_of_the_repository, edited, run
+from tests.docs.walkthrough import ROOT, Block, apply, blocks, copy_of_the_repository, edited, run, run_modules
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 
@@ -41,14 +42,21 @@ def _lint(tree: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [page.stem for page in sorted(TUTORIALS.glob("*.md"))])
-def test_what_it_adds_passes_its_tests(name: str, tmp_path: Path) -> None:
-    tree, commands = _follow(name, tmp_path)
+def test_what_they_add_passes_its_tests(tmp_path: Path) -> None:
+    """All in one tree, and its tests in one run, as pytest takes seconds to start."""
+    tree = copy_of_the_repository(tmp_path)
+    files: list[str] = []
+    for page in sorted(TUTORIALS.glob("*.md")):
+        found = blocks(page)
+        for block in found:
+            if block.path and block.language != "yaml":
+                apply(block, tree)
+        (tests,) = [block for block in found if block.language == "bash" and "pytest" in block.text]
+        python, *options = shlex.split(tests.text)
+        assert [python, *options[:3]] == ["python", "-m", "pytest", "-q"]
+        files += options[3:]
     _lint(tree)
-    tests = [block for block in commands if "pytest" in block.text]
-    assert tests
-    for block in tests:
-        assert " passed" in run(block, tree)
+    assert " passed" in run_modules([["pytest", "-q", *dict.fromkeys(files)]], tree)
 
 
 @pytest.mark.ray

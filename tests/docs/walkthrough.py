@@ -6,6 +6,7 @@ that is there, `bash` commands. Hunks of a diff begin with `@@`; `…` in a line
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -30,6 +31,17 @@ COPIED = (
 )
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WAIT_S = 280
+# Lines of one block share an interpreter: each would take seconds to import torch.
+IN_TURN = """
+import json, runpy, sys
+for module, *words in json.loads(sys.argv[1]):
+    sys.argv = [module, *words]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if ended.code:
+            sys.exit(f"{module} {words}: exit code {ended.code}")
+"""
 
 
 @dataclass(frozen=True)
@@ -104,14 +116,20 @@ def _filled(line: str, captured: list[str]) -> str:
 
 def run(block: Block, tree: Path) -> str:
     """The commands of a block, one after another, in the tree. Returns what they print; raises when one fails."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "deploy" / "serving")])}
-    printed = ""
-    for line in block.text.splitlines():
-        python, *words = shlex.split(line)
-        assert python == "python", line
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True, timeout=WAIT_S
-        )
-        assert done.returncode == 0, f"{line}:\n{done.stdout}\n{done.stderr}"
-        printed += done.stdout
-    return printed
+    lines = [shlex.split(line) for line in block.text.splitlines()]
+    assert all(line[:2] == ["python", "-m"] for line in lines), block.text
+    return run_modules([line[2:] for line in lines], tree)
+
+
+def run_modules(modules: list[list[str]], tree: Path) -> str:
+    """Modules with their arguments, as `python -m` does. Returns what they print; raises when one fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TURN, json.dumps(modules)],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "deploy" / "serving")])},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, f"{modules}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -21,17 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 import lamina.modeling_lamina  # noqa: F401 - seconds, at the end of each job: once, before children are forked
 import pipeline.job.pool
 import pipeline.job.stages
+import workers.cluster
 from manifests.errors import Interrupted, LaminaError
 from manifests.schema import Workers
 from pipeline.units import Unit
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS, Job
+from tests.probing import probe_small_matrices
 from workers.actor import Outcome
 from workers.backward import BackwardPass
 from workers.config import WorkerConfig
@@ -102,6 +105,20 @@ def use_inline_pool(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """No Ray for `run` in this process."""
     patch(pipeline.job.stages, "connect", lambda *_: "none: in this process")
     patch(pipeline.job.pool, "RayPool", InlinePool)
+
+
+def use_no_cluster(patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """None for `evaluate`, either."""
+    patch(workers.cluster, "connect", lambda *_: "none: in this process")
+
+
+@contextlib.contextmanager
+def inline_commands() -> Iterator[None]:
+    """No Ray for the jobs of a fixture that outlives a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_inline_pool(patch.setattr)
+        use_no_cluster(patch.setattr)
+        yield
 
 
 @dataclass(frozen=True)
@@ -204,6 +221,7 @@ def _main(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
+    probe_small_matrices()
     if inline:
         use_inline_pool()
         _note_forward_work(Path(log).with_suffix(".units"))

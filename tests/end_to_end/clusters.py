@@ -28,6 +28,7 @@ ENVIRONMENT = {
     "RAY_enable_worker_prestart": "0",
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
 }
+QUIET = ["--include-log-monitor=false"]  # nobody reads what it copies
 UNSHARE = ("unshare", "--mount", *(("--user", "--map-root-user") if os.getuid() else ()))
 JOIN_ON_LOOPBACK = """if True:
     from ray._private import services
@@ -63,6 +64,7 @@ def head_node(cpus: int, *options: str, most_nodes: int = 0) -> Iterator[str]:
         options, environment = (*options, f"--autoscaling-config={config}"), {**ENVIRONMENT, **AUTOSCALING}
     command = ray_command("start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1")
     command += [f"--num-cpus={cpus}", f"--object-store-memory={OBJECTS}", f"--temp-dir={scratch}"]
+    command += QUIET if most_nodes else [*QUIET, "--no-monitor"]
     command += [f"--dashboard-agent-listen-port={free_port()}"]  # the default may still be taken by the last one's
     log = Path(scratch, "head.log")
     with open(log, "w") as said:
@@ -89,7 +91,7 @@ def private_node(address: str, cpus: int, shared: Path) -> Iterator[None]:
     """
     scratch = Path(tempfile.mkdtemp(prefix="node-", dir="/var/tmp"))
     start = [sys.executable, "-c", JOIN_ON_LOOPBACK, "start", f"--address={address}", "--block"]
-    start += ["--node-ip-address=127.0.0.1"]
+    start += ["--node-ip-address=127.0.0.1", *QUIET]
     start += [f"--num-cpus={cpus}", f"--object-store-memory={OBJECTS}", f"--dashboard-agent-listen-port={free_port()}"]
     command = start
     if can_unshare():

@@ -13,7 +13,7 @@ import pipeline.job.stages
 import workers.cluster
 from manifests.schema import Workers
 from tests import factories
-from tests.end_to_end.children import use_inline_pool
+from tests.end_to_end.children import use_inline_pool, use_no_cluster
 from tests.end_to_end.jobs import Job
 from tests.end_to_end.shared_ray import KeptPool
 from workers.cluster import connect
@@ -57,7 +57,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def inline_everywhere(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`evaluate`, too, needs no Ray."""
-    monkeypatch.setattr(workers.cluster, "connect", lambda *_: "none: in this process")
+    use_no_cluster(monkeypatch.setattr)
 
 
 @pytest.fixture
@@ -75,6 +75,12 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text for calibration."""
     return factories.write_text(tmp_path_factory.mktemp("text") / "text.txt", 20_000)
+
+
+@pytest.fixture(scope="session")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short text to score where any will do."""
+    return factories.write_text(tmp_path_factory.mktemp("scored") / "scored.txt", 2_000, seed=9)
 
 
 @pytest.fixture(scope="session")

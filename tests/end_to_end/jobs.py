@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -114,6 +115,16 @@ class Job:
     def run(self, *options: str) -> Ended:
         """`python -m pipeline.run MANIFEST --json`, in this process."""
         return command("run", str(self.write().manifest), "--json", *options)
+
+    def keep(self) -> None:
+        """A copy of it as it is now, beside it."""
+        shutil.copytree(self.root, self.root.with_name("kept"))
+
+    def put_back(self) -> Job:
+        """As it was when it was kept, whatever became of it since."""
+        shutil.rmtree(self.root)
+        shutil.copytree(self.root.with_name("kept"), self.root)
+        return self
 
     def compression(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.output / "compression.json").read_text())

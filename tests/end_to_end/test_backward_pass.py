@@ -17,6 +17,7 @@ from tests.workers.bench import flip
 MakeJob = Callable[..., Job]
 LOSS: dict[str, Any] = {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"}
 SHARDS, LAYERS, MOST_RUNS = 3, 3, 60
+SMALL = {"calibration.shards": 2, "calibration.samples": 8}
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +97,8 @@ def test_another_budget_takes_no_pass(job: MakeJob, inline: None) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, kind: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
     """Near the source where almost everything is kept, by either kind of gradients."""
-    source = make_source(tmp_path / "source", family)
-    made = job(source, **LOSS, **{"budget.keep": 0.97, "calibration.gradient": {"kind": kind, "samples": 5}})
+    source = make_source(tmp_path / "source", family, layers=2)
+    made = job(source, **LOSS, **SMALL, **{"budget.keep": 0.97, "calibration.gradient": {"kind": kind, "samples": 5}})
     ended = made.run()
     assert "gradient layer 0 committed" in ended.err
     dense, compressed = load(source), load(made.output)

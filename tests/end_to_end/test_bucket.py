@@ -28,12 +28,13 @@ SAYS_WHERE = ("compression.json", "README.md", ".lamina.lock")  # they name the 
 
 
 @pytest.fixture
-def address(s3_bucket: str, llama: Path, text: Path) -> str:
-    """A bucket that holds the model under `model`, and the text."""
+def address(s3_bucket: str, llama: Path, text: Path, scored: Path) -> str:
+    """A bucket that holds the model under `model`, and the texts."""
     bucket = Bucket(s3_bucket)
     for name in Disk(llama).files():
         bucket.below("model").copy(name, Disk(llama), name)
     bucket.copy("text.txt", Disk(text.parent), text.name)
+    bucket.copy("scored.txt", Disk(scored.parent), scored.name)
     return s3_bucket
 
 
@@ -51,13 +52,17 @@ def everything_at(address: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("propagate", ["compressed", "dense"])
-def test_everything_in_a_bucket(propagate: str, job: MakeJob, address: str, inline: None) -> None:
+def test_everything_in_a_bucket(propagate: str, job: MakeJob, address: str, scored: Path, inline: None) -> None:
     changes = {"calibration.propagate": propagate, "evaluation": {"perplexity": {"window": 16}}}
     local = job(**changes, **{"evaluation.perplexity.text.files": ["text"]})
-    local.changes = {**changes, "evaluation.perplexity.text.files": [str(local.text)]}
+    local.changes = {**changes, "evaluation.perplexity.text.files": [str(scored)]}
     expected = local.run().json
     remote = job(**changes)
-    remote.changes = {**changes, **everything_at(address), "evaluation.perplexity.text.files": [f"{address}/text.txt"]}
+    remote.changes = {
+        **changes,
+        **everything_at(address),
+        "evaluation.perplexity.text.files": [f"{address}/scored.txt"],
+    }
     summary = remote.run().json
     output = Bucket(f"{address}/output")
     assert digests(output) == digests(Disk(local.output))

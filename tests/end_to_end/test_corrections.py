@@ -22,6 +22,7 @@ CORRECTED: dict[str, Any] = {
 }
 ROUNDED = {**CORRECTED, "quantize": {"bits": 4, "group": None}}
 LAYERS, SHARDS, POINTS, MOST_RUNS = 3, 3, 4, 60
+SMALL = {"calibration.shards": 2, "calibration.samples": 8}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,8 @@ def test_another_budget_walks_again(job: MakeJob, inline: None, reference: dict[
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_the_source_at_full_size(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
-    source = make_source(tmp_path / "source", family)
-    made = job(source, **{**CORRECTED, "budget.keep": 1.0})
+    source = make_source(tmp_path / "source", family, layers=2)
+    made = job(source, **{**CORRECTED, **SMALL, "budget.keep": 1.0})
     assert made.run().code == 0
     dense, compressed = load(source), load(made.output)
     ids = some_tokens(dense.config.vocab_size)
@@ -82,8 +83,8 @@ def test_every_family_is_the_source_at_full_size(family: str, tmp_path: Path, jo
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, tmp_path: Path, job: MakeJob, inline: None) -> None:
-    source = make_source(tmp_path / "source", family)
-    made = job(source, **CORRECTED)
+    source = make_source(tmp_path / "source", family, layers=2)
+    made = job(source, **CORRECTED, **SMALL)
     ended = made.run()
     assert ended.code == 0
     assert 0 < ended.json["held_out"]["divergence"] < 1.0

@@ -73,7 +73,7 @@ def test_dense_gives_the_same_logits(name: str, llama: Path, job: MakeJob) -> No
 def test_dense_of_every_family(
     family: str, overrides: dict[str, Any], method: str, tmp_path: Path, job: MakeJob
 ) -> None:
-    made = job(make_source(tmp_path / "source", family, **overrides), **METHODS[method])
+    made = job(make_source(tmp_path / "source", family, layers=2, **overrides), **METHODS[method])
     made.run().json  # noqa: B018 - asserts the exit code
     ended, destination = export(made, "dense")
     assert ended.code == 0, ended.err

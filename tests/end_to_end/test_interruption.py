@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -207,26 +205,14 @@ def test_killed_with_ray_then_stopped_then_finished(
     assert not alive
     assert command("status", str(made.run_dir), "--json").json["state"] == "killed"
 
-    second = subprocess.Popen(
-        [sys.executable, "-m", "pipeline.run", str(made.manifest)],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert second.stderr is not None
-    said = []
-    for line in second.stderr:
-        said.append(line)
-        if line.startswith("phase"):
-            second.send_signal(signal.SIGTERM)
-            break
-    asked = time.monotonic()
-    said += second.stderr.readlines()
-    assert second.wait(30) == 75, said
-    assert time.monotonic() - asked < 30
-    assert said[-1].startswith("interrupted") or "interrupted: " in "".join(said)
-    assert "phase importance" not in "".join(said)
-    second.stderr.close()
+    second = Child("run", [str(made.manifest)], made.root / "second", inline=False)
+    while "\nphase" not in f"\n{second.said}":
+        assert second.process.is_alive(), second.said
+        time.sleep(0.01)
+    os.kill(second.pid, signal.SIGTERM)
+    assert second.end(30) == 75, second.said
+    assert "\ninterrupted" in second.said
+    assert "phase importance" not in second.said
     assert not made.output.exists() or not list(made.output.iterdir())  # the killed one left a lock there
 
     assert made.run().code == 0

@@ -16,7 +16,7 @@ from tests.end_to_end.sources import FAMILIES, make_source
 pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 TRAINED = ("wiki-llama-gqa-8m", "wiki-llama-mha-6m", "babyllama-361", "opt-tiny-ts", "gptj-tiny-ts")
-STEPS = 64
+STEPS = 32
 ENTRIES: dict[str, list[dict[str, Any]]] = {
     "lorc": [{"method": "lorc", "cache_keep": 0.5}],
     "lorc-input": [{"method": "lorc", "cache_keep": 0.4, "weighting": "input", "allocation": "uniform"}],
@@ -68,8 +68,10 @@ def test_random_model(name: str, family: str, tmp_path: Path, job: MakeJob) -> N
     decodes_as_it_prefills(model, source)
 
 
-@pytest.mark.parametrize("name", TRAINED)
-@pytest.mark.parametrize("method", FULL)
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [(method, name) for i, method in enumerate(FULL) for j, name in enumerate(TRAINED) if (i + j) % 2 == 0],
+)
 def test_full_rank_is_the_source(method: str, name: str, shared_dir: Path, tmp_path: Path, job: MakeJob) -> None:
     """In float32: the factors of a bfloat16 checkpoint would be rounded to bfloat16 once more."""
     source = tmp_path / "float32"
@@ -83,7 +85,7 @@ def test_full_rank_is_the_source(method: str, name: str, shared_dir: Path, tmp_p
 
 
 def decodes_as_it_prefills(model: Any, source: Path) -> None:
-    """A left-padded batch of three: the logits of 64 cached steps are those of one prefill, to 1e-4."""
+    """A left-padded batch of three: the logits of 32 cached steps are those of one prefill, to 1e-4."""
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     texts = ["Anna had", "In the morning Clara put the red ball on the table in", "Then she"]

@@ -32,7 +32,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_phases_come_as_they_are_planned(
-    name: str, job: Callable[..., Job], text: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, job: Callable[..., Job], scored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Outlook] = []
     observers: list[JobObserver] = []
@@ -44,8 +44,8 @@ def test_phases_come_as_they_are_planned(
         expect(self, outlook)
 
     monkeypatch.setattr(JobObserver, "expect", kept)
-    scored = {"perplexity": {"text": {"files": [str(text)]}, "window": 16, "dense": True}}
-    ended = job(**{**JOBS[name], "evaluation": scored}).run()
+    evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 16, "dense": True}}
+    ended = job(**{**JOBS[name], "evaluation": evaluation}).run()
     assert ended.code == 0, ended.err
     (outlook,), (observer,) = seen, observers
     assert outlook.begun == len(outlook.planned), outlook.planned

@@ -76,10 +76,12 @@ def report(job: Job) -> str:
 
 
 @pytest.fixture
-def pages(job: Callable[..., Job], inline_everywhere: None, text: Path, llama: Path, tmp_path: Path) -> dict[str, str]:
+def pages(
+    job: Callable[..., Job], inline_everywhere: None, scored: Path, llama: Path, tmp_path: Path
+) -> dict[str, str]:
     """By what has become of the run; the sweep has every kind of column."""
-    scored = {"perplexity": {"text": {"files": [str(text)]}, "window": 16}}
-    made = job(methods=[{"method": "loss_aware"}], evaluation=scored, **{"calibration.propagate": "dense"})
+    evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 16}}
+    made = job(methods=[{"method": "loss_aware"}], evaluation=evaluation, **{"calibration.propagate": "dense"})
     assert made.run().code == 0
     found = {"done": report(made), "sweep": render_sweep(results(8))}
     for key in ("complete", "layer/00002"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from tests.end_to_end.children import inline_commands
 from tests.end_to_end.hub_server import COMMIT, HubServer, client_of
 from tests.end_to_end.jobs import Ended, Job, command
 
@@ -31,14 +32,21 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
-@pytest.fixture
-def made(job: MakeJob) -> Job:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path, scored: Path) -> Job:
     """A finished job, its model in several files, with scores."""
-    scored = {"window": 16, "dense": True}
-    finished = job(**{"evaluation": {"perplexity": scored}})
-    finished.changes = {**finished.changes, "evaluation.perplexity.text.files": [str(finished.text)]}
-    assert finished.run().code == DONE
-    return finished
+    perplexity = {"text": {"files": [str(scored)]}, "window": 16, "dense": True}
+    job = Job(tmp_path_factory.mktemp("pushed") / "job", llama, text, {"evaluation": {"perplexity": perplexity}})
+    with inline_commands():
+        assert job.run().code == DONE
+    job.keep()
+    return job
+
+
+@pytest.fixture
+def made(finished: Job) -> Job:
+    """It as it was, whatever tests have done to it."""
+    return finished.put_back()
 
 
 def push(made: Job, *options: str) -> Ended:

@@ -18,6 +18,7 @@ from pipeline.reporting.time_figures import joined_bars
 from stores.headers import DTYPES
 from stores.ledger import Ledger
 from stores.run_directory import RunDirectory
+from tests.end_to_end.children import inline_commands
 from tests.end_to_end.jobs import Job, command
 from tests.end_to_end.report_page import Page
 
@@ -30,13 +31,22 @@ def report(job: Job) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-@pytest.fixture
-def done(job: Callable[..., Job], inline_everywhere: None, text: Path) -> Job:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path, scored: Path) -> Job:
     """A job that went through."""
-    made = job(**{"evaluation": {"perplexity": {"text": {"files": [str(text)]}, "window": 16}}})
-    ended = made.run()
+    evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 16}}
+    made = Job(tmp_path_factory.mktemp("report") / "job", llama, text, {"evaluation": evaluation})
+    with inline_commands():
+        ended = made.run()
     assert ended.code == 0, ended.err
+    made.keep()
     return made
+
+
+@pytest.fixture
+def done(finished: Job) -> Job:
+    """It as it was, whatever tests have done to it."""
+    return finished.put_back()
 
 
 def test_one_file_that_needs_nothing_else(done: Job) -> None:

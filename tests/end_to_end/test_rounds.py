@@ -22,6 +22,7 @@ ROUNDS: dict[str, Any] = {
     "budget.keep": 0.6,
 }
 LAYERS, SHARDS, MOST_RUNS = 3, 3, 80
+SMALL = {"calibration.shards": 2, "calibration.samples": 8}
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +92,8 @@ def test_another_budget_makes_another_draft(job: MakeJob, reference: dict[str, s
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("keep", [0.6, 1.0])
 def test_every_family(family: str, keep: float, tmp_path: Path, job: MakeJob, inline: None) -> None:
-    source = make_source(tmp_path / "source", family)
-    made = job(source, **{**ROUNDS, "budget.keep": keep})
+    source = make_source(tmp_path / "source", family, layers=2)
+    made = job(source, **{**ROUNDS, **SMALL, "budget.keep": keep})
     ended = made.run()
     assert ended.code == 0, ended.err
     dense, compressed = load(source), load(made.output)

@@ -102,11 +102,12 @@ def test_other_ranks_have_other_scores(tmp_path: Path, job: MakeJob) -> None:
 def test_calibration_text_as_evaluation_text_is_said(tmp_path: Path, job: MakeJob, text: Path) -> None:
     copy = tmp_path / "another-name.txt"
     copy.write_text(text.read_text()[:6_000])
-    ended = job(evaluation=asked(copy), **{"calibration.samples": 300}).run()
+    many = {"calibration.samples": 300, "calibration.shards": 1, "calibration.micro_batch": 100}
+    ended = job(evaluation=asked(copy), **many).run()
     assert ended.json["evaluation"]["perplexity"]["seen"] > 0.2
     assert "of the evaluation text occurs in the calibration samples" in ended.err
     fresh = factories.write_text(tmp_path / "fresh.txt", 6_000, 99)
-    ended = job(evaluation=asked(fresh), **{"calibration.samples": 300}).run()
+    ended = job(evaluation=asked(fresh), **many).run()
     assert ended.json["evaluation"]["perplexity"]["seen"] < 0.1
     assert "occurs in the calibration samples" not in ended.err
 

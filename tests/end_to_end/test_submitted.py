@@ -56,7 +56,7 @@ def ray_job(dashboard: str, *arguments: str) -> subprocess.CompletedProcess[str]
 def test_submitted_stopped_and_submitted_again(
     dashboard: str, job: Callable[..., Job], inline: None, tmp_path: Path
 ) -> None:
-    settings = {"workers": {"min": 1, "max": 2}, "calibration.samples": 150, "calibration.micro_batch": 1}
+    settings = {"calibration.samples": 150, "calibration.micro_batch": 1}
     made, alone = job(**settings), job(**settings)
     assert alone.run().code == 0
     command = ("--", "python", "-m", "pipeline.run", str(made.manifest))

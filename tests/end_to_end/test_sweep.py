@@ -7,6 +7,7 @@ import json
 import math
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +27,12 @@ POINTS: list[dict[str, Any]] = [
 class Sweep:
     """A sweep on the model of a job, and where it works."""
 
-    def __init__(self, job: Job, points: list[dict[str, Any]], **changes: Any) -> None:
+    def __init__(self, job: Job, scored: Path, points: list[dict[str, Any]], **changes: Any) -> None:
         self.job = job
         document = job.document()
         del document["budget"], document["methods"]
         document["calibration"]["propagate"] = "dense"
-        evaluation = {"perplexity": {"text": {"files": [str(job.text)]}, "window": 24}}
+        evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 24}}
         self.document = {**document, "evaluation": evaluation, "keep": [0.8, 0.6], "points": points, **changes}
         self.path = job.root / "sweep.yaml"
         self.write()
@@ -53,9 +54,9 @@ class Sweep:
 
 
 @pytest.fixture
-def sweep(job: MakeJob) -> Callable[..., Sweep]:
+def sweep(job: MakeJob, scored: Path) -> Callable[..., Sweep]:
     def make(*points: dict[str, Any], **changes: Any) -> Sweep:
-        return Sweep(job(), list(points or POINTS), **changes)
+        return Sweep(job(), scored, list(points or POINTS), **changes)
 
     return make
 
@@ -217,7 +218,7 @@ def test_killed_with_ray_it_goes_on(sweep: Callable[..., Sweep], inline_everywhe
     assert child.end() == -signal.SIGKILL, child.said
     state = command("status", str(made.job.run_dir), "--json").json
     assert (state["state"], state["points"]) == ("killed", {"done": 1, "of": 4})
-    child = Child("sweep", [str(made.path)], made.job.root / "log-2", inline=False)
+    child = Child("sweep", [str(made.path)], made.job.root / "log-2")
     assert child.end() == 0, child.said
     assert "phase statistics" not in child.said
     assert _measured(json.loads((made.job.run_dir / "sweep.json").read_text())) == _measured(expected)
