@@ -46,6 +46,8 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
     what only one worker has. Else one of its own shards or of no shard; else one of a shard that nobody holds; else, so
     that those who join late have something to do, one of a worker that holds at least two shards more.
 
+    A unit of no shard, such as a solve, is long: nobody has it in hand while another worker may be done first.
+
     Of windows, who goes through one model builds no layer of another while others do: a worker that has windows of
     another model takes a new one, and any takes one over, when it has nothing else to do; the latter where what enters
     the layer is stored.
@@ -71,7 +73,9 @@ def choose(waiting: Sequence[Unit], member: Holder, live: Collection[Holder], be
         if isinstance(unit, BesideUnit):
             continue
         if not isinstance(unit, ShardUnit):
-            return index
+            if member.idle:
+                return index
+            continue
         shard = held(unit)
         holder = holders.get(shard)
         if holder is member:

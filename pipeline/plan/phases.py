@@ -255,11 +255,20 @@ def compare_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
     return max(dense, work.written_bytes / rate + building + work.compare_flops / rates.single)
 
 
+def committing_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """What one commit of all hidden states keeps workers from: its bytes, its files; in a dense pass the layer's sums,
+    which are entered with it, are waited for."""
+    waiting = 0.0
+    if not way.compressed:
+        waiting = collect_seconds(work, rates) + add_seconds(work, rates, way) + store_seconds(work, rates, way)
+    return work.hidden_bytes / way.nodes(rates) / rates.disk + way.rounds * way.shards * rates.commit_s + waiting
+
+
 def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:
     """How many layers pass between two commits of hidden states: `resume.every: auto`.
 
-    The fewest with which every pass takes `COMMIT_SHARE` of its time or less to write them; fewer, at least one, where
-    a kill would cost more than `REPEATED_SECONDS`.
+    The fewest with which every pass takes `COMMIT_SHARE` of its time or less for them; fewer, at least one, where a
+    kill would cost more than `REPEATED_SECONDS`.
     """
     phases = phase_seconds(work, rates, way)
     walk = sum(phases.get(name, 0.0) for name in ("statistics", "reduce", "propagate"))
@@ -267,8 +276,7 @@ def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:
     passes = [seconds / way.layers for seconds in (phases.get("importance", 0.0), walk) if seconds]
     if not passes:
         return 1
-    writing = work.hidden_bytes / way.nodes(rates) / rates.disk
-    rare = math.ceil(writing / (COMMIT_SHARE * min(passes)))
+    rare = math.ceil(committing_seconds(work, rates, way) / (COMMIT_SHARE * min(passes)))
     return max(1, min(rare, way.layers, int(REPEATED_SECONDS / max(passes))))
 
 

@@ -82,6 +82,14 @@ def test_windows_are_taken_over_by_who_is_idle_where_they_are_stored() -> None:
     assert choose(windows("made"), poor, live) is None
 
 
+def test_a_solve_waits_for_an_idle_worker() -> None:
+    """Who has one in hand behind another's would keep it from a worker that is done first."""
+    busy, idle = worker(shards=(0,), idle=False), worker()
+    assert choose([solve("a")], busy, [busy, idle]) is None
+    assert choose([solve("a"), forward(0)], busy, [busy, idle]) == 1
+    assert choose([solve("a"), forward(0)], idle, [busy, idle]) == 0
+
+
 def test_what_goes_beside_others_is_anybody_s() -> None:
     rich, poor = worker(shards=(0, 1, 2)), worker(shards=(3,))
     assert choose([COLLECT, forward(3), WRITE], poor, [rich, poor], beside=True) == 2
