@@ -160,7 +160,8 @@ def _refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tupl
     correction_Dk, report = _solve(moment_NN, scale_N, indices_k, pull_Dk)
     jittered = report["jitter"] * float(correction_Dk.square().sum()) if report["jitter"] else 0.0
     regained = float(pull_Dk.mul_(correction_Dk).sum()) + jittered  # the last that is asked of the pull
-    return correction_Dk.div_(scale_N[indices_k]).add_(_columns(weight_down_DN, indices_k)), report, regained
+    # Laid out as the weight is, not as the solve left it: a product's last bits depend on that.
+    return _columns(weight_down_DN, indices_k).add_(correction_Dk.div_(scale_N[indices_k])), report, regained
 
 
 def _columns(weight_DN: Tensor, indices_k: Tensor) -> Tensor:

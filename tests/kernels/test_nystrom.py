@@ -160,6 +160,7 @@ def test_refit_is_the_least_squares_optimum(channels: int, hidden: int, tokens: 
     for count in (1, channels // 2, channels - 1):
         kept = torch.arange(channels)[-count:]
         refit, report = nystrom_refit(weight, moment * scale**2, kept)
+        assert refit.is_contiguous(), "laid out as the weight: products of another layout differ in last bits"
         solution = torch.linalg.lstsq(h_TN[:, kept] / scale, h_TN @ weight.T / scale, driver="gelsd").solution.T
         got, best = h_TN[:, kept] @ refit.T, h_TN[:, kept] @ solution.T
         torch.testing.assert_close(got, best, rtol=0, atol=1e-8 * float(best.abs().max()))
