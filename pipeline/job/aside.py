@@ -152,14 +152,15 @@ class Aside(PoolAround):
     def _fill(self) -> None:
         """A unit at a time, of the course that has the fewest under way."""
         while self._room():
-            live = [coursing for coursing in self.courses if coursing.live]
+            live = self._live()
             units = (coursing.next_unit() for coursing in sorted(live, key=lambda coursing: len(coursing.under_way)))
             if due := next((unit for unit in units if unit is not None), None):
                 self.whole.submit(due)
-            elif live == [
-                coursing for coursing in self.courses if coursing.live
-            ]:  # else another may have waited for it
+            elif live == self._live():  # else one has ended, for which another may have waited
                 break
+
+    def _live(self) -> list[Coursing[Any]]:
+        return [coursing for coursing in self.courses if coursing.live]
 
     def _room(self) -> bool:
         """Whether a worker has nothing else to do."""

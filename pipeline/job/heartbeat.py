@@ -78,19 +78,21 @@ class Heartbeat:
 
     @contextmanager
     def attending(self, pool: Resizable) -> Iterator[None]:
-        """Within it, the beats tell of this pool, and resize it when somebody asks."""
+        """Within it, the beats tell of this pool, and resize it when somebody asks. Its metrics are told of the end,
+        too: all of it may lie between two beats."""
         self.pool = pool
         try:
             yield
         finally:
             self.pool = None
+            _show(pool, self.progress())
 
     def beat(self) -> None:
         """One of them. Raises InUseError when a lock is another's now, StorageError when nothing can be written."""
         state, pool = dict(self.progress()), self.pool
         if pool is not None:
             state |= {"workers": pool.busy(), "pool": {"ready": pool.size, "wanted": pool.wanted}}
-            pool.show(state.get("phase", "start"), state.get("done", 0), state.get("of", 0))
+            _show(pool, state)
         for lock in self.locks:
             lock.beat(state)
         asked = self.run_dir.workers_asked_for(self.locks[0].token)
@@ -107,3 +109,7 @@ class Heartbeat:
                 return
             except LaminaError as error:
                 LOG.warning("heartbeat: %s", error)
+
+
+def _show(pool: Resizable, state: Mapping[str, Any]) -> None:
+    pool.show(state.get("phase", "start"), state.get("done", 0), state.get("of", 0))
