@@ -286,9 +286,9 @@ class Driver:
 
     def told(self, task: Task) -> str:
         """What the task's curve told besides; nothing where it has none."""
-        if all(task.key != predicted.key for predicted in self.job.predicts):
-            return ""
-        return self.steps.entry(curves_key(task.layer)).curves[task.key].told
+        entered = self.journal.get(curves_key(task.layer))
+        curve = entered.curves.get(task.key) if entered else None
+        return curve.told if curve else ""
 
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
         entered = self.layer_statistics(task.layer)

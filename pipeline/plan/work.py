@@ -126,10 +126,7 @@ def layer_work(
     held_out = held_out_windows(samples, samples, sequence) * sequence if calibration else 0
     two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
     busy = [own.get(task.key, task) for task in tasks if task.layer == busiest]
-    pairs = {moment for task in busy for moment in task.corrections}
     predicted = {task.name for task in predict_tasks(build_methods(manifest), geometry) if task.layer == busiest}
-    mlp = 2.0 * layer.numbers(tuple(role for role in layer.roles if role in ("gate", "up", "down")))
-    walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
     skipped = 2.0 * layer.hidden * layer.intermediate if any(m.point == "down.in" for m in moments) else 0.0
     sizes = [triangle_numbers(moment, layer) for moment in moments]
     weight_bytes = layer.numbers() * itemsize
@@ -162,9 +159,7 @@ def layer_work(
             for _ in range(1 + two_rounds)
         ),
         gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in gradients),
-        correction_flops=float(tokens * (walked + sum(_pair_flops(moment, layer) for moment in pairs)))
-        if pairs
-        else 0.0,
+        correction_flops=float(tokens * _correction_flops(busy, layer, forward)),
         rounding=rounding,
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
         held_out_flops=(held_out * forward, held_out * packed),
@@ -240,6 +235,16 @@ def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
     """What the ranks of a task are multiples of; of one that only bits are chosen for, no matter."""
     entries = [entry.in_steps_of(manifest.rank_multiple) for entry in manifest.methods]
     return entries[task.method].multiple(geometry.hidden) if task.method < len(entries) else 1
+
+
+def _correction_flops(tasks: Sequence[Task], geometry: LayerGeometry, forward: float) -> float:
+    """For each token, of a layer's tasks; `forward`: of a forward pass."""
+    pairs = {moment for task in tasks for moment in task.corrections}
+    if not pairs:
+        return 0.0
+    mlp = 2.0 * geometry.numbers(tuple(role for role in geometry.roles if role in ("gate", "up", "down")))
+    walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
+    return walked + sum(_pair_flops(moment, geometry) for moment in pairs)
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:
