@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from pipeline.methods.loss_aware import mlp_solver
 from tests.end_to_end.children import Child, Hook, killed_again_and_again
 from tests.end_to_end.jobs import Job, file_digests, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES, make_source
@@ -77,6 +79,26 @@ def test_bytes_for_any_number_of_workers(job: MakeJob, reference: dict[str, str]
     made = job(**LOSS, **{"workers.max": 3})
     assert made.run().code == 0
     assert file_digests(made.output) == reference
+
+
+@pytest.mark.parametrize("correct", ["none", "output"])
+def test_the_channels_of_an_mlp_are_eliminated_once(
+    correct: str, job: MakeJob, inline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its curve; what solves and corrects it is told which of them stay."""
+    eliminated: list[int] = []
+    real = mlp_solver.eliminate
+
+    def counted(moment: Tensor, *others: Any) -> Any:
+        eliminated.append(len(moment))
+        return real(moment, *others)
+
+    monkeypatch.setattr(mlp_solver, "eliminate", counted)
+    made = job(**{**LOSS, "methods": [{"method": "loss_aware", "correct": correct}]}, **{"budget.keep": 0.5})
+    assert made.run().code == 0
+    layers = made.compression()["layers"]
+    assert any(layer["groups"]["mlp"]["ranks"]["width"] < eliminated[0] for layer in layers)
+    assert len(eliminated) == len(layers)
 
 
 def test_another_budget_takes_no_pass(job: MakeJob, inline: None) -> None:
