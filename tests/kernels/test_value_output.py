@@ -145,11 +145,13 @@ def test_a_moment_that_rounding_has_left_indefinite() -> None:
     weight, metric, moment = problem(24, 4, 6, tokens=3)
     values, vectors = torch.linalg.eigh(moment)
     rounded = vectors @ torch.diag(values - 1e-7 * values[-1]) @ vectors.T
-    plain, found = (fit_value_output(value_output_problem(weight, metric, c), start(2, 3, 6)) for c in (moment, rounded))
+    problems = [value_output_problem(weight, metric, each) for each in (moment, rounded)]
+    plain, found = (fit_value_output(each, start(2, 3, 6)) for each in problems)
     whole = 0.5 * float(torch.trace(metric @ weight @ moment @ weight.T))
     assert found.loss == pytest.approx(plain.loss, abs=1e-4 * whole)
+    negative = value_output_problem(weight, metric, torch.diag(values - values[-1] / 2))
     with pytest.raises(ValueError, match="not positive semidefinite"):
-        fit_value_output(value_output_problem(weight, metric, torch.diag(values - values[-1] / 2)), start(2, 3, 6))
+        fit_value_output(negative, start(2, 3, 6))
 
 
 def test_a_dead_layer_keeps_its_start() -> None:

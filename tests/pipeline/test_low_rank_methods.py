@@ -166,12 +166,15 @@ def test_a_cache_wider_than_the_hidden_state(cache_keep: float, allocation: str)
     ],
 )
 def test_a_share_of_the_cache_that_no_ranks_give(entry: dict[str, Any], words: str) -> None:
-    job = manifest({"method": "lorc", **entry})
-    where = geometry()
-    scores = Scores(dict.fromkeys(range(where.num_layers), 1.0))
+    job, where = manifest({"method": "lorc", **entry}), geometry()
+
+    def allocate() -> None:
+        methods = build_methods(job)
+        claim_tasks(methods, where)
+        allocate_ranks(job, methods, where, Scores(dict.fromkeys(range(where.num_layers), 1.0)))
+
     with pytest.raises(InputError, match=words):
-        claim_tasks(methods := build_methods(job), where)
-        allocate_ranks(job, methods, where, scores)
+        allocate()
 
 
 @pytest.mark.parametrize(
