@@ -182,7 +182,9 @@ class Assembler:
         for layer in range(self.inputs.geometry.num_layers):
             entry = self._entry(layer)
             rounded |= entry.rounded if entry else {}
-        fields = {FIELD: quantization_config(rounded, linear_modules(config))} if rounded else {}
+        fields: dict[str, Any] = {}
+        if rounded:
+            fields[FIELD] = quantization_config(rounded, linear_modules(config))
         if unused := self._unused(config):
             fields["unused_tensors"] = unused
         return config | config_fields(self.inputs.methods) | fields

@@ -127,8 +127,9 @@ def _refitted(problem: ValueOutputProblem, encode_Grd: Tensor) -> ValueOutput:
 def _factor(reduced_RR: Tensor, damping: float) -> Tensor:
     """With as little more damping as it takes: a moment of products in float32 may have eigenvalues below zero."""
     for power in range(_MORE_DAMPING):
-        factor_RR, failed = torch.linalg.cholesky_ex(reduced_RR)
+        lower_RR, failed = torch.linalg.cholesky_ex(reduced_RR)
         if not int(failed):
+            factor_RR: Tensor = lower_RR
             return factor_RR
         reduced_RR.diagonal().add_(9 * damping * 10**power)  # ten times as much in all
     raise ValueError("the moment of what the output projection reads is not positive semidefinite")
