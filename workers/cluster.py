@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # proce
 AGENT_PORTS = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT", "RUNTIME_ENV_AGENT")
 PROBED = 64  # workers at most, to measure what one does
 STARTS = 2  # of a Ray of our own, on a machine that may be busy
+SOCKET_PATH = "AF_UNIX path length"  # of which the system takes 107 bytes
 TOO_SLOW = "timed out during startup"  # what Ray says of its own node
 
 
@@ -84,10 +86,12 @@ def connect(
             _start_local(workers)
     except AuthenticationError as error:
         raise InputError(f"Ray: {error}") from error
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if isinstance(error, WorkerError | InputError):
+    except (OSError, RuntimeError, ValueError) as error:
+        no_cluster = isinstance(error, ConnectionError) or SOCKET_PATH in str(error)
+        if isinstance(error, WorkerError) or (isinstance(error, OSError) and not no_cluster):
             raise
-        raise InputError(_refusal(found, error)) from error
+        said = str(error) if isinstance(error, InputError) else _refusal(found, error)
+        raise InputError(said if address or not found else f"{said}; RAY_ADDRESS gave this one: unset it") from error
     resources = ray.cluster_resources()
     if not found and workers.gpus * workers.min > resources.get("GPU", 0):
         ray.shutdown()
@@ -142,6 +146,11 @@ def _refusal(found: str | None, error: Exception) -> str:
     if "ersion mismatch" in str(error):
         said = " ".join(str(error).split())
         return f"Ray: the cluster at {found} is of another version than this command: {said}; install the same on both"
+    if SOCKET_PATH in str(error):
+        place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        return (
+            f"Ray: no socket can be below {place}, whose path is too long; set TMPDIR (or RAY_TMPDIR) to a shorter one"
+        )
     return (
         f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none; "
         "a cluster with tokens answers with RAY_AUTH_MODE=token only"

@@ -156,6 +156,25 @@ def test_another_version_is_named(starts: list[dict[str, Any]], monkeypatch: pyt
         connect("10.0.0.1:6379", Workers())
 
 
+def test_the_environment_s_address_is_named(starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    starts.pop(0)["faults"].append(ConnectionError("no instance"))
+    with pytest.raises(InputError, match=r"no cluster at auto .no instance.*RAY_ADDRESS gave this one: unset it"):
+        connect(None, Workers())
+    monkeypatch.setenv("RAY_ADDRESS", "localhost")
+    with pytest.raises(InputError, match=r"'localhost' is no address.*RAY_ADDRESS gave this one"):
+        connect(None, Workers())
+
+
+def test_a_path_too_long_for_sockets(starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/long")
+    starts.pop(0)["faults"].extend([OSError("AF_UNIX path length cannot exceed 107 bytes: x"), OSError("another")])
+    with pytest.raises(InputError, match=r"no socket can be below /tmp/long.*set TMPDIR"):
+        connect(None, Workers())
+    with pytest.raises(OSError, match="another"):
+        connect(None, Workers())
+
+
 @pytest.mark.parametrize(
     ("kinds", "workers", "fits"),
     [
