@@ -20,7 +20,11 @@ from ray._common.utils import get_system_memory
 from ray._private import node as ray_node
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
-from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
+from ray._private.authentication.authentication_token_setup import (
+    ensure_token_if_auth_enabled,
+    generate_and_save_token,
+)
 from ray._private.services import resolve_ip_for_localhost
 from ray.autoscaler._private.util import format_readonly_node_type
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -160,6 +164,7 @@ def _refusal(found: str | None, error: Exception) -> str:
 def _start_local(workers: Workers) -> None:
     """A Ray of our own. Raises WorkerError when it does not start, twice."""
     _listen_on_loopback()
+    _have_token()
     os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, workers starve on a busy machine
     for start in range(STARTS):
         try:
@@ -187,6 +192,18 @@ def _start_local(workers: Workers) -> None:
                     f"busy (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs) or short of memory; stop other "
                     "programs, or start Ray with `ray start --head` and give --address"
                 ) from error
+
+
+def _have_token() -> None:
+    """A token where Ray, which asks for one by default, would save a new one in a home that cannot be written."""
+    loader = _raylet.AuthenticationTokenLoader.instance()  # type: ignore[attr-defined]  # no stub has it
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or loader.has_token(ignore_auth_mode=True):
+        return
+    try:
+        generate_and_save_token()
+    except (OSError, RuntimeError):  # no right to write there, or no home at all
+        os.environ["RAY_AUTH_TOKEN"] = generate_new_authentication_token()
+    loader.reset_cache()
 
 
 class _BareNode(ray_node.Node):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,6 +129,24 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed.")
+
+
+def test_a_home_that_cannot_be_written_needs_no_token_file(
+    starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "home").write_text("a file, below which nothing can be made")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    loader = cluster._raylet.AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "to be put back")
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    connect(None, Workers())
+    assert len(os.environ["RAY_AUTH_TOKEN"]) >= 32
+    assert loader.has_token(ignore_auth_mode=True)
+    monkeypatch.undo()
+    loader.reset_cache()
 
 
 def test_a_slow_start_is_tried_again(starts: list[dict[str, Any]]) -> None:
