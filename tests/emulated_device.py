@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.emulated_streams import Event, Memory, Stream, Streams
 
@@ -146,8 +145,7 @@ class EmulatedDevice:
         if _decomposes(func):
             with _Mode():
                 return func.decompose(*args, **kwargs)
-        flat, _ = tree_flatten((args, kwargs))
-        tensors = [given for given in flat if isinstance(given, Tensor)]
+        tensors = _tensors((args, kwargs))
         ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         name = func._schema.name.removeprefix("aten::")
         wanted = kwargs.get("device")
@@ -163,7 +161,7 @@ class EmulatedDevice:
         return self._compute(func, name, args, kwargs, ours)
 
     def _compute(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], ours: list[DeviceTensor]) -> Any:
-        inner_args, inner = tree_map(_inner, (args, kwargs))
+        inner_args, inner = _mapped(_inner, args), _mapped(_inner, kwargs)
         inner |= {"device": "cpu"} if inner.get("device") is not None else {}
         written = _written(func, args, kwargs)
         for tensor in ours if not _is_view(func) else ():
@@ -175,7 +173,7 @@ class EmulatedDevice:
                     raise NotImplementedError(f"the emulated device changes no shapes in place: {func}")
             return written[0] if len(written) == 1 else type(found)(written)
         memories = {tensor.inner.untyped_storage()._cdata: tensor.memory for tensor in ours}
-        return tree_map(lambda value: self._wrapped(value, memories), found)
+        return _mapped(lambda value: self._wrapped(value, memories), found)
 
     def _wrapped(self, value: Any, memories: dict[int, Memory]) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, DeviceTensor):
@@ -186,7 +184,7 @@ class EmulatedDevice:
         return DeviceTensor(value, memories[storage])
 
     def _check(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        allowed = {id(each) for place in FROM_CPU.get(name, ()) for each in tree_flatten(args[place])[0]}
+        allowed = {id(each) for place in FROM_CPU.get(name, ()) for each in _tensors(args[place])}
         written = _written(func, args, kwargs)
         on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu" and id(tensor) not in allowed]
         scalars = torch.Tag.pointwise in func.tags or name in TAKES_NUMBER
@@ -206,7 +204,7 @@ class EmulatedDevice:
 
     def _count(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         self.operations[name] += 1
-        masks = [each for each in tree_flatten(args[1])[0] if isinstance(each, Tensor)] if name in FROM_CPU else []
+        masks = _tensors(args[1]) if name in FROM_CPU else []
         for index in masks:
             if index.dtype in (torch.bool, torch.uint8) and not (name != "index" and args[2].numel() == 1):
                 self._wait(f"{name} by a mask")
@@ -314,6 +312,19 @@ def _device() -> EmulatedDevice:
     return _current[0]
 
 
+def _mapped(call: Any, value: Any) -> Any:
+    """What `call` makes of everything in tuples, lists and a dict."""
+    if isinstance(value, tuple | list):
+        return type(value)([_mapped(call, each) for each in value])
+    return {name: _mapped(call, each) for name, each in value.items()} if isinstance(value, dict) else call(value)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _mapped(lambda each: found.append(each) if isinstance(each, Tensor) else None, value)
+    return found
+
+
 def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, DeviceTensor) else value
 
@@ -331,12 +342,17 @@ def _is_view(func: Any) -> bool:
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an operation writes to."""
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name) if place >= len(args) or argument.kwarg_only else args[place]
-            found += [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
-    return found
+    places = _writes(func)
+    return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
+
+
+@functools.cache
+def _writes(func: Any) -> list[tuple[int, str]]:
+    return [
+        (sys.maxsize if argument.kwarg_only else place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _caller(operation: str) -> str:

@@ -1,0 +1,20 @@
+"""The same tests on a CUDA device, where there is one, and on the emulated one, where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.emulated_device import EmulatedDevice, emulated_device
+
+
+@pytest.fixture(autouse=True)
+def emulated() -> Iterator[EmulatedDevice | None]:
+    """None on a real one."""
+    if torch.cuda.is_available():
+        yield None
+        return
+    with emulated_device() as device:
+        yield device
