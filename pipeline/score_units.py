@@ -43,9 +43,15 @@ class Windows:
         return len(self.ranges)
 
 
+def scorers(shards: int, workers: int) -> int:
+    """How many workers go through one model with so many shards of windows: half of them, as the others go through
+    another one."""
+    return min(shards, math.ceil(workers / 2))
+
+
 def shards_each(shards: int, workers: int) -> int:
-    """How many shards of windows each worker takes of a model, when half of them go through another one."""
-    return math.ceil(shards / math.ceil(workers / 2))
+    """How many of these shards each of them takes."""
+    return math.ceil(shards / scorers(shards, workers))
 
 
 @dataclass(frozen=True)

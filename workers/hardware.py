@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
 from manifests import VERSION
+from manifests.processor import CPU_INFO, LIMIT, processor_flags
 from workers.device_settings import device_settings
 
-CPU_INFO = Path("/proc/cpuinfo")
+# Of a processor's flags, those by which oneDNN chooses how half precision is multiplied.
+HALF_PRECISION = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16", "bf16", "asimdhp")
 
 
 def describe_hardware(device: torch.device) -> dict[str, str]:
     """Field -> value; results have the same bytes where all are equal.
 
     A GPU: its name, compute capability, torch and CUDA versions, settings. A CPU: its maker and the instructions that
-    torch's and oneMKL's kernels are chosen by.
+    torch's, oneMKL's and oneDNN's kernels are chosen by.
     """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -33,6 +35,7 @@ def describe_hardware(device: torch.device) -> dict[str, str]:
     return {
         "device": f"CPU of {_cpu_maker()}",
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "half_precision": _half_precision(),
         "torch": torch.__version__,
     }
 
@@ -46,6 +49,12 @@ def software_versions() -> dict[str, str]:
 def _cpu_maker() -> str:
     found = re.search(r"^(?:vendor_id|CPU implementer)\s*:\s*(\S+)", _cpu_info(), re.MULTILINE)
     return found.group(1) if found else "unknown make"
+
+
+def _half_precision() -> str:
+    flags = processor_flags()
+    promised = " ".join(name for name in HALF_PRECISION if name in flags) or "none"
+    return f"{promised}, at most {os.environ[LIMIT]}" if LIMIT in os.environ else promised
 
 
 def _cpu_info() -> str:

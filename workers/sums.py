@@ -128,9 +128,7 @@ class _PassSums:
             return
         if moment not in self.sums:
             self.sums[moment] = MomentSum(self.grids[moment], moment.heads, self.device)
-        values = torch.cat(parts) if len(parts) > 1 else parts[0]
-        del parts  # or the values would be held twice, and in float32 besides, while they are multiplied
-        self.sums[moment].add_(values)
+        self.sums[moment].add_(*parts)
 
 
 class Squares:

@@ -182,8 +182,17 @@ class Assembler:
         for layer in range(self.inputs.geometry.num_layers):
             entry = self._entry(layer)
             rounded |= entry.rounded if entry else {}
-        fields = {FIELD: quantization_config(rounded, linear_modules(config))} if rounded else {}
+        fields: dict[str, Any] = {}
+        if rounded:
+            fields[FIELD] = quantization_config(rounded, linear_modules(config))
+        if unused := self._unused(config):
+            fields["unused_tensors"] = unused
         return config | config_fields(self.inputs.methods) | fields
+
+    def _unused(self, config: Mapping[str, Any]) -> list[str]:
+        """Tensors of the source that its model does not ask for: loading would take them for those of another one."""
+        asked = {*self.inputs.geometry.expected_tensors(), f"{config['block']['head']}.weight"}
+        return sorted(self.inputs.source.tensors.keys() - asked)
 
     def _record(self, plans: Sequence[ShardPlan], records: Mapping[str, ShardRecord]) -> dict[str, Any]:
         geometry, forms = self.inputs.geometry, self._forms()

@@ -44,6 +44,8 @@ def _cost(config: str) -> tuple[tuple[str, int], ...]:
     described._attn_implementation = "sdpa"
     with torch.device("meta"):
         model: Any = lamina.LaminaForCausalLM(described).eval()
+    if (rotary := model.base_model.rotary_emb) is not None:
+        rotary.rope_type = "default"  # some types choose their angles by the positions' numbers, which nobody has here
     cost = {
         "weights": sum(_read(module) for module in model.modules()),
         "cached": sum(described.cache_numbers(layer) for layer in range(described.num_hidden_layers)),

@@ -39,6 +39,7 @@ from pipeline.score_units import Compare
 from pipeline.scoring import Scorer
 from pipeline.steps import Course
 from stores.activations import ActivationStore
+from stores.background import Background
 from stores.ledger import Ledger
 from stores.run_directory import RunDirectory
 from stores.staging import sweep_staged
@@ -69,14 +70,20 @@ class StoreCleaner:
     """See `pipeline.ports.Cleaner`; the arrays of `always` stay.
 
     Where nothing is to be retained, and at first, everything that nobody names is looked for, such as what a dead
-    worker had written, unless others may be writing there; otherwise what was retained before is dropped.
+    worker had written, unless others may be writing there; otherwise what was retained before is dropped, for which
+    nobody waits.
     """
 
     def __init__(
-        self, run_dir: RunDirectory, always: list[ArrayRecord], alone: Callable[[], bool] = lambda: True
+        self,
+        run_dir: RunDirectory,
+        always: list[ArrayRecord],
+        dropping: Background,
+        alone: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`alone`: whether nobody else writes hidden states."""
+        """`dropping`: in it arrays are dropped. `alone`: whether nobody else writes hidden states."""
         self.run_dir = run_dir
+        self.dropping = dropping
         self.alone = alone
         self.activations: ActivationStore = run_dir.activations
         self.statistics: StatisticsStore = run_dir.statistics
@@ -97,9 +104,10 @@ class StoreCleaner:
         live = {record.path: record for record in (*records, *always)}
         before = self._retained.get(store)
         if (before is None or not records) and (store is self.statistics or self.alone()):
+            self.dropping.finish()
             store.sweep(live.values())
-        else:
-            store.drop(*(record for path, record in (before or {}).items() if path not in live))
+        elif dropped := [record for path, record in (before or {}).items() if path not in live]:
+            self.dropping.do(store.drop, *dropped)
         self._retained[store] = live
 
     def retain_staged(self, records: tuple[StagedRecord, ...]) -> None:
@@ -113,12 +121,14 @@ class JobWorkers:
     Attributes:
         always: stored tokens and hidden states that outlive whatever is computed.
         every: hidden states are committed each time this many layers are done.
+        dropping: what drops replaced ones meanwhile.
     """
 
-    def __init__(self, pool: BusyPool, always: list[ArrayRecord], every: int) -> None:
+    def __init__(self, pool: BusyPool, always: list[ArrayRecord], every: int, dropping: Background) -> None:
         self.pool = pool
         self.always = always
         self.every = every
+        self.dropping = dropping
 
     @property
     def effort(self) -> Effort:
@@ -127,8 +137,8 @@ class JobWorkers:
 
     def scorer(self, job: JobContext) -> Scorer:
         """Scores models by them."""
-        layers, cleaner = job.inputs.geometry.num_layers, StoreCleaner(job.run_dir, self.always)
-        return Scorer(self.pool, job.ledger, cleaner, job.observer, layers, self.every)
+        cleaner = StoreCleaner(job.run_dir, self.always, self.dropping)
+        return Scorer(self.pool, job.ledger, cleaner, job.observer, job.inputs.geometry.num_layers, self.every)
 
     def take_curves(self, job: JobContext) -> None:
         """Everything that ranks follow, entered in the ledger."""
@@ -169,7 +179,7 @@ class JobWorkers:
     def scorer_aside(self, job: JobContext, aside: Aside, first: Callable[[], bool] = lambda: True) -> Scorer:
         """Of a model that is scored while others use the workers: its hidden states are committed when they do no more,
         and it is the `first` of those that are scored side by side."""
-        cleaner = StoreCleaner(job.run_dir, self.always, lambda: False)
+        cleaner = StoreCleaner(job.run_dir, self.always, self.dropping, lambda: False)
         layers = job.inputs.geometry.num_layers
         return Scorer(aside, job.ledger, cleaner, job.observer, layers, self.every, lambda: aside.alone and first())
 
@@ -184,7 +194,7 @@ class JobWorkers:
     def _cleaner(self, job: JobContext, alone: Callable[[], bool] = lambda: True) -> StoreCleaner:
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
         scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
-        return StoreCleaner(job.run_dir, [*self.always, *scored], alone)
+        return StoreCleaner(job.run_dir, [*self.always, *scored], self.dropping, alone)
 
 
 def _compare(job: JobContext, layers: LayersEntered) -> Course[None]:
@@ -237,11 +247,12 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
         worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool,
         heartbeat.attending(pool),
         units_logged(pool, job.run_dir.logs, job.name),
+        Background() as dropping,
     ):
         job.ledger.commit(HARDWARE, dict(pool.hardware))
         job.observer.show_memory_of(pool.peak_bytes)
         job.observer.expect(job_outlook(job, known_rates(pool.hardware["device"])))
-        yield JobWorkers(pool, always, commit_interval(job, pool.hardware))
+        yield JobWorkers(pool, always, commit_interval(job, pool.hardware), dropping)
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:

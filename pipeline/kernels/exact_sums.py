@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeline.kernels.moments import ROWS_PER_PRODUCT, exact_halves, product_rows
+from pipeline.kernels.moments import ROWS_PER_PRODUCT, exact_halves
 
 BAND = 512
+ADDED_ROWS = 64  # of a band at a time: a CPU then has in its cache what it makes float64
 MARGIN_BITS = 20  # by how much sums of squares may exceed what the sample foretells
 SILENT_BITS = 16  # a channel that is zero in the sample is taken to be so much below the mean of all, in squares
 FLOOR_BITS = 40  # and none to be further below
@@ -104,22 +105,40 @@ class MomentSum:
         self._rounder = 1.5 * 2.0 ** (grid.bits - _GRID_BITS + _MANTISSA[product_dtype])
         self._left = 0.0
 
-    def add_(self, values_TF: Tensor) -> None:
-        """Adds the second moments of values (..., F). Raises ValueError where F is not what the grid is for.
+    def add_(self, *parts_TF: Tensor) -> None:
+        """Adds the second moments of values (..., F), which may come in parts: products run over the ends of these.
+        Raises ValueError where F is not what the grid is for.
 
         One product takes at most 4096 rows in `product_dtype`; its place in the sequence of calls does not matter, its
         extent does. NaN and infinity are not looked for: they reach the diagonal (`exceeding`).
         """
         groups, width = self.grid.exponents.shape
-        values_TF = values_TF.detach().reshape(-1, values_TF.shape[-1])
-        if values_TF.shape[1] != self.heads * width:
-            shape = tuple(values_TF.shape)
-            raise ValueError(f"values (T, F) {shape} of {self.heads} heads do not fit {groups} x {width} sums")
-        for chunk_TF in values_TF.split(product_tokens(self.heads, groups)):
-            exact = exact_halves(chunk_TF, self.product_dtype)
-            scaled_TF = chunk_TF * _factors(self.grid, self.heads, chunk_TF)
-            scaled_TF = scaled_TF.to(chunk_TF.dtype) if exact else scaled_TF
-            self._multiply(product_rows(scaled_TF, self.heads, groups, self.product_dtype))
+        parts = [part_TF.detach().reshape(-1, part_TF.shape[-1]) for part_TF in parts_TF]
+        for part_TF in parts:
+            if part_TF.shape[1] != self.heads * width:
+                shape = tuple(part_TF.shape)
+                raise ValueError(f"values (T, F) {shape} of {self.heads} heads do not fit {groups} x {width} sums")
+        limit = product_tokens(self.heads, groups)
+        while parts:
+            taken, room = [], limit
+            while parts and room:
+                first_TF = parts.pop(0)
+                taken.append(first_TF[:room])
+                parts[:0] = [first_TF[room:]] if len(first_TF) > room else []
+                room -= len(taken[-1])
+            self._multiply(self._scaled_rows(taken))
+
+    def _scaled_rows(self, parts_TF: Sequence[Tensor]) -> Tensor:
+        """(G, T * heads per group, d) of all parts: what one batched product sums over. Scaled, put into the product's
+        type and laid out in one pass over each."""
+        groups, width = self.grid.exponents.shape
+        tokens, dtype, device = sum(map(len, parts_TF)), parts_TF[0].dtype, parts_TF[0].device
+        dtype = dtype if exact_halves(parts_TF[0], self.product_dtype) else self.product_dtype
+        rows_GTHd = torch.empty(groups, tokens, self.heads // groups, width, dtype=dtype, device=device)
+        factors_G11d = _factors(self.grid, parts_TF[0])[:, None, None]
+        for part_TF, row_GTHd in zip(parts_TF, rows_GTHd.split([*map(len, parts_TF)], 1), strict=True):
+            torch.mul(part_TF.reshape(len(part_TF), groups, -1, width).transpose(0, 1), factors_G11d, out=row_GTHd)
+        return rows_GTHd.reshape(groups, -1, width)
 
     def _multiply(self, rows_GRd: Tensor) -> None:
         """What rounds a float32 product stays in the sum, which is as exact with it: it is a small multiple of the
@@ -132,8 +151,9 @@ class MomentSum:
                 product_Gbd = torch.bmm(left_GbR, right_GRd)
             else:
                 product_Gbd = torch.bmm(left_GbR, right_GRd, out_dtype=self.product_dtype)
-            product_Gbd.add_(self._rounder)
-            band_Gbd.add_(product_Gbd if stays else product_Gbd.sub_(self._rounder))
+            for sum_Gnd, term_Gnd in zip(band_Gbd.split(ADDED_ROWS, 1), product_Gbd.split(ADDED_ROWS, 1), strict=True):
+                term_Gnd.add_(self._rounder)
+                sum_Gnd.add_(term_Gnd if stays else term_Gnd.sub_(self._rounder))
         self._left += self._rounder if stays else 0.0
 
     def bands(self) -> list[Tensor]:
@@ -198,13 +218,10 @@ def moment_rows(bands: Sequence[Tensor], grid: Grid, start: int, stop: int) -> T
     return rows_Gnc
 
 
-def _factors(grid: Grid, heads: int, values_TF: Tensor) -> Tensor:
-    """2^-exponent of every feature, in a type that has it, and that has what it makes of the values."""
-    groups = grid.exponents.shape[0]
-    exponents_GHd = grid.exponents[:, None, :].expand(-1, heads // groups, -1)
-    factors_F = _powers_of_two(-exponents_GHd.reshape(-1))
+def _factors(grid: Grid, values_TF: Tensor) -> Tensor:
+    """2^-exponent of every channel (G, d), in a type that has it, and that has what it makes of the values."""
     dtype = values_TF.dtype if values_TF.dtype in (torch.float64, torch.bfloat16) else torch.float32
-    return factors_F.to(values_TF.device, dtype)
+    return _powers_of_two(-grid.exponents).to(values_TF.device, dtype)
 
 
 def _powers_of_two(exponents: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from pipeline.kernels.sensitivity import Factored, factored
 
 # Relative to the mean diagonal: what no calibration token has excited keeps the basis and the weight it had.
 _DAMPING = 1e-7
+_MORE_DAMPING = 7  # powers of ten, to a tenth of the mean diagonal
 _STEPS = 24  # of conjugate gradients, from the last encoder on
 _SMALL = 1e-12
 
@@ -116,11 +117,22 @@ def _refitted(problem: ValueOutputProblem, encode_Grd: Tensor) -> ValueOutput:
     encode_Hrd = _of_all_heads(problem, encode_Grd)
     crossed_FR = by_heads(problem.moment, encode_Hrd.mT)
     reduced_RR = by_heads(crossed_FR.T.contiguous(), encode_Hrd.mT)
-    factor_RR = torch.linalg.cholesky(0.5 * (reduced_RR + reduced_RR.T))
+    factor_RR = _factor(0.5 * (reduced_RR + reduced_RR.T), problem.damping)
     read_DR = by_heads(problem.felt, encode_Hrd.mT)
     felt_DR = torch.linalg.solve_triangular(factor_RR.mT, read_DR, upper=True, left=False)
     kept = problem.scale * float(felt_DR.square().sum())
     return ValueOutput(encode_Grd, felt_DR, factor_RR, 0.5 * max(problem.whole - kept, 0.0))
+
+
+def _factor(reduced_RR: Tensor, damping: float) -> Tensor:
+    """With as little more damping as it takes: a moment of products in float32 may have eigenvalues below zero."""
+    for power in range(_MORE_DAMPING):
+        lower_RR, failed = torch.linalg.cholesky_ex(reduced_RR)
+        if not int(failed):
+            factor_RR: Tensor = lower_RR
+            return factor_RR
+        reduced_RR.diagonal().add_(9 * damping * 10**power)  # ten times as much in all
+    raise ValueError("the moment of what the output projection reads is not positive semidefinite")
 
 
 def _undamped(problem: ValueOutputProblem, found: ValueOutput) -> float:

@@ -56,7 +56,7 @@ class LoRCMethod(MethodBase[LoRC]):
 
     def _check(self, layer: LayerGeometry) -> None:
         keep, least = self.entry.cache_keep, min(self.entry.multiple(layer.hidden), *layer.weight_shape("k"))
-        if keep is not None and max(1, keep * _cached(layer)) < least:
+        if keep is not None and keep * _cached(layer) < least:
             raise ValueError(
                 f"cache_keep: {keep:g} of {_cached(layer)} cached numbers is less than the smallest rank, {least}; "
                 f"give at least {least / _cached(layer):.4f}, or a smaller rank_multiple"

@@ -128,7 +128,11 @@ def allocate_ranks(
         """keep · total less what nobody claims, and what has a budget of its own."""
         budget = manifest.budget
         if budget is None or (budget.keep, budget.bytes, budget.max_loss) == (None, None, None):
-            raise InputError("budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry")
+            open_ones = ", ".join(entry.where for entry in entries if not entry.fixed and entry.keep is None)
+            raise InputError(
+                "budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry "
+                f"({open_ones}: sizes are left open)"
+            )
         total = scope_numbers(geometry, budget.scope)
         untouched = total - sum(entry.dense_numbers for entry in entries)
         if budget.bytes is None:
@@ -190,7 +194,10 @@ def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) ->
     own = _own(scores, position, method, geometry)
 
     def targets(ratio: float) -> dict[Key, float]:
-        found = method.target_ranks(geometry, ratio, own)
+        try:
+            found = method.target_ranks(geometry, ratio, own)
+        except ValueError as error:  # fields that do not go together on this model
+            raise InputError(f"methods.{position} ({method.name}): {error}") from error
         return {(layer, task_key(layer, position, group), name): rank for (layer, group, name), rank in found.items()}
 
     variables = method.rank_variables(geometry)

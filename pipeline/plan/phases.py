@@ -10,6 +10,7 @@ from pipeline.plan.rates import Rates
 from pipeline.plan.rounding_work import round_seconds
 from pipeline.plan.solve_work import SolveWork
 from pipeline.plan.work import LayerWork
+from pipeline.score_units import scorers, shards_each
 
 START_SECONDS = 5.0  # of a local Ray and its workers, as measured on a CPU
 WORKERS_SECONDS = 3.0  # of these, the workers': again for each model that is evaluated
@@ -55,11 +56,6 @@ class Pass:
         """The same of other shards than the calibration samples'."""
         return math.ceil(shards / self.workers) / shards
 
-    @property
-    def scorers(self) -> int:
-        """Workers that go through one model with held-out text: half of them, as others go through the other model."""
-        return min(self.held_out_shards, (self.workers + 1) // 2)
-
     def nodes(self, rates: Rates) -> int:
         """That the workers fill."""
         return math.ceil(self.workers / rates.workers_per_node)
@@ -86,7 +82,7 @@ def commit_seconds(rates: Rates, way: Pass, shards: int) -> float:
 
 def held_out_seconds(flops: float, work: LayerWork, rates: Rates, way: Pass) -> float:
     """All held-out text through a layer on one worker, or as much on several, each of which builds it."""
-    building = way.scorers * work.built_bytes / rates.memory
+    building = scorers(way.held_out_shards, way.workers) * work.built_bytes / rates.memory
     return flops / rates.single + building + commit_seconds(rates, way, way.held_out_shards)
 
 
@@ -208,7 +204,8 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.correction_flops:
         found["correct"] = layers * work.correction_flops / rates.products * way.rounds
     written = 0.0 if way.cached else work.written_bytes / rates.disk
-    share = way.scorers * math.ceil(way.held_out_shards / way.scorers) / way.held_out_shards / way.workers
+    windows, by = way.held_out_shards, scorers(way.held_out_shards, way.workers)
+    share = by * shards_each(windows, way.workers) / windows / way.workers
     through = share * sum(held_out_seconds(flops, work, rates, way) for flops in work.held_out_flops)
     # Workers that solves leave idle go through held-out text, and one of them through both models side by side.
     comparing = layers * compare_seconds(work, rates, way) if work.compare_flops else 0.0

@@ -65,7 +65,7 @@ def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
                 catch_signals(job.stop)
                 _solve(sweep, point, workers, windows, took_s / len(series))
                 waiting = [record for other in series[number:] for record in staged_layers(sweep.of(other).ledger)]
-                StoreCleaner(job.run_dir, workers.always).retain_staged(tuple(waiting))
+                StoreCleaner(job.run_dir, workers.always, workers.dropping).retain_staged(tuple(waiting))
 
 
 def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWorkers) -> None:
@@ -131,7 +131,8 @@ def _stage(sweep: SweepContext, series: Sequence[SweptPoint], workers: JobWorker
 
 def _workers_of(point: SweptPoint, workers: JobWorkers) -> JobWorkers:
     """What a point is scored on is not committed on the way: killed, it is scored again."""
-    return JobWorkers(PointPool(workers.pool, point.first), workers.always, point.inputs.geometry.num_layers + 1)
+    pool, every = PointPool(workers.pool, point.first), point.inputs.geometry.num_layers + 1
+    return JobWorkers(pool, workers.always, every, workers.dropping)
 
 
 def _solve(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
-from tests.end_to_end.jobs import Job, command, read_tensors
+from tests.end_to_end.jobs import Job, command, load, read_tensors
 
 MakeJob = Callable[..., Job]
 
@@ -64,7 +65,9 @@ def test_an_output_as_source_is_named_as_such(job: MakeJob) -> None:
 @pytest.mark.parametrize("layers", [[0], "all"], ids=["copied layer", "claimed layer"])
 @pytest.mark.parametrize("listed", [True, False], ids=["in the index", "in no index"])
 def test_tensors_that_no_model_asks_for(listed: bool, layers: Any, tmp_path: Path, llama: Path, job: MakeJob) -> None:
-    """Buffers of old checkpoints, bytes among them: those of the index travel on, counted alike on both sides."""
+    """Buffers of old checkpoints, bytes among them, and a layer that the config cuts off: those of the index travel on,
+    counted alike on both sides, and what loads the model passes over them.
+    """
     source = tmp_path / "source"
     shutil.copytree(llama, source)
     index = json.loads((source / "model.safetensors.index.json").read_text())
@@ -72,6 +75,8 @@ def test_tensors_that_no_model_asks_for(listed: bool, layers: Any, tmp_path: Pat
     extra = {
         "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8),
         "model.layers.1.self_attn.masked": torch.ones(1, 1, 64, 64, dtype=torch.uint8),
+        "model.layers.3.mlp.up_proj.weight": torch.ones(4, 4),
+        "value_head.weight": torch.ones(4),
     }
     save_file({**load_file(layer), **extra}, layer, {"format": "pt"})
     if listed:
@@ -83,10 +88,13 @@ def test_tensors_that_no_model_asks_for(listed: bool, layers: Any, tmp_path: Pat
     verified = command("verify", str(made.output), "--source", str(source), "--json").json
     assert verified["passed"], verified
     pair = summary["counts"]["decoder_parameters"]
-    untouched = 8 + 64 * 64 // 4 if listed else 0
+    untouched = 8 + 64 * 64 // 4 + 16 if listed else 0
     dense = sum(t.numel() for name, t in read_tensors(llama).items() if ".layers." in name)
     assert pair["dense"] == dense + untouched
     assert pair["compressed"] <= 0.9 * dense + untouched
+    stored = summary["counts"]["parameters"]["compressed"]
+    assert load(made.output).num_parameters() == stored - (untouched + 4) * listed
+    AutoModel.from_pretrained(made.output)
 
 
 @pytest.mark.usefixtures("inline_everywhere")

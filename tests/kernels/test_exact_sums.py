@@ -97,6 +97,20 @@ def test_the_sum_is_that_of_products_rounded_one_by_one() -> None:
     assert loudest > rounder
 
 
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 2)])
+def test_products_run_over_the_ends_of_parts(heads: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of any sizes together are what they are in one piece, products of 16 rows each."""
+    monkeypatch.setattr(exact_sums, "ROWS_PER_PRODUCT", 16)
+    values_TF = wide(50, 24)
+    grid = grid_of(values_TF, 8, heads, groups)
+    whole = MomentSum(grid, heads, CPU)
+    whole.add_(values_TF)
+    for sizes in ([50], [1, 15, 34], [7] * 7 + [1], [33, 17]):
+        total = MomentSum(grid, heads, CPU)
+        total.add_(*values_TF.split(sizes))
+        assert same(total.bands(), whole.bands())
+
+
 def test_every_permutation_of_a_few_parts() -> None:
     parts = list(wide(20, 7, seed=2, spread=12.0).split(5))
     grid = grid_of(torch.cat(parts), 5)

@@ -141,6 +141,19 @@ def test_singular_tiny_and_huge_moments(scale: float, tokens: int) -> None:
     assert found.loss / scale**0.5 == pytest.approx(plain.loss, rel=0.05, abs=1e-12 * whole)
 
 
+def test_a_moment_that_rounding_has_left_indefinite() -> None:
+    weight, metric, moment = problem(24, 4, 6, tokens=3)
+    values, vectors = torch.linalg.eigh(moment)
+    rounded = vectors @ torch.diag(values - 1e-7 * values[-1]) @ vectors.T
+    problems = [value_output_problem(weight, metric, each) for each in (moment, rounded)]
+    plain, found = (fit_value_output(each, start(2, 3, 6)) for each in problems)
+    whole = 0.5 * float(torch.trace(metric @ weight @ moment @ weight.T))
+    assert found.loss == pytest.approx(plain.loss, abs=1e-4 * whole)
+    negative = value_output_problem(weight, metric, torch.diag(values - values[-1] / 2))
+    with pytest.raises(ValueError, match="not positive semidefinite"):
+        fit_value_output(negative, start(2, 3, 6))
+
+
 def test_a_dead_layer_keeps_its_start() -> None:
     weight, metric, _ = problem(24, 4, 6)
     found = fitted(weight, metric, torch.zeros(24, 24), start(2, 3, 6))

@@ -45,6 +45,12 @@ def test_dense() -> None:
     )
 
 
+def test_angles_that_go_by_the_longest_position() -> None:
+    config = describe(make_source("llama-gqa").config, [{} for _ in range(LAYERS)])
+    rope = {**config["rope_parameters"], "rope_type": "dynamic", "factor": 2.0}
+    assert decoding_costs({**config, "rope_parameters": rope}) == decoding_costs(config)
+
+
 @pytest.mark.parametrize("kind", [kinds.low_rank, kinds.joint, kinds.pivoted])
 def test_each_number_of_a_factor_is_multiplied_once(kind: Any) -> None:
     sizes, _, costs = costs_of("llama-gqa", kind)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from manifests.errors import InputError
 from manifests.loading import parse_manifest
 from manifests.methods import LoRC
 from manifests.records import FormSpec
@@ -155,6 +156,25 @@ def test_a_cache_wider_than_the_hidden_state(cache_keep: float, allocation: str)
         weights, solution = solve(job.methods[0].model_dump(), where, "key", D)
         rebuilt = solution.tensors["k.second.weight"] @ solution.tensors["k.first.weight"]
         torch.testing.assert_close(rebuilt, weights["k.weight"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"cache_keep": 0.01}, "cache_keep: 0.01 of .* is less than the smallest rank, 1"),
+        ({"cache_keep": 0.5, "skip_above": 1e-9}, "methods.0 .lorc.: cache_keep 0.5 is out of reach"),
+    ],
+)
+def test_a_share_of_the_cache_that_no_ranks_give(entry: dict[str, Any], words: str) -> None:
+    job, where = manifest({"method": "lorc", **entry}), geometry()
+
+    def allocate() -> None:
+        methods = build_methods(job)
+        claim_tasks(methods, where)
+        allocate_ranks(job, methods, where, Scores(dict.fromkeys(range(where.num_layers), 1.0)))
+
+    with pytest.raises(InputError, match=words):
+        allocate()
 
 
 @pytest.mark.parametrize(

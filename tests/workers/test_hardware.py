@@ -19,7 +19,7 @@ from workers.hardware import describe_hardware, software_versions
 
 def test_of_a_cpu() -> None:
     found = describe_hardware(torch.device("cpu"))
-    assert found.keys() == {"device", "instructions", "torch"}
+    assert found.keys() == {"device", "instructions", "half_precision", "torch"}
     assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
     assert found["torch"] == torch.__version__
     assert all(found.values())

@@ -32,6 +32,7 @@ from .form_lamina import VALUE_ROLES, Form, FormSpec
 from .forms_lamina import FORMS
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", *LAYER_FIELDS)
+LISTS = ("forms", "layer_types", "layer_sizes", "unused_tensors")
 BLOCK_KINDS: dict[str, Any] = {
     **dict.fromkeys(("embed", "layers", "final_norm", "head"), str),
     "modules": dict,
@@ -55,6 +56,7 @@ class LayersConfig(PreTrainedConfig):
     `layer_types` null means sliding everywhere when `sliding_window` is set, full otherwise. `core_format` is how the
     cores of Tucker forms that are stored sparse lie in memory: "dense" or "csr"; it may be chosen anew at each loading.
     `layer_sizes` is empty, or says for each layer what it has of LAYER_FIELDS that is not the model's.
+    `unused_tensors`: stored ones that the model does not ask for, as the source had them.
     Raises ValueError for a block that cannot be built and for forms that do not fit it, naming layer and role.
     """
 
@@ -87,6 +89,7 @@ class LayersConfig(PreTrainedConfig):
     block: dict[str, Any] = field(default_factory=dict)
     forms: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     layer_sizes: list[dict[str, int]] = field(default_factory=list)
+    unused_tensors: list[str] = field(default_factory=list)
 
     def __post_init__(self, **kwargs: Any) -> None:
         _check_types(self)
@@ -192,7 +195,7 @@ def _check_types(config: LayersConfig) -> None:
     for name in COUNTS:
         if type(number := getattr(config, name)) is not int or number < 1:
             raise ValueError(f"config.json: {name} is {number!r}, not a whole number from 1 on")
-    for name, kind in (("block", dict), ("forms", list), ("layer_types", list), ("layer_sizes", list)):
+    for name, kind in (("block", dict), *dict.fromkeys(LISTS, list).items()):
         if not isinstance(value := getattr(config, name), kind | None):
             raise ValueError(f"config.json: {name} is {value!r}, not a {kind.__name__}")
     for name, value in (config.block or {}).items():

@@ -132,10 +132,13 @@ def _check_equal_heads(config: LaminaConfig) -> None:
             )
 
 
-def old_buffers(modules: dict[str, str]) -> list[str]:
-    """Patterns of buffers that old checkpoints stored with each layer: causal masks and rotary frequencies."""
-    attention = re.escape(attention_path(modules))
-    return [r"\.rotary_emb\.inv_freq$", rf"\.{attention}\.(bias|masked_bias)$"]
+def unused(config: LaminaConfig) -> list[str]:
+    """Patterns of stored tensors that no model loads: buffers that old checkpoints had with each layer (causal masks
+    and rotary frequencies), and `unused_tensors`, with or without the name of the base model.
+    """
+    attention, base = re.escape(attention_path(config.block["modules"])), config.block["embed"].partition(".")[0]
+    others = [rf"^({base}\.)?{re.escape(name.removeprefix(f'{base}.'))}$" for name in config.unused_tensors or ()]
+    return [r"\.rotary_emb\.inv_freq$", rf"\.{attention}\.(bias|masked_bias)$", *others]
 
 
 class LaminaModel(LaminaPreTrainedModel):
@@ -159,7 +162,7 @@ class LaminaModel(LaminaPreTrainedModel):
         self.rotary_emb = LaminaRotaryEmbedding(config) if block["rotary"] else None
         self.gradient_checkpointing = False
         # Nothing that a causal model loads: vLLM builds its models around this one and skips what matches.
-        self._keys_to_ignore_on_load_unexpected = set(old_buffers(block["modules"]))
+        self._keys_to_ignore_on_load_unexpected = set(unused(config))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -28,7 +28,7 @@ from lamina.engine_vllm.parallel import Cut, Parallel, Place, check_cut, unpacke
 from lamina.engine_vllm.rounded import Scheme, scheme_of
 from lamina.factored_lamina import PivotedLinears, stored_state
 from lamina.layers_lamina import LaminaDecoderLayer
-from lamina.modeling_lamina import LaminaForCausalLM, old_buffers
+from lamina.modeling_lamina import LaminaForCausalLM, unused
 
 logger = init_logger("vllm.lamina")
 
@@ -174,13 +174,13 @@ class LaminaForVllm(nn.Module):
         """
         expected, mine = self._expected(), {**dict(self.named_parameters()), **dict(self.named_buffers())}
         places, head = self.base.places, f"{self.config.block['head']}.weight"
-        old = [re.compile(pattern) for pattern in old_buffers(self.config.block["modules"])]
+        ignored = [re.compile(pattern) for pattern in unused(self.config)]
         ends: dict[str, Tensor] = {}  # of a model that ties them, where they are stored twice
         seen: set[str] = set()
         for name, tensor in weights:
             if self.config.tie_word_embeddings and name in (head, f"{self.config.block['embed']}.weight"):
                 ends[name] = tensor
-            if (self.config.tie_word_embeddings and name == head) or any(p.search(name) for p in old):
+            if (self.config.tie_word_embeddings and name == head) or any(p.search(name) for p in ignored):
                 continue
             if name not in expected:
                 raise ValueError(f"the checkpoint has {name}, which config.json's forms do not ask for")
