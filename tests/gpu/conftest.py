@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.emulated_device import EmulatedDevice, emulated_device
+from tests.workers.bench import save_source
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +20,8 @@ def emulated() -> Iterator[EmulatedDevice | None]:
         return
     with emulated_device() as device:
         yield device
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_source(tmp_path_factory.mktemp("llama") / "model")
