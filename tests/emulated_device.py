@@ -219,7 +219,7 @@ class EmulatedDevice:
         self.waits[_caller(operation)] += 1
         self.streams.host_waits_for_current()
 
-    # -- between host and device ---------------------------------------------------------------------------------------
+    # -- between host and device --------------------------------------------------------------------------------------
 
     def to_host(self, tensor: Tensor, non_blocking: bool = False) -> Tensor:
         """`.cpu()`. Copies that are not waited for go to pageable memory here, which torch makes wait."""

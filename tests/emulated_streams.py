@@ -115,7 +115,7 @@ class Streams:
         finally:
             self._of_thread.stream = before
 
-    # -- who touches what ------------------------------------------------------------------------------------------------
+    # -- who touches what ---------------------------------------------------------------------------------------------
 
     def allocate(self) -> Memory:
         """Memory that the current stream asked for: what was freed there may have been its last use."""
@@ -149,7 +149,7 @@ class Streams:
                     does = "writes to" if writes else "reads"
                     self.faults.append(f"{who} {does} memory before stream {stream} is done with it\n{place}")
 
-    # -- the host waits --------------------------------------------------------------------------------------------------
+    # -- the host waits -----------------------------------------------------------------------------------------------
 
     def host_waits_for(self, stream: Stream) -> None:
         """For all that was begun there."""
@@ -164,7 +164,7 @@ class Streams:
         for stream in self.all:
             self.host_waits_for(stream)
 
-    # -- pinned memory ---------------------------------------------------------------------------------------------------
+    # -- pinned memory ------------------------------------------------------------------------------------------------
 
     def pin(self, tensor: Tensor) -> None:
         """Memory of the host is pinned from now on."""

@@ -15,7 +15,8 @@ def require_finite(name: str, tensor: Tensor) -> float:
         raise ValueError(f"{name}: a real floating tensor is needed, not {tensor.dtype}")
     if tensor.numel() == 0:
         return 0.0
-    low, high = torch.stack(torch.aminmax(tensor.detach())).tolist()  # together: a device is waited for once
+    ends = torch.stack(torch.aminmax(tensor.detach()))
+    low, high = map(float, ends.tolist())  # together: a device is waited for once
     # max() may drop a NaN that stands second, so both ends are looked at.
     if not (math.isfinite(low) and math.isfinite(high)):
         bad = int((~torch.isfinite(tensor)).sum())

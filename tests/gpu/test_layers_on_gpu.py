@@ -1,4 +1,4 @@
-"""Layers on a GPU, or the emulated one: read ahead into pinned memory, converted on the device, and what they compute."""
+"""Layers on a GPU, or the emulated one: read ahead into pinned memory, converted there, and what they compute."""
 
 from __future__ import annotations
 
