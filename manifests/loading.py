@@ -77,6 +77,8 @@ def parse_manifest(document: Mapping[str, Any], origin: str = "manifest") -> Man
         manifest = Manifest.model_validate(expanded)
     except ValidationError as error:
         faults += describe_faults(error)
+        if "points" in document:
+            faults.insert(0, "  with `points` it is a sweep: `python -m pipeline.sweep` runs it")
     if faults:
         raise InputError(f"manifest {origin}:\n" + "\n".join(faults))
     return manifest

@@ -159,6 +159,8 @@ def parse_sweep(document: Mapping[str, Any], origin: str = "sweep") -> tuple[Swe
         sweep = Sweep.model_validate(expanded)
     except ValidationError as error:
         faults += describe_faults(error, Sweep)
+        if "methods" in document and "points" not in document:
+            faults.insert(0, "  without `points` it is one job: `python -m pipeline.run` runs it")
     else:
         points, wrong = _expand(sweep)
         faults += wrong

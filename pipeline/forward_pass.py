@@ -35,7 +35,8 @@ class ForwardPass:
         weights: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ()),
     ) -> list[Forward]:
         """All shards through a layer, in shard order. `base`: the last layer whose inputs are committed; `weights` as
-        `LayerReading.weights` gives them."""
+        `LayerReading.weights` gives them. The next layer is read by the pass that makes its inputs: before, while this
+        one is solved, it would only take memory."""
         activations = self.activations(lineage, base)
         replay = tuple(
             staged_layer(self.journal, before) if lineage == "compressed" else None for before in range(base, layer)
@@ -54,7 +55,7 @@ class ForwardPass:
                 base=base,
                 base_record=activations[shard] if activations else None,
                 replay=replay,
-                ahead=layer + 1 if layer + 1 < self.job.num_layers else None,
+                ahead=layer + 1 if emit and layer + 1 < self.job.num_layers else None,
                 weights=weights[0],
                 ahead_weights=weights[1],
             )

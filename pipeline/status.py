@@ -129,7 +129,8 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     if points := state["points"]:
         yield f"points of the sweep: {points['done']} of {points['of']}"
     if state["last_commit"]:
-        yield f"last commit: {time.time() - state['last_commit']:.0f} s ago"
+        age_s = max(0.0, time.time() - state["last_commit"])  # a file server's clock may be ahead of ours
+        yield f"last commit: {age_s:.0f} s ago"
     owner = state["owner"]
     if owner and owner.get("alive"):
         yield f"held by process {owner['pid']} on {owner['host']}, heartbeat {owner['heartbeat_age_s']:.0f} s ago"

@@ -184,7 +184,7 @@ def read_lock(place: Place, name: str = LOCK) -> dict[str, Any] | None:
     owner = _read_owner(storage, name)
     if owner is None:
         return None
-    age_s = time.time() - float(owner["heartbeat"])
+    age_s = max(0.0, time.time() - float(owner["heartbeat"]))  # another host's clock may be ahead of ours
     alive = storage.is_held(name) or _lives_elsewhere(owner)
     return {**owner, "alive": alive, "heartbeat_age_s": age_s}
 
@@ -210,7 +210,7 @@ def _read_owner(storage: Storage, name: str) -> dict[str, Any] | None:
 def _describe(owner: Mapping[str, Any] | None) -> str:
     if owner is None:
         return "held by a process that left no note"
-    age_s = time.time() - float(owner["heartbeat"])
+    age_s = max(0.0, time.time() - float(owner["heartbeat"]))
     return (
         f"held by host {owner.get('host')}, pid {owner.get('pid')} ({owner.get('command')}), "
         f"heartbeat {age_s:.0f} s ago"

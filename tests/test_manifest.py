@@ -16,6 +16,7 @@ from manifests.loading import MAX_FILE_BYTES, dump_manifest, load_manifest, pars
 from manifests.methods import FlatLLM
 from manifests.schema import Budget, Manifest
 from manifests.strict_yaml import read_yaml, write_yaml
+from manifests.sweep import parse_sweep
 
 MINIMAL = """\
 version: 1
@@ -204,6 +205,13 @@ def test_every_fault_is_reported_at_once() -> None:
         "methods.0.ridge", "methods.0.extra", "methods.1.method",
     }  # fmt: skip
     assert len(lines) == 8
+
+
+def test_sweep_and_job_are_told_apart() -> None:
+    with pytest.raises(InputError, match=r"with `points` it is a sweep: `python -m pipeline\.sweep` runs it"):
+        parse_manifest(document(points=[]))
+    with pytest.raises(InputError, match=r"without `points` it is one job: `python -m pipeline\.run` runs it"):
+        parse_sweep(document())
 
 
 def test_missing_fields_are_all_named() -> None:

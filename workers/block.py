@@ -18,7 +18,7 @@ from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
 from lamina.rotary_lamina import Angles, LaminaRotaryEmbedding
 from manifests.errors import NumericsError
-from pipeline.kernels.checks import all_finite
+from pipeline.kernels.checks import all_finite, extremes
 
 SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}
 Tap = Callable[[Tensor], None]
@@ -50,13 +50,13 @@ class Block:
 
         Raises NumericsError, naming layer and module, when the output, or what attention scores, is not finite.
         """
-        with self._watched() as finite, self._tapped(taps, stop=not output):
+        with self._watched() as ends, self._tapped(taps, stop=not output):
             try:
                 result_BSD = self._forward(hidden_BSD)
-                finite.append(all_finite(result_BSD))
+                ends.append(extremes(result_BSD))
             except StopForward:
                 result_BSD = None
-        if finite and not torch.stack(finite).all():
+        if ends and not torch.isfinite(torch.stack(ends)).all():
             raise NumericsError(self._blame(hidden_BSD))
         return result_BSD if output else None
 
@@ -71,14 +71,14 @@ class Block:
 
     @contextmanager
     def _watched(self) -> Iterator[list[Tensor]]:
-        """Whether queries and keys are finite: attention kernels turn NaN scores into zeros without a word."""
-        finite: list[Tensor] = []
+        """The ends of queries and keys: attention kernels turn NaN scores into zeros without a word."""
+        ends: list[Tensor] = []
         roles = (f"{role}_norm" if f"{role}_norm" in self.config.block["modules"] else role for role in ("q", "k"))
         with ExitStack() as hooks:
             for role in roles:
-                taps = [lambda values: finite.append(all_finite(values))]
+                taps = [lambda values: ends.append(extremes(values))]
                 hooks.callback(_hook(self.module.role(role), "out", taps, lambda: None).remove)
-            yield finite
+            yield ends
 
     @contextmanager
     def _tapped(self, taps: Iterable[tuple[str, Tap]], stop: bool) -> Iterator[None]:

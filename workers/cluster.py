@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,11 @@ from ray._common.utils import get_system_memory
 from ray._private import node as ray_node
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
-from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
+from ray._private.authentication.authentication_token_setup import (
+    ensure_token_if_auth_enabled,
+    generate_and_save_token,
+)
 from ray._private.services import resolve_ip_for_localhost
 from ray.autoscaler._private.util import format_readonly_node_type
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -42,6 +47,7 @@ AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # proce
 AGENT_PORTS = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT", "RUNTIME_ENV_AGENT")
 PROBED = 64  # workers at most, to measure what one does
 STARTS = 2  # of a Ray of our own, on a machine that may be busy
+SOCKET_PATH = "AF_UNIX path length"  # of which the system takes 107 bytes
 TOO_SLOW = "timed out during startup"  # what Ray says of its own node
 
 
@@ -84,10 +90,12 @@ def connect(
             _start_local(workers)
     except AuthenticationError as error:
         raise InputError(f"Ray: {error}") from error
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if isinstance(error, WorkerError | InputError):
+    except (OSError, RuntimeError, ValueError) as error:
+        no_cluster = isinstance(error, ConnectionError) or SOCKET_PATH in str(error)
+        if isinstance(error, WorkerError) or (isinstance(error, OSError) and not no_cluster):
             raise
-        raise InputError(_refusal(found, error)) from error
+        said = str(error) if isinstance(error, InputError) else _refusal(found, error)
+        raise InputError(said if address or not found else f"{said}; RAY_ADDRESS gave this one: unset it") from error
     resources = ray.cluster_resources()
     if not found and workers.gpus * workers.min > resources.get("GPU", 0):
         ray.shutdown()
@@ -142,6 +150,11 @@ def _refusal(found: str | None, error: Exception) -> str:
     if "ersion mismatch" in str(error):
         said = " ".join(str(error).split())
         return f"Ray: the cluster at {found} is of another version than this command: {said}; install the same on both"
+    if SOCKET_PATH in str(error):
+        place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        return (
+            f"Ray: no socket can be below {place}, whose path is too long; set TMPDIR (or RAY_TMPDIR) to a shorter one"
+        )
     return (
         f"Ray: no cluster at {found or 'this machine'} ({error}); give --address HOST:PORT or none; "
         "a cluster with tokens answers with RAY_AUTH_MODE=token only"
@@ -151,6 +164,7 @@ def _refusal(found: str | None, error: Exception) -> str:
 def _start_local(workers: Workers) -> None:
     """A Ray of our own. Raises WorkerError when it does not start, twice."""
     _listen_on_loopback()
+    _have_token()
     os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, workers starve on a busy machine
     for start in range(STARTS):
         try:
@@ -178,6 +192,18 @@ def _start_local(workers: Workers) -> None:
                     f"busy (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs) or short of memory; stop other "
                     "programs, or start Ray with `ray start --head` and give --address"
                 ) from error
+
+
+def _have_token() -> None:
+    """A token where Ray, which asks for one by default, would save a new one in a home that cannot be written."""
+    loader = _raylet.AuthenticationTokenLoader.instance()  # type: ignore[attr-defined]  # no stub has it
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or loader.has_token(ignore_auth_mode=True):
+        return
+    try:
+        generate_and_save_token()
+    except (OSError, RuntimeError):  # no right to write there, or no home at all
+        os.environ["RAY_AUTH_TOKEN"] = generate_new_authentication_token()
+    loader.reset_cache()
 
 
 class _BareNode(ray_node.Node):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Mapping
 from importlib.metadata import version
 
 import torch
@@ -59,3 +60,12 @@ def _half_precision() -> str:
 
 def _cpu_info() -> str:
     return CPU_INFO.read_text(errors="replace") if CPU_INFO.exists() else ""
+
+
+def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """`torch 2.12 instead of 2.13, …`, or nothing."""
+    return ", ".join(
+        f"{field} {found.get(field)} instead of {value}"
+        for field, value in expected.items()
+        if found.get(field) != value
+    )

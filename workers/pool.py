@@ -34,7 +34,7 @@ from workers.actor import BESIDE, Outcome, WorkerActor
 from workers.cluster import declared_memory, why_unplaceable
 from workers.config import WorkerConfig
 from workers.failures import START, Failures, failure_key
-from workers.hardware import software_versions
+from workers.hardware import differing, software_versions
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
 from workers.placing import Held, choose, held
@@ -82,13 +82,19 @@ class RayPool:
     """See `pipeline.ports.Pool`."""
 
     def __init__(
-        self, setup: WorkerConfig, workers: Workers, stop: threading.Event, note: Callable[[str], None]
+        self,
+        setup: WorkerConfig,
+        workers: Workers,
+        stop: threading.Event,
+        note: Callable[[str], None],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Asks Ray for `workers.max` actors and returns when `workers.min` of them are ready.
 
         Args:
             stop: set by a signal handler; `wait` then raises Interrupted.
             note: takes lines for the log.
+            meanwhile: called while they start.
 
         Raises:
             WorkerError: workers cannot start.
@@ -122,6 +128,8 @@ class RayPool:
         remote: Any = ray.remote
         actor = remote(concurrency_groups=BESIDE)(WorkerActor)
         self.actor_class: Any = actor.options(max_restarts=0, max_task_retries=0, **resources)
+        self._fit()
+        meanwhile()
         self._await_members(min(workers.min, self.wanted))
 
     @property
@@ -283,19 +291,19 @@ class RayPool:
     def _welcome(self, member: _Member, where: dict[str, Any]) -> None:
         """A worker is ready. One that would compute other bytes than the first is sent away, and none in its place."""
         member.where = where
-        if differing := _differing(self.versions, where["versions"]):
+        if others := differing(self.versions, where["versions"]):
             raise InputError(
-                f"the node of worker {_name(member)} has {differing} (this command's); install the same there"
+                f"the node of worker {_name(member)} has {others} (this command's); install the same there"
             )
         self.hardware = self.hardware or where["hardware"]
-        differing = _differing(self.hardware, where["hardware"])
-        if not differing:
+        others = differing(self.hardware, where["hardware"])
+        if not others:
             member.live = True
             self.failures.forgive(START)
             return
         self.members.remove(member)
         ray.kill(member.actor)
-        refused = f"worker {_name(member)} has {differing}, on which the job began: its bytes would differ"
+        refused = f"worker {_name(member)} has {others}, on which the job began: its bytes would differ"
         if self.wanted == 1:
             raise InputError(f"{refused}; give it nodes of the first kind, or start over with --fresh")
         self.wanted -= 1
@@ -384,15 +392,6 @@ class RayPool:
         member.running[outcome] = unit
         member.tensors[outcome] = tensors
         member.given_at[outcome] = time.monotonic()
-
-
-def _differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """`torch 2.12 instead of 2.13, …`, or nothing."""
-    return ", ".join(
-        f"{field} {found.get(field)} instead of {value}"
-        for field, value in expected.items()
-        if found.get(field) != value
-    )
 
 
 def _name(member: _Member) -> str:

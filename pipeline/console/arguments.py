@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import traceback
 from collections.abc import Callable
@@ -61,6 +62,8 @@ def read_sweep(arguments: argparse.Namespace) -> tuple[Sweep, tuple[Point, ...]]
 
 def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Runs a command's body; prints what went wrong and returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: paths may have letters that a locale lacks
     try:
         return body(arguments)
     except BrokenPipeError:

@@ -12,8 +12,10 @@ import torch
 
 from manifests.entries import ComparedEntry, TokensEntry
 from manifests.errors import CorruptError
+from manifests.importing import quick_imports
 from manifests.records import ArrayRecord, ComparedFigures, Origin, StagedRecord
 from pipeline.checkpoint.assembling import Assembler
+from pipeline.checkpoint.decoding_cost import count_dense
 from pipeline.checkpoint.layer_checks import LayerChecks
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.computation import Job, LayersEntered
@@ -234,8 +236,11 @@ def _digests(layers: LayersEntered) -> tuple[str | None, ...]:
 
 
 @contextmanager
-def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
-    """Workers for all that a job computes. Raises WorkerError when they cannot start."""
+def job_workers(
+    job: JobContext, heartbeat: Heartbeat, meanwhile: Callable[[], None] = lambda: None
+) -> Iterator[JobWorkers]:
+    """Workers for all that a job computes; `meanwhile` is called while they start. Raises WorkerError when they
+    cannot."""
     tokens = _stored_tokens(job)
     _sweep(job)
     held_out = job.ledger.get(HELD_OUT)
@@ -244,7 +249,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
     with (
-        worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool,
+        worker_pool(setup, job.manifest.workers, job.stop, job.observer, meanwhile) as pool,
         heartbeat.attending(pool),
         units_logged(pool, job.run_dir.logs, job.name),
         Background() as dropping,
@@ -253,6 +258,12 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
         job.observer.show_memory_of(pool.peak_bytes)
         job.observer.expect(job_outlook(job, known_rates(pool.hardware["device"])))
         yield JobWorkers(pool, always, commit_interval(job, pool.hardware), dropping)
+
+
+def prepare_assembly(job: JobContext) -> None:
+    """What assembling OUTPUT takes longest for, whatever comes of the layers: importing what a model is made of."""
+    with quick_imports():
+        count_dense(job.inputs.config)
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:

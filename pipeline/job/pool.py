@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from manifests.schema import Workers
@@ -15,15 +15,22 @@ from workers.pool import RayPool
 
 @contextmanager
 def worker_pool(
-    setup: WorkerConfig, workers: Workers, stop: threading.Event, observer: JobObserver
+    setup: WorkerConfig,
+    workers: Workers,
+    stop: threading.Event,
+    observer: JobObserver,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Iterator[RayPool]:
-    """As many workers as are wanted and have something to do. Raises WorkerError when they cannot start."""
+    """As many workers as are wanted and have something to do; `meanwhile` is called while they start.
+
+    Raises WorkerError when they cannot.
+    """
     if workers.max > setup.shards:
         observer.say(
             f"workers.max: {workers.max} is more than the {setup.shards} shards; the rest would be idle",
             logging.WARNING,
         )
-    pool = RayPool(setup, workers, stop, observer.say)
+    pool = RayPool(setup, workers, stop, observer.say, meanwhile)
     try:
         yield pool
     finally:

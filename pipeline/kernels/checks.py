@@ -31,7 +31,12 @@ def all_finite(tensor: Tensor) -> Tensor:
     """
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    return torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all()
+    return torch.isfinite(extremes(tensor)).all()
+
+
+def extremes(tensor: Tensor) -> Tensor:
+    """The least and the largest number (2,) of a tensor that has some, on its device; NaN where it holds one."""
+    return torch.stack(torch.aminmax(tensor.detach()))
 
 
 def require_square(name: str, matrix: Tensor) -> int:

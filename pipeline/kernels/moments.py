@@ -92,8 +92,7 @@ def cosine_sums(x_TD: Tensor, y_TD: Tensor) -> tuple[float, int]:
     """
     if x_TD.shape != y_TD.shape or x_TD.ndim < 1 or x_TD.shape[-1] == 0:
         raise ValueError(f"x and y need one shape, (..., D), not {tuple(x_TD.shape)} and {tuple(y_TD.shape)}")
-    require_finite("x", x_TD)
-    require_finite("y", y_TD)
+    given = {"x": x_TD, "y": y_TD}
     x_TD, y_TD = (rows.detach().reshape(-1, rows.shape[-1]) for rows in (x_TD, y_TD))
     total = torch.zeros((), dtype=torch.float64, device=x_TD.device)
     tokens = max(1, _COSINE_NUMBERS[x_TD.device.type] // x_TD.shape[1])
@@ -101,13 +100,17 @@ def cosine_sums(x_TD: Tensor, y_TD: Tensor) -> tuple[float, int]:
         x, y = (_squarable(rows_TD[start : start + tokens]) for rows_TD in (x_TD, y_TD))
         x_norm_T, y_norm_T = (torch.linalg.vector_norm(rows, dim=1) for rows in (x, y))
         x_zero_T, y_zero_T = x_norm_T == 0, y_norm_T == 0
-        cosines_T = torch.linalg.vecdot(x, y) / (x_norm_T * y_norm_T).masked_fill_(x_zero_T | y_zero_T, 1.0)
+        cosines_T = x.mul_(y).sum(dim=1) / (x_norm_T * y_norm_T).masked_fill_(x_zero_T | y_zero_T, 1.0)
         total += cosines_T.clamp_(-1.0, 1.0).masked_fill_(x_zero_T & y_zero_T, 1.0).sum()
-    return float(total), x_TD.shape[0]
+    found = float(total)
+    if math.isnan(found):  # what NaN or infinity in any row ends in, and nothing else
+        for name, rows in given.items():
+            require_finite(name, rows)
+    return found, x_TD.shape[0]
 
 
 def _squarable(rows_TD: Tensor) -> Tensor:
-    """In float64, scaled where squares could leave its range: those of smaller types cannot."""
+    """A copy in float64, scaled where squares could leave its range: those of smaller types cannot."""
     if rows_TD.dtype != torch.float64:
         return rows_TD.to(torch.float64)
     peak_T = rows_TD.abs().amax(dim=1)

@@ -206,8 +206,14 @@ def test_cosine_arguments() -> None:
         cosine_sums(torch.ones(2, 3), torch.ones(3, 2))
     with pytest.raises(ValueError, match="y: 1 of 6"):
         cosine_sums(torch.ones(2, 3), torch.tensor([[1.0, math.nan, 0.0], [0.0, 0.0, 1.0]]))
-    with pytest.raises(ValueError, match="x: 1 of 2"):
-        cosine_sums(torch.tensor([[math.inf, 0.0]]), torch.ones(1, 2))
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for bad in (math.inf, -math.inf, math.nan):
+            row = torch.tensor([[bad, 0.0]], dtype=dtype)
+            for other in (torch.ones_like(row), torch.zeros_like(row), row):  # whatever it stands against
+                with pytest.raises(ValueError, match="x: 1 of 2"):
+                    cosine_sums(row, other)
+            with pytest.raises(ValueError, match="y: 1 of 2"):
+                cosine_sums(torch.zeros_like(row), row)
 
 
 def test_cosines_never_pass_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import signal
 import sys
@@ -92,6 +93,13 @@ def test_control_c_is_resumable(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_closed_pipe_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(BrokenPipeError()) == 1
     assert capsys.readouterr() == ("", "")
+
+
+def test_letters_that_the_locale_lacks_end_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii", write_through=True))
+    assert run_command(lambda _: print("output: /für/out") or 0, argparse.Namespace(debug=False)) == 0
+    assert printed.getvalue() == b"output: /f\\xfcr/out\n"
 
 
 def test_an_internal_error_says_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def test_units_of_one_layer_of_the_walk() -> None:
     first, again = world.done[1], world.done[15]
     assert isinstance(first, Forward)
     assert isinstance(again, Forward)
-    assert (first.emit, first.store, first.cosine, first.ahead) == (False, False, False, 1)
+    assert (first.emit, first.store, first.cosine, first.ahead) == (False, False, False, None)
     assert (again.emit, again.store, again.moments, again.ahead) == (True, True, (), 1)
     assert all(unit.ahead is None for unit in forwards(world) if unit.layer == 1)
 

@@ -128,6 +128,9 @@ def test_another_host_with_a_fresh_heartbeat_is_respected(tmp_path: Path, caplog
     assert owner["alive"]
     with pytest.raises(InUseError, match=r"host elsewhere, pid 7 .* heartbeat 50 s ago"):
         RunLock(path.parent).acquire()
+    note(path, heartbeat=time.time() + 50)  # by a clock that is ahead
+    with pytest.raises(InUseError, match=r"heartbeat 0 s ago"):
+        RunLock(path.parent).acquire()
     note(path, heartbeat=time.time() - 61)
     owner = read_lock(path.parent)
     assert owner is not None

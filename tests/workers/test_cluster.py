@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +131,24 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed.")
 
 
+def test_a_home_that_cannot_be_written_needs_no_token_file(
+    starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "home").write_text("a file, below which nothing can be made")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    loader = cluster._raylet.AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "to be put back")
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    connect(None, Workers())
+    assert len(os.environ["RAY_AUTH_TOKEN"]) >= 32
+    assert loader.has_token(ignore_auth_mode=True)
+    monkeypatch.undo()
+    loader.reset_cache()
+
+
 def test_a_slow_start_is_tried_again(starts: list[dict[str, Any]]) -> None:
     starts.pop(0)["faults"].append(SLOW)
     assert connect(None, Workers()) == "127.0.0.1:1"
@@ -154,6 +173,25 @@ def test_another_version_is_named(starts: list[dict[str, Any]], monkeypatch: pyt
     monkeypatch.setattr(cluster, "await_cluster", lambda *_: None)
     with pytest.raises(InputError, match=r"10.0.0.1:6379 is of another version than this command: .*Ray: 2.59.0"):
         connect("10.0.0.1:6379", Workers())
+
+
+def test_the_environment_s_address_is_named(starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    starts.pop(0)["faults"].append(ConnectionError("no instance"))
+    with pytest.raises(InputError, match=r"no cluster at auto .no instance.*RAY_ADDRESS gave this one: unset it"):
+        connect(None, Workers())
+    monkeypatch.setenv("RAY_ADDRESS", "localhost")
+    with pytest.raises(InputError, match=r"'localhost' is no address.*RAY_ADDRESS gave this one"):
+        connect(None, Workers())
+
+
+def test_a_path_too_long_for_sockets(starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/long")
+    starts.pop(0)["faults"].extend([OSError("AF_UNIX path length cannot exceed 107 bytes: x"), OSError("another")])
+    with pytest.raises(InputError, match=r"no socket can be below /tmp/long.*set TMPDIR"):
+        connect(None, Workers())
+    with pytest.raises(OSError, match="another"):
+        connect(None, Workers())
 
 
 @pytest.mark.parametrize(
