@@ -1,9 +1,9 @@
 """Streams of the emulated device: nothing runs beside anything, but what might have, is found.
 
-Each stream counts what is begun on it. A stream knows how far others are by what it has waited for, and by what the host
-had waited for when it began something there. Who touches memory must know that those who touched it before have ended;
-memory must not go back to its stream while another is at it (`record_stream`); the host must not look at pinned memory
-that a copy is still under way to. Threads of the host are taken for one.
+Each stream counts what is begun on it. A stream knows how far others are by what it has waited for, and by what the
+host had waited for when it began something there. Who touches memory must know that those who touched it before have
+ended; memory must not go back to its stream while another is at it (`record_stream`); the host must not look at pinned
+memory that a copy is still under way to. Threads of the host are taken for one.
 """
 
 from __future__ import annotations
