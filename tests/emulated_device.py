@@ -138,7 +138,7 @@ class EmulatedDevice:
         self.uploads: Counter[str] = Counter()  # copies from memory that is not pinned: the host waits for those, too
         self.operations: Counter[str] = Counter()
         self.streams = Streams(lambda operation: self.waits.update([_caller(operation)]))
-        self.generators: set[int] = set()
+        self.generators: dict[int, torch.Generator] = {}
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation of which an argument or the result is on the device."""
@@ -193,7 +193,7 @@ class EmulatedDevice:
                 shapes = ", ".join(f"{other.device} {tuple(other.shape)}" for other in tensors)
                 raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {shapes}")
         generator = kwargs.get("generator")
-        if generator is not None and id(generator) not in self.generators:
+        if generator is not None and generator._cdata not in self.generators:
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         dtypes = {tensor.dtype for tensor in tensors}
         floats = any(dtype.is_floating_point for dtype in dtypes)
@@ -385,7 +385,7 @@ class _Generator(torch.Generator):
     def __new__(cls, device: Any = "cpu") -> _Generator:
         made: _Generator = super().__new__(cls)
         if torch.device(device).type == "cuda":
-            _device().generators.add(id(made))
+            _device().generators[made._cdata] = made  # kept: its address stays its own
         return made
 
 
