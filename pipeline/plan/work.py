@@ -35,7 +35,7 @@ from pipeline.samples import held_out_windows
 
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 32  # of device memory for each number: the product written, rounded, added to a float64 sum
-SCALED_BYTES = 12  # for each value: checked, scaled, put in order
+SCALED_PASSES = 3  # over each value, in the checkpoint's dtype: checked; read, and written scaled
 SQUARED_BYTES = 40  # for each number of a gradient's moment and sample, both triangles: the product, and the sum
 FOLDED_BYTES, REDUCED_BYTES = 120, 24  # for each number of such a moment, and of its triangle, and shard
 BAND = 512  # rows of a moment's sum that are added at once, from the diagonal on
@@ -143,7 +143,7 @@ def layer_work(
         ),
         built_bytes=float(BUILT_BYTES * layer.numbers()),
         grid_flops=float(calibration.micro_batch * sequence * forward) if calibration and moments else 0.0,
-        added_bytes=float(sum(_added_bytes(moment, layer, manifest) for moment in moments)),
+        added_bytes=float(sum(_added_bytes(moment, layer, manifest, itemsize) for moment in moments)),
         cosine_bytes=float(COSINE_BYTES * tokens * layer.hidden),
         moment_bytes=8 * sum(sizes),
         **_gradient_work(layer, gradients, forward, gradient_tokens, manifest, 1 + two_rounds),
@@ -190,14 +190,14 @@ def _gradient_work(
     }
 
 
-def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest) -> float:
+def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
     """Of device memory that summing a moment moves: a shard ends with a product of what it has left."""
     calibration = manifest.calibration
     assert calibration is not None
     tokens = calibration.samples * calibration.sequence_length
     rows = moment.heads // moment.groups * math.ceil(calibration.samples / calibration.shards)
     products = calibration.shards * math.ceil(rows * calibration.sequence_length / ROWS_PER_PRODUCT)
-    values = SCALED_BYTES * tokens * moment.heads * moment_width(moment, geometry)
+    values = SCALED_PASSES * itemsize * tokens * moment.heads * moment_width(moment, geometry)
     return float(ADDED_BYTES * _banded_numbers(moment, geometry) * products + values)
 
 
