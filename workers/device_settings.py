@@ -23,6 +23,7 @@ def settle_device(gpu_share: float) -> None:
         return
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = WORKSPACE
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # or pinned memory, too
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False

@@ -376,7 +376,7 @@ class Worker:
         started = time.perf_counter()
         yield
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # not the device, on which copies and sums are under way besides
         self.compute_seconds += time.perf_counter() - started
 
     # -- samples -----------------------------------------------------------------------------------------------------

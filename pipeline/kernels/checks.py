@@ -15,13 +15,13 @@ def require_finite(name: str, tensor: Tensor) -> float:
         raise ValueError(f"{name}: a real floating tensor is needed, not {tensor.dtype}")
     if tensor.numel() == 0:
         return 0.0
-    low, high = torch.aminmax(tensor.detach())
-    peak = max(-float(low), float(high))
+    ends = torch.stack(torch.aminmax(tensor.detach()))
+    low, high = map(float, ends.tolist())  # together: a device is waited for once
     # max() may drop a NaN that stands second, so both ends are looked at.
-    if not (math.isfinite(float(low)) and math.isfinite(float(high))):
+    if not (math.isfinite(low) and math.isfinite(high)):
         bad = int((~torch.isfinite(tensor)).sum())
         raise ValueError(f"{name}: {bad} of {tensor.numel()} numbers are NaN or infinite")
-    return peak
+    return max(-low, high)
 
 
 def all_finite(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.kernels.moments import ROWS_PER_PRODUCT, exact_halves
 
 BAND = 512
-ADDED_ROWS = 64  # of a band at a time: a CPU then has in its cache what it makes float64
+ADDED_ROWS = {"cpu": 64, "cuda": BAND}  # of a band at a time: a CPU then has in its cache what it makes float64
 MARGIN_BITS = 20  # by how much sums of squares may exceed what the sample foretells
 SILENT_BITS = 16  # a channel that is zero in the sample is taken to be so much below the mean of all, in squares
 FLOOR_BITS = 40  # and none to be further below
@@ -104,6 +104,8 @@ class MomentSum:
         # x + c is a multiple of 2^(bits - 52), for c is 1.5 times what the type's last bit makes that.
         self._rounder = 1.5 * 2.0 ** (grid.bits - _GRID_BITS + _MANTISSA[product_dtype])
         self._left = 0.0
+        self._factors: dict[torch.dtype, Tensor] = {}  # on the device, or every product would wait for a copy
+        self._added_rows = ADDED_ROWS[device.type]
 
     def add_(self, *parts_TF: Tensor) -> None:
         """Adds the second moments of values (..., F), which may come in parts: products run over the ends of these.
@@ -135,7 +137,9 @@ class MomentSum:
         tokens, dtype, device = sum(map(len, parts_TF)), parts_TF[0].dtype, parts_TF[0].device
         dtype = dtype if exact_halves(parts_TF[0], self.product_dtype) else self.product_dtype
         rows_GTHd = torch.empty(groups, tokens, self.heads // groups, width, dtype=dtype, device=device)
-        factors_G11d = _factors(self.grid, parts_TF[0])[:, None, None]
+        if parts_TF[0].dtype not in self._factors:
+            self._factors[parts_TF[0].dtype] = _factors(self.grid, parts_TF[0])
+        factors_G11d = self._factors[parts_TF[0].dtype][:, None, None]
         for part_TF, row_GTHd in zip(parts_TF, rows_GTHd.split([*map(len, parts_TF)], 1), strict=True):
             torch.mul(part_TF.reshape(len(part_TF), groups, -1, width).transpose(0, 1), factors_G11d, out=row_GTHd)
         return rows_GTHd.reshape(groups, -1, width)
@@ -151,7 +155,8 @@ class MomentSum:
                 product_Gbd = torch.bmm(left_GbR, right_GRd)
             else:
                 product_Gbd = torch.bmm(left_GbR, right_GRd, out_dtype=self.product_dtype)
-            for sum_Gnd, term_Gnd in zip(band_Gbd.split(ADDED_ROWS, 1), product_Gbd.split(ADDED_ROWS, 1), strict=True):
+            rows = self._added_rows
+            for sum_Gnd, term_Gnd in zip(band_Gbd.split(rows, 1), product_Gbd.split(rows, 1), strict=True):
                 term_Gnd.add_(self._rounder)
                 sum_Gnd.add_(term_Gnd if stays else term_Gnd.sub_(self._rounder))
         self._left += self._rounder if stays else 0.0

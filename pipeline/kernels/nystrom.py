@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.kernels.checks import require_finite, require_rank, require_square
 from pipeline.kernels.cholesky import blocks_of, empty_lower, factor_, inverse_diagonal, jittered_factor
-from pipeline.kernels.spectra import eigh_descending
+from pipeline.kernels.spectra import eigh_descending, tail_sums
 
 # Squared Cholesky pivots are 1 - R² of a channel given those before it. An inverse keeps 6 digits above LEAST_PIVOT.
 LEAST_PIVOT = 1e-10
@@ -115,8 +115,7 @@ def nested_losses(felt_DN: Tensor) -> Tensor:
 
     From the `nested_outputs` of Fᵀ W, G = F Fᵀ.
     """
-    losses_N = 0.5 * felt_DN.square().sum(dim=0)
-    return torch.cat((losses_N.flip(0).cumsum(0).flip(0), losses_N.new_zeros(1)))
+    return tail_sums(0.5 * felt_DN.square().sum(dim=0))
 
 
 def nystrom_refit(weight_down_DN: Tensor, moment_NN: Tensor, indices_k: Tensor) -> tuple[Tensor, RefitReport]:

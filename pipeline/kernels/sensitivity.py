@@ -15,7 +15,7 @@ from pipeline.kernels.checks import require_finite, require_square
 from pipeline.kernels.cholesky import jittered_factor
 from pipeline.kernels.heads import by_heads, of_heads
 from pipeline.kernels.nystrom import INVERSE_JITTERS, LEAST_PIVOT, channel_scale, fill_correlations
-from pipeline.kernels.spectra import FLOOR, eigenvalues_descending, eigh_descending
+from pipeline.kernels.spectra import FLOOR, eigenvalues_descending, eigh_descending, tail_sums
 
 
 class Directions(NamedTuple):
@@ -113,7 +113,7 @@ def least_losses_of(felt_nk: Tensor, scale: float) -> Tensor:
 
 def tail_losses(values_n: Tensor) -> Tensor:
     """(n + 1,): ½ Σ_{i>r} of eigenvalues, for r = 0 … n."""
-    return 0.5 * torch.cat((values_n.flip(0).cumsum(0).flip(0), values_n.new_zeros(1)))
+    return 0.5 * tail_sums(values_n)
 
 
 def losses_by_rank(found: Directions, moment_nn: Tensor, metric_nn: Tensor) -> Tensor:
@@ -163,9 +163,10 @@ def projection_losses(metric_FF: Tensor, moment_FF: Tensor, encode_Gdd: Tensor, 
     of_metric_FF = by_heads(by_heads(metric_FF, decode_Hdd).T.contiguous(), decode_Hdd)
     of_moment_FF = by_heads(by_heads(moment_FF, encode_Hdd.mT).T.contiguous(), encode_Hdd.mT)
     pairs_dd = (of_metric_FF * of_moment_FF).reshape(heads, width, heads, width).sum(dim=(0, 2))
-    # Σ over a, b >= r, for every r: the diagonal of the sums from the far corner.
-    corner_dd = pairs_dd.flip(0, 1).cumsum(0).cumsum(1).flip(0, 1)
-    return 0.5 * torch.cat((corner_dd.diagonal(), corner_dd.new_zeros(1))).clamp_min(0.0)
+    # Σ over a, b >= r, for every r: the diagonal of the sums from the far corner; on the CPU as `tail_sums`.
+    corner_dd = pairs_dd.cpu().flip(0, 1).cumsum(0).cumsum(1).flip(0, 1)
+    losses = 0.5 * torch.cat((corner_dd.diagonal(), corner_dd.new_zeros(1))).clamp_min(0.0)
+    return losses.to(metric_FF.device)
 
 
 def change_loss(change_mF: Tensor, moment_FF: Tensor, metric: Tensor) -> float:

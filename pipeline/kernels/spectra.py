@@ -77,10 +77,19 @@ def dropped_share(energies: Tensor, rank: int) -> float:
     return energies[..., rank:].sum().item() / total if total > 0 else 0.0
 
 
+def tail_sums(values_n: Tensor) -> Tensor:
+    """(n + 1,): what stands from r on, summed, for r = 0 … n.
+
+    On the CPU: a GPU's cumulative sums of floating numbers have other last bits in each run.
+    """
+    sums_n = values_n.cpu().flip(0).cumsum(0).flip(0)
+    return torch.cat((sums_n, sums_n.new_zeros(1))).to(values_n.device)
+
+
 def spectrum(energies: Tensor) -> list[float]:
     """What `dropped_share` would be at 0, 1/16, … 16/16 of the full rank, to three digits: for a plot."""
     by_rank_n = energies.flatten(0, -2).sum(dim=0) if energies.ndim > 1 else energies
-    beyond_n = torch.cat((by_rank_n.flip(0).cumsum(0).flip(0), by_rank_n.new_zeros(1)))
+    beyond_n = tail_sums(by_rank_n)
     places = [round(step / _STEPS * len(by_rank_n)) for step in range(_STEPS + 1)]
     shares = beyond_n[places] / beyond_n[0].clamp_min(torch.finfo(energies.dtype).tiny)
     return [float(f"{share:.2e}") for share in shares.tolist()]

@@ -241,5 +241,7 @@ def _above(bins: Sequence[Tensor], squares: Sequence[Tensor], count: int) -> tup
     """How many entries reach each threshold, and their energy."""
     places = torch.cat(list(bins)).long()
     numbers = torch.bincount(places, minlength=count + 1).double().cpu()
-    energies = torch.bincount(places, weights=torch.cat(list(squares)).double(), minlength=count + 1).cpu()
+    # Not by weights of `bincount`, which a GPU adds in another order in each run.
+    energies = torch.zeros(count + 1, dtype=torch.float64, device=places.device)
+    energies = energies.index_add_(0, places, torch.cat(list(squares)).double()).cpu()
     return numbers.flip(0).cumsum(0).flip(0)[1:], energies.flip(0).cumsum(0).flip(0)[1:]

@@ -1,4 +1,4 @@
-"""Kernels on a CUDA device against the same on the CPU."""
+"""Kernels on a CUDA device, or the emulated one, against the same on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.kernels.selection import nth_largest
 from pipeline.kernels.spectra import eigh_descending
 from tests.kernels.test_nystrom import problem
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 CUDA = "cuda"
 
 

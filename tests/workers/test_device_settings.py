@@ -22,6 +22,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     yield taken
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cudnn.allow_tf32 = cudnn
     for name, value in before.items():
         setattr(matmul, name, value)
@@ -43,6 +44,7 @@ def test_a_whole_gpu_and_none(shares: list[float]) -> None:
     assert device_settings()["deterministic"] == "False"
     settle_device(1)
     assert device_settings()["deterministic"] == "True"
+    assert not torch.utils.deterministic.fill_uninitialized_memory
     assert shares == []
 
 

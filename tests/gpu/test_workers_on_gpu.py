@@ -1,0 +1,102 @@
+"""Units of a worker on a CUDA device, or the emulated one, against the same on the CPU: there, the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.methods.method import Moment
+from pipeline.score_units import Compare, Score, WindowForward
+from pipeline.sum_units import ChooseGrids, Sums
+from pipeline.units import Backward, Forward, Pair
+from stores.staging import read_staged
+from tests.emulated_device import EmulatedDevice
+from tests.workers.bench import EVERYTHING, LOW, make_setup, make_worker, save_source, solve_layer
+from tests.workers.test_backward import gradient_moments
+from tests.workers.test_scoring import windows_of
+from workers.worker import Worker
+
+pytestmark = pytest.mark.gpu
+FLAT = {"method": "flat_llm", **EVERYTHING}
+PLACES: dict[str, dict[str, Any]] = {  # of hidden states
+    "device": {"gpu_share": 1.0, "device_bytes": 1, "hidden_bytes": 0},
+    "pinned": {"hidden_bytes": 2**30},
+    "store": {"hidden_bytes": 0},
+}
+PAIR = Moment("mlp.in", kind="pair")
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype"), [("device", torch.float32), ("pinned", torch.bfloat16), ("store", torch.float32)]
+)
+def test_units_compute_what_they_do_on_a_cpu(
+    place: str, dtype: torch.dtype, tmp_path: Path, emulated: EmulatedDevice | None
+) -> None:
+    model = save_source(tmp_path / "model", "llama-gqa", dtype)
+    settings = {"dtype": dtype, "gradient_samples": 4, **PLACES[place]}
+    expected = done_by(make_worker(make_setup(model, tmp_path / "cpu", FLAT, **settings)))
+    worker = make_worker(make_setup(model, tmp_path / "gpu", FLAT, **settings, use_gpu=True))
+    found = done_by(worker)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if emulated is not None:
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=lambda text, of=name: f"{of}: {text}")
+        else:
+            torch.testing.assert_close(found[name], value, rtol=0.05, atol=0.05)
+
+
+def done_by(worker: Worker) -> dict[str, Any]:
+    """One unit of each kind that computes, or more; hidden states and layers stay where they come to lie."""
+    setup, found = worker.setup, dict[str, Any]()
+    staged, _ = solve_layer(worker, 0, LOW)
+    found |= {f"solved {name}": tensor for name, tensor in read_staged(setup.run_dir, staged).items()}
+    for shard in range(2):
+        made = worker.execute(Forward("made", 0, shard, staged, cosine=True, ahead=1))
+        found[f"cosine {shard}"] = made.cosine[0]
+        done = worker.execute(Pair(1, shard, 0, moments=(PAIR,), replay=(staged,), emit=True))
+        found[f"pair {shard}"] = worker.transfer.get(done.partials[PAIR])["moment"]
+    inputs = tuple(
+        worker.execute(Forward("dense", layer, 0, keep_inputs=True, replay=(None,) * layer)).inputs
+        for layer in range(setup.geometry.num_layers)
+    )
+    moments, last = gradient_moments(setup), len(inputs) - 1
+    for layer in (last, last - 1):
+        back = worker.execute(Backward(layer, 0, inputs[layer:], moments, emit=True))
+        for moment in moments:
+            sums = worker.transfer.get(back.partials[moment])
+            found |= {f"{layer} {moment.key} {name}": tensor for name, tensor in sums.items()}
+    replay, windows = (staged, *[None] * last), windows_of(setup)
+    dense = worker.execute(WindowForward(windows, "dense", last, 0, store=True, replay=(None,) * last)).activation
+    scored = worker.execute(Score(windows, "made", last + 1, 0, dense=dense, replay=replay))
+    found |= {"loss": scored.loss, "divergence": scored.divergence}
+    tokens = tuple(map(tuple, torch.arange(24).reshape(2, 12).tolist()))
+    return found | {"error": worker.execute(Compare(tokens, replay)).figures["error"]}
+
+
+def test_what_the_host_waits_for_in_a_forward_pass(
+    llama: Path, tmp_path: Path, emulated: EmulatedDevice | None
+) -> None:
+    """A micro-batch: the values of each moment, the sum of cosines, whether all of the block is finite, its end."""
+    if emulated is None:
+        pytest.skip("a real device does not say who waits for it")
+    moments = tuple(Moment(point) for point in ("attention.in", "mlp.in", "down.in"))
+    waits = []
+    for size in (1, 5):
+        setup = make_setup(llama, tmp_path / f"{size}", FLAT, shards=1, micro_batch=size, use_gpu=True)
+        worker, unit = make_worker(setup), Forward("dense", 0, 0, moments=moments, cosine=True)
+        unit = replace(unit, sums=Sums("pass", worker.execute(ChooseGrids(unit)).grids))
+        emulated.waits.clear()
+        emulated.uploads.clear()
+        worker.execute(unit)
+        waits.append(emulated.waits + emulated.uploads)
+    many, one = waits
+    assert {event: (count - one[event]) / 4 for event, count in many.items() if count > one[event]} == {
+        "copy to the host in checks:require_finite": 3,
+        "_local_scalar_dense in moments:cosine_sums": 1,
+        "_local_scalar_dense in block:run": 1,
+        "synchronize a stream in worker:_computing": 1,
+    }
