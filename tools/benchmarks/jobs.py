@@ -14,9 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manifests.processor import settle_processor
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"  # trained models and texts, where they lie beside the checkout
 QUIET = {"RAY_AUTH_MODE": "disabled", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+settle_processor()  # benchmarks multiply in half precision, too
 
 
 class JobFailed(RuntimeError):
