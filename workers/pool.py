@@ -82,19 +82,13 @@ class RayPool:
     """See `pipeline.ports.Pool`."""
 
     def __init__(
-        self,
-        setup: WorkerConfig,
-        workers: Workers,
-        stop: threading.Event,
-        note: Callable[[str], None],
-        meanwhile: Callable[[], None] = lambda: None,
+        self, setup: WorkerConfig, workers: Workers, stop: threading.Event, note: Callable[[str], None]
     ) -> None:
         """Asks Ray for `workers.max` actors and returns when `workers.min` of them are ready.
 
         Args:
             stop: set by a signal handler; `wait` then raises Interrupted.
             note: takes lines for the log.
-            meanwhile: called while they start.
 
         Raises:
             WorkerError: workers cannot start.
@@ -128,8 +122,6 @@ class RayPool:
         remote: Any = ray.remote
         actor = remote(concurrency_groups=BESIDE)(WorkerActor)
         self.actor_class: Any = actor.options(max_restarts=0, max_task_retries=0, **resources)
-        self._fit()
-        meanwhile()
         self._await_members(min(workers.min, self.wanted))
 
     @property

@@ -158,11 +158,13 @@ class JobWorkers:
             self.pool.forget()  # what is behind layers that are made anew
             layers = LayersEntered(job.ledger, job.inputs.geometry.num_layers, claimed)
             aside = Aside(self.pool)
-            with LayerChecks(job.ledger, job.run_dir.storage, len(layers)) as checks:
+            with LayerChecks(job.ledger, job.run_dir.storage, len(layers)) as checks, Background() as preparing:
                 if compared:
                     aside.add(_compare(job, layers))
                 scored = aside.add(scoring(job, aside, layers)) if scoring else None
                 self.driver(job, journal=checks, aside=aside).run()
+                if compared:
+                    preparing.do(_prepare_assembly, job)
                 aside.finish()
                 self._cleaner(job).retain_activations(())
                 job.observer.stage("verify")
@@ -197,6 +199,13 @@ class JobWorkers:
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
         scored = [record for entry in entries if entry for record in entry.activations]  # it will go on from there
         return StoreCleaner(job.run_dir, [*self.always, *scored], self.dropping, alone)
+
+
+def _prepare_assembly(job: JobContext) -> None:
+    """What assembling OUTPUT would take longest for: importing what a model is made of. Not earlier, as it stays in
+    memory."""
+    with quick_imports():
+        count_dense(job.inputs.config)
 
 
 def _compare(job: JobContext, layers: LayersEntered) -> Course[None]:
@@ -236,11 +245,8 @@ def _digests(layers: LayersEntered) -> tuple[str | None, ...]:
 
 
 @contextmanager
-def job_workers(
-    job: JobContext, heartbeat: Heartbeat, meanwhile: Callable[[], None] = lambda: None
-) -> Iterator[JobWorkers]:
-    """Workers for all that a job computes; `meanwhile` is called while they start. Raises WorkerError when they
-    cannot."""
+def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
+    """Workers for all that a job computes. Raises WorkerError when they cannot start."""
     tokens = _stored_tokens(job)
     _sweep(job)
     held_out = job.ledger.get(HELD_OUT)
@@ -249,7 +255,7 @@ def job_workers(
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
     with (
-        worker_pool(setup, job.manifest.workers, job.stop, job.observer, meanwhile) as pool,
+        worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool,
         heartbeat.attending(pool),
         units_logged(pool, job.run_dir.logs, job.name),
         Background() as dropping,
@@ -258,12 +264,6 @@ def job_workers(
         job.observer.show_memory_of(pool.peak_bytes)
         job.observer.expect(job_outlook(job, known_rates(pool.hardware["device"])))
         yield JobWorkers(pool, always, commit_interval(job, pool.hardware), dropping)
-
-
-def prepare_assembly(job: JobContext) -> None:
-    """What assembling OUTPUT takes longest for, whatever comes of the layers: importing what a model is made of."""
-    with quick_imports():
-        count_dense(job.inputs.config)
 
 
 def assemble_output(job: JobContext) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from manifests.schema import Workers
@@ -15,22 +15,15 @@ from workers.pool import RayPool
 
 @contextmanager
 def worker_pool(
-    setup: WorkerConfig,
-    workers: Workers,
-    stop: threading.Event,
-    observer: JobObserver,
-    meanwhile: Callable[[], None] = lambda: None,
+    setup: WorkerConfig, workers: Workers, stop: threading.Event, observer: JobObserver
 ) -> Iterator[RayPool]:
-    """As many workers as are wanted and have something to do; `meanwhile` is called while they start.
-
-    Raises WorkerError when they cannot.
-    """
+    """As many workers as are wanted and have something to do. Raises WorkerError when they cannot start."""
     if workers.max > setup.shards:
         observer.say(
             f"workers.max: {workers.max} is more than the {setup.shards} shards; the rest would be idle",
             logging.WARNING,
         )
-    pool = RayPool(setup, workers, stop, observer.say, meanwhile)
+    pool = RayPool(setup, workers, stop, observer.say)
     try:
         yield pool
     finally:

@@ -14,7 +14,7 @@ from manifests.entries import HeldOutScoreEntry, TargetEntry, TryEntry
 from manifests.errors import CorruptError, InputError
 from manifests.records import Key
 from pipeline.computation import entered_scores
-from pipeline.job.compressing import Effort, JobWorkers, job_workers, prepare_assembly
+from pipeline.job.compressing import Effort, JobWorkers, job_workers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import forget_other_text, score_held_out, scoring_held_out
@@ -30,7 +30,7 @@ def compress_to_budget(job: JobContext, heartbeat: Heartbeat) -> tuple[JobContex
     Raises InputError when no size stays below `budget.max_loss`, saying what the least loss is.
     """
     forget_other_text(job)
-    with job_workers(job, heartbeat, partial(prepare_assembly, job)) as workers:
+    with job_workers(job, heartbeat) as workers:
         if job.inputs.max_loss is not None:
             return _within(job, job.inputs.max_loss, workers), workers.effort
         compress_and_score(job, workers)

@@ -14,7 +14,7 @@ from pipeline.score_units import scorers, shards_each
 
 START_SECONDS = 5.0  # of a local Ray and its workers, as measured on a CPU
 WORKERS_SECONDS = 3.0  # of these, the workers': again for each model that is evaluated
-ASSEMBLE_SECONDS = 0.5  # besides the last layer: the rest; what counts decoding's costs is imported while workers start
+ASSEMBLE_SECONDS = 0.5  # besides the last layer: the rest; what counts decoding's costs is imported before
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 THREADS = 16  # of the driver, that take digests

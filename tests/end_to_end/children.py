@@ -51,7 +51,9 @@ WAIT_S = 120.0
 class InlinePool:
     """See `pipeline.ports.Pool`; what `RayPool` offers, in this process."""
 
-    def __init__(self, setup: WorkerConfig, workers: Workers, stop: threading.Event, *_: Any) -> None:
+    def __init__(
+        self, setup: WorkerConfig, workers: Workers, stop: threading.Event, note: Callable[[str], None]
+    ) -> None:
         torch.set_num_threads(setup.threads)
         self.worker = Worker(setup, LocalTransfer())
         self.stop = stop

@@ -611,15 +611,6 @@ def test_a_job_does_not_wait_for_one_that_was_refused(monkeypatch: pytest.Monkey
     do(pool, forward(0, 4))
 
 
-def test_something_is_done_while_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once they are asked for."""
-    fake, asked = FakeRay(), list[int]()
-    monkeypatch.setattr(pool_module, "ray", fake)
-    setup: Any = SimpleNamespace(shards=4, hardware=None, manifest=None, memory_bytes=0)
-    RayPool(setup, Workers(min=2, max=2), threading.Event(), print, lambda: asked.append(len(fake.actors)))
-    assert asked == [2]
-
-
 def test_a_job_goes_on_where_it_began(make: Any) -> None:
     fake = FakeRay()
     with pytest.raises(InputError, match=r"device CPU instead of NVIDIA H200.*nodes of the first kind"):
