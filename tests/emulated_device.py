@@ -96,6 +96,9 @@ class DeviceTensor(Tensor):
     def type_as(self, other: Tensor) -> Tensor:
         return self.to(other)
 
+    def new_tensor(self, data: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return torch.tensor(data, dtype=self.dtype if dtype is None else dtype, device=CUDA)
+
     def tolist(self) -> Any:
         return self.to("cpu").tolist()
 

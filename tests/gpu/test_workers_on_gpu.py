@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pipeline.methods.method import Moment
 from pipeline.score_units import Compare, Score, WindowForward
@@ -18,6 +20,7 @@ from tests.emulated_device import EmulatedDevice
 from tests.workers.bench import EVERYTHING, LOW, make_setup, make_worker, save_source, solve_layer
 from tests.workers.test_backward import gradient_moments
 from tests.workers.test_scoring import windows_of
+from workers.tensor_transfer import Packed, pack, unpack
 from workers.worker import Worker
 
 pytestmark = pytest.mark.gpu
@@ -38,15 +41,24 @@ def test_units_compute_what_they_do_on_a_cpu(
 ) -> None:
     model = save_source(tmp_path / "model", "llama-gqa", dtype)
     settings = {"dtype": dtype, "gradient_samples": 4, **PLACES[place]}
-    expected = done_by(make_worker(make_setup(model, tmp_path / "cpu", FLAT, **settings)))
-    worker = make_worker(make_setup(model, tmp_path / "gpu", FLAT, **settings, use_gpu=True))
-    found = done_by(worker)
+    expected = done_by(Worker(make_setup(model, tmp_path / "cpu", FLAT, **settings), Packing()))
+    found = done_by(Worker(make_setup(model, tmp_path / "gpu", FLAT, **settings, use_gpu=True), Packing()))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if emulated is not None:
             torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=lambda text, of=name: f"{of}: {text}")
         else:
             torch.testing.assert_close(found[name], value, rtol=0.05, atol=0.05)
+
+
+class Packing:
+    """What Ray's object store gets and gives, without Ray."""
+
+    def put(self, tensors: Mapping[str, Tensor]) -> Packed:
+        return pack(tensors)
+
+    def get(self, handle: Packed) -> dict[str, Tensor]:
+        return unpack(handle)
 
 
 def done_by(worker: Worker) -> dict[str, Any]:
