@@ -1,4 +1,4 @@
-"""Curves, solutions and rounded solutions of methods on a CUDA device, or the emulated one, against those on the CPU."""
+"""Curves, solutions and rounded solutions of methods on a CUDA device, or the emulated one, against the CPU's."""
 
 from __future__ import annotations
 
