@@ -86,6 +86,9 @@ def test_the_plan_says_how_often_layers_are_gone_through() -> None:
     assert passes({"ranks": {"value": 3}}) == 2
     assert passes(propagate="dense") == 1
     assert passes({"allocation": "uniform"}, propagate="dense") == 1
+    # A pass for importance alone takes 262,144 tokens: here 16 of 64 samples.
+    long = {"samples": 64, "sequence_length": 16_384, "shards": 64}
+    assert passes(**long) * once == pytest.approx(2.25 * 6 * 64 * 16_384 * (2 * LAYER + 2 * 64 * 16_384))
 
 
 def test_kept_statistics_take_room() -> None:
@@ -149,7 +152,7 @@ def test_what_following_the_loss_takes() -> None:
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
     short = forward - 2 * 3 * 48 * 80
     assert two.correction_flops == 320 * (4 * forward + 4 * short + pairs)
-    phases = phase_seconds(two, rates_of("H200"), Pass(6, 4, 1, importance=False, compressed=False))
+    phases = phase_seconds(two, rates_of("H200"), Pass(6, 4, 1, importance=0, compressed=False))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)
     assert phases["correct"] == pytest.approx(6 * two.correction_flops / rates_of("H200").products)
 
@@ -188,7 +191,7 @@ def test_what_rounding_takes() -> None:
     assert found["head"].fed_flops == where.vocab * 64**2
     assert (found["embed"].flops, found["embed"].steps) == (0.0, 0)
     assert len(work.rounding) == 3 * where.num_layers + 2
-    seconds = phase_seconds(work, rates_of("H200"), Pass(6, 4, 1, importance=False, compressed=False))
+    seconds = phase_seconds(work, rates_of("H200"), Pass(6, 4, 1, importance=0, compressed=False))
     assert seconds["round"] == pytest.approx(sum(round_seconds(each, rates_of("H200")) for each in work.rounding))
 
 
@@ -210,7 +213,7 @@ def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     job = manifest({"method": method}, keep=0.8, calibration=calibration(propagate="dense"), quantize=rounded)
     tasks = [with_moments(task, job) for task in claim_tasks(build_methods(job), where)]
     work = layer_work(job, where, tasks, 2)
-    seconds = phase_seconds(work, NOMINAL_CPU, Pass(6, 4, 1, importance=False, compressed=False))
+    seconds = phase_seconds(work, NOMINAL_CPU, Pass(6, 4, 1, importance=0, compressed=False))
     assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]
 
 
