@@ -113,6 +113,16 @@ def test_one_pass_is_given_away_while_the_next_is_made(setup: WorkerConfig) -> N
     assert [collect(worker, made[0], POINTS).shards for made in passes] == [(), (1,), (1,)]
 
 
+def test_a_pass_that_was_given_up_is_held_no_longer_than_to_the_next_but_one(setup: WorkerConfig) -> None:
+    worker = make_worker(setup)
+    given_up, *passes = (units(worker, f"pass-{number}") for number in range(3))
+    worker.execute(given_up[0])
+    for made in passes:
+        worker.execute(made[0])
+        assert collect(worker, made[0], POINTS).shards == (0,)
+    assert not worker.sums.passes
+
+
 def test_a_shard_that_fails_leaves_no_half_of_itself(setup: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make_worker(replace(setup, shards=2))
     made = units(worker)
