@@ -20,7 +20,7 @@ from pipeline.job.calibration import evaluation_tokens
 from pipeline.job.inputs import Inputs, read_inputs
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients, layers_of
-from pipeline.plan.estimate import make_plan
+from pipeline.plan.estimate import make_plan, rank_remarks
 from pipeline.plan.phases import (
     WORKERS_SECONDS,
     Pass,
@@ -58,7 +58,8 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
     else:
         assert config is not None
         geometry, dtype = _of_config(config)
-        tasks, remarks = claim_tasks(build_methods(manifest), geometry), []
+        tasks = claim_tasks(build_methods(manifest), geometry)
+        remarks = list(rank_remarks(manifest, geometry, tasks))
         source_bytes = geometry.model_numbers() * dtype.itemsize
     plan = make_plan(manifest, geometry, tasks, dtype.itemsize, source_bytes)
     rates = asked_rates(manifest, geometry, dtype, asked)
