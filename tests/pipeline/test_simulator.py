@@ -214,8 +214,8 @@ def test_the_work_of_a_70b_layer() -> None:
 
 
 def test_what_workers_pass_on_by_hand() -> None:
-    """Two workers a node. Dense, two layers are on their way to the store beside the one at hand; nothing grows with the
-    shards but what a gradient's or a pair's leave behind."""
+    """Two workers a node. Of a dense pass two layers are on their way to the store; nothing grows with the shards but
+    what those of a gradient or of a pair leave behind."""
 
     def held(workers: int, compressed: bool, **changes: int) -> int:
         way = Pass(layers=4, shards=8, workers=workers, importance=False, compressed=compressed, gradient_shards=3)
