@@ -17,7 +17,7 @@ class Sums:
     """The sums that a worker keeps over one pass of shards through a layer (docs/methods.md#sums-without-an-order).
 
     Attributes:
-        name: of the pass; a worker has the sums of one pass at a time, and lets go of any other's.
+        name: of the pass, that no other has; a worker keeps the sums of two: the one at hand, and the one before it.
         grids: moment -> handle of the grid that its products are rounded to.
     """
 
@@ -79,7 +79,7 @@ class Collect:
     @property
     def key(self) -> str:
         """Names the unit in logs and results."""
-        return f"collect/{self.lineage}/{self.layer}/{self.sums}/{self.worker}"
+        return f"collect/{self.lineage}/{self.layer}/{self.worker}"
 
     @property
     def handles(self) -> int:

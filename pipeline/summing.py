@@ -8,7 +8,7 @@ a worker that is gone are done again; so is a moment that exceeds its grid, with
 
 from __future__ import annotations
 
-import itertools
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,7 +93,6 @@ class Summing:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self.passes = itertools.count()
 
     def choose(self, moments: Sequence[Moment], units: Sequence[Forward]) -> list[ChooseGrids]:
         """What chooses the grids of the sums of these units, if there will be any, is begun."""
@@ -271,7 +270,8 @@ class Summing:
         return self.steps.reduced(units[0].lineage, units[0].layer, samples, units, done, {}) if samples else {}
 
     def _new_pass(self, grids: Mapping[Moment, Any]) -> Sums:
-        return Sums(f"pass-{next(self.passes)}", grids)
+        # As no other driver of these workers calls one: they may still have a pass that was given up.
+        return Sums(f"pass-{uuid.uuid4().hex}", grids)
 
     def _within_grids(self, units: Sequence[Forward], parts: list[_Part]) -> list[_Sum]:
         """The sums of these units; those that exceed their grids are taken again, alone, with wider ones."""

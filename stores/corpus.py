@@ -18,7 +18,7 @@ from manifests.errors import InputError
 from manifests.schema import Text
 from stores.backend import PIECE_BYTES
 from stores.hub import CODE, COMPANIONS, CONFIG_FILE
-from stores.storage import Place, Readable, on_this_machine, open_file, open_storage
+from stores.storage import Place, Readable, Storage, on_this_machine, open_file, open_storage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,14 +39,12 @@ def read_documents(text: Text) -> Iterator[str]:
         yield from _dataset_documents(text)
         return
     for name in text.files or ():
+        storage, file_name = open_file(name)
+        _check_there(name, storage, file_name)
         suffix = os.path.splitext(name)[1]
         reader = READERS.get(suffix.lower())
         if reader is None:
             raise InputError(f"text file {name}: unknown kind {suffix!r}; known are {', '.join(READERS)}")
-        storage, file_name = open_file(name)
-        if not storage.has(file_name):
-            hint = storage.fault() or "relative paths are relative to the working directory"
-            raise InputError(f"text file {name}: missing; {hint}")
         found = False
         with storage.reader(file_name) as file:
             for document in reader(name, file, text.field):
@@ -54,6 +52,16 @@ def read_documents(text: Text) -> Iterator[str]:
                 yield document
         if not found:
             raise InputError(f"text file {name}: empty")
+
+
+def _check_there(path: str, storage: Storage, name: str) -> None:
+    try:
+        storage.size(name)
+    except FileNotFoundError as error:
+        hint = storage.fault() or "relative paths are relative to the working directory"
+        raise InputError(f"text file {path}: missing; {hint}") from error
+    except ValueError as error:
+        raise InputError(f"text file {path}: {error}; give files of text") from error
 
 
 def load_tokenizer(place: Place, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -178,12 +178,9 @@ def _open(storage: Storage) -> SourceCheckpoint:
     config = _read_object(storage, CONFIG_FILE, faults)
     indexed = SINGLE_FILE not in names  # transformers, too, takes the single file where both are there
     names_of = _indexed_names(storage, names, faults) if indexed else {SINGLE_FILE: None}
-    tensors: dict[str, TensorRecord] = {}
-    for file, wanted in names_of.items():
-        if file in names:
-            tensors |= _shard_tensors(storage, file, wanted, faults)
-        else:
-            faults.append(f"{storage.at(file)}: missing, though the index names it; fetch the model anew")
+    tensors = _tensors(storage, {file: names_of[file] for file in names_of if file in names}, faults)
+    missing = "missing, though the index names it; fetch the model anew"
+    faults += [f"{storage.at(file)}: {missing}" for file in names_of if file not in names]
     raise_faults(f"{storage.at()}: no usable checkpoint", faults)
     return SourceCheckpoint(storage, config, tensors, tuple(names_of), indexed)
 
@@ -277,18 +274,32 @@ def _why_no_weights(place: str, there: frozenset[str]) -> str:
     return f"{place}: neither {SINGLE_FILE} nor {INDEX_FILE}"
 
 
-def _shard_tensors(storage: Storage, file: str, names: list[str] | None, faults: list[str]) -> dict[str, TensorRecord]:
-    """The records of the tensors of one file: of those named, or of all."""
-    try:
-        records = read_header(storage, file)
-    except InputError as error:
-        faults.append(str(error))
-        return {}
-    if names is None:
-        return records
-    path = storage.at(file)
-    faults += [f"{path}: tensor {name!r} is in the index, not in the file" for name in names if name not in records]
-    return {name: records[name] for name in names if name in records}
+def _tensors(storage: Storage, names_of: Mapping[str, list[str] | None], faults: list[str]) -> dict[str, TensorRecord]:
+    """The records of the tensors of these files: of those named, or of all."""
+    tensors: dict[str, TensorRecord] = {}
+    holders: dict[str, str] = {}
+    for file, names in names_of.items():
+        try:
+            records = read_header(storage, file)
+        except InputError as error:
+            faults.append(str(error))
+            continue
+        # transformers takes the last of them, whatever the index says.
+        faults += [_held_twice(storage, name, holders[name], file) for name in records if name in holders]
+        holders |= dict.fromkeys(records, file)
+        path, wanted = storage.at(file), list(records) if names is None else names
+        faults += [
+            f"{path}: tensor {name!r} is in the index, not in the file" for name in wanted if name not in records
+        ]
+        tensors |= {name: records[name] for name in wanted if name in records}
+    return tensors
+
+
+def _held_twice(storage: Storage, name: str, first: str, second: str) -> str:
+    return (
+        f"{storage.at(second)}: tensor {name!r} is in {first}, too, and loaders differ in which they take; "
+        "write the model anew with one of them (save_pretrained of transformers)"
+    )
 
 
 def read_tensors(file: Readable, records: Sequence[TensorRecord]) -> dict[str, torch.Tensor]:

@@ -44,18 +44,20 @@ class LayerSums:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.passes: dict[str, _PassSums] = {}
+        self.latest = ""  # the name of the pass that was begun last
 
     def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
         """What adds a unit's moments, at their points; none for a shard that is in the sums already.
 
-        Of the passes that were begun before, only the last stays.
+        Of the passes that were begun before, only the last stays: others were given up.
         """
         if unit.sums is None:
             return []
         moments = _summed(unit)
         if unit.sums.name not in self.passes:
-            for name in list(self.passes)[:-1]:
+            for name in self.passes.keys() - {self.latest}:
                 self.passes.pop(name, None)
+            self.latest = unit.sums.name
             grids = {moment: Grid.unpacked(self.transfer.get(unit.sums.grids[moment])) for moment in moments}
             self.passes[unit.sums.name] = _PassSums(grids, self.device)
         passed = self.passes[unit.sums.name]

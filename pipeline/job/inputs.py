@@ -26,9 +26,11 @@ from pipeline.methods.registry import (
     layer_gradients,
     predict_tasks,
 )
+from pipeline.plan.estimate import rank_remarks
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
 from pipeline.samples import gradient_count, gradient_samples, importance_shards
 from stores.headers import DTYPES
+from stores.run_directory import FOLDERS
 from stores.source import SourceCheckpoint, is_hub_id, open_source
 from stores.storage import open_storage
 from workers.config import FORWARD_DTYPES
@@ -71,13 +73,15 @@ class Inputs:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the methods have to say before anything is computed."""
-        return tuple(
+        """What is to be said before anything is computed."""
+        of_methods = tuple(
             f"methods.{position} ({method.name}): {remark}"
             for position, method in enumerate(self.methods)
             if isinstance(method, Remarking)
             for remark in method.remarks(self.geometry)
-        ) + rounding_remarks(self.manifest, self.geometry)
+        )
+        of_tokens = rank_remarks(self.manifest, self.geometry, self.tasks)
+        return of_methods + rounding_remarks(self.manifest, self.geometry) + of_tokens
 
     @property
     def needs_calibration(self) -> bool:
@@ -231,6 +235,10 @@ def _check_places(manifest: Manifest, source: SourceCheckpoint) -> None:
     output, run_dir = places["output"].address, places["run_dir"].address
     if _holds(output, run_dir):
         raise InputError(f"output: {output} must not hold run_dir {run_dir}; give two separate directories")
+    if taken := [folder for folder in FOLDERS if _holds(f"{run_dir}/{folder}", output)]:
+        raise InputError(
+            f"output: {output} lies in {taken[0]}, where run_dir {run_dir} keeps its own files; give another"
+        )
 
 
 def _holds(outer: str, inner: str) -> bool:

@@ -108,6 +108,27 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     )
 
 
+def rank_remarks(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> tuple[str, ...]:
+    """Said where a moment of the calibration text has more columns than there are tokens."""
+    if manifest.calibration is None:
+        return ()
+    samples, length = manifest.calibration.samples, manifest.calibration.sequence_length
+    widths = (
+        (moment_width(moment, geometry.layers[layer]), moment.point)
+        for layer in layers_of(tasks)
+        for moment in layer_moments(tasks, layer)
+        if moment.kind in ("value", "pair") and not moment.diagonal
+    )
+    width, point = max(widths, default=(0, ""))
+    if samples * length >= width:
+        return ()
+    return (
+        f"calibration: {samples} samples of {length} are {samples * length} tokens, fewer than the {width} "
+        f"columns of {point}: its statistics are rank-deficient, and what they do not show is lost; raise "
+        "calibration.samples or calibration.sequence_length",
+    )
+
+
 def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
     """Size of a moment in memory."""
     width = moment_width(moment, geometry)

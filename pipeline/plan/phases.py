@@ -20,6 +20,7 @@ REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 THREADS = 16  # of the driver, that take digests
 COMPARED_LAYERS = 4  # that both models go through side by side in one unit
 AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
+READ_FOR_ALL = 3  # layers: the one at hand, and two ahead (`pipeline.layer_reading`)
 BYTES_OF_READING = 2  # a shard's hidden states go in and out
 
 
@@ -288,6 +289,23 @@ def committed_bytes(work: LayerWork, way: Pass, every: int) -> int:
     """Of hidden states, over the whole job: every so many layers, but not what leaves the last."""
     commits = (way.layers - 1) // every
     return commits * work.hidden_bytes + commits * work.hidden_bytes * way.importance // way.shards
+
+
+def object_store_bytes(work: LayerWork, rates: Rates, way: Pass) -> int:
+    """At most at a time on a node, of what workers pass on to one another through Ray's object store.
+
+    By phase: the sums of the layers that are on their way to the store, each worker's, the node's and all nodes', with
+    the samples, and layers that are read for all nodes; what each shard has summed of gradients, or of a correction's
+    pair; the factors of layers that are being solved and written.
+    """
+    here, nodes = min(way.workers, rates.workers_per_node), way.nodes(rates)
+    under_way = 1 if way.compressed else 2 + way.workers // AHEAD
+    passing = under_way * (here + (here > 1) + (nodes > 1)) * work.moment_bytes + work.sample_bytes
+    read = READ_FOR_ALL * work.weight_bytes if nodes > 1 else 0
+    gradients = math.ceil(way.gradient_shards / nodes) * work.gradient_bytes
+    pairs = math.ceil(way.shards / nodes) * work.pair_bytes
+    in_hand = 1 if way.compressed or work.pair_bytes else math.ceil(2 * (way.workers + 1) / nodes)
+    return max(passing + read, gradients, pairs, in_hand * work.written_bytes)
 
 
 def _spread(seconds: Sequence[float], workers: int) -> float:

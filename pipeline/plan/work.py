@@ -63,6 +63,8 @@ class LayerWork:
         gradient_moment_flops, gradient_moved_bytes: of its moments, and what summing and passing them on moves.
         curves: of each task whose sizes are compared by predicted loss, in every round.
         gradient_bytes: of the moments that one shard of the backward pass sums.
+        sample_bytes: of a layer's samples of values; pair_bytes: of what one shard sums of the largest pair that a
+            correction takes.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
         held_out_flops: of the dense model, and of the compressed one, on what is held out, in float32 on tensor cores.
         rounding: of every task of the job that is rounded, those of all layers and what is outside of them.
@@ -85,6 +87,8 @@ class LayerWork:
     packed_flops: float = 0.0
     curves: tuple[SolveWork, ...] = ()
     gradient_bytes: int = 0
+    sample_bytes: int = 0
+    pair_bytes: int = 0
     correction_flops: float = 0.0
     held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
@@ -161,6 +165,12 @@ def layer_work(
             for _ in range(1 + two_rounds)
         ),
         gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in gradients),
+        sample_bytes=sum(
+            moment.tokens * moment_width(moment, layer) * itemsize
+            for moment in layer_moments(tasks, busiest)
+            if moment.kind == "sample"
+        ),
+        pair_bytes=max((_pair_bytes(moment, layer) for task in busy for moment in task.corrections), default=0),
         correction_flops=float(tokens * _correction_flops(busy, layer, forward)),
         rounding=rounding,
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
@@ -247,6 +257,12 @@ def _correction_flops(tasks: Sequence[Task], geometry: LayerGeometry, forward: f
     mlp = 2.0 * geometry.numbers(tuple(role for role in geometry.roles if role in ("gate", "up", "down")))
     walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
     return walked + sum(_pair_flops(moment, geometry) for moment in pairs)
+
+
+def _pair_bytes(moment: Moment, geometry: LayerGeometry) -> int:
+    """Of Σ x xᵀ and Σ e xᵀ."""
+    features = point_features(moment.point, geometry)
+    return 8 * (features + geometry.hidden) * features
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:

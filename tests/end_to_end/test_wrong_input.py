@@ -146,6 +146,12 @@ def drop_tensor(model: Path) -> None:
     edit_index(model, lambda weights: weights.pop(name))
 
 
+def hold_twice(model: Path) -> None:
+    """Another shard holds a tensor, too; the index names the first."""
+    first, second = sorted(model.glob("*.safetensors"))[:2]
+    save_file(load_file(second) | {name: 2 * t for name, t in load_file(first).items()}, second, {"format": "pt"})
+
+
 def as_pickle(model: Path) -> None:
     for path in (*model.glob("*.safetensors"), model / INDEX):
         path.unlink()
@@ -172,6 +178,10 @@ WRONG_MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "index names what the file has not": (
         lambda model: edit_index(model, lambda weights: weights.update({"more.weight": some_shard(model).name})),
         ["'more.weight' is in the index, not in the file"],
+    ),
+    "tensor in two files": (
+        hold_twice,
+        ["00002-of", "'model.embed_tokens.weight' is in model-00001-of", "write the model anew"],
     ),
     "index leaves the directory": (
         lambda model: edit_index(
@@ -237,6 +247,9 @@ def test_text(tmp_path: Path, job: MakeJob) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "t.parquet")
     refused(job(**{"calibration.text": {"files": [str(tmp_path / "t.parquet")]}}), "no field 'text'", "'body'")
     refused(job(**{"calibration.text": {"files": ["nowhere.txt"]}}), "nowhere.txt: missing")
+    os.mkfifo(tmp_path / "pipe.txt")
+    for name, said in ((tmp_path, "a directory; give files"), (tmp_path / "pipe.txt", "no regular file")):
+        refused(job(**{"calibration.text": {"files": [str(name)]}}), f"text file {name}: {said}")
     refused(job(**{"calibration.text": {"dataset": str(tmp_path / "nothing")}}), "cannot be loaded")
 
 
@@ -272,6 +285,8 @@ def test_places(tmp_path: Path, model: Path, job: MakeJob) -> None:
         check(made.run("--set", f"{name}={place}"), made, f"{name}: {place}", "never written to")
     check(made.run("--set", f"output={model}"), made, "never written to")
     check(made.run("--set", f"run_dir={made.output / 'run'}"), made, "must not hold run_dir")
+    for folder in ("staged", "statistics.zarr/out"):
+        check(made.run("--set", f"output={made.run_dir / folder}"), made, folder, "keeps its own files")
     (tmp_path / "link").symlink_to(model)
     check(made.run("--set", f"output={tmp_path / 'link' / 'out'}"), made, "never written to")
     (tmp_path / "file").write_text("")

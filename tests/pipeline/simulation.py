@@ -259,6 +259,7 @@ class SimulatedPool:
         self.fail_on: dict[str, Exception] = {}  # unit key -> raised once
         self.stop_after: int | None = None  # waits before a signal is noticed
         self.sums: dict[str, dict[str, dict[int, dict[str, str]]]] = {}  # worker -> pass -> shard -> moment -> value
+        self.latest: dict[str, str] = {}  # worker -> the pass that it began last
         self.turn = 0
         self.cut = 2  # parts of a moment, at most
         self.workers_per_node = 100
@@ -411,8 +412,9 @@ class SimulatedPool:
             assert {self._open(handle) for handle in unit.sums.grids.values()} <= {f"grid {unit.layer}", "wider"}
             passes = self.sums.setdefault(worker, {})
             if unit.sums.name not in passes:
-                for name in list(passes)[:-1]:  # as workers do: one may be given away while the next is made
+                for name in passes.keys() - {self.latest.get(worker)}:  # as workers do: that one is being given away
                     del passes[name]
+                self.latest[worker] = unit.sums.name
             shards = passes.setdefault(unit.sums.name, {})
             assert unit.shard not in shards
             shards[unit.shard] = values

@@ -18,6 +18,7 @@ from tests.pipeline.simulation import (
     JOBS,
     MLP,
     Killed,
+    MemoryJournal,
     SimulatedPool,
     World,
     commits,
@@ -243,7 +244,7 @@ def test_corrupt_data_that_no_entry_names_ends_the_job() -> None:
         "total/compressed/1/down.in-1-1",
         "checkgrids/compressed/3",
         "choosegrids/compressed/2",
-        "collect/compressed/1/pass-1/worker-0",
+        "collect/compressed/1/worker-0",
         "write/2",
         "forward/dense/1/0/dense",
         "solve/3/0/mlp",
@@ -262,14 +263,31 @@ def test_lost_results_are_made_again(key: str) -> None:
     assert not [event for event, _ in world.events if event == "retract"]
 
 
+@pytest.mark.parametrize("name", ["compressed", "dense"])
+def test_sums_that_were_given_up_are_in_no_later_driver_s(name: str) -> None:
+    """Its workers may be another's before: of a size that was tried, of a draft, of an attempt before."""
+    job = JOBS[name]()
+    expected, _ = run(job)
+    world = World()
+    pool = SimulatedPool(world)
+    pool.fail_on[f"forward/{name}/1/1/dense"] = LostInputError("gone with its node")
+    run(job, world, pool)
+    given_up = {passed for passes in pool.sums.values() for passed in passes}
+    for key in world.journal():
+        MemoryJournal(world).retract(key)
+    run(job, world, pool)
+    assert world.journal() == expected.journal()
+    assert not given_up, "what was given up is let go of when the next pass but one begins"
+
+
 @pytest.mark.parametrize(
     ("consumer", "producers"),
     [
-        ("add/compressed/1/down.in-1-1/1", ["collect/compressed/1/pass-1/worker-1"]),
-        ("checkgrids/compressed/1", ["collect/compressed/1/pass-1/worker-1"]),
+        ("add/compressed/1/down.in-1-1/1", ["collect/compressed/1/worker-1"]),
+        ("checkgrids/compressed/1", ["collect/compressed/1/worker-1"]),
         (
             "add/compressed/2/q.in-1-1/0",
-            ["collect/compressed/2/pass-2/worker-0", "collect/compressed/2/pass-2/worker-1"],
+            ["collect/compressed/2/worker-0", "collect/compressed/2/worker-1"],
         ),
         ("write/2", ["solve/2/0/mlp"]),
     ],
@@ -326,7 +344,7 @@ def test_sums_lost_on_their_way_to_the_store_are_taken_again(name: str) -> None:
     expected, _ = run(job, pool=None)
     world = World()
     pool = SimulatedPool(world, size=3)
-    gone = f"add/{lineage}/1/down.in-1-1/0" if job.shards > 1 else "collect/dense/1/pass-1/worker-1"
+    gone = f"add/{lineage}/1/down.in-1-1/0" if job.shards > 1 else "collect/dense/1/worker-1"
     pool.fail_on[f"total/{lineage}/1/down.in-1-1"] = LostInputError("gone with its node", (gone,))
     run(job, world, pool)
     assert world.journal() == expected.journal()
@@ -357,11 +375,11 @@ def test_sums_are_added_on_each_node_before_they_cross(lost: str | None) -> None
 
 
 def shard_of(collect: str, world: World) -> str:
-    _, lineage, layer, _, worker = collect.split("/")
+    _, lineage, layer, worker = collect.split("/")
     return f"forward/{lineage}/{layer}/{worker[-1]}/dense"
 
 
-@pytest.mark.parametrize("when", ["forward/compressed/1/2/dense", "collect/compressed/1/pass-1/worker-0"])
+@pytest.mark.parametrize("when", ["forward/compressed/1/2/dense", "collect/compressed/1/worker-0"])
 def test_a_worker_s_death_costs_the_shards_in_its_sums(when: str) -> None:
     """Three workers have two shards each: those of the dead are done again, by whoever is there, and nothing else."""
     job = make_job(make_tasks(ALL), shards=6)

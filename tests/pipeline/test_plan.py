@@ -18,7 +18,7 @@ from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan import probe, work
 from pipeline.plan.__main__ import main
-from pipeline.plan.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes
+from pipeline.plan.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes, rank_remarks
 from pipeline.plan.phases import WORKERS_SECONDS, Pass, phase_seconds, solve_seconds
 from pipeline.plan.probe import LayerShape, mean_rates, measured_rates
 from pipeline.plan.rates import NOMINAL_CPU, rates_of
@@ -28,6 +28,7 @@ from pipeline.plan.work import layer_work
 from pipeline.rounding.tasks import with_moments
 from pipeline.samples import held_out_windows
 from tests.pipeline.geometries import llama, manifest, other
+from workers import cluster
 
 TEXT = {"files": ["text.txt"]}
 GIB = 2**30
@@ -394,10 +395,61 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
     assert main([*command, "--set", "calibration.micro_batch=64"]) == 0
     assert "does not fit: a worker needs" in json.loads(capsys.readouterr().out)["remarks"][0]
+    assert main([*command, "--set", "calibration.samples=6", "--set", "calibration.shards=1"]) == 0
+    assert "fewer than the 28672 columns of down.in" in json.loads(capsys.readouterr().out)["remarks"][0]
     assert main([str(path), "--config", str(tmp_path / "none.json")]) == 2
     assert "--config: " in capsys.readouterr().err
     assert main([str(path), "--config", str(config), "--gpu", "RTX"]) == 2
     assert "--gpu: 'RTX' is none, or several" in capsys.readouterr().err
+
+
+def test_what_this_machine_s_memory_does_not_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is said of it where workers are elsewhere."""
+    monkeypatch.setattr(cluster, "get_system_memory", lambda: 4 * GIB)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config, path = tmp_path / "config.json", tmp_path / "job.yaml"
+    wide = {**LLAMA_70B, "hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 2}
+    config.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **wide}), encoding="utf-8")
+    document = {
+        "version": 1,
+        "model": {"source": "nowhere"},
+        "output": str(tmp_path / "out"),
+        "run_dir": str(tmp_path / "run"),
+        "budget": {"keep": 0.8},
+        "calibration": {**calibration(shards=4), "propagate": "dense"},
+        "methods": [{"method": "flat_llm"}],
+        "workers": {"max": 2},
+    }
+    path.write_text(json.dumps(document), encoding="utf-8")
+    command = [str(path), "--config", str(config), "--tflops", "1", "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["object_store_bytes"] == pytest.approx(2 * 3 * 4 * 16384**2, rel=0.01)
+    memory, store = (remark for remark in found["remarks"] if "this machine" in remark)
+    assert memory.startswith("does not fit: 2 workers of ")
+    assert memory.endswith("this machine has 4.3; lower workers.max, or give --address of a cluster")
+    assert store.startswith("does not fit: what workers pass on takes 6.4 GB, a Ray of this machine holds 1.3 of it")
+    for elsewhere in (["--address", "head:6379"], ["--gpu", "H200"]):
+        given = [part for part in command if part not in ("--tflops", "1")] if elsewhere[0] == "--gpu" else command
+        assert main([*given, *elsewhere]) == 0
+        assert not any("this machine" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
+
+
+@pytest.mark.parametrize(
+    ("method", "samples", "said"),
+    [("flat_llm", 10, ""), ("flat_llm", 9, "80 columns of down.in"), ("loss_aware", 4, "80 columns of down.in"),
+     ("lorc", 4, ""), ("magnitude", 4, "")],
+)  # fmt: skip
+def test_fewer_tokens_than_a_moment_has_columns(method: str, samples: int, said: str) -> None:
+    cut = calibration(samples=samples, sequence_length=8, propagate="dense")
+    asked = manifest(methods=[{"method": method}], calibration=cut)
+    remarks = rank_remarks(asked, llama(), claim_tasks(build_methods(asked), llama()))
+    assert len(remarks) == bool(said)
+    for remark in remarks:
+        assert f"calibration: {samples} samples of 8 are {8 * samples} tokens, fewer than the {said}" in remark
+        assert "raise calibration.samples or calibration.sequence_length" in remark
 
 
 def test_rates_are_measured_on_this_machine() -> None:

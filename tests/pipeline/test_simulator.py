@@ -14,6 +14,7 @@ from pipeline.plan.phases import (
     add_seconds,
     collect_seconds,
     held_out_seconds,
+    object_store_bytes,
     phase_seconds,
     solve_seconds,
 )
@@ -210,6 +211,28 @@ def test_the_work_of_a_70b_layer() -> None:
     assert work.packed_flops == pytest.approx(work.forward_flops - 0.2 * 2**20 * 2 * 855_654_400)
     assert work.statistics_flops == pytest.approx(work.forward_flops - 2**20 * 2 * 8192 * 28672)
     assert {solve.name for solve in work.solves} == {"attention", "mlp"}
+
+
+def test_what_workers_pass_on_by_hand() -> None:
+    """Two workers a node. Of a dense pass two layers are on their way to the store; nothing grows with the shards but
+    what those of a gradient or of a pair leave behind."""
+
+    def held(workers: int, compressed: bool, **changes: int) -> int:
+        way = Pass(layers=4, shards=8, workers=workers, importance=False, compressed=compressed, gradient_shards=3)
+        return object_store_bytes(replace(WORK, **changes), RATES, way)
+
+    assert [held(1, True), held(2, True)] == [200, (2 + 1) * 200]
+    assert [held(1, False), held(2, False)] == [2 * 200, 2 * (2 + 1) * 200]
+    assert held(3, False) == 2 * (2 + 1 + 1) * 200 + 3 * 100
+    assert held(1, False, sample_bytes=70) == 2 * 200 + 70
+    assert held(2, False, gradient_bytes=900) == 3 * 900
+    assert held(4, False, gradient_bytes=1100) == 2 * 1100
+    assert held(2, False, pair_bytes=900) == 8 * 900
+    assert held(2, False, written_bytes=800) == 6 * 800
+    assert held(2, True, written_bytes=800) == 800
+    work = work_of("70B", "dense", method="loss_aware", correct="output")
+    assert work.pair_bytes == 8 * (28672 + 8192) * 28672
+    assert work.sample_bytes == 28672 * 8 * 8192 * 4
 
 
 def test_a_sample_has_no_more_tokens_than_there_are() -> None:

@@ -98,6 +98,7 @@ def test_files_in_order(tmp_path: Path) -> None:
 
 def test_wrong_files(tmp_path: Path) -> None:
     assert "missing" in refused(tmp_path / "a.txt")
+    (tmp_path / "a.csv").write_text("a,b")
     assert "unknown kind '.csv'; known are .txt" in refused(tmp_path / "a.csv")
     (tmp_path / "e.txt").write_bytes(b"")
     assert "empty" in refused(tmp_path / "e.txt")

@@ -399,7 +399,7 @@ def test_of_a_worker_that_is_gone_there_is_nothing_to_collect(make: Any, dies_at
     for unit in collects(1):
         pool.submit(unit)
     unit, result = pool.wait()
-    assert (unit.key, result) == ("collect/dense/0/pass-0/worker-1", None if dies_at == 9 else unit.key)
+    assert (unit.key, result) == ("collect/dense/0/worker-1", None if dies_at == 9 else unit.key)
     do(pool, summing(1))
     for unit in collects(17):
         pool.submit(unit)
