@@ -238,7 +238,7 @@ def test_what_workers_pass_on_by_hand() -> None:
 
 
 def test_pairs_leave_once_a_shard_and_are_added_by_one_worker() -> None:
-    """Of a layer, four shards of 30 and 70 bytes: 400 / 50 seconds to leave two workers, shared, and as many to be added."""
+    """Of a layer, four shards of 30 and 70 bytes: 400 / 50 seconds to leave two workers, who share them, and to be added."""
     way = Pass(layers=3, shards=4, workers=2, importance=False, compressed=False, cached=True)
     work = replace(WORK, correction_flops=500.0)
     pairs = replace(work, pair_bytes=(30, 70))
