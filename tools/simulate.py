@@ -18,7 +18,7 @@ from pipeline.plan.phases import Pass, phase_seconds
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Simulated, simulate
 from pipeline.plan.work import LayerWork, layer_work
-from pipeline.samples import gradient_samples, held_out_windows
+from pipeline.samples import gradient_samples, held_out_windows, importance_shards
 
 LLAMA = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -55,7 +55,8 @@ def predict(
     """On the simulator's clock, and by the plan's closed form."""
     compressed, shape = propagate == "compressed", geometry(model)
     gradients, held_out = gradient_samples(None, SHARDS, LENGTH, shape.hidden), held_out_windows(SHARDS, SHARDS, LENGTH)
-    way = Pass(shape.num_layers, SHARDS, workers, compressed, compressed, False, cached, gradients, held_out)
+    importance = len(importance_shards(SHARDS, SHARDS, LENGTH)) if compressed else 0
+    way = Pass(shape.num_layers, SHARDS, workers, importance, compressed, False, cached, gradients, held_out)
     work = work_of(model, propagate, **entry)
     return simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
 

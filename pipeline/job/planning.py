@@ -33,7 +33,7 @@ from pipeline.plan.phases import (
 from pipeline.plan.probe import LayerShape, measured_rates
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.work import layer_work, scoring_flops
-from pipeline.samples import gradient_samples, held_out_windows
+from pipeline.samples import gradient_samples, held_out_windows, importance_shards
 from workers.cluster import connect, machine_bytes, object_store_room, probe_workers
 from workers.memory import map_large_tensors
 
@@ -132,11 +132,12 @@ def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:
     )
     shards = calibration.shards if calibration else layers
     samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
+    alone = shards if gradient_tokens else len(importance_shards(shards, samples, length))
     return Pass(
         layers,
         shards,
         min(manifest.workers.max, shards),
-        importance and compressed,
+        alone if importance and compressed else 0,
         compressed,
         offload=True,
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,

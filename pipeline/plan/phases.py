@@ -29,7 +29,8 @@ class Pass:
     """How a job goes through its layers.
 
     Attributes:
-        importance: a pass of its own before the walk (`propagate: compressed` with ranks by importance).
+        importance: shards of a pass of its own before the walk (`propagate: compressed` with ranks by importance); 0:
+            there is none.
         compressed: whether layers go on with the compressed one's outputs.
         offload: whether hidden states leave the device between layers.
         cached: whether what was read or stored once is still in the nodes' memory (page cache) when it is read again.
@@ -40,7 +41,7 @@ class Pass:
     layers: int
     shards: int
     workers: int
-    importance: bool
+    importance: int
     compressed: bool
     offload: bool = False
     cached: bool = False
@@ -74,6 +75,11 @@ def forward_seconds(work: LayerWork, rates: Rates, way: Pass, *, packed: bool = 
     copied = BYTES_OF_READING * work.hidden_bytes / rates.link if way.offload else 0.0
     computed = (work.packed_flops if packed else work.forward_flops) / rates.products
     return max(computed, copied) + commit_seconds(rates, way, way.shards)
+
+
+def importance_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """A pass that takes cosines alone through a layer, all of its shards on one worker."""
+    return forward_seconds(work, rates, way) * way.importance / way.shards + work.cosine_bytes / rates.memory
 
 
 def commit_seconds(rates: Rates, way: Pass, shards: int) -> float:
@@ -175,16 +181,15 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     nodes, layers = way.nodes(rates), way.layers
     reading = read_seconds(work, rates, way, shared=False)  # each node reads each layer
     shared, passing_on = read_seconds(work, rates, way), pass_on_seconds(work, rates, way)
-    forward = max(forward_seconds(work, rates, way) * way.rounds, shared, passing_on)
     statistics = statistics_seconds(work, rates, way) * way.rounds + grid_seconds(work, rates)
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
     getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
     found = {"digests": digest_seconds(work, rates, way), "start": START_SECONDS}
     if way.compressed:
-        cosine = work.cosine_bytes / rates.memory * way.rounds
         if way.importance:
-            found["importance"] = layers * (forward + cosine)
+            seconds = importance_seconds(work, rates, way) * way.rounds_of(way.importance)
+            found["importance"] = layers * max(seconds, shared, passing_on)
         found["statistics"] = layers * max(statistics, reading)
         found["reduce"] = layers * (collecting + adding)
         found["solve"] = layers * _spread([seconds + getting for seconds in solves], way.workers)
@@ -281,7 +286,9 @@ def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:
     phases = phase_seconds(work, rates, way)
     walk = sum(phases.get(name, 0.0) for name in ("statistics", "reduce", "propagate"))
     walk += phases["solve"] if way.compressed else 0.0  # else layers are solved when the pass is over
-    passes = [seconds / way.layers for seconds in (phases.get("importance", 0.0), walk) if seconds]
+    # Importance alone commits no more of the hidden states than it makes: as if it went through all of them.
+    alone = phases.get("importance", 0.0) * way.shards / max(1, way.importance)
+    passes = [seconds / way.layers for seconds in (alone, walk) if seconds]
     if not passes:
         return 1
     rare = math.ceil(committing_seconds(work, rates, way) / (COMMIT_SHARE * min(passes)))
@@ -290,7 +297,8 @@ def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:
 
 def committed_bytes(work: LayerWork, way: Pass, every: int) -> int:
     """Of hidden states, over the whole job: every so many layers, but not what leaves the last."""
-    return (1 + way.importance) * ((way.layers - 1) // every) * work.hidden_bytes
+    commits = (way.layers - 1) // every
+    return commits * work.hidden_bytes + commits * work.hidden_bytes * way.importance // way.shards
 
 
 def object_store_bytes(work: LayerWork, rates: Rates, way: Pass) -> int:

@@ -31,7 +31,7 @@ from pipeline.plan.solve_work import (
     solve_work,
     triangle_numbers,
 )
-from pipeline.samples import held_out_windows
+from pipeline.samples import held_out_windows, importance_shards
 
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 32  # of device memory for each number: the product written, rounded, added to a float64 sum
@@ -113,6 +113,8 @@ def layer_work(
     calibration = manifest.calibration
     samples, sequence = (calibration.samples, calibration.sequence_length) if calibration else (0, 0)
     tokens = samples * sequence
+    shards = calibration.shards if calibration else 1
+    measured = tokens * len(importance_shards(shards, samples, sequence)) / shards if calibration else 0
     dense = calibration is not None and calibration.propagate == "dense"
     rounding = rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE)
     tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
@@ -148,7 +150,7 @@ def layer_work(
         built_bytes=float(BUILT_BYTES * layer.numbers()),
         grid_flops=float(calibration.micro_batch * sequence * forward) if calibration and moments else 0.0,
         added_bytes=float(sum(_added_bytes(moment, layer, manifest, itemsize) for moment in moments)),
-        cosine_bytes=float(COSINE_BYTES * tokens * layer.hidden),
+        cosine_bytes=float(COSINE_BYTES * measured * layer.hidden),
         moment_bytes=8 * sum(sizes),
         **_gradient_work(layer, gradients, forward, gradient_tokens, manifest, 1 + two_rounds),
         solves=tuple(

@@ -87,6 +87,9 @@ def test_the_plan_says_how_often_layers_are_gone_through() -> None:
     assert passes({"ranks": {"value": 3}}) == 2
     assert passes(propagate="dense") == 1
     assert passes({"allocation": "uniform"}, propagate="dense") == 1
+    # A pass for importance alone takes 262,144 tokens: here 16 of 64 samples.
+    long = {"samples": 64, "sequence_length": 16_384, "shards": 64}
+    assert passes(**long) * once == pytest.approx(2.25 * 6 * 64 * 16_384 * (2 * LAYER + 2 * 64 * 16_384))
 
 
 def test_kept_statistics_take_room() -> None:
@@ -151,7 +154,7 @@ def test_what_following_the_loss_takes() -> None:
     short = forward - 2 * 3 * 48 * 80
     assert two.correction_flops == 320 * (4 * forward + 4 * short + pairs)
     rates = rates_of("H200")
-    phases = phase_seconds(two, rates, Pass(6, 4, 2, importance=False, compressed=False))
+    phases = phase_seconds(two, rates, Pass(6, 4, 2, importance=0, compressed=False))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)
     assert sum(two.pair_bytes) == 8 * sum(f * (f + 48) for f in (48, 64, 48, 80))
     summed = 4 * sum(two.pair_bytes) / rates.link
@@ -192,7 +195,7 @@ def test_what_rounding_takes() -> None:
     assert found["head"].fed_flops == where.vocab * 64**2
     assert (found["embed"].flops, found["embed"].steps) == (0.0, 0)
     assert len(work.rounding) == 3 * where.num_layers + 2
-    seconds = phase_seconds(work, rates_of("H200"), Pass(6, 4, 1, importance=False, compressed=False))
+    seconds = phase_seconds(work, rates_of("H200"), Pass(6, 4, 1, importance=0, compressed=False))
     assert seconds["round"] == pytest.approx(sum(round_seconds(each, rates_of("H200")) for each in work.rounding))
 
 
@@ -214,7 +217,7 @@ def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     job = manifest({"method": method}, keep=0.8, calibration=calibration(propagate="dense"), quantize=rounded)
     tasks = [with_moments(task, job) for task in claim_tasks(build_methods(job), where)]
     work = layer_work(job, where, tasks, 2)
-    seconds = phase_seconds(work, NOMINAL_CPU, Pass(6, 4, 1, importance=False, compressed=False))
+    seconds = phase_seconds(work, NOMINAL_CPU, Pass(6, 4, 1, importance=0, compressed=False))
     assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]
 
 

@@ -107,7 +107,7 @@ def test_what_a_dead_worker_had_summed_is_done_again() -> None:
 def test_a_dense_job_by_hand() -> None:
     """Of each layer, what the next one does not hide: of giving away (200 / 50), adding (200 * 3 / 2 / 50) and storing
     (0.2) the last one's."""
-    way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
+    way = Pass(layers=2, shards=4, workers=2, importance=0, compressed=False)
     assert (collect_seconds(WORK, RATES), add_seconds(WORK, RATES, way)) == pytest.approx((4.0, 6.0))
     found = simulate(list(job_units(WORK, RATES, way)), 2)
     # Reads a layer (0.1), statistics at (8 + 4) / 2; gives away, adds and stores the last; then solves 4 + 1 a layer,
@@ -120,7 +120,7 @@ def test_a_dense_job_by_hand() -> None:
 
 def test_staged_layers_are_held_against_their_digests_beside_the_rest() -> None:
     """Each in one of sixteen threads, 8 s as soon as it is written: the last one's alone are waited for."""
-    way, slow = Pass(layers=3, shards=4, workers=2, importance=True, compressed=True), replace(RATES, digest=16 * 10)
+    way, slow = Pass(layers=3, shards=4, workers=2, importance=4, compressed=True), replace(RATES, digest=16 * 10)
     plain, verified = (simulate(list(job_units(WORK, rates, way)), 2) for rates in (RATES, slow))
     digests = [sum(job.transfers[f"digest {layer}"] for layer in range(3)) for job in (plain, verified)]
     assert digests == pytest.approx([0.0, 3 * 8.0], abs=1e-5)
@@ -133,7 +133,7 @@ def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
     slow = replace(RATES, disk=10, link=1e9, workers_per_node=8)
     work = replace(WORK, weight_bytes=0, written_bytes=0, solves=())
     for workers, ahead in ((1, 1), (8, 2)):
-        way = Pass(layers=4, shards=8, workers=workers, importance=False, compressed=False)
+        way = Pass(layers=4, shards=8, workers=workers, importance=0, compressed=False)
         passing = 12.0 / workers
         found = simulate(list(job_units(work, slow, way)), workers)
         ends = [passing + 20.0]
@@ -145,14 +145,14 @@ def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
 
 def test_sums_cross_the_link_on_each_node_and_the_network_once() -> None:
     """Four workers on two nodes, 200 bytes: 3/2 of a sum in and out on a node, 3/4 across, half of one comes over."""
-    way = Pass(layers=2, shards=4, workers=4, importance=False, compressed=False)
+    way = Pass(layers=2, shards=4, workers=4, importance=0, compressed=False)
     assert add_seconds(WORK, RATES, way) == pytest.approx(200 * (3 / 2 + 3 / 4) / 50 + 100 / 20)
     on_cpu = replace(RATES, memory=50)
     assert add_seconds(WORK, on_cpu, way) == pytest.approx(200 * 3 * (1 / 2 + 1 / 4) / 50 + 100 / 20)
 
 
 def test_a_compressed_job_waits_for_each_layer() -> None:
-    way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
+    way = Pass(layers=2, shards=4, workers=2, importance=4, compressed=True)
     found = simulate(list(job_units(WORK, RATES, way)), 2)
     # Importance, statistics, giving, adding, the longer solve and its moments (100 bytes); but behind the last layer,
     # propagating beside writing.
@@ -161,7 +161,7 @@ def test_a_compressed_job_waits_for_each_layer() -> None:
 
 
 def test_the_closed_form_of_small_jobs() -> None:
-    for way in (Pass(9, 4, 2, False, False), Pass(9, 4, 2, True, True)):
+    for way in (Pass(9, 4, 2, 0, False), Pass(9, 4, 2, 4, True), Pass(9, 4, 2, 2, True)):
         simulated = simulate(list(job_units(WORK, RATES, way)), 2).seconds
         assert sum(phase_seconds(WORK, RATES, way).values()) == pytest.approx(simulated, rel=0.06)
 
@@ -169,7 +169,7 @@ def test_the_closed_form_of_small_jobs() -> None:
 @pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
 def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
     rates, compressed = rates_of("H200"), propagate == "compressed"
-    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed, held_out_shards=26)
+    way = Pass(geometry("70B").num_layers, 32, workers, 16 * compressed, compressed, held_out_shards=26)
     work = work_of("70B", propagate)
     simulated = simulate(list(job_units(work, rates, way)), workers).seconds
     phases = phase_seconds(work, rates, way)
@@ -179,7 +179,7 @@ def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int)
 @pytest.mark.parametrize(("correct", "workers"), [("none", 1), ("none", 8), ("none", 16), ("output", 8)])
 def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int) -> None:
     rates = rates_of("H200")
-    way = Pass(16, 32, workers, False, False, cached=True, gradient_shards=32, held_out_shards=26)
+    way = Pass(16, 32, workers, 0, False, cached=True, gradient_shards=32, held_out_shards=26)
     work = work_of("70B", "dense", method="loss_aware", correct=correct)
     found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
     assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.3)
@@ -195,7 +195,7 @@ def test_workers_without_a_layer_share_its_long_curve() -> None:
     work = replace(WORK, curves=(SolveWork("mlp", 140, 0, pieces=6, begun=begun),))
     seconds = {}
     for workers in (2, 8):
-        way = Pass(layers=2, shards=1, workers=workers, importance=False, compressed=False, cached=True)
+        way = Pass(layers=2, shards=1, workers=workers, importance=0, compressed=False, cached=True)
         plain = simulate(list(job_units(WORK, RATES, way)), workers).seconds
         seconds[workers] = simulate(list(job_units(work, RATES, way)), workers).seconds - plain
     reading = 200 / 50
@@ -219,7 +219,7 @@ def test_what_workers_pass_on_by_hand() -> None:
     what those of a gradient or of a pair leave behind."""
 
     def held(workers: int, compressed: bool, **changes: Any) -> int:
-        way = Pass(layers=4, shards=8, workers=workers, importance=False, compressed=compressed, gradient_shards=3)
+        way = Pass(layers=4, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
         return object_store_bytes(replace(WORK, **changes), RATES, way)
 
     assert [held(1, True), held(2, True)] == [200, (2 + 1) * 200]
@@ -238,8 +238,8 @@ def test_what_workers_pass_on_by_hand() -> None:
 
 
 def test_pairs_leave_once_a_shard_and_are_added_by_one_worker() -> None:
-    """Of a layer, four shards of 30 and 70 bytes: 400 / 50 seconds to leave two workers, who share them, and to be added."""
-    way = Pass(layers=3, shards=4, workers=2, importance=False, compressed=False, cached=True)
+    """Of a layer, four shards of 30 and 70 bytes: 400 / 50 seconds to leave two workers, shared, and to be added."""
+    way = Pass(layers=3, shards=4, workers=2, importance=0, compressed=False, cached=True)
     work = replace(WORK, correction_flops=500.0)
     pairs = replace(work, pair_bytes=(30, 70))
     clock = [simulate(list(job_units(each, RATES, way)), 2).seconds for each in (work, pairs)]
