@@ -112,6 +112,16 @@ def gradient_seconds(work: LayerWork, rates: Rates) -> float:
     return work.gradient_flops / rates.backward + moments
 
 
+def correction_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """All passes of both layers on one worker, and what each shard has summed on its way from the device."""
+    return work.correction_flops / rates.products + pair_seconds(work, rates, way)
+
+
+def pair_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """What all shards have summed of a layer's pairs, to the worker that adds it, one point after another."""
+    return sum(work.pair_bytes) * way.shards / rates.link
+
+
 def solve_seconds(solve: SolveWork, rates: Rates) -> float:
     """One task on one worker."""
     products = solve.flops - solve.eigen_flops - solve.factor_flops
@@ -208,7 +218,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.rounding:
         found["round"] = _spread([round_seconds(task, rates) for task in work.rounding], way.workers)
     if work.correction_flops:
-        found["correct"] = layers * work.correction_flops / rates.products * way.rounds
+        found["correct"] = layers * (correction_seconds(work, rates, way) * way.rounds + pair_seconds(work, rates, way))
     written = 0.0 if way.cached else work.written_bytes / rates.disk
     windows, by = way.held_out_shards, scorers(way.held_out_shards, way.workers)
     share = by * shards_each(windows, way.workers) / windows / way.workers
@@ -303,7 +313,7 @@ def object_store_bytes(work: LayerWork, rates: Rates, way: Pass) -> int:
     passing = under_way * (here + (here > 1) + (nodes > 1)) * work.moment_bytes + work.sample_bytes
     read = READ_FOR_ALL * work.weight_bytes if nodes > 1 else 0
     gradients = math.ceil(way.gradient_shards / nodes) * work.gradient_bytes
-    pairs = math.ceil(way.shards / nodes) * work.pair_bytes
+    pairs = math.ceil(way.shards / nodes) * max(work.pair_bytes, default=0)
     in_hand = 1 if way.compressed or work.pair_bytes else math.ceil(2 * (way.workers + 1) / nodes)
     return max(passing + read, gradients, pairs, in_hand * work.written_bytes)
 

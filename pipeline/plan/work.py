@@ -63,8 +63,8 @@ class LayerWork:
         gradient_moment_flops, gradient_moved_bytes: of its moments, and what summing and passing them on moves.
         curves: of each task whose sizes are compared by predicted loss, in every round.
         gradient_bytes: of the moments that one shard of the backward pass sums.
-        sample_bytes: of a layer's samples of values; pair_bytes: of what one shard sums of the largest pair that a
-            correction takes.
+        sample_bytes: of a layer's samples of values; pair_bytes: of what one shard sums of each pair that corrections
+            take.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
         held_out_flops: of the dense model, and of the compressed one, on what is held out, in float32 on tensor cores.
         rounding: of every task of the job that is rounded, those of all layers and what is outside of them.
@@ -88,7 +88,7 @@ class LayerWork:
     curves: tuple[SolveWork, ...] = ()
     gradient_bytes: int = 0
     sample_bytes: int = 0
-    pair_bytes: int = 0
+    pair_bytes: tuple[int, ...] = ()
     correction_flops: float = 0.0
     held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
@@ -170,7 +170,7 @@ def layer_work(
             for moment in layer_moments(tasks, busiest)
             if moment.kind == "sample"
         ),
-        pair_bytes=max((_pair_bytes(moment, layer) for task in busy for moment in task.corrections), default=0),
+        pair_bytes=tuple(_pair_bytes(moment, layer) for moment in _pairs(busy)),
         correction_flops=float(tokens * _correction_flops(busy, layer, forward)),
         rounding=rounding,
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
@@ -251,12 +251,16 @@ def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
 
 def _correction_flops(tasks: Sequence[Task], geometry: LayerGeometry, forward: float) -> float:
     """For each token, of a layer's tasks; `forward`: of a forward pass."""
-    pairs = {moment for task in tasks for moment in task.corrections}
+    pairs = _pairs(tasks)
     if not pairs:
         return 0.0
     mlp = 2.0 * geometry.numbers(tuple(role for role in geometry.roles if role in ("gate", "up", "down")))
     walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
     return walked + sum(_pair_flops(moment, geometry) for moment in pairs)
+
+
+def _pairs(tasks: Sequence[Task]) -> list[Moment]:
+    return sorted({moment for task in tasks for moment in task.corrections})
 
 
 def _pair_bytes(moment: Moment, geometry: LayerGeometry) -> int:

@@ -17,7 +17,6 @@ from pipeline.job.commits import commit_interval
 from pipeline.keys import SCHEDULE
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.phases import (
-    COMMIT_SHARE,
     REPEATED_SECONDS,
     Pass,
     committed_bytes,
@@ -62,8 +61,8 @@ def test_the_fewest_layers_whose_commits_cost_little(propagate: str, workers: in
     assert share > work.hidden_bytes / way.nodes(rates) / rates.disk / layer_s
     assert 1 <= every <= LAYERS
     assert every == 1 or every * layer_s <= REPEATED_SECONDS
-    assert every == 1 or share / (every - 1) > COMMIT_SHARE
-    assert share / every <= COMMIT_SHARE or every == LAYERS or (every + 1) * layer_s > REPEATED_SECONDS
+    assert every == 1 or share / (every - 1) > 0.05
+    assert share / every <= 0.05 or every == LAYERS or (every + 1) * layer_s > REPEATED_SECONDS
 
 
 def test_the_quickest_pass_decides() -> None:

@@ -153,9 +153,12 @@ def test_what_following_the_loss_takes() -> None:
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
     short = forward - 2 * 3 * 48 * 80
     assert two.correction_flops == 320 * (4 * forward + 4 * short + pairs)
-    phases = phase_seconds(two, rates_of("H200"), Pass(6, 4, 1, importance=0, compressed=False))
+    rates = rates_of("H200")
+    phases = phase_seconds(two, rates, Pass(6, 4, 2, importance=0, compressed=False))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)
-    assert phases["correct"] == pytest.approx(6 * two.correction_flops / rates_of("H200").products)
+    assert sum(two.pair_bytes) == 8 * sum(f * (f + 48) for f in (48, 64, 48, 80))
+    summed = 4 * sum(two.pair_bytes) / rates.link
+    assert phases["correct"] == pytest.approx(6 * ((two.correction_flops / rates.products + summed) / 2 + summed))
 
 
 def test_what_low_rank_behind_a_moment_takes() -> None:

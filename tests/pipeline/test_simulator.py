@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -217,8 +218,8 @@ def test_what_workers_pass_on_by_hand() -> None:
     """Two workers a node. Of a dense pass two layers are on their way to the store; nothing grows with the shards but
     what those of a gradient or of a pair leave behind."""
 
-    def held(workers: int, compressed: bool, **changes: int) -> int:
-        way = Pass(layers=4, shards=8, workers=workers, importance=False, compressed=compressed, gradient_shards=3)
+    def held(workers: int, compressed: bool, **changes: Any) -> int:
+        way = Pass(layers=4, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
         return object_store_bytes(replace(WORK, **changes), RATES, way)
 
     assert [held(1, True), held(2, True)] == [200, (2 + 1) * 200]
@@ -227,12 +228,24 @@ def test_what_workers_pass_on_by_hand() -> None:
     assert held(1, False, sample_bytes=70) == 2 * 200 + 70
     assert held(2, False, gradient_bytes=900) == 3 * 900
     assert held(4, False, gradient_bytes=1100) == 2 * 1100
-    assert held(2, False, pair_bytes=900) == 8 * 900
+    assert held(2, False, pair_bytes=(30, 900)) == 8 * 900
     assert held(2, False, written_bytes=800) == 6 * 800
     assert held(2, True, written_bytes=800) == 800
     work = work_of("70B", "dense", method="loss_aware", correct="output")
-    assert work.pair_bytes == 8 * (28672 + 8192) * 28672
+    assert max(work.pair_bytes) == 8 * (28672 + 8192) * 28672
+    assert sum(work.pair_bytes) == 8 * ((28672 + 8192) * 28672 + 3 * 2 * 8192 * 8192)
     assert work.sample_bytes == 28672 * 8 * 8192 * 4
+
+
+def test_pairs_leave_once_a_shard_and_are_added_by_one_worker() -> None:
+    """Of a layer, four shards of 30 and 70 bytes: 400 / 50 seconds to leave two workers, shared, and to be added."""
+    way = Pass(layers=3, shards=4, workers=2, importance=0, compressed=False, cached=True)
+    work = replace(WORK, correction_flops=500.0)
+    pairs = replace(work, pair_bytes=(30, 70))
+    clock = [simulate(list(job_units(each, RATES, way)), 2).seconds for each in (work, pairs)]
+    assert clock[1] - clock[0] == pytest.approx(3 * (8.0 / 2 + 8.0))
+    plan = [phase_seconds(each, RATES, way)["correct"] for each in (work, pairs)]
+    assert plan[1] - plan[0] == pytest.approx(3 * (8.0 / 2 + 8.0))
 
 
 def test_a_sample_has_no_more_tokens_than_there_are() -> None:
