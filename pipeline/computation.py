@@ -23,6 +23,7 @@ class Job:
     Attributes:
         allocate: scores -> ranks of every task, by `Task.key`.
         scores: the fields of `Scores` that calibration text must give.
+        importance_shards: the shards that importance is measured on.
         measures: what must be measured on the dense weights before ranks are chosen.
         predicts: the groups whose curves must be taken before ranks are chosen.
         propagate: whose hidden states the statistics are taken on.
@@ -39,6 +40,7 @@ class Job:
     allocate: Callable[[Scores], dict[str, dict[str, int]]]
     scores: frozenset[str]
     propagate: Literal["dense", "compressed"]
+    importance_shards: tuple[int, ...]
     every: int = 1
     keep_statistics: bool = False
     measures: tuple[Task, ...] = ()
@@ -51,6 +53,11 @@ class Job:
     def is_boundary(self, layer: int) -> bool:
         """Whether what enters (or, backwards, leaves) a layer at its input is committed."""
         return layer % self.every == 0
+
+    def dense_shards(self) -> Sequence[int]:
+        """The shards that go through the dense model: all, unless they do so for importance alone."""
+        summed = self.propagate == "dense" and any(task.moments for task in self.tasks)
+        return range(self.shards) if summed or self.gradient_layers() else self.importance_shards
 
     def gradient_layers(self) -> list[int]:
         """The layers that the backward pass must go through, ascending; none when no task asks for gradients."""
@@ -77,7 +84,7 @@ def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mappi
 
 
 def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, float]:
-    """Of every layer, from the cosines of all shards, summed in shard order; empty when no ranks follow it."""
+    """Of every layer, from the cosines of its shards, summed in their order; empty when no ranks follow it."""
     if "importance" not in job.scores:
         return {}
     means = []

@@ -142,8 +142,8 @@ class Driver:
         if not missing:
             return
         base = boundary = self.forwards.last_committed("dense", missing[0])
-        phase = "statistics" if with_moments else "importance"
-        self.observer.phase(phase, len(missing), self.job.shards)
+        phase, shards = "statistics" if with_moments else "importance", self.job.dense_shards()
+        self.observer.phase(phase, len(missing), len(shards))
         taken: deque[tuple[int, Taken]] = deque()  # layers whose sums are on their way to the store
         reading, waiting = LayerReading(self.steps, last), 0
         for layer in missing:
@@ -152,7 +152,8 @@ class Driver:
             store = self.job.is_boundary(layer + 1) and layer < last
             units_from = partial(
                 self.forwards.units, "dense", layer, None, moments,
-                cosine=True, emit=layer < last, store=store, keep=layer in span, weights=reading.weights(layer),
+                cosine=True, emit=layer < last, store=store, keep=layer in span, shards=shards,
+                weights=reading.weights(layer),
             )  # fmt: skip
             choosing = self.summing.choose(moments, units_from(base))
             # What is to be begun from is entered before anything is made of it.

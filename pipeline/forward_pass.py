@@ -1,4 +1,4 @@
-"""The units that take all calibration shards through a layer, from the hidden states that are committed."""
+"""The units that take calibration shards through a layer, from the hidden states that are committed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,17 @@ class ForwardPass:
         emit: bool = True,
         store: bool = False,
         keep: bool = False,
+        shards: Sequence[int] | None = None,
         weights: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ()),
     ) -> list[Forward]:
-        """All shards through a layer, in shard order. `base`: the last layer whose inputs are committed; `weights` as
-        `LayerReading.weights` gives them. The next layer is read by the pass that makes its inputs: before, while this
-        one is solved, it would only take memory."""
+        """Some shards, or all, through a layer, in shard order. `cosine`: of those that importance is measured on;
+        `base`: the last layer whose inputs are committed; `weights` as `LayerReading.weights` gives them. The next
+        layer is read by the pass that makes its inputs: before, while this one is solved, it would only take memory."""
         activations = self.activations(lineage, base)
+        shards = range(self.job.shards) if shards is None else shards
+        # A pass through which more was taken may have committed those of all shards.
+        stored = shards if activations is None or len(activations) == len(shards) else range(self.job.shards)
+        records = dict(zip(stored, activations or (), strict=False))
         replay = tuple(
             staged_layer(self.journal, before) if lineage == "compressed" else None for before in range(base, layer)
         )
@@ -48,22 +53,22 @@ class ForwardPass:
                 shard=shard,
                 staged=staged,
                 moments=moments,
-                cosine=cosine,
+                cosine=cosine and shard in self.job.importance_shards,
                 emit=emit,
                 store=store,
                 keep_inputs=keep and shard in self.job.gradient_shards,
                 base=base,
-                base_record=activations[shard] if activations else None,
+                base_record=records.get(shard),
                 replay=replay,
                 ahead=layer + 1 if emit and layer + 1 < self.job.num_layers else None,
                 weights=weights[0],
                 ahead_weights=weights[1],
             )
-            for shard in range(self.job.shards)
+            for shard in shards
         ]
 
     def activations(self, lineage: Lineage, layer: int) -> Sequence[ArrayRecord] | None:
-        """Records of the committed inputs of a layer, by shard; None when there are none (layer 0: the embeddings)."""
+        """Records of the committed inputs of a layer, in shard order; ."""
         if layer == 0:
             return None
         if lineage == "dense":

@@ -1,7 +1,10 @@
-"""How calibration samples are cut in shards, which of them the backward pass takes, how many are held out besides."""
+"""How calibration samples are cut in shards, which of them importance and the backward pass take, how many are held out
+besides."""
 
 from __future__ import annotations
 
+IMPORTANCE_TOKENS = 262_144  # 64 windows of 256 tokens tell t_l to 1 % (docs/methods.md#importance)
+LEAST_SHARDS = 16  # so that workers have something to share
 TOKENS_PER_HIDDEN = 16
 HELD_OUT = 10  # one window is held out for so many samples
 HELD_OUT_TOKENS = (
@@ -13,6 +16,14 @@ LEAST_TOKENS = 16_384  # a narrow model's gradient is noisy at 16 tokens a numbe
 def shard_range(shard: int, shards: int, samples: int) -> tuple[int, int]:
     """First and one past the last sample of a shard; sizes differ by at most one."""
     return shard * samples // shards, (shard + 1) * samples // shards
+
+
+def importance_shards(shards: int, samples: int, sequence_length: int) -> tuple[int, ...]:
+    """The shards on which importance is measured: as many as hold 262,144 tokens, 16 at least, evenly spread; at most
+    all. docs/methods.md#importance."""
+    wanted = -(-IMPORTANCE_TOKENS * shards // (samples * sequence_length))
+    count = min(shards, max(wanted, LEAST_SHARDS))
+    return tuple(place * shards // count for place in range(count))
 
 
 def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:

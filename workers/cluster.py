@@ -293,6 +293,11 @@ def machine_bytes() -> int:
     return int(get_system_memory())  # a container's limit counts
 
 
+def object_store_room() -> int:
+    """What a Ray of our own holds in memory of what workers pass on; the rest goes to disk."""
+    return int(ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION * machine_bytes())
+
+
 def declared_memory(workers: Workers, memory_bytes: int) -> int:
     """What Ray is asked for: `memory_bytes` where a node that is there has declared so much; else 0.
 

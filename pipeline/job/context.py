@@ -147,6 +147,7 @@ def driver_job(inputs: Inputs) -> Job:
         allocate=lambda scores: allocate_ranks(manifest, inputs.methods, inputs.geometry, scores),
         scores=inputs.scores,
         propagate=propagate,
+        importance_shards=inputs.importance_shards,
         keep_statistics=propagate == "dense" if keep is None else keep,
         measures=measure_tasks(inputs.methods, inputs.geometry),
         predicts=tuple(with_moments(task, manifest) for task in predict_tasks(inputs.methods, inputs.geometry)),

@@ -28,7 +28,7 @@ from pipeline.methods.registry import (
 )
 from pipeline.plan.estimate import rank_remarks
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
-from pipeline.samples import gradient_count, gradient_samples
+from pipeline.samples import gradient_count, gradient_samples, importance_shards
 from stores.headers import DTYPES
 from stores.run_directory import FOLDERS
 from stores.source import SourceCheckpoint, is_hub_id, open_source
@@ -98,6 +98,14 @@ class Inputs:
     def max_loss(self) -> float | None:
         """The limit of the loss that decides the size, if one does."""
         return self.manifest.budget.max_loss if self.manifest.budget else None
+
+    @property
+    def importance_shards(self) -> tuple[int, ...]:
+        """The calibration shards on which importance is measured."""
+        calibration = self.manifest.calibration
+        if calibration is None:
+            return ()
+        return importance_shards(calibration.shards, calibration.samples, calibration.sequence_length)
 
     @property
     def gradient_samples(self) -> int:

@@ -46,7 +46,9 @@ def _fault(key: str, entry: Any, job: Job, config: Mapping[str, Any]) -> str | N
     if kind == "layer":
         return _layer_fault(int(key.rpartition("/")[2]), entry, config)
     if kind == "dense":
-        return _dense_fault(entry, job) or _activations_fault(entry.activations, job.shards)
+        whole = entry.activations is not None and len(entry.activations) == job.shards  # more was taken on the way
+        shards = job.shards if whole else len(job.dense_shards())
+        return _dense_fault(entry, job) or _activations_fault(entry.activations, shards)
     if kind in BACKWARD:
         return _activations_fault(entry.activations, len(job.gradient_shards))
     return _activations_fault(entry.activations, job.shards) if kind == "activations" else None
@@ -59,8 +61,8 @@ def _activations_fault(stored: Sequence[ArrayRecord] | None, shards: int) -> str
 
 
 def _dense_fault(entry: DenseEntry, job: Job) -> str | None:
-    if len(entry.cosine) != job.shards or not all(count > 0 for _, count in entry.cosine):
-        return "cosine: not one sum and count for each shard"
+    if len(entry.cosine) != len(job.importance_shards) or not all(count > 0 for _, count in entry.cosine):
+        return "cosine: not one sum and count for each shard that importance is measured on"
     if entry.inputs is not None:
         kept = tuple(shard for shard, record in enumerate(entry.inputs) if record is not None)
         if len(entry.inputs) != job.shards or kept != job.gradient_shards:

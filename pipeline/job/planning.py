@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from dataclasses import dataclass
@@ -26,13 +27,14 @@ from pipeline.plan.phases import (
     committed_bytes,
     evaluate_seconds,
     layers_per_commit,
+    object_store_bytes,
     phase_seconds,
 )
 from pipeline.plan.probe import LayerShape, measured_rates
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.work import layer_work, scoring_flops
-from pipeline.samples import gradient_samples, held_out_windows
-from workers.cluster import connect, probe_workers
+from pipeline.samples import gradient_samples, held_out_windows, importance_shards
+from workers.cluster import connect, machine_bytes, object_store_room, probe_workers
 from workers.memory import map_large_tensors
 
 
@@ -69,6 +71,7 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
     every = manifest.resume.every
     every = layers_per_commit(work, rates, way) if every == "auto" else every
     report = plan.report() | {
+        "object_store_bytes": object_store_bytes(work, rates, way),
         "layers_per_commit": every,
         "committed_bytes": committed_bytes(work, way, every),
         "rates": rates.report(),
@@ -129,11 +132,12 @@ def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:
     )
     shards = calibration.shards if calibration else layers
     samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
+    alone = shards if gradient_tokens else len(importance_shards(shards, samples, length))
     return Pass(
         layers,
         shards,
         min(manifest.workers.max, shards),
-        importance and compressed,
+        alone if importance and compressed else 0,
         compressed,
         offload=True,
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
@@ -151,9 +155,31 @@ def gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: tuple[Task, .
     return gradient_samples(asked, calibration.samples, length, geometry.hidden) * length
 
 
+def _elsewhere(asked: Asked) -> bool:
+    return bool(asked.address or os.environ.get("RAY_ADDRESS"))
+
+
+def _beyond_this_machine(plan: dict[str, Any]) -> list[str]:
+    """In its memory, where all workers are here."""
+    found, machine = [], machine_bytes()
+    needed = plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"]
+    if needed > machine:
+        found.append(
+            f"does not fit: {plan['workers']} workers of {plan['worker_host_bytes'] / 1e9:,.1f} GB and the driver take "
+            f"{needed / 1e9:,.1f} GB of memory, this machine has {machine / 1e9:,.1f}; lower workers.max, or give "
+            "--address of a cluster"
+        )
+    if plan["object_store_bytes"] > (store := object_store_room()):
+        found.append(
+            f"does not fit: what workers pass on takes {plan['object_store_bytes'] / 1e9:,.1f} GB, a Ray of this "
+            f"machine holds {store / 1e9:,.1f} of it in memory and writes the rest to disk"
+        )
+    return found
+
+
 def what_does_not_fit(manifest: Manifest, plan: dict[str, Any], asked: Asked) -> list[str]:
     """Here, or on the GPU that was named; what another node has is not known."""
-    found = []
+    found = _beyond_this_machine(plan) if asked.gpu is None and not _elsewhere(asked) else []
     if asked.gpu is not None and plan["worker_device_bytes"] > plan["rates"]["device_bytes"]:
         found.append(
             f"does not fit: a worker needs {plan['worker_device_bytes'] / 1e9:.0f} GB of its GPU, which has "

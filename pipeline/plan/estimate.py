@@ -14,10 +14,11 @@ from typing import Any
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
+from pipeline.methods.registry import build_methods, layer_gradients, layer_moments, layers_of, saved_numbers
 from pipeline.methods.rounded_size import rounded_numbers, scope_numbers
 from pipeline.plan.solve_work import moment_width, solve_work
 from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops
+from pipeline.samples import importance_shards
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
@@ -98,8 +99,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         output_bytes=stored * itemsize,
         expected_numbers=expected,
         dense_numbers=dense,
-        forward_flops=passes
-        * tokens
+        forward_flops=_tokens_passed(manifest, tasks, passes)
         * sum(forward_flops(layer, calibration.sequence_length if calibration else 0) for layer in geometry.layers),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for layer, moment in moments)),
         solve_flops=sum(solve_work(task, geometry.layers[task.layer], tokens).flops for task in tasks),
@@ -143,6 +143,17 @@ def _solve_bytes(task: Task, geometry: LayerGeometry, itemsize: int) -> int:
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
     copies = CURVE_COPIES if samples else SOLVE_COPIES
     return copies * moments + samples + geometry.numbers(task.roles) * (8 + itemsize)
+
+
+def _tokens_passed(manifest: Manifest, tasks: Sequence[Task], passes: int) -> float:
+    """Through the layers, in all passes: one for importance alone takes some shards."""
+    calibration = manifest.calibration
+    if calibration is None:
+        return 0.0
+    shards, samples, length = calibration.shards, calibration.samples, calibration.sequence_length
+    alone = len(importance_shards(shards, samples, length)) / shards
+    gradients = any(layer_gradients(tasks, layer) for layer in layers_of(tasks))
+    return samples * length * (passes if passes < 3 or gradients else 2 + alone)
 
 
 def _passes(manifest: Manifest, tasks: Sequence[Task], compressed: bool) -> int:

@@ -24,6 +24,7 @@ from pipeline.plan.phases import (
     fetch_seconds,
     forward_seconds,
     grid_seconds,
+    importance_seconds,
     pass_on_seconds,
     read_seconds,
     reread_seconds,
@@ -45,11 +46,10 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
     yield Unit("start", "start", START_SECONDS, ("digests",), on="start")
     before: tuple[str, ...] = ("start",)
     if way.compressed and way.importance:
-        cosine = work.cosine_bytes / rates.memory
         for layer in range(way.layers):
             yield from _reads("importance", layer, work, rates, way, shared=True)
-            seconds = forward_seconds(work, rates, way) + cosine
-            before = yield from _forward("importance", layer, seconds, before, rates, way, None)
+            seconds = importance_seconds(work, rates, way)
+            before = yield from _forward("importance", layer, seconds, before, rates, way, None, way.importance)
     stored: list[str] = []
     for layer in range(way.layers):
         yield from _reads("statistics", layer, work, rates, way, shared=not way.compressed)
@@ -107,16 +107,23 @@ def _unit(timed: Timed) -> Unit:
 
 
 def _forward(
-    kind: str, layer: int, seconds: float, after: tuple[str, ...], rates: Rates, way: Pass, given: str | None
+    kind: str,
+    layer: int,
+    seconds: float,
+    after: tuple[str, ...],
+    rates: Rates,
+    way: Pass,
+    given: str | None,
+    shards: int | None = None,
 ) -> Generator[Unit, None, tuple[str, ...]]:
-    """A layer's shards, and what is done when all of them are."""
-    names = []
+    """A layer's shards, so many of them or all, and what is done when they are."""
+    names, shards = [], way.shards if shards is None else shards
     read = "statistics" if kind == "propagate" else kind
-    for shard in range(way.shards):
+    for shard in range(shards):
         node = shard % way.workers // rates.workers_per_node
         waits = (*after, f"read {read} {layer} {node}")
         names.append(f"{kind} {layer} {shard}")
-        yield Unit(names[-1], kind, seconds / way.shards, waits, shard=shard, summed=given)
+        yield Unit(names[-1], kind, seconds / shards, waits, shard=shard, summed=given)
     barrier = f"{kind} {layer}"
     yield Unit(barrier, "barrier", 0.0, tuple(names), on=f"barrier {kind} {layer}")
     return (barrier,)

@@ -14,8 +14,10 @@ from pipeline.plan.phases import (
     THREADS,
     Pass,
     compare_seconds,
+    correction_seconds,
     gradient_seconds,
     held_out_seconds,
+    pair_seconds,
     solve_seconds,
     verify_seconds,
 )
@@ -94,14 +96,18 @@ def verify_unit(layer: int, work: LayerWork, rates: Rates, after: str) -> Timed:
 
 
 def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """Layer by layer: both models to a point, then what is solved there; at last both to the end."""
-    seconds = work.correction_flops / rates.products / CORRECTED
+    """Layer by layer: both models to a point, whose pairs one worker adds, then what is solved there; at last both to
+    the end."""
+    seconds = correction_seconds(work, rates, way) / CORRECTED
+    adding = pair_seconds(work, rates, way) / (CORRECTED - 1)
     for layer in range(way.layers):
         yield from _reads("correct", layer, work.weight_bytes, rates, way, after)
         for step in range(CORRECTED):
             kind = f"correct {step}"
             after = yield from _passes(kind, "correct", layer, seconds, way.shards, after, rates, way, "correct")
             if step < CORRECTED - 1:
+                yield Timed(f"pair sum {layer} {step}", "reduce", adding, after)
+                after = (f"pair sum {layer} {step}",)
                 names = tuple(f"solve {layer} {step} {number}" for number in range(len(work.solves)))
                 for name, solve in zip(names, work.solves, strict=True):
                     yield Timed(name, "solve", solve_seconds(solve, rates) / (CORRECTED - 1), after)

@@ -20,6 +20,7 @@ REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 THREADS = 16  # of the driver, that take digests
 COMPARED_LAYERS = 4  # that both models go through side by side in one unit
 AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
+READ_FOR_ALL = 3  # layers: the one at hand, and two ahead (`pipeline.layer_reading`)
 BYTES_OF_READING = 2  # a shard's hidden states go in and out
 
 
@@ -28,7 +29,8 @@ class Pass:
     """How a job goes through its layers.
 
     Attributes:
-        importance: a pass of its own before the walk (`propagate: compressed` with ranks by importance).
+        importance: shards of a pass of its own before the walk (`propagate: compressed` with ranks by importance); 0:
+            there is none.
         compressed: whether layers go on with the compressed one's outputs.
         offload: whether hidden states leave the device between layers.
         cached: whether what was read or stored once is still in the nodes' memory (page cache) when it is read again.
@@ -39,7 +41,7 @@ class Pass:
     layers: int
     shards: int
     workers: int
-    importance: bool
+    importance: int
     compressed: bool
     offload: bool = False
     cached: bool = False
@@ -75,6 +77,11 @@ def forward_seconds(work: LayerWork, rates: Rates, way: Pass, *, packed: bool = 
     return max(computed, copied) + commit_seconds(rates, way, way.shards)
 
 
+def importance_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """A pass that takes cosines alone through a layer, all of its shards on one worker."""
+    return forward_seconds(work, rates, way) * way.importance / way.shards + work.cosine_bytes / rates.memory
+
+
 def commit_seconds(rates: Rates, way: Pass, shards: int) -> float:
     """Of all commits of hidden states at a layer, on one worker, but for their bytes."""
     return shards * rates.commit_s / way.every if way.every else 0.0
@@ -103,6 +110,16 @@ def gradient_seconds(work: LayerWork, rates: Rates) -> float:
     """All samples back through a layer on one worker, and their moments."""
     moments = work.gradient_moment_flops / rates.moments + work.gradient_moved_bytes / rates.memory
     return work.gradient_flops / rates.backward + moments
+
+
+def correction_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """All passes of both layers on one worker, and what each shard has summed on its way from the device."""
+    return work.correction_flops / rates.products + pair_seconds(work, rates, way)
+
+
+def pair_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """What all shards have summed of a layer's pairs, to the worker that adds it, one point after another."""
+    return sum(work.pair_bytes) * way.shards / rates.link
 
 
 def solve_seconds(solve: SolveWork, rates: Rates) -> float:
@@ -164,16 +181,15 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     nodes, layers = way.nodes(rates), way.layers
     reading = read_seconds(work, rates, way, shared=False)  # each node reads each layer
     shared, passing_on = read_seconds(work, rates, way), pass_on_seconds(work, rates, way)
-    forward = max(forward_seconds(work, rates, way) * way.rounds, shared, passing_on)
     statistics = statistics_seconds(work, rates, way) * way.rounds + grid_seconds(work, rates)
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
     getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
     found = {"digests": digest_seconds(work, rates, way), "start": START_SECONDS}
     if way.compressed:
-        cosine = work.cosine_bytes / rates.memory * way.rounds
         if way.importance:
-            found["importance"] = layers * (forward + cosine)
+            seconds = importance_seconds(work, rates, way) * way.rounds_of(way.importance)
+            found["importance"] = layers * max(seconds, shared, passing_on)
         found["statistics"] = layers * max(statistics, reading)
         found["reduce"] = layers * (collecting + adding)
         found["solve"] = layers * _spread([seconds + getting for seconds in solves], way.workers)
@@ -202,7 +218,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.rounding:
         found["round"] = _spread([round_seconds(task, rates) for task in work.rounding], way.workers)
     if work.correction_flops:
-        found["correct"] = layers * work.correction_flops / rates.products * way.rounds
+        found["correct"] = layers * (correction_seconds(work, rates, way) * way.rounds + pair_seconds(work, rates, way))
     written = 0.0 if way.cached else work.written_bytes / rates.disk
     windows, by = way.held_out_shards, scorers(way.held_out_shards, way.workers)
     share = by * shards_each(windows, way.workers) / windows / way.workers
@@ -270,7 +286,9 @@ def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:
     phases = phase_seconds(work, rates, way)
     walk = sum(phases.get(name, 0.0) for name in ("statistics", "reduce", "propagate"))
     walk += phases["solve"] if way.compressed else 0.0  # else layers are solved when the pass is over
-    passes = [seconds / way.layers for seconds in (phases.get("importance", 0.0), walk) if seconds]
+    # Importance alone commits no more of the hidden states than it makes: as if it went through all of them.
+    alone = phases.get("importance", 0.0) * way.shards / max(1, way.importance)
+    passes = [seconds / way.layers for seconds in (alone, walk) if seconds]
     if not passes:
         return 1
     rare = math.ceil(committing_seconds(work, rates, way) / (COMMIT_SHARE * min(passes)))
@@ -279,7 +297,25 @@ def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:
 
 def committed_bytes(work: LayerWork, way: Pass, every: int) -> int:
     """Of hidden states, over the whole job: every so many layers, but not what leaves the last."""
-    return (1 + way.importance) * ((way.layers - 1) // every) * work.hidden_bytes
+    commits = (way.layers - 1) // every
+    return commits * work.hidden_bytes + commits * work.hidden_bytes * way.importance // way.shards
+
+
+def object_store_bytes(work: LayerWork, rates: Rates, way: Pass) -> int:
+    """At most at a time on a node, of what workers pass on to one another through Ray's object store.
+
+    By phase: the sums of the layers that are on their way to the store, each worker's, the node's and all nodes', with
+    the samples, and layers that are read for all nodes; what each shard has summed of gradients, or of a correction's
+    pair; the factors of layers that are being solved and written.
+    """
+    here, nodes = min(way.workers, rates.workers_per_node), way.nodes(rates)
+    under_way = 1 if way.compressed else 2 + way.workers // AHEAD
+    passing = under_way * (here + (here > 1) + (nodes > 1)) * work.moment_bytes + work.sample_bytes
+    read = READ_FOR_ALL * work.weight_bytes if nodes > 1 else 0
+    gradients = math.ceil(way.gradient_shards / nodes) * work.gradient_bytes
+    pairs = math.ceil(way.shards / nodes) * max(work.pair_bytes, default=0)
+    in_hand = 1 if way.compressed or work.pair_bytes else math.ceil(2 * (way.workers + 1) / nodes)
+    return max(passing + read, gradients, pairs, in_hand * work.written_bytes)
 
 
 def _spread(seconds: Sequence[float], workers: int) -> float:

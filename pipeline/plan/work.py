@@ -31,7 +31,7 @@ from pipeline.plan.solve_work import (
     solve_work,
     triangle_numbers,
 )
-from pipeline.samples import held_out_windows
+from pipeline.samples import held_out_windows, importance_shards
 
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 32  # of device memory for each number: the product written, rounded, added to a float64 sum
@@ -63,6 +63,8 @@ class LayerWork:
         gradient_moment_flops, gradient_moved_bytes: of its moments, and what summing and passing them on moves.
         curves: of each task whose sizes are compared by predicted loss, in every round.
         gradient_bytes: of the moments that one shard of the backward pass sums.
+        sample_bytes: of a layer's samples of values; pair_bytes: of what one shard sums of each pair that corrections
+            take.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
         held_out_flops: of the dense model, and of the compressed one, on what is held out, in float32 on tensor cores.
         rounding: of every task of the job that is rounded, those of all layers and what is outside of them.
@@ -85,6 +87,8 @@ class LayerWork:
     packed_flops: float = 0.0
     curves: tuple[SolveWork, ...] = ()
     gradient_bytes: int = 0
+    sample_bytes: int = 0
+    pair_bytes: tuple[int, ...] = ()
     correction_flops: float = 0.0
     held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
@@ -109,6 +113,8 @@ def layer_work(
     calibration = manifest.calibration
     samples, sequence = (calibration.samples, calibration.sequence_length) if calibration else (0, 0)
     tokens = samples * sequence
+    shards = calibration.shards if calibration else 1
+    measured = tokens * len(importance_shards(shards, samples, sequence)) / shards if calibration else 0
     dense = calibration is not None and calibration.propagate == "dense"
     rounding = rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE)
     tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
@@ -144,7 +150,7 @@ def layer_work(
         built_bytes=float(BUILT_BYTES * layer.numbers()),
         grid_flops=float(calibration.micro_batch * sequence * forward) if calibration and moments else 0.0,
         added_bytes=float(sum(_added_bytes(moment, layer, manifest, itemsize) for moment in moments)),
-        cosine_bytes=float(COSINE_BYTES * tokens * layer.hidden),
+        cosine_bytes=float(COSINE_BYTES * measured * layer.hidden),
         moment_bytes=8 * sum(sizes),
         **_gradient_work(layer, gradients, forward, gradient_tokens, manifest, 1 + two_rounds),
         solves=tuple(
@@ -159,6 +165,12 @@ def layer_work(
             for _ in range(1 + two_rounds)
         ),
         gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in gradients),
+        sample_bytes=sum(
+            moment.tokens * moment_width(moment, layer) * itemsize
+            for moment in layer_moments(tasks, busiest)
+            if moment.kind == "sample"
+        ),
+        pair_bytes=tuple(_pair_bytes(moment, layer) for moment in _pairs(busy)),
         correction_flops=float(tokens * _correction_flops(busy, layer, forward)),
         rounding=rounding,
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
@@ -239,12 +251,22 @@ def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
 
 def _correction_flops(tasks: Sequence[Task], geometry: LayerGeometry, forward: float) -> float:
     """For each token, of a layer's tasks; `forward`: of a forward pass."""
-    pairs = {moment for task in tasks for moment in task.corrections}
+    pairs = _pairs(tasks)
     if not pairs:
         return 0.0
     mlp = 2.0 * geometry.numbers(tuple(role for role in geometry.roles if role in ("gate", "up", "down")))
     walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
     return walked + sum(_pair_flops(moment, geometry) for moment in pairs)
+
+
+def _pairs(tasks: Sequence[Task]) -> list[Moment]:
+    return sorted({moment for task in tasks for moment in task.corrections})
+
+
+def _pair_bytes(moment: Moment, geometry: LayerGeometry) -> int:
+    """Of Σ x xᵀ and Σ e xᵀ."""
+    features = point_features(moment.point, geometry)
+    return 8 * (features + geometry.hidden) * features
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:

@@ -119,4 +119,4 @@ def test_figures_are_the_plan_s(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"{gib['worker_device_bytes']:.1f} GiB on a worker's GPU and {gib['worker_host_bytes']:.1f}" in told
     assert f"{gib['driver_peak_bytes']:.1f} GiB in the driver" in told
     assert f"{gib['run_dir_bytes']:,.0f} GiB in `run_dir`, {gib['output_bytes']:.0f} GiB of output" in told
-    assert f"16 × {gib['statistics_bytes_per_layer']:.1f} GiB" in told
+    assert f"`object_store_bytes` (70B: {gib['object_store_bytes']:.0f} GiB" in told

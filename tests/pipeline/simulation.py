@@ -609,7 +609,7 @@ def make_job(tasks: tuple[Task, ...], num_layers: int = 4, shards: int = 2, **se
         known += sum(curve.numbers[0] for curve in (scores.curves or {}).values())
         return {task.key: {"rank": 1 + known + wide.get(task.layer, 0)} for task in tasks}
 
-    given = {"scores": IMPORTANCE, "propagate": "compressed", **settings}
+    given = {"scores": IMPORTANCE, "propagate": "compressed", "importance_shards": tuple(range(shards)), **settings}
     return Job(num_layers=num_layers, shards=shards, tasks=tasks, allocate=allocate, **given)
 
 
@@ -667,7 +667,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "compressed-last-2": lambda: make_job(make_tasks([2, 3])),
     "compressed-some": lambda: make_job(make_tasks([1, 3], ["mlp"]), num_layers=6, scores=frozenset()),
     "compressed-mixed": lambda: make_job(make_tasks([0, 2], ["free", "mlp"]) + make_tasks([1], ["free"])),
+    "compressed-sampled": lambda: make_job(make_tasks(ALL), shards=3, importance_shards=(0, 2)),
+    "compressed-sampled-every-2": lambda: make_job(make_tasks(ALL), shards=3, importance_shards=(1,), every=2),
     "dense": lambda: make_job(make_tasks(ALL), propagate="dense", keep_statistics=True),
+    "dense-sampled": lambda: make_job(make_tasks(ALL), propagate="dense", shards=3, importance_shards=(0, 2)),
     "dense-dropped": lambda: make_job(make_tasks(ALL), propagate="dense"),
     "dense-uniform": lambda: make_job(make_tasks(ALL), propagate="dense", scores=frozenset()),
     "dense-every-2": lambda: make_job(make_tasks(range(5)), num_layers=5, propagate="dense", every=2),

@@ -20,6 +20,7 @@ from pipeline.sum_units import Add, Collect, Total
 from pipeline.units import Forward, Reduce, Solve, Unit, Write
 from tests.pipeline.simulation import (
     ALL,
+    IMPORTANCE,
     JOBS,
     MemoryJournal,
     Recorder,
@@ -29,6 +30,7 @@ from tests.pipeline.simulation import (
     commits,
     digest,
     forwards,
+    make_gradient_job,
     make_job,
     make_tasks,
     run,
@@ -106,12 +108,35 @@ def test_importance_ranks_the_layers() -> None:
             assert unit.ranks == ranks["ranks"][f"{group.layer}/0/{group.name}"]
 
 
-def test_importance_is_the_mean_over_all_shards() -> None:
+@pytest.mark.parametrize("shards", [(0, 1, 2), (0, 2), (1,)])
+@pytest.mark.parametrize(("propagate", "group"), [("compressed", "mlp"), ("dense", "mlp"), ("dense", "free")])
+def test_importance_is_the_mean_over_its_shards(shards: tuple[int, ...], propagate: str, group: str) -> None:
+    """Whatever else is taken on the way; where nothing is, the others stay out."""
     seen: list[dict[int, float]] = []
-    job = make_job(make_tasks([0], ["free"]), num_layers=1, shards=3)
-    run(replace(job, allocate=lambda scores: seen.append(dict(scores.importance)) or job.allocate(scores)))  # type: ignore[func-returns-value]
-    cosines = [int(digest("embedded", shard)[:4], 16) / 65536 for shard in range(3)]
-    assert seen == [{0: pytest.approx(math.acos(sum(cosines) / 3) / math.pi)}]
+    tasks = make_tasks([0], [group])
+    job = make_job(tasks, num_layers=1, shards=3, propagate=propagate, importance_shards=shards)
+    world, recorder = run(
+        replace(job, allocate=lambda scores: seen.append(dict(scores.importance)) or job.allocate(scores))  # type: ignore[func-returns-value]
+    )
+    cosines = [int(digest("embedded", shard)[:4], 16) / 65536 for shard in shards]
+    assert seen == [{0: pytest.approx(math.acos(sum(cosines) / len(cosines)) / math.pi)}]
+    through = [unit.shard for unit in forwards(world) if unit.lineage == "dense"]
+    assert through == [0, 1, 2] if (propagate, group) == ("dense", "mlp") else list(shards)
+    assert recorder.phases[0][2] == len(through)
+    assert [unit.shard for unit in forwards(world) if unit.cosine] == list(shards)
+
+
+def test_a_pass_for_importance_goes_on_from_what_one_of_all_shards_committed() -> None:
+    """As in a sweep, whose points share that pass: one of them also takes gradients, and so needs all shards."""
+    alone = make_job(make_tasks(range(4)), shards=3, importance_shards=(1,))
+    together = make_gradient_job(range(4), shards=3, importance_shards=(1,), propagate="compressed", scores=IMPORTANCE)
+    left: list[World] = []
+    run(together, World(left=left))
+    half = next(world for world in left if "dense/00001" in world.journal() and "dense/00002" not in world.journal())
+    assert len(half.journal()["dense/00001"]["activations"]) == 3
+    run(replace(alone, gradient_shards=together.gradient_shards), half)
+    expected, _ = run(alone)
+    assert half.journal()["ranks"] == expected.journal()["ranks"]
 
 
 def test_uniform_allocation_needs_no_dense_pass() -> None:

@@ -28,6 +28,7 @@ from pipeline.plan.work import layer_work
 from pipeline.rounding.tasks import with_moments
 from pipeline.samples import held_out_windows
 from tests.pipeline.geometries import llama, manifest, other
+from workers import cluster
 
 TEXT = {"files": ["text.txt"]}
 GIB = 2**30
@@ -86,6 +87,9 @@ def test_the_plan_says_how_often_layers_are_gone_through() -> None:
     assert passes({"ranks": {"value": 3}}) == 2
     assert passes(propagate="dense") == 1
     assert passes({"allocation": "uniform"}, propagate="dense") == 1
+    # A pass for importance alone takes 262,144 tokens: here 16 of 64 samples.
+    long = {"samples": 64, "sequence_length": 16_384, "shards": 64}
+    assert passes(**long) * once == pytest.approx(2.25 * 6 * 64 * 16_384 * (2 * LAYER + 2 * 64 * 16_384))
 
 
 def test_kept_statistics_take_room() -> None:
@@ -149,9 +153,12 @@ def test_what_following_the_loss_takes() -> None:
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
     short = forward - 2 * 3 * 48 * 80
     assert two.correction_flops == 320 * (4 * forward + 4 * short + pairs)
-    phases = phase_seconds(two, rates_of("H200"), Pass(6, 4, 1, importance=False, compressed=False))
+    rates = rates_of("H200")
+    phases = phase_seconds(two, rates, Pass(6, 4, 2, importance=0, compressed=False))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)
-    assert phases["correct"] == pytest.approx(6 * two.correction_flops / rates_of("H200").products)
+    assert sum(two.pair_bytes) == 8 * sum(f * (f + 48) for f in (48, 64, 48, 80))
+    summed = 4 * sum(two.pair_bytes) / rates.link
+    assert phases["correct"] == pytest.approx(6 * ((two.correction_flops / rates.products + summed) / 2 + summed))
 
 
 def test_what_low_rank_behind_a_moment_takes() -> None:
@@ -188,7 +195,7 @@ def test_what_rounding_takes() -> None:
     assert found["head"].fed_flops == where.vocab * 64**2
     assert (found["embed"].flops, found["embed"].steps) == (0.0, 0)
     assert len(work.rounding) == 3 * where.num_layers + 2
-    seconds = phase_seconds(work, rates_of("H200"), Pass(6, 4, 1, importance=False, compressed=False))
+    seconds = phase_seconds(work, rates_of("H200"), Pass(6, 4, 1, importance=0, compressed=False))
     assert seconds["round"] == pytest.approx(sum(round_seconds(each, rates_of("H200")) for each in work.rounding))
 
 
@@ -210,7 +217,7 @@ def test_rounding_takes_a_fifth_of_a_large_solve_at_most(method: str) -> None:
     job = manifest({"method": method}, keep=0.8, calibration=calibration(propagate="dense"), quantize=rounded)
     tasks = [with_moments(task, job) for task in claim_tasks(build_methods(job), where)]
     work = layer_work(job, where, tasks, 2)
-    seconds = phase_seconds(work, NOMINAL_CPU, Pass(6, 4, 1, importance=False, compressed=False))
+    seconds = phase_seconds(work, NOMINAL_CPU, Pass(6, 4, 1, importance=0, compressed=False))
     assert 0.0 < seconds["round"] < 0.2 * seconds["solve"]
 
 
@@ -397,6 +404,40 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "--config: " in capsys.readouterr().err
     assert main([str(path), "--config", str(config), "--gpu", "RTX"]) == 2
     assert "--gpu: 'RTX' is none, or several" in capsys.readouterr().err
+
+
+def test_what_this_machine_s_memory_does_not_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is said of it where workers are elsewhere."""
+    monkeypatch.setattr(cluster, "get_system_memory", lambda: 4 * GIB)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config, path = tmp_path / "config.json", tmp_path / "job.yaml"
+    wide = {**LLAMA_70B, "hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 2}
+    config.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **wide}), encoding="utf-8")
+    document = {
+        "version": 1,
+        "model": {"source": "nowhere"},
+        "output": str(tmp_path / "out"),
+        "run_dir": str(tmp_path / "run"),
+        "budget": {"keep": 0.8},
+        "calibration": {**calibration(shards=4), "propagate": "dense"},
+        "methods": [{"method": "flat_llm"}],
+        "workers": {"max": 2},
+    }
+    path.write_text(json.dumps(document), encoding="utf-8")
+    command = [str(path), "--config", str(config), "--tflops", "1", "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["object_store_bytes"] == pytest.approx(2 * 3 * 4 * 16384**2, rel=0.01)
+    memory, store = (remark for remark in found["remarks"] if "this machine" in remark)
+    assert memory.startswith("does not fit: 2 workers of ")
+    assert memory.endswith("this machine has 4.3; lower workers.max, or give --address of a cluster")
+    assert store.startswith("does not fit: what workers pass on takes 6.4 GB, a Ray of this machine holds 1.3 of it")
+    for elsewhere in (["--address", "head:6379"], ["--gpu", "H200"]):
+        given = [part for part in command if part not in ("--tflops", "1")] if elsewhere[0] == "--gpu" else command
+        assert main([*given, *elsewhere]) == 0
+        assert not any("this machine" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from pipeline.plan.phases import (
     add_seconds,
     collect_seconds,
     held_out_seconds,
+    object_store_bytes,
     phase_seconds,
     solve_seconds,
 )
@@ -105,7 +107,7 @@ def test_what_a_dead_worker_had_summed_is_done_again() -> None:
 def test_a_dense_job_by_hand() -> None:
     """Of each layer, what the next one does not hide: of giving away (200 / 50), adding (200 * 3 / 2 / 50) and storing
     (0.2) the last one's."""
-    way = Pass(layers=2, shards=4, workers=2, importance=False, compressed=False)
+    way = Pass(layers=2, shards=4, workers=2, importance=0, compressed=False)
     assert (collect_seconds(WORK, RATES), add_seconds(WORK, RATES, way)) == pytest.approx((4.0, 6.0))
     found = simulate(list(job_units(WORK, RATES, way)), 2)
     # Reads a layer (0.1), statistics at (8 + 4) / 2; gives away, adds and stores the last; then solves 4 + 1 a layer,
@@ -118,7 +120,7 @@ def test_a_dense_job_by_hand() -> None:
 
 def test_staged_layers_are_held_against_their_digests_beside_the_rest() -> None:
     """Each in one of sixteen threads, 8 s as soon as it is written: the last one's alone are waited for."""
-    way, slow = Pass(layers=3, shards=4, workers=2, importance=True, compressed=True), replace(RATES, digest=16 * 10)
+    way, slow = Pass(layers=3, shards=4, workers=2, importance=4, compressed=True), replace(RATES, digest=16 * 10)
     plain, verified = (simulate(list(job_units(WORK, rates, way)), 2) for rates in (RATES, slow))
     digests = [sum(job.transfers[f"digest {layer}"] for layer in range(3)) for job in (plain, verified)]
     assert digests == pytest.approx([0.0, 3 * 8.0], abs=1e-5)
@@ -131,7 +133,7 @@ def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
     slow = replace(RATES, disk=10, link=1e9, workers_per_node=8)
     work = replace(WORK, weight_bytes=0, written_bytes=0, solves=())
     for workers, ahead in ((1, 1), (8, 2)):
-        way = Pass(layers=4, shards=8, workers=workers, importance=False, compressed=False)
+        way = Pass(layers=4, shards=8, workers=workers, importance=0, compressed=False)
         passing = 12.0 / workers
         found = simulate(list(job_units(work, slow, way)), workers)
         ends = [passing + 20.0]
@@ -143,14 +145,14 @@ def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
 
 def test_sums_cross_the_link_on_each_node_and_the_network_once() -> None:
     """Four workers on two nodes, 200 bytes: 3/2 of a sum in and out on a node, 3/4 across, half of one comes over."""
-    way = Pass(layers=2, shards=4, workers=4, importance=False, compressed=False)
+    way = Pass(layers=2, shards=4, workers=4, importance=0, compressed=False)
     assert add_seconds(WORK, RATES, way) == pytest.approx(200 * (3 / 2 + 3 / 4) / 50 + 100 / 20)
     on_cpu = replace(RATES, memory=50)
     assert add_seconds(WORK, on_cpu, way) == pytest.approx(200 * 3 * (1 / 2 + 1 / 4) / 50 + 100 / 20)
 
 
 def test_a_compressed_job_waits_for_each_layer() -> None:
-    way = Pass(layers=2, shards=4, workers=2, importance=True, compressed=True)
+    way = Pass(layers=2, shards=4, workers=2, importance=4, compressed=True)
     found = simulate(list(job_units(WORK, RATES, way)), 2)
     # Importance, statistics, giving, adding, the longer solve and its moments (100 bytes); but behind the last layer,
     # propagating beside writing.
@@ -158,8 +160,26 @@ def test_a_compressed_job_waits_for_each_layer() -> None:
     assert found.seconds == pytest.approx(START_SECONDS + 2 * 0.1 + 0.1 + 2 * layer - 6 / 2 + 2 * 0.08, abs=0.2)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_job_ends_whoever_fails_and_when(workers: int, compressed: bool) -> None:
+    """At any time, again while it is away, and all at once: not later than by what was lost and waited for."""
+    way = Pass(layers=3, shards=4, workers=workers, importance=4 if compressed else 0, compressed=compressed)
+    units = list(job_units(WORK, RATES, way))
+    whole = simulate(units, workers).seconds
+    for at in range(0, int(whole), 3):
+        for failures in (
+            [Failure(at, at % workers)],
+            [Failure(at, 0, away=9.0), Failure(at + 2, 0, away=9.0), Failure(at + 20, 0)],
+            [Failure(at, worker, away=7.0) for worker in range(workers)],
+        ):
+            found = simulate(units, workers, failures)
+            assert found.seconds <= whole + sum(failure.away for failure in failures) + len(failures) * whole
+            assert found.seconds >= whole or workers > 1  # another order may suit the last layer better
+
+
 def test_the_closed_form_of_small_jobs() -> None:
-    for way in (Pass(9, 4, 2, False, False), Pass(9, 4, 2, True, True)):
+    for way in (Pass(9, 4, 2, 0, False), Pass(9, 4, 2, 4, True), Pass(9, 4, 2, 2, True)):
         simulated = simulate(list(job_units(WORK, RATES, way)), 2).seconds
         assert sum(phase_seconds(WORK, RATES, way).values()) == pytest.approx(simulated, rel=0.06)
 
@@ -167,7 +187,7 @@ def test_the_closed_form_of_small_jobs() -> None:
 @pytest.mark.parametrize(("propagate", "workers"), [("dense", 1), ("dense", 8), ("compressed", 1), ("compressed", 8)])
 def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int) -> None:
     rates, compressed = rates_of("H200"), propagate == "compressed"
-    way = Pass(geometry("70B").num_layers, 32, workers, compressed, compressed, held_out_shards=26)
+    way = Pass(geometry("70B").num_layers, 32, workers, 16 * compressed, compressed, held_out_shards=26)
     work = work_of("70B", propagate)
     simulated = simulate(list(job_units(work, rates, way)), workers).seconds
     phases = phase_seconds(work, rates, way)
@@ -177,10 +197,10 @@ def test_the_plan_agrees_with_the_simulator_at_70b(propagate: str, workers: int)
 @pytest.mark.parametrize(("correct", "workers"), [("none", 1), ("none", 8), ("none", 16), ("output", 8)])
 def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int) -> None:
     rates = rates_of("H200")
-    way = Pass(16, 32, workers, False, False, cached=True, gradient_shards=32, held_out_shards=26)
+    way = Pass(16, 32, workers, 0, False, cached=True, gradient_shards=32, held_out_shards=26)
     work = work_of("70B", "dense", method="loss_aware", correct=correct)
     found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
-    assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.3)
+    assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.25)
     assert found.busy["curves"] == pytest.approx(16 * sum(solve_seconds(curve, rates) for curve in work.curves))
     scored = sum(held_out_seconds(flops, work, rates, way) for flops in work.held_out_flops)
     assert found.busy["held-out"] == pytest.approx(16 * scored)
@@ -193,7 +213,7 @@ def test_workers_without_a_layer_share_its_long_curve() -> None:
     work = replace(WORK, curves=(SolveWork("mlp", 140, 0, pieces=6, begun=begun),))
     seconds = {}
     for workers in (2, 8):
-        way = Pass(layers=2, shards=1, workers=workers, importance=False, compressed=False, cached=True)
+        way = Pass(layers=2, shards=1, workers=workers, importance=0, compressed=False, cached=True)
         plain = simulate(list(job_units(WORK, RATES, way)), workers).seconds
         seconds[workers] = simulate(list(job_units(work, RATES, way)), workers).seconds - plain
     reading = 200 / 50
@@ -210,6 +230,40 @@ def test_the_work_of_a_70b_layer() -> None:
     assert work.packed_flops == pytest.approx(work.forward_flops - 0.2 * 2**20 * 2 * 855_654_400)
     assert work.statistics_flops == pytest.approx(work.forward_flops - 2**20 * 2 * 8192 * 28672)
     assert {solve.name for solve in work.solves} == {"attention", "mlp"}
+
+
+def test_what_workers_pass_on_by_hand() -> None:
+    """Two workers a node. Of a dense pass two layers are on their way to the store; nothing grows with the shards but
+    what those of a gradient or of a pair leave behind."""
+
+    def held(workers: int, compressed: bool, **changes: Any) -> int:
+        way = Pass(layers=4, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
+        return object_store_bytes(replace(WORK, **changes), RATES, way)
+
+    assert [held(1, True), held(2, True)] == [200, (2 + 1) * 200]
+    assert [held(1, False), held(2, False)] == [2 * 200, 2 * (2 + 1) * 200]
+    assert held(3, False) == 2 * (2 + 1 + 1) * 200 + 3 * 100
+    assert held(1, False, sample_bytes=70) == 2 * 200 + 70
+    assert held(2, False, gradient_bytes=900) == 3 * 900
+    assert held(4, False, gradient_bytes=1100) == 2 * 1100
+    assert held(2, False, pair_bytes=(30, 900)) == 8 * 900
+    assert held(2, False, written_bytes=800) == 6 * 800
+    assert held(2, True, written_bytes=800) == 800
+    work = work_of("70B", "dense", method="loss_aware", correct="output")
+    assert max(work.pair_bytes) == 8 * (28672 + 8192) * 28672
+    assert sum(work.pair_bytes) == 8 * ((28672 + 8192) * 28672 + 3 * 2 * 8192 * 8192)
+    assert work.sample_bytes == 28672 * 8 * 8192 * 4
+
+
+def test_pairs_leave_once_a_shard_and_are_added_by_one_worker() -> None:
+    """Of a layer, four shards of 30 and 70 bytes: 400 / 50 seconds to leave two workers, shared, and to be added."""
+    way = Pass(layers=3, shards=4, workers=2, importance=0, compressed=False, cached=True)
+    work = replace(WORK, correction_flops=500.0)
+    pairs = replace(work, pair_bytes=(30, 70))
+    clock = [simulate(list(job_units(each, RATES, way)), 2).seconds for each in (work, pairs)]
+    assert clock[1] - clock[0] == pytest.approx(3 * (8.0 / 2 + 8.0))
+    plan = [phase_seconds(each, RATES, way)["correct"] for each in (work, pairs)]
+    assert plan[1] - plan[0] == pytest.approx(3 * (8.0 / 2 + 8.0))
 
 
 def test_a_sample_has_no_more_tokens_than_there_are() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from workers import actor
 from workers.device_settings import device_settings, settle_device, tensor_cores
 
 
@@ -55,3 +58,14 @@ def test_tensor_cores_are_for_what_is_exact_in_them(shares: list[float], stored:
         assert device_settings()["tf32"] == str(stored != torch.float32)
         raise KeyError
     assert device_settings()["tf32"] == "False"
+
+
+def test_a_worker_settles_its_device_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(actor, "map_large_tensors", lambda: None)
+    monkeypatch.setattr(actor, "settle_device", called.append)
+    monkeypatch.setattr(actor, "Worker", lambda *_: called.append("worker"))
+    monkeypatch.setattr(actor, "WorkerMeters", lambda *_: None)
+    monkeypatch.setattr(actor, "run_name", lambda _: "run")
+    actor.WorkerActor(SimpleNamespace(gpu_share=0.5, threads=torch.get_num_threads()))  # type: ignore[arg-type]
+    assert called == [0.5, "worker"]

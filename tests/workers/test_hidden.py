@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,27 @@ def test_what_is_kept_is_what_was_collected(store: ActivationStore, tmp_path: Pa
     assert torch.equal(held(hidden, place), states(1))
     assert len(generations(store, tmp_path)) == int(store_it or limit == 0)
     assert (record is not None) == (store_it or limit == 0)
+
+
+def test_a_commit_is_written_while_the_next_micro_batch_is_computed(store: ActivationStore) -> None:
+    hidden, going_on, written = HiddenStates(store, 10 * BYTES), threading.Event(), []
+    hidden_writer = hidden.hidden_writer(("dense", 1, 0), SHAPE, torch.float32, True, 2)
+    append = hidden_writer.writer.append
+
+    def slow(values: torch.Tensor) -> None:
+        assert going_on.wait(timeout=30), "who computes waits for the store"
+        written.append(len(values))
+        append(values)
+
+    hidden_writer.writer.append = slow
+    hidden_writer.append(states(1)[:2])
+    hidden_writer.append(states(1)[2:])
+    assert not written
+    going_on.set()
+    record = hidden.keep(("dense", 1, 0), hidden_writer)
+    assert written == [2, 1]
+    assert record is not None
+    assert torch.equal(store.open(record).read(0, 3), states(1))
 
 
 def test_a_shard_is_held_at_one_layer_at_a_time(store: ActivationStore) -> None:

@@ -22,6 +22,7 @@ from pipeline.kernels.exact_sums import MomentSum, choose_grid, sample_squares, 
 from pipeline.plan.phases import solve_seconds
 from pipeline.plan.probe import LayerShape, measured_rates
 from pipeline.plan.rates import rates_of
+from pipeline.plan.solve_work import SolveWork
 from tools.benchmarks.jobs import print_table
 from tools.simulate import geometry, work_of
 from workers.device_settings import settle_device
@@ -75,6 +76,18 @@ def _moment(channels_TN: Tensor, device: torch.device) -> tuple[Tensor, float]:
     return whole_moment(total.bands(), grid)[0], seconds
 
 
+def _narrowed(solve: SolveWork, narrower: int) -> SolveWork:
+    cube = narrower**3
+    return replace(
+        solve,
+        flops=solve.flops / cube,
+        factor_flops=solve.factor_flops / cube,
+        eigen_flops=solve.eigen_flops / cube,
+        moved_bytes=solve.moved_bytes / narrower**2,
+        steps=solve.steps // narrower,
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -84,6 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--narrower", type=int, default=1, help="divides both widths")
     options.add_argument("--gpu", help="whose rates the plan takes; default: measured")
     arguments = options.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        options.error("this machine has no CUDA device; --device cpu --narrower 32 tries the tool")
     device, shape = torch.device(arguments.device), geometry(arguments.model).layers[0]
     settle_device(1.0 if device.type == "cuda" else 0.0)
     hidden, width = shape.hidden // arguments.narrower, shape.intermediate // arguments.narrower
@@ -96,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     found = measure(hidden, width, arguments.tokens, device)
     scale = WHOLE_TOKENS / arguments.tokens
     solve = next(solve for solve in work_of(arguments.model, "dense").solves if solve.name == "mlp")
-    solve = replace(solve, flops=solve.flops / arguments.narrower**3, steps=solve.steps // arguments.narrower)
+    solve = _narrowed(solve, arguments.narrower)
     planned = {
         "one product of the MLP": 2.0 * WHOLE_TOKENS * hidden * width / rates.products,
         "moment": WHOLE_TOKENS * width**2 * (1 / rates.products + 20 / 4096 / rates.memory),
