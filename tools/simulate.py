@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from manifests.loading import parse_manifest
 from pipeline.families.family import Geometry
@@ -16,7 +16,7 @@ from pipeline.methods.registry import build_methods, claim_tasks, layer_gradient
 from pipeline.plan.job_units import job_units
 from pipeline.plan.phases import Pass, phase_seconds
 from pipeline.plan.rates import Rates, rates_of
-from pipeline.plan.simulator import Simulated, simulate
+from pipeline.plan.simulator import Failure, Simulated, simulate
 from pipeline.plan.work import LayerWork, layer_work
 from pipeline.samples import gradient_samples, held_out_windows, importance_shards
 
@@ -50,18 +50,26 @@ def work_of(model: str, propagate: str, **entry: str) -> LayerWork:
 
 
 def predict(
-    model: str, propagate: str, workers: int, rates: Rates, cached: bool = False, **entry: str
+    model: str,
+    propagate: str,
+    workers: int,
+    rates: Rates,
+    cached: bool = False,
+    gone_at: Sequence[float] = (),
+    **entry: str,
 ) -> tuple[Simulated, dict[str, float]]:
-    """On the simulator's clock, and by the plan's closed form."""
+    """On the simulator's clock, and by the plan's closed form. `gone_at`: seconds at which one worker after another is
+    gone, each replaced as soon as one has started."""
     compressed, shape = propagate == "compressed", geometry(model)
     gradients, held_out = gradient_samples(None, SHARDS, LENGTH, shape.hidden), held_out_windows(SHARDS, SHARDS, LENGTH)
     importance = len(importance_shards(SHARDS, SHARDS, LENGTH)) if compressed else 0
     way = Pass(shape.num_layers, SHARDS, workers, importance, compressed, False, cached, gradients, held_out)
     work = work_of(model, propagate, **entry)
-    return simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
+    failures = [Failure(at, number % workers) for number, at in enumerate(gone_at)]
+    return simulate(list(job_units(work, rates, way)), workers, failures), phase_seconds(work, rates, way)
 
 
-def rows(rates: Rates) -> Iterator[str]:
+def rows(rates: Rates, gone_at: Sequence[float] = ()) -> Iterator[str]:
     """The table of predictions."""
     yield "| model | propagate | read again from | GPUs | minutes | in closed form | idle share |"
     yield "|---|---|---|---|---|---|---|"
@@ -70,18 +78,18 @@ def rows(rates: Rates) -> Iterator[str]:
         ("70B", "dense", 64, True), ("70B", "compressed", 1, True), ("70B", "compressed", 8, True),
         ("405B", "dense", 8, False), ("405B", "dense", 8, True),
     ):  # fmt: skip
-        found, phases = predict(model, propagate, workers, rates, cached)
+        found, phases = predict(model, propagate, workers, rates, cached, gone_at)
         place = "memory" if cached else "disk"
         yield f"| {model} | {propagate} | {place} | {workers} | {_figures(found, phases)} |"
 
 
-def loss_rows(rates: Rates) -> Iterator[str]:
+def loss_rows(rates: Rates, gone_at: Sequence[float] = ()) -> Iterator[str]:
     """The same of jobs that follow the loss, 70B, dense statistics, and where their workers' minutes go."""
     kinds = ("statistics", "gradient", "reduce", "curves", "solve", "correct", "held-out")
     yield f"| `loss_aware` | GPUs | minutes | in closed form | idle share | {' | '.join(kinds)} |"
     yield f"|---|---|---|---|---|{'---|' * len(kinds)}"
     for entry, workers in ((entry, workers) for entry in ({}, {"correct": "output"}) for workers in (1, 8)):
-        found, phases = predict("70B", "dense", workers, rates, cached=True, method="loss_aware", **entry)
+        found, phases = predict("70B", "dense", workers, rates, True, gone_at, method="loss_aware", **entry)
         named = ", ".join(f"`{name}: {value}`" for name, value in entry.items()) or "as it is"
         spent = " | ".join(f"{found.busy.get(kind, 0.0) / 60 / workers:.1f}" for kind in kinds)
         yield f"| {named} | {workers} | {_figures(found, phases)} | {spent} |"
@@ -96,8 +104,12 @@ def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = argparse.ArgumentParser(prog="python -m tools.simulate", description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--gpu", default="H200", help="whose rates (pipeline/plan/rates.py)")
-    rates = rates_of(options.parse_args(argv).gpu)
-    for row in (*rows(rates), "", *loss_rows(rates)):
+    options.add_argument(
+        "--fail", type=float, nargs="+", default=(), metavar="SECONDS", help="when one worker after another is gone"
+    )
+    arguments = options.parse_args(argv)
+    rates = rates_of(arguments.gpu)
+    for row in (*rows(rates, arguments.fail), "", *loss_rows(rates, arguments.fail)):
         print(row)
     return 0
 

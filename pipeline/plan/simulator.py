@@ -49,7 +49,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that is gone at `at` seconds, and there again `away` seconds later."""
+    """A worker that is gone at `at` seconds, and there again `away` seconds later; none of one that is gone already."""
 
     at: float
     worker: int
@@ -109,9 +109,12 @@ class _Run:
         self._go(failures)
 
     def _go(self, failures: Sequence[Failure]) -> None:
-        for failure in failures:
-            heapq.heappush(self.events, (failure.at, 0, "fail", failure.worker))
-            heapq.heappush(self.events, (failure.at + failure.away, 1, "join", failure.worker))
+        back: dict[int, float] = {}  # when a worker that is gone is there again
+        for failure in sorted(failures, key=lambda failure: failure.at):
+            if failure.at > back.get(failure.worker, -1.0):
+                back[failure.worker] = failure.at + failure.away
+                heapq.heappush(self.events, (failure.at, 0, "fail", failure.worker))
+                heapq.heappush(self.events, (back[failure.worker], 1, "join", failure.worker))
         for name, waits in self.waits.items():
             if not waits:
                 self._release(name)

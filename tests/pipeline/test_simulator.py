@@ -161,6 +161,24 @@ def test_a_compressed_job_waits_for_each_layer() -> None:
     assert found.seconds == pytest.approx(START_SECONDS + 2 * 0.1 + 0.1 + 2 * layer - 6 / 2 + 2 * 0.08, abs=0.2)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_job_ends_whoever_fails_and_when(workers: int, compressed: bool) -> None:
+    """At any time, again while it is away, and all at once: not later than by what was lost and waited for."""
+    way = Pass(layers=3, shards=4, workers=workers, importance=4 if compressed else 0, compressed=compressed)
+    units = list(job_units(WORK, RATES, way))
+    whole = simulate(units, workers).seconds
+    for at in range(0, int(whole), 3):
+        for failures in (
+            [Failure(at, at % workers)],
+            [Failure(at, 0, away=9.0), Failure(at + 2, 0, away=9.0), Failure(at + 20, 0)],
+            [Failure(at, worker, away=7.0) for worker in range(workers)],
+        ):
+            found = simulate(units, workers, failures)
+            assert found.seconds <= whole + sum(failure.away for failure in failures) + len(failures) * whole
+            assert found.seconds >= whole or workers > 1  # another order may suit the last layer better
+
+
 def test_the_closed_form_of_small_jobs() -> None:
     for way in (Pass(9, 4, 2, 0, False), Pass(9, 4, 2, 4, True), Pass(9, 4, 2, 2, True)):
         simulated = simulate(list(job_units(WORK, RATES, way)), 2).seconds
@@ -183,7 +201,7 @@ def test_the_plan_agrees_where_ranks_follow_the_loss(correct: str, workers: int)
     way = Pass(16, 32, workers, 0, False, cached=True, gradient_shards=32, held_out_shards=26)
     work = work_of("70B", "dense", method="loss_aware", correct=correct)
     found, phases = simulate(list(job_units(work, rates, way)), workers), phase_seconds(work, rates, way)
-    assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.3)
+    assert sum(phases.values()) == pytest.approx(found.seconds, rel=0.25)
     assert found.busy["curves"] == pytest.approx(16 * sum(solve_seconds(curve, rates) for curve in work.curves))
     scored = sum(held_out_seconds(flops, work, rates, way) for flops in work.held_out_flops)
     assert found.busy["held-out"] == pytest.approx(16 * scored)
