@@ -58,6 +58,11 @@ def open_file(file: str | os.PathLike[str]) -> tuple[Storage, str]:
     return open_storage(folder), name
 
 
+def holds(outer: str, inner: str) -> bool:
+    """Whether an address is another's, or of a folder that it is in."""
+    return f"{inner}/".startswith(f"{outer.rstrip('/')}/")
+
+
 def matching(storage: Storage, patterns: Sequence[str]) -> list[str]:
     """The names directly at a place that fit any of the patterns (as a shell has them), ascending."""
     return [name for name in storage.files() if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -34,7 +34,7 @@ from pipeline.rounding.schemes import (
 from stores.checkpoint import copy_shard, write_index, write_shard
 from stores.hub import COMPANIONS
 from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
-from stores.storage import Place, matching, open_storage
+from stores.storage import Place, holds, matching, open_storage
 from workers.layers import cpu_reader
 
 Target = Literal["dense", "stock"]
@@ -47,7 +47,7 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
         InputError: no Lamina checkpoint, a destination that holds something, or forms that the target cannot have.
         StorageError: a file cannot be read or written.
     """
-    checkpoint, config = compressed_checkpoint(output)
+    checkpoint, config = compressed_checkpoint(output, destination)
     written_to = open_storage(destination)
     if written_to.fault() or written_to.children():
         raise InputError(f"{written_to.at()}: holds something; give a directory that does not, or is not there yet")
@@ -109,11 +109,13 @@ def _linear_modules(config: Mapping[str, Any], geometry: Geometry) -> list[str]:
     return [*paths, config["block"]["head"]]
 
 
-def compressed_checkpoint(output: Place) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
-    """OUTPUT and its config. Raises InputError where it is no Lamina checkpoint."""
+def compressed_checkpoint(output: Place, destination: Place) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
+    """OUTPUT and its config. Raises InputError where it is no Lamina checkpoint, or is what would be written into."""
     checkpoint, config = read_checkpoint(open_storage(output).at())
     if config.get("model_type") != "lamina":
         raise InputError(f"{checkpoint.place}: not compressed by Lamina; it is what it is")
+    if holds(checkpoint.storage.address, open_storage(destination).address):
+        raise InputError(f"{destination}: in {checkpoint.place}, which would no longer verify; give another place")
     return checkpoint, {**config, "core": "dense"}
 
 

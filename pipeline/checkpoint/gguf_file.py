@@ -51,7 +51,7 @@ def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> d
     """
     if importlib.util.find_spec("gguf") is None:
         raise InputError("--to gguf: the package gguf is not installed; pip install 'lamina-pipeline[gguf]'")
-    checkpoint, config = compressed_checkpoint(output)
+    checkpoint, config = compressed_checkpoint(output, destination)
     if destination.exists():
         raise InputError(f"{destination}: is there already; give a file that is not")
     described = LayersConfig(**config)

@@ -130,7 +130,7 @@ def allocate_ranks(
         if budget is None or (budget.keep, budget.bytes, budget.max_loss) == (None, None, None):
             open_ones = ", ".join(entry.where for entry in entries if not entry.fixed and entry.keep is None)
             raise InputError(
-                "budget: missing; give budget.keep, or `keep` or `ranks` in every method's entry "
+                "budget: missing; give budget.keep (in a sweep: keep), or `keep` or `ranks` in every method's entry "
                 f"({open_ones}: sizes are left open)"
             )
         total = scope_numbers(geometry, budget.scope)

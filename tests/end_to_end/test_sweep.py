@@ -174,6 +174,7 @@ def test_what_is_written(sweep: Callable[..., Sweep], inline_everywhere: None) -
         ([{"methods": [{"method": "flat_llm", "ridg": 1}], "keep": [2.0]}], {"zz": 1}, ["ridg", "points.0.keep", "zz"]),
         ([{"methods": [{"method": "lorc"}]}] * 2, {}, ["2 are called lorc-0.8", "2 are called lorc-0.6"]),
         ([{"methods": [{"method": "lorc"}], "save": [0.5]}], {}, ["save: 0.5 is none of its sizes, 0.8, 0.6"]),
+        ([{"methods": [{"method": "flat_llm"}]}], {"keep": []}, ["budget: missing", "in a sweep: keep"]),
         ([{"methods": [{"method": "flat_llm"}]}], {"calibration": None}, ["flat_llm-0.8", "calibration: missing"]),
         (
             [{"methods": [{"method": "lorc"}]}, {"methods": [{"method": "joint_rank_k", "layers": [9]}]}],

@@ -259,7 +259,9 @@ def test_ranks_do_not_hang_on_the_order_of_importance() -> None:
 
 
 def test_no_budget_at_all() -> None:
-    with pytest.raises(InputError, match=r"budget: missing; give budget\.keep, or `keep` or `ranks`"):
+    with pytest.raises(
+        InputError, match=r"budget: missing; give budget\.keep \(in a sweep: keep\), or `keep` or `ranks`"
+    ):
         allocate(manifest(), llama())
     assert allocate(manifest({"ranks": {"value": 3}}), llama())["2/0/attention"] == {"value": 3}
 
