@@ -57,10 +57,10 @@ class LayerSums:
             return None
         moments = summed(unit)
         if unit.sums.name not in self.passes:
+            grids = {moment: Grid.unpacked(self.transfer.get(unit.sums.grids[moment])) for moment in moments}
             for name in self.passes.keys() - {self.latest}:
                 self.passes.pop(name, None)
             self.latest = unit.sums.name
-            grids = {moment: Grid.unpacked(self.transfer.get(unit.sums.grids[moment])) for moment in moments}
             self.passes[unit.sums.name] = _PassSums(grids, self.device)
         passed = self.passes[unit.sums.name]
         return None if unit.shard in passed.shards else passed.add
