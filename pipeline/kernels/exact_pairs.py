@@ -69,7 +69,9 @@ class PairSum:
 
         One product takes at most 4096 rows in float32, over the ends of parts. NaN and infinity are not looked for.
         """
-        values, errors = ([rows.detach().reshape(-1, rows.shape[-1]) for rows in each] for each in zip(*parts))  # noqa: B905
+        values, errors = (
+            [rows.detach().reshape(-1, rows.shape[-1]) for rows in each] for each in zip(*parts, strict=True)
+        )
         for x_TF, e_TD in zip(values, errors, strict=True):
             if (x_TF.shape[1], e_TD.shape[1]) != (self.features, len(self._squares_D)) or len(x_TF) != len(e_TD):
                 shapes = f"{tuple(x_TF.shape)} and {tuple(e_TD.shape)}"
@@ -98,7 +100,7 @@ def whole_pair(bands: Sequence[Tensor], grid: Grid) -> Tensor:
     of_values = -(-features // BAND)
     values, errors = _parts(grid, features)
     found_1PF = torch.empty(1, grid.exponents.shape[1], features, dtype=torch.float64, device=bands[0].device)
-    found_1PF[:, :features] = whole_moment(bands[:of_values], values)
+    whole_moment(bands[:of_values], values, found_1PF[:, :features])
     errors_1DF = found_1PF[:, features:]
     torch.cat(list(bands[of_values:]), dim=1, out=errors_1DF)
     # In two steps, as 2^(e + f) alone may leave float64.

@@ -196,10 +196,13 @@ def exceeding(diagonal_Gd: Tensor, grid: Grid) -> Tensor:
     return ~(diagonal_Gd < 2.0**grid.bits)
 
 
-def whole_moment(bands: Sequence[Tensor], grid: Grid) -> Tensor:
-    """The moment (G, d, d) float64 of the values themselves: scales undone, both triangles. New memory."""
+def whole_moment(bands: Sequence[Tensor], grid: Grid, into_Gdd: Tensor | None = None) -> Tensor:
+    """The moment (G, d, d) float64 of the values themselves: scales undone, both triangles. New memory, if none is
+    given."""
     groups, width = bands[0].shape[0], sum(band.shape[1] for band in bands)
-    moment_Gdd = torch.empty(groups, width, width, dtype=torch.float64, device=bands[0].device)
+    moment_Gdd = into_Gdd
+    if moment_Gdd is None:
+        moment_Gdd = torch.empty(groups, width, width, dtype=torch.float64, device=bands[0].device)
     scales_Gd = powers_of_two(grid.exponents).to(moment_Gdd.device)
     for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
         stop = first + band_Gbd.shape[1]
