@@ -179,8 +179,7 @@ class HiddenStates:
     def forget(self, path: str) -> bool:
         """Lets go of everything, as some of it is corrupt. Returns whether `path` was known to nobody else."""
         own = any(record.path == path for record in self.spilled.values())
-        self.held.clear()
-        self.spilled.clear()
+        self._release(list(self.held))
         return own
 
     def _bytes_in(self, at: Place) -> int:

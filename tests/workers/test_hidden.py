@@ -174,6 +174,7 @@ def test_forgetting_says_whose_it_was(store: ActivationStore, tmp_path: Path) ->
         slices.read(0, 1)
     assert hidden.forget(raised.value.path)
     assert hidden.held == {}
+    assert generations(store, tmp_path) == [record.path.rpartition("/")[0]], "what spilled is nobody's any more"
     hidden.load(("dense", 1, 1), record)
     assert not hidden.forget(record.path)
 
