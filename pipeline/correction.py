@@ -3,8 +3,8 @@
 docs/methods.md#corrections.
 
 Both models' hidden states go through a layer side by side, once for each part: what the layer is by then is staged,
-its pairs are summed, the groups that asked for them are solved. Only the finished layer is entered; an interruption
-costs the layer in hand.
+its pairs are summed, and from these, which are stored nowhere, the groups that asked for them are solved. Only the
+finished layer is entered; an interruption costs the layer in hand.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from dataclasses import replace
 
 from manifests.entries import ActivationsEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, StagedLayer, StagedRecord
+from manifests.records import ArrayRecord, StagedLayer
 from pipeline.computation import Job, RanksOf, staged_layer
 from pipeline.keys import activations_key
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layers_of
 from pipeline.ports import Cleaner
 from pipeline.steps import Steps, write_unit
-from pipeline.units import Pair, Solve, SolveDone, Unit, Write
+from pipeline.sum_units import Summed
+from pipeline.summing import Summing
+from pipeline.units import Pair, Solve, SolveDone, Write
 
 POINTS = ("attention.in", "o.in", "mlp.in", "down.in")  # in the order of the forward pass
 Solved = dict[Task, tuple[Solve, SolveDone]]
@@ -35,6 +37,7 @@ class CorrectedWalk:
         self,
         job: Job,
         steps: Steps,
+        summing: Summing,
         cleaner: Cleaner,
         statistics_of: Callable[[Task], Mapping[Moment, ArrayRecord]],
         told: Callable[[Task], str],
@@ -42,6 +45,7 @@ class CorrectedWalk:
     ) -> None:
         self.job = job
         self.steps = steps
+        self.summing = summing
         self.cleaner = cleaner
         self.statistics_of = statistics_of
         self.told = told
@@ -70,7 +74,7 @@ class CorrectedWalk:
             if asking:
                 units = self._units(layer, base, step, draft, moments=tuple(sorted(set(asking.values()))))
                 with self._redone(draft):
-                    _, sums = self.steps.sum_moments("paired", layer, sorted(set(asking.values())), units)
+                    sums = self.summing.summed(self.summing.take(units[0].moments, units, store=False))
                 pairs = {task: {moment: sums[moment.key]} for task, moment in asking.items()}
                 draft = self._drafted(layer, list(asking), pairs, ranks, solved) or draft
         assert draft is not None, "a claimed layer has groups"
@@ -80,7 +84,7 @@ class CorrectedWalk:
         self,
         layer: int,
         tasks: Sequence[Task],
-        pairs: Mapping[Task, Mapping[Moment, ArrayRecord]],
+        pairs: Mapping[Task, Mapping[Moment, Summed]],
         ranks: RanksOf,
         solved: Solved,
     ) -> StagedLayer | None:
@@ -89,7 +93,7 @@ class CorrectedWalk:
             return None
         units = []
         for task in tasks:
-            statistics = {**self.statistics_of(task), **pairs.get(task, {})}
+            statistics: dict[Moment, ArrayRecord | Summed] = {**self.statistics_of(task), **pairs.get(task, {})}
             before = solved[task][1].factors if task in solved else None
             units.append(Solve(task, ranks[task.key], statistics, before, self.told(task)))
         others = [found for task, found in solved.items() if task not in tasks]
@@ -103,8 +107,7 @@ class CorrectedWalk:
         def write(solutions: Sequence[SolveDone]) -> Write:
             return write_unit(layer, [*others, *by_task(solutions).values()])
 
-        with self._redone(*(record for found in pairs.values() for record in found.values())):
-            solutions, (record,) = self.steps.do_both(units, lambda solutions: [write(solutions)])
+        solutions, (record,) = self.steps.do_both(units, lambda solutions: [write(solutions)])
         solved.update(by_task(solutions))
         every = (*others, *by_task(solutions).values())
         rounded = {path: scheme for _, done in every for path, scheme in done.rounded.items()}
@@ -133,7 +136,7 @@ class CorrectedWalk:
         *,
         moments: tuple[Moment, ...] = (),
         emit: bool = False,
-    ) -> list[Unit]:
+    ) -> list[Pair]:
         """All shards through both layers, in shard order."""
         activations = self._activations(base)
         replay = tuple(staged_layer(self.steps.journal, before) for before in range(base, layer))
@@ -159,12 +162,12 @@ class CorrectedWalk:
         return entry.activations if entry else None
 
     @contextmanager
-    def _redone(self, *records: ArrayRecord | StagedRecord | None) -> Iterator[None]:
-        """What no entry names yet, and is damaged, is lost: the layer in hand is made again."""
+    def _redone(self, draft: StagedLayer | None) -> Iterator[None]:
+        """A draft that no entry names yet, and is damaged, is lost: the layer in hand is made again."""
         try:
             yield
         except CorruptError as error:
-            if error.path in [record.path for record in records if record]:
+            if draft is not None and error.path == draft.path:
                 raise LostInputError(str(error)) from error
             raise
 

@@ -109,7 +109,7 @@ class Driver:
         ranks = self.choose_ranks()
         if any(task.corrections for task in self.job.tasks):
             statistics, retain = self._statistics_of, self._retain_statistics
-            CorrectedWalk(self.job, self.steps, self.cleaner, statistics, self.told, retain).run(ranks)
+            CorrectedWalk(self.job, self.steps, self.summing, self.cleaner, statistics, self.told, retain).run(ranks)
         elif dense or not has_moments:
             self._solve_all(ranks)
         else:

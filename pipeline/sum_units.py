@@ -11,6 +11,8 @@ from typing import Any, Self
 
 from pipeline.methods.method import Moment
 
+SUMMED = ("value", "pair")  # kinds of moments of which each worker keeps a sum
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -29,7 +31,7 @@ class Sums:
 class ChooseGrids:
     """Chooses the grids of a layer's sums by the first micro-batch of one shard: a `ChooseGridsDone`.
 
-    `forward`: the `Forward` of that shard, with the moments to sum.
+    `forward`: the `Forward` or `Pair` of that shard, with the moments to sum.
     """
 
     forward: Any

@@ -18,6 +18,7 @@ from manifests.records import ArrayRecord
 from pipeline.methods.method import Moment
 from pipeline.steps import Steps
 from pipeline.sum_units import (
+    SUMMED,
     Add,
     AddDone,
     CheckGrids,
@@ -30,7 +31,7 @@ from pipeline.sum_units import (
     Sums,
     Total,
 )
-from pipeline.units import Forward, ForwardDone
+from pipeline.units import ForwardDone, Summable
 
 Parts = Mapping[Moment, tuple[Any, ...]]  # handles
 
@@ -61,7 +62,7 @@ class _Sum:
     nobody holds any more afterwards; then `totals`.
     """
 
-    units: Sequence[Forward]
+    units: Sequence[Summable]
     grids: Mapping[Moment, Any]
     parts: list[_Part]
     store: bool = True
@@ -94,9 +95,9 @@ class Summing:
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
 
-    def choose(self, moments: Sequence[Moment], units: Sequence[Forward]) -> list[ChooseGrids]:
+    def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> list[ChooseGrids]:
         """What chooses the grids of the sums of these units, if there will be any, is begun."""
-        values = tuple(moment for moment in moments if moment.kind == "value")
+        values = tuple(moment for moment in moments if moment.kind in SUMMED)
         choosing = [ChooseGrids(replace(units[0], moments=values))] if values else []
         self.steps.begin(choosing)
         return choosing
@@ -109,7 +110,7 @@ class Summing:
     def take(
         self,
         moments: Sequence[Moment],
-        units: Sequence[Forward],
+        units: Sequence[Summable],
         store: bool = True,
         grids: Mapping[Moment, Any] | None = None,
     ) -> Taken:
@@ -265,7 +266,7 @@ class Summing:
             self.steps.begin(made.totals)
 
     def _samples(
-        self, samples: tuple[Moment, ...], units: Sequence[Forward], done: list[ForwardDone]
+        self, samples: tuple[Moment, ...], units: Sequence[Summable], done: list[ForwardDone]
     ) -> dict[str, ArrayRecord]:
         return self.steps.reduced(units[0].lineage, units[0].layer, samples, units, done, {}) if samples else {}
 
@@ -273,7 +274,7 @@ class Summing:
         # As no other driver of these workers calls one: they may still have a pass that was given up.
         return Sums(f"pass-{uuid.uuid4().hex}", grids)
 
-    def _within_grids(self, units: Sequence[Forward], parts: list[_Part]) -> list[_Sum]:
+    def _within_grids(self, units: Sequence[Summable], parts: list[_Part]) -> list[_Sum]:
         """The sums of these units; those that exceed their grids are taken again, alone, with wider ones."""
         assert units[0].sums is not None
         grids = units[0].sums.grids
@@ -291,7 +292,7 @@ class Summing:
 
     def _made_again(
         self,
-        units: Sequence[Forward],
+        units: Sequence[Summable],
         grids: Mapping[Moment, Any],
         parts: list[_Part],
         error: LostInputError,
@@ -307,7 +308,7 @@ class Summing:
         again = self._for_sums_alone(missing, grids)
         return left + self._collected(again, self.steps.do(again), left[0].cut if left else None)
 
-    def _collected(self, units: Sequence[Forward], done: Sequence[ForwardDone], cut: int | None = None) -> list[_Part]:
+    def _collected(self, units: Sequence[Summable], done: Sequence[ForwardDone], cut: int | None = None) -> list[_Part]:
         """What the workers have summed of these units; those of workers that are gone meanwhile are done again."""
         assert units[0].sums is not None
         grids, parts = units[0].sums.grids, list[_Part]()
@@ -320,16 +321,13 @@ class Summing:
             units = self._for_sums_alone(units, grids)
             done = self.steps.do(units)
 
-    def _for_sums_alone(self, units: Sequence[Forward], grids: Mapping[Moment, Any]) -> list[Forward]:
+    def _for_sums_alone(self, units: Sequence[Summable], grids: Mapping[Moment, Any]) -> list[Summable]:
         """The same shards in a new pass, for these moments and nothing else."""
         passed = self._new_pass(grids)
-        return [
-            replace(unit, moments=tuple(grids), sums=passed, cosine=False, emit=False, store=False, keep_inputs=False)
-            for unit in units
-        ]
+        return [unit.for_sums_alone(tuple(grids), passed) for unit in units]
 
 
-def _collects(units: Sequence[Forward], done: Sequence[ForwardDone], cut: int) -> list[Collect]:
+def _collects(units: Sequence[Summable], done: Sequence[ForwardDone], cut: int) -> list[Collect]:
     """From everybody who did one of these units."""
     first, passed = units[0], units[0].sums
     assert passed is not None
@@ -343,13 +341,13 @@ def _parts(collects: Sequence[Collect], found: Sequence[CollectDone | None], cut
     return [_Part(unit.key, done, cut) for unit, done in given if done is not None and done.shards]
 
 
-def _missing(units: Sequence[Forward], parts: Sequence[_Part]) -> list[Forward]:
+def _missing(units: Sequence[Summable], parts: Sequence[_Part]) -> list[Summable]:
     there = [shard for part in parts for shard in part.done.shards]
     assert len(there) == len(set(there)), "a shard is added once"
     return [unit for unit in units if unit.shard not in there]
 
 
-def _check(units: Sequence[Forward], grids: Mapping[Moment, Any], parts: Sequence[_Part]) -> CheckGrids:
+def _check(units: Sequence[Summable], grids: Mapping[Moment, Any], parts: Sequence[_Part]) -> CheckGrids:
     diagonals = {moment: tuple(part.done.diagonals[moment] for part in parts) for moment in grids}
     return CheckGrids(units[0].lineage, units[0].layer, grids, diagonals)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from manifests.records import ArrayRecord, FormSpec, GradientRecord, Scheme, StagedLayer
 from pipeline.methods.method import Moment, Task
@@ -60,6 +60,10 @@ class Forward(Replaying):
         """How many handles its result holds."""
         return sum(moment.kind == "sample" for moment in self.moments)
 
+    def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
+        """The same shard in a new pass, for these moments and nothing else."""
+        return replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
+
 
 @dataclass(frozen=True)
 class ReadLayer:
@@ -110,7 +114,7 @@ class ForwardDone(HoldsPartials):
 
 
 @dataclass(frozen=True)
-class Pair(Replaying, TakesMoments):
+class Pair(Replaying):
     """One calibration shard through the dense layer and through what has been made of it, side by side.
 
     docs/methods.md#corrections. Both models' hidden states travel together: (M, S, 2·D), the dense ones first.
@@ -119,14 +123,17 @@ class Pair(Replaying, TakesMoments):
         step: how many corrections of the layer came before.
         staged: the record of the layer as it is by now; None: its dense weights.
         moments: pairs to take, all at one point.
-        emit, store, ahead: as in `Forward`.
+        sums: where they are added, as in `Forward`; emit, store, ahead: as there.
     """
+
+    lineage: ClassVar[Lineage] = "paired"
 
     layer: int
     shard: int
     step: int
     staged: StagedLayer | None = None
     moments: tuple[Moment, ...] = ()
+    sums: Sums | None = None
     emit: bool = False
     store: bool = False
     ahead: int | None = None
@@ -135,6 +142,18 @@ class Pair(Replaying, TakesMoments):
     def key(self) -> str:
         """Names the unit in logs and results."""
         return f"pair/{self.layer}/{self.step}/{self.shard}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return 0
+
+    def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
+        """As of a `Forward`."""
+        return replace(self, moments=moments, sums=sums, emit=False, store=False)
+
+
+Summable = Forward | Pair  # whose worker adds its moments to its sums
 
 
 @dataclass(frozen=True)

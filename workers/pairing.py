@@ -1,6 +1,6 @@
 """A shard through the dense layer and through what has been made of it so far. docs/methods.md#corrections.
 
-Legend: M samples of a shard, S sequence, D hidden, B micro-batch, F features at a point, P = F + D.
+Legend: M samples of a shard, S sequence, D hidden, B micro-batch, F features at a point.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.kernels.moments import add_pair_moment_
+from pipeline.kernels.checks import require_finite
 from pipeline.methods.method import Moment
 from pipeline.units import Pair
 from workers.block import Block, overflow_advice
@@ -25,6 +25,7 @@ from workers.hidden import HiddenStates
 from workers.layers import LayerReader
 
 LINEAGE = "paired"
+Take = Callable[[Moment, Tensor, Tensor], None]  # is given what passes a point: x, and e
 READ = ("attention.in", "mlp.in")  # what is missing there is told by the same point of the dense layer
 
 
@@ -46,24 +47,27 @@ class PairPass:
         self.tokens = tokens
         self.computing = computing
 
-    def run(self, unit: Pair) -> tuple[dict[Moment, Tensor], ArrayRecord | None]:
-        """The partial sums (1, P, F), and the record of the outputs if they are stored.
+    def run(self, unit: Pair, take: Take | None) -> ArrayRecord | None:
+        """The record of the outputs if they are stored. `take`: what adds the unit's moments, if they are wanted.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and point.
             CorruptError: stored hidden states or a staged layer are damaged.
         """
-        held = self.hidden.inputs(LINEAGE, unit, partial(self._embedded, unit.shard), partial(self._replay, unit))
-        totals: dict[Moment, Tensor] = {}
-        record = self._through(unit, unit.layer, unit.staged, held, totals, emit=unit.emit)
-        return totals, record
+        return self._through(unit, unit.layer, unit.staged, self._inputs(unit), take, emit=unit.emit)
+
+    def begin(self, unit: Pair, take: Take) -> None:
+        """The first micro-batch of a unit's shard, for what passes its points alone. Raises as `run`."""
+        inputs, (dense, packed) = self._inputs(unit), self._blocks(unit.layer, unit.staged)
+        start, stop = self.setup.micro_batches(unit.shard)[0]
+        self._take(unit, take, dense, packed, *self._read(inputs, start, stop))
 
     def release(self) -> None:
         """Lets go of the compressed layer."""
         self.packed.release()
 
     def _replay(self, unit: Pair, layer: int, staged: StagedLayer | None, inputs: HiddenReader) -> HiddenReader:
-        self._through(unit, layer, staged, inputs, {}, emit=True)
+        self._through(unit, layer, staged, inputs, None, emit=True)
         return self._held(layer + 1, unit.shard)
 
     def _embedded(self, shard: int) -> HiddenReader:
@@ -83,40 +87,54 @@ class PairPass:
         layer: int,
         staged: StagedLayer | None,
         inputs: HiddenReader,
-        totals: dict[Moment, Tensor],
+        take: Take | None,
         *,
         emit: bool,
     ) -> ArrayRecord | None:
-        """All micro-batches through both layers; their sums if the layer is the unit's own, their outputs if `emit`."""
+        """All micro-batches through both layers, for what passes the unit's points, and for their outputs if `emit`."""
         own = layer == unit.layer
-        dense = self.layers.block(layer, None)
-        packed = self.packed.block(layer, staged) if staged is not None else dense
+        dense, packed = self._blocks(layer, staged)
         self.layers.read_ahead(unit.ahead if own else None)
         shard_key = (LINEAGE, layer + 1, unit.shard)
         shape = self._shape(unit.shard)
         store = own and unit.store
         writer = self.hidden.hidden_writer(shard_key, shape, self.setup.dtype, store, self._batch) if emit else None
         for start, stop in self.setup.micro_batches(unit.shard):
-            dense_BSD, packed_BSD = inputs.read(start, stop).to(self.layers.device).chunk(2, dim=-1)
+            dense_BSD, packed_BSD = self._read(inputs, start, stop)
+            if take is not None:
+                self._take(unit, take, dense, packed, dense_BSD, packed_BSD)
             with self.computing():
-                for moment in unit.moments if own else ():
-                    self._add(moment, totals, _values(dense, packed, dense_BSD, packed_BSD, moment.point), layer)
                 if writer is not None:
                     outputs = (_run(dense, dense_BSD), _run(packed, packed_BSD))
                     writer.append(torch.cat(outputs, dim=-1))
         return self.hidden.keep(shard_key, writer) if writer is not None else None
 
-    def _add(self, moment: Moment, totals: dict[Moment, Tensor], found: tuple[Tensor, Tensor], layer: int) -> None:
-        values_BSF, errors_BSD = found
-        width = values_BSF.shape[-1]
-        if moment not in totals:
-            shape = (1, width + errors_BSD.shape[-1], width)
-            totals[moment] = torch.zeros(shape, dtype=torch.float64, device=values_BSF.device)
-        try:
-            add_pair_moment_(totals[moment][0], values_BSF, errors_BSD)
-        except ValueError as error:
-            advice = overflow_advice(values_BSF.dtype)
-            raise NumericsError(f"layer {layer}: both models at {moment.point}: {error}; {advice}") from error
+    def _take(self, unit: Pair, take: Take, dense: Block, packed: Block, dense_BSD: Tensor, packed_BSD: Tensor) -> None:
+        for moment in unit.moments:
+            with self.computing():
+                values_BSF, errors_BSD = _values(dense, packed, dense_BSD, packed_BSD, moment.point)
+                try:
+                    require_finite("errors", errors_BSD)
+                    require_finite("values", values_BSF)
+                except ValueError as error:
+                    advice = overflow_advice(values_BSF.dtype)
+                    raise NumericsError(
+                        f"layer {unit.layer}: both models at {moment.point}: {error}; {advice}"
+                    ) from error
+                take(moment, values_BSF, errors_BSD)
+
+    def _inputs(self, unit: Pair) -> HiddenReader:
+        return self.hidden.inputs(LINEAGE, unit, partial(self._embedded, unit.shard), partial(self._replay, unit))
+
+    def _blocks(self, layer: int, staged: StagedLayer | None) -> tuple[Block, Block]:
+        """The dense one, and what has been made of it so far."""
+        dense = self.layers.block(layer, None)
+        return dense, self.packed.block(layer, staged) if staged is not None else dense
+
+    def _read(self, inputs: HiddenReader, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Both models' hidden states."""
+        dense_BSD, packed_BSD = inputs.read(start, stop).to(self.layers.device).chunk(2, dim=-1)
+        return dense_BSD, packed_BSD
 
     def _held(self, layer: int, shard: int) -> HiddenReader:
         held = self.hidden.get((LINEAGE, layer, shard))

@@ -15,17 +15,11 @@ from torch import Tensor
 
 from manifests.errors import NumericsError
 from pipeline.kernels.checks import require_finite
-from pipeline.kernels.exact_sums import (
-    Grid,
-    MomentSum,
-    choose_grid,
-    diagonal,
-    product_tokens,
-    sample_squares,
-)
+from pipeline.kernels.exact_pairs import PairSum, choose_pair_grid
+from pipeline.kernels.exact_sums import Grid, MomentSum, choose_grid, product_tokens, sample_squares
 from pipeline.methods.method import Moment
-from pipeline.sum_units import Collect, CollectDone
-from pipeline.units import Forward
+from pipeline.sum_units import SUMMED, Collect, CollectDone
+from pipeline.units import Forward, Pair
 from workers.block import Tap, overflow_advice
 from workers.tensor_transfer import TensorTransfer
 
@@ -47,13 +41,21 @@ class LayerSums:
         self.latest = ""  # the name of the pass that was begun last
 
     def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
-        """What adds a unit's moments, at their points; none for a shard that is in the sums already.
+        """What adds a unit's moments, at their points; none for a shard that is in the sums already."""
+        add = self.adder(unit)
+        if add is None:
+            return []
+        return [(moment.point, _checked(unit.layer, moment, add)) for moment in summed(unit)]
+
+    def adder(self, unit: Forward | Pair) -> Callable[..., None] | None:
+        """What adds the values of a micro-batch, or of a pair both, to a unit's moments; None for a shard that is in
+        the sums already.
 
         Of the passes that were begun before, only the last stays: others were given up.
         """
         if unit.sums is None:
-            return []
-        moments = _summed(unit)
+            return None
+        moments = summed(unit)
         if unit.sums.name not in self.passes:
             grids = {moment: Grid.unpacked(self.transfer.get(unit.sums.grids[moment])) for moment in moments}
             for name in self.passes.keys() - {self.latest}:
@@ -61,12 +63,10 @@ class LayerSums:
             self.latest = unit.sums.name
             self.passes[unit.sums.name] = _PassSums(grids, self.device)
         passed = self.passes[unit.sums.name]
-        if unit.shard in passed.shards:
-            return []
-        return [(moment.point, _checked(unit.layer, moment, passed.add)) for moment in moments]
+        return None if unit.shard in passed.shards else passed.add
 
     @contextmanager
-    def adding(self, unit: Forward) -> Iterator[None]:
+    def adding(self, unit: Forward | Pair) -> Iterator[None]:
         """In here a shard goes through: at the end it is in the sums, or there are none any more."""
         passed = None if unit.sums is None else self.passes[unit.sums.name]
         try:
@@ -88,7 +88,9 @@ class LayerSums:
                 self.stream.wait_stream(torch.cuda.default_stream(self.device))
             bands = {moment: passed.sums[moment].bands() for moment in unit.moments}
             partials = {moment: self._cut(bands[moment], unit.parts) for moment in unit.moments}
-            diagonals = {moment: self.transfer.put({"squares": diagonal(bands[moment])}) for moment in unit.moments}
+            diagonals = {
+                moment: self.transfer.put({"squares": passed.sums[moment].squares()}) for moment in unit.moments
+            }
         return CollectDone(partials, diagonals, tuple(sorted(passed.shards)), self.node)
 
     def _cut(self, bands: Bands, parts: int) -> tuple[Any, ...]:
@@ -106,16 +108,16 @@ class _PassSums:
     def __init__(self, grids: dict[Moment, Grid], device: torch.device) -> None:
         self.grids = grids
         self.device = device
-        self.sums: dict[Moment, MomentSum] = {}
-        self.waiting: dict[Moment, list[Tensor]] = {}  # values (T, F) of the shard at hand, too few for a product
+        self.sums: dict[Moment, MomentSum | PairSum] = {}
+        self.waiting: dict[Moment, list[tuple[Tensor, ...]]] = {}  # rows of the shard at hand, too few for a product
         self.shards: set[int] = set()
 
-    def add(self, moment: Moment, values: Tensor) -> None:
+    def add(self, moment: Moment, *values: Tensor) -> None:
         """Adds a micro-batch, or keeps it until the shard has enough for a product, or ends: adding to float64 sums
-        costs as much for few tokens as for many."""
+        costs as much for few tokens as for many. `values`: (..., F); of a pair x and e."""
         waiting = self.waiting.setdefault(moment, [])
-        waiting.append(values.detach().reshape(-1, values.shape[-1]))
-        if sum(map(len, waiting)) >= product_tokens(moment.heads, moment.groups):
+        waiting.append(tuple(each.detach().reshape(-1, each.shape[-1]) for each in values))
+        if sum(len(rows[0]) for rows in waiting) >= product_tokens(moment.heads, moment.groups):
             self._multiply(moment)
 
     def end(self, shard: int) -> None:
@@ -129,8 +131,18 @@ class _PassSums:
         if not parts:
             return
         if moment not in self.sums:
-            self.sums[moment] = MomentSum(self.grids[moment], moment.heads, self.device)
-        self.sums[moment].add_(*parts)
+            self.sums[moment] = self._made(moment, parts[0][0].shape[1])
+        total = self.sums[moment]
+        if isinstance(total, PairSum):
+            total.add_(*((values, errors) for values, errors in parts))
+        else:
+            total.add_(*(values for (values,) in parts))
+
+    def _made(self, moment: Moment, features: int) -> MomentSum | PairSum:
+        grid = self.grids[moment]
+        if moment.kind == "pair":
+            return PairSum(grid, features, self.device)
+        return MomentSum(grid, moment.heads, self.device)
 
 
 class Squares:
@@ -142,7 +154,11 @@ class Squares:
 
     def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
         """At the points of all moments that are summed."""
-        return [(moment.point, _checked(unit.layer, moment, self._see)) for moment in _summed(unit)]
+        return [(moment.point, _checked(unit.layer, moment, self._see)) for moment in summed(unit)]
+
+    def see_pair(self, moment: Moment, values: Tensor, errors: Tensor) -> None:
+        """Of a pair, whose values are finite."""
+        self.found[moment] = choose_pair_grid(values, errors, self.tokens)
 
     def grids(self) -> dict[Moment, Grid]:
         """Of every moment that was seen."""
@@ -155,8 +171,9 @@ class Squares:
         self.found[moment] = choose_grid(squares_Gd, rows, self.tokens * heads_of_a_group, values.dtype)
 
 
-def _summed(unit: Forward) -> tuple[Moment, ...]:
-    return tuple(moment for moment in unit.moments if moment.kind == "value")
+def summed(unit: Forward | Pair) -> tuple[Moment, ...]:
+    """Those of a unit's moments of which the worker keeps a sum."""
+    return tuple(moment for moment in unit.moments if moment.kind in SUMMED)
 
 
 def _checked(layer: int, moment: Moment, take: Callable[[Moment, Tensor], None]) -> Tap:

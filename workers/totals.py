@@ -15,6 +15,7 @@ from torch import Tensor
 
 from manifests.errors import NumericsError
 from manifests.records import ArrayRecord
+from pipeline.kernels.exact_pairs import whole_pair
 from pipeline.kernels.exact_sums import Grid, exceeding, moment_rows, whole_moment
 from pipeline.methods.method import Moment
 from pipeline.sum_units import Add, AddDone, CheckGrids, CheckGridsDone, Summed, Total
@@ -56,12 +57,13 @@ class Totals:
             unit.layer, name, groups, width, lambda start, stop: moment_rows(bands, grid, start, stop)
         )
 
-    def moment(self, found: ArrayRecord | Summed, device: torch.device) -> Tensor:
-        """A moment (G, d, d) float64 on a device."""
+    def moment(self, moment: Moment, found: ArrayRecord | Summed, device: torch.device) -> Tensor:
+        """A moment (G, d, d) float64 on a device, of a pair (1, F + D, F)."""
         if isinstance(found, ArrayRecord):
             return self.statistics.read(found).to(device)
         grid, bands = self._bands(found)
-        return whole_moment([band_Gbd.to(device) for band_Gbd in bands], grid)
+        whole = whole_pair if moment.kind == "pair" else whole_moment
+        return whole([band_Gbd.to(device) for band_Gbd in bands], grid)
 
     def _bands(self, summed: Summed) -> tuple[Grid, list[Tensor]]:
         named = _added(get_all(self.transfer, summed.partials))

@@ -226,11 +226,12 @@ class Worker:
         )
 
     def _pair(self, unit: Pair) -> ForwardDone:
-        with tensor_cores(self.setup.dtype):
-            totals, record = self.pairs.run(unit)
-        partials = {moment: self.transfer.put({"moment": total}) for moment, total in totals.items()}
+        add = self.sums.adder(unit)
+        with tensor_cores(self.setup.dtype), self.sums.adding(unit):
+            record = self.pairs.run(unit, add)
         stored = record if unit.store else None
-        return ForwardDone(partials, None, stored, self.setup.samples_of(unit.shard) * self._sequence)
+        tokens = self.setup.samples_of(unit.shard) * self._sequence
+        return ForwardDone({}, None, stored, tokens, worker=self.name)
 
     def _inputs(self, unit: Forward) -> HiddenReader:
         return self.hidden.inputs(unit.lineage, unit, partial(self._embedded, unit), partial(self._replay, unit))
@@ -266,13 +267,19 @@ class Worker:
         return taps + self.sums.taps(unit)
 
     def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
-        forward: Forward = unit.forward
+        forward, squares = unit.forward, Squares(self._calibration_tokens)
+        if isinstance(forward, Pair):
+            with tensor_cores(self.setup.dtype):
+                self.pairs.begin(forward, squares.see_pair)
+            return self._grids(squares)
         inputs = self._inputs(forward)
         block = self._block(forward)
         start, stop = self.setup.micro_batches(forward.shard)[0]
-        squares = Squares(self._calibration_tokens)
         with self._computing():
             tapped(self.layers, block, squares.taps(forward))(inputs.read(start, stop).to(self.device), False)
+        return self._grids(squares)
+
+    def _grids(self, squares: Squares) -> ChooseGridsDone:
         return ChooseGridsDone({moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids().items()})
 
     def _sample_tap(self, unit: Forward, moment: Moment, samples: dict[Moment, Tensor]) -> Tap:
@@ -326,7 +333,7 @@ class Worker:
         """As methods receive them: sums of values, shrunk means of gradients; and what their curve told."""
         moments = {}
         for moment, record in records.items():
-            found = self.totals.moment(record, self.device)
+            found = self.totals.moment(moment, record, self.device)
             if moment.kind == "gradient":
                 assert isinstance(record, GradientRecord)
                 squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)

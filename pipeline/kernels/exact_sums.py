@@ -8,7 +8,7 @@ T tokens, F features, H heads, G groups of heads, d = F / H, R rows of one produ
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,8 +22,8 @@ MARGIN_BITS = 20  # by how much sums of squares may exceed what the sample foret
 SILENT_BITS = 16  # a channel that is zero in the sample is taken to be so much below the mean of all, in squares
 FLOOR_BITS = 40  # and none to be further below
 STEP = 10  # by which a channel's exponent is raised when it exceeds the bound: half of what squares may exceed it by
-_GRID_BITS = 52  # from a sum's bound to the grid: one bit less than float64 has, for what rounding adds
-_MANTISSA = {torch.float32: 24, torch.float64: 53}
+GRID_BITS = 52  # from a sum's bound to the grid: one bit less than float64 has, for what rounding adds
+MANTISSA = {torch.float32: 24, torch.float64: 53}
 _LARGEST_EXPONENT = {torch.float64: 500}  # of a channel's scale; of other types 126, whose inverse float32 has
 
 
@@ -102,7 +102,7 @@ class MomentSum:
         self.grid, self.heads, self.product_dtype = grid, heads, product_dtype
         self._bands = empty_bands(groups, width, device)
         # x + c is a multiple of 2^(bits - 52), for c is 1.5 times what the type's last bit makes that.
-        self._rounder = 1.5 * 2.0 ** (grid.bits - _GRID_BITS + _MANTISSA[product_dtype])
+        self._rounder = 1.5 * 2.0 ** (grid.bits - GRID_BITS + MANTISSA[product_dtype])
         self._left = 0.0
         self._factors: dict[torch.dtype, Tensor] = {}  # on the device, or every product would wait for a copy
         self._added_rows = ADDED_ROWS[device.type]
@@ -120,14 +120,7 @@ class MomentSum:
             if part_TF.shape[1] != self.heads * width:
                 shape = tuple(part_TF.shape)
                 raise ValueError(f"values (T, F) {shape} of {self.heads} heads do not fit {groups} x {width} sums")
-        limit = product_tokens(self.heads, groups)
-        while parts:
-            taken, room = [], limit
-            while parts and room:
-                first_TF = parts.pop(0)
-                taken.append(first_TF[:room])
-                parts[:0] = [first_TF[room:]] if len(first_TF) > room else []
-                room -= len(taken[-1])
+        for taken in cut_rows(parts, product_tokens(self.heads, groups)):
             self._multiply(self._scaled_rows(taken))
 
     def _scaled_rows(self, parts_TF: Sequence[Tensor]) -> Tensor:
@@ -169,6 +162,23 @@ class MomentSum:
             self._left = 0.0
         return self._bands
 
+    def squares(self) -> Tensor:
+        """The scaled sums of squares (G, d), which `exceeding` judges."""
+        return torch.cat([band_Gbd.diagonal(dim1=1, dim2=2) for band_Gbd in self.bands()], dim=1)
+
+
+def cut_rows(parts: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """The rows of all parts, so many at a time, the last ones fewer; nothing is copied."""
+    left = list(parts)
+    while left:
+        taken, room = list[Tensor](), limit
+        while left and room:
+            first_TF = left.pop(0)
+            taken.append(first_TF[:room])
+            left[:0] = [first_TF[room:]] if len(first_TF) > room else []
+            room -= len(taken[-1])
+        yield taken
+
 
 def product_tokens(heads: int, groups: int) -> int:
     """How many tokens one product sums over."""
@@ -178,7 +188,7 @@ def product_tokens(heads: int, groups: int) -> int:
 def exceeding(diagonal_Gd: Tensor, grid: Grid) -> Tensor:
     """Which channels (G, d), bool, have a sum of squares beyond the grid's bound, or one that is not finite.
 
-    `diagonal_Gd`: of the sum, scaled (`diagonal`).
+    `diagonal_Gd`: of the sum, scaled (`MomentSum.squares`).
 
     The order of the additions does not matter here either: sums of squares only grow, and are exact up to twice the
     bound. With no such channel every number of the sum is exact, as |Σ x y| <= (Σ x² Σ y²)^½.
@@ -186,16 +196,11 @@ def exceeding(diagonal_Gd: Tensor, grid: Grid) -> Tensor:
     return ~(diagonal_Gd < 2.0**grid.bits)
 
 
-def diagonal(bands: Sequence[Tensor]) -> Tensor:
-    """The scaled sums of squares (G, d)."""
-    return torch.cat([band_Gbd.diagonal(dim1=1, dim2=2) for band_Gbd in bands], dim=1)
-
-
 def whole_moment(bands: Sequence[Tensor], grid: Grid) -> Tensor:
     """The moment (G, d, d) float64 of the values themselves: scales undone, both triangles. New memory."""
     groups, width = bands[0].shape[0], sum(band.shape[1] for band in bands)
     moment_Gdd = torch.empty(groups, width, width, dtype=torch.float64, device=bands[0].device)
-    scales_Gd = _powers_of_two(grid.exponents).to(moment_Gdd.device)
+    scales_Gd = powers_of_two(grid.exponents).to(moment_Gdd.device)
     for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
         stop = first + band_Gbd.shape[1]
         # In two steps, as 2^(e + f) alone may leave float64.
@@ -212,7 +217,7 @@ def moment_rows(bands: Sequence[Tensor], grid: Grid, start: int, stop: int) -> T
     """Rows start to stop of `whole_moment` from column `start` on, (G, stop - start, d - start) float64. New memory."""
     groups, width = bands[0].shape[0], sum(band.shape[1] for band in bands)
     rows_Gnc = torch.zeros(groups, stop - start, width - start, dtype=torch.float64, device=bands[0].device)
-    scales_Gd = _powers_of_two(grid.exponents).to(rows_Gnc.device)
+    scales_Gd = powers_of_two(grid.exponents).to(rows_Gnc.device)
     for band_Gbd, first in zip(bands, range(0, width, BAND), strict=True):
         top, bottom, left = max(start, first), min(stop, first + band_Gbd.shape[1]), max(start, first)
         if top < bottom:
@@ -226,9 +231,9 @@ def moment_rows(bands: Sequence[Tensor], grid: Grid, start: int, stop: int) -> T
 def _factors(grid: Grid, values_TF: Tensor) -> Tensor:
     """2^-exponent of every channel (G, d), in a type that has it, and that has what it makes of the values."""
     dtype = values_TF.dtype if values_TF.dtype in (torch.float64, torch.bfloat16) else torch.float32
-    return _powers_of_two(-grid.exponents).to(values_TF.device, dtype)
+    return powers_of_two(-grid.exponents).to(values_TF.device, dtype)
 
 
-def _powers_of_two(exponents: Tensor) -> Tensor:
+def powers_of_two(exponents: Tensor) -> Tensor:
     """2^exponent, float64, put together from its bits: exact, which no device's `pow` promises."""
     return ((exponents.long() + 1023) << 52).view(torch.float64)

@@ -63,26 +63,6 @@ def add_head_moment_(
         _add_products_(total_Gdd, rows_GRd, product_dtype, 4.0**shift if shift else None)
 
 
-def add_pair_moment_(total_PF: Tensor, values_TF: Tensor, errors_TE: Tensor) -> None:
-    """Adds Σ x xᵀ to the first F rows of the float64 total (F + E, F), and Σ e xᵀ to the others, in place.
-
-    Products of at most 4096 rows run in float32 (float64 for magnitudes that float32 cannot multiply) and are summed in
-    float64. Raises ValueError on shapes that do not fit, and as `add_head_moment_`; the total is then unchanged.
-    """
-    width, errors = values_TF.shape[-1], errors_TE.shape[-1]
-    values_TF, errors_TE = values_TF.detach().reshape(-1, width), errors_TE.detach().reshape(-1, errors)
-    if tuple(total_PF.shape) != (width + errors, width) or len(values_TF) != len(errors_TE):
-        shapes = f"{tuple(values_TF.shape)}, {tuple(errors_TE.shape)} and {tuple(total_PF.shape)}"
-        raise ValueError(f"values (T, F), errors (T, E) and total (F + E, F) do not fit: {shapes}")
-    peaks = require_finite("errors", errors_TE), require_finite("values", values_TF)
-    add_head_moment_(total_PF[None, :width], values_TF)
-    low, high = _SAFE_EXPONENTS[torch.float32]
-    safe = all(peak == 0.0 or low <= math.frexp(peak)[1] <= high for peak in peaks)
-    dtype = torch.float32 if safe else torch.float64
-    for values_tF, errors_tE in zip(values_TF.split(ROWS_PER_PRODUCT), errors_TE.split(ROWS_PER_PRODUCT), strict=True):
-        total_PF[width:].add_(errors_tE.to(dtype).T @ values_tF.to(dtype))
-
-
 def cosine_sums(x_TD: Tensor, y_TD: Tensor) -> tuple[float, int]:
     """The float64 sum over rows of cos(x_t, y_t), and the number of rows (docs/methods.md#importance).
 

@@ -96,9 +96,9 @@ def verify_unit(layer: int, work: LayerWork, rates: Rates, after: str) -> Timed:
 
 
 def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """Layer by layer: both models to a point, whose pairs one worker adds, then what is solved there; at last both to
+    """Layer by layer: both models to a point, whose pairs are added, then what is solved there; at last both to
     the end."""
-    seconds = correction_seconds(work, rates, way) / CORRECTED
+    seconds = correction_seconds(work, rates) / CORRECTED
     adding = pair_seconds(work, rates, way) / (CORRECTED - 1)
     for layer in range(way.layers):
         yield from _reads("correct", layer, work.weight_bytes, rates, way, after)

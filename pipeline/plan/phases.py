@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.plan.rates import Rates
 from pipeline.plan.rounding_work import round_seconds
@@ -112,14 +112,17 @@ def gradient_seconds(work: LayerWork, rates: Rates) -> float:
     return work.gradient_flops / rates.backward + moments
 
 
-def correction_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """All passes of both layers on one worker, and what each shard has summed on its way from the device."""
-    return work.correction_flops / rates.products + pair_seconds(work, rates, way)
+def correction_seconds(work: LayerWork, rates: Rates) -> float:
+    """All passes of both layers on one worker, and the adding of their pairs."""
+    return work.correction_flops / rates.products + work.pair_added_bytes / rates.memory
 
 
 def pair_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
-    """What all shards have summed of a layer's pairs, to the worker that adds it, one point after another."""
-    return sum(work.pair_bytes) * way.shards / rates.link
+    """What is waited for at the points of a corrected layer, in all: grids, by one micro-batch through both models, and
+    the sums on their way to where they are solved from, as those of moments."""
+    given = replace(work, moment_bytes=sum(work.pair_bytes))
+    summing = collect_seconds(given, rates) + add_seconds(given, rates, way)
+    return 2 * len(work.pair_bytes) * grid_seconds(work, rates) + summing + given.moment_bytes / rates.link
 
 
 def solve_seconds(solve: SolveWork, rates: Rates) -> float:
@@ -218,7 +221,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     if work.rounding:
         found["round"] = _spread([round_seconds(task, rates) for task in work.rounding], way.workers)
     if work.correction_flops:
-        found["correct"] = layers * (correction_seconds(work, rates, way) * way.rounds + pair_seconds(work, rates, way))
+        found["correct"] = layers * (correction_seconds(work, rates) * way.rounds + pair_seconds(work, rates, way))
     written = 0.0 if way.cached else work.written_bytes / rates.disk
     windows, by = way.held_out_shards, scorers(way.held_out_shards, way.workers)
     share = by * shards_each(windows, way.workers) / windows / way.workers
@@ -305,15 +308,15 @@ def object_store_bytes(work: LayerWork, rates: Rates, way: Pass) -> int:
     """At most at a time on a node, of what workers pass on to one another through Ray's object store.
 
     By phase: the sums of the layers that are on their way to the store, each worker's, the node's and all nodes', with
-    the samples, and layers that are read for all nodes; what each shard has summed of gradients, or of a correction's
-    pair; the factors of layers that are being solved and written.
+    the samples, and layers that are read for all nodes; what each shard has summed of gradients; the sums of a
+    correction's pair; the factors of layers that are being solved and written.
     """
     here, nodes = min(way.workers, rates.workers_per_node), way.nodes(rates)
     under_way = 1 if way.compressed else 2 + way.workers // AHEAD
     passing = under_way * (here + (here > 1) + (nodes > 1)) * work.moment_bytes + work.sample_bytes
     read = READ_FOR_ALL * work.weight_bytes if nodes > 1 else 0
     gradients = math.ceil(way.gradient_shards / nodes) * work.gradient_bytes
-    pairs = math.ceil(way.shards / nodes) * max(work.pair_bytes, default=0)
+    pairs = (here + (here > 1) + (nodes > 1)) * max(work.pair_bytes, default=0)
     in_hand = 1 if way.compressed or work.pair_bytes else math.ceil(2 * (way.workers + 1) / nodes)
     return max(passing + read, gradients, pairs, in_hand * work.written_bytes)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
@@ -36,6 +36,8 @@ from pipeline.samples import held_out_windows, importance_shards
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 32  # of device memory for each number: the product written, rounded, added to a float64 sum
 SCALED_PASSES = 3  # over each value, in the checkpoint's dtype: checked; read, and written scaled
+PAIRED_BYTES = 40  # for each number of a pair's Σ e xᵀ: as above, the rounding taken from each product
+ERROR_BYTES = 48  # for each number of e: made, checked, scaled, squared in float64
 SQUARED_BYTES = 40  # for each number of a gradient's moment and sample, both triangles: the product, and the sum
 FOLDED_BYTES, REDUCED_BYTES = 120, 24  # for each number of such a moment, and of its triangle, and shard
 BAND = 512  # rows of a moment's sum that are added at once, from the diagonal on
@@ -63,8 +65,8 @@ class LayerWork:
         gradient_moment_flops, gradient_moved_bytes: of its moments, and what summing and passing them on moves.
         curves: of each task whose sizes are compared by predicted loss, in every round.
         gradient_bytes: of the moments that one shard of the backward pass sums.
-        sample_bytes: of a layer's samples of values; pair_bytes: of what one shard sums of each pair that corrections
-            take.
+        sample_bytes: of a layer's samples of values; pair_bytes: of the sums of each pair that corrections take;
+            pair_added_bytes: of device memory that summing them moves.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
         held_out_flops: of the dense model, and of the compressed one, on what is held out, in float32 on tensor cores.
         rounding: of every task of the job that is rounded, those of all layers and what is outside of them.
@@ -89,6 +91,7 @@ class LayerWork:
     gradient_bytes: int = 0
     sample_bytes: int = 0
     pair_bytes: tuple[int, ...] = ()
+    pair_added_bytes: float = 0.0
     correction_flops: float = 0.0
     held_out_flops: tuple[float, float] = (0.0, 0.0)
     rounding: tuple[RoundWork, ...] = ()
@@ -171,6 +174,7 @@ def layer_work(
             if moment.kind == "sample"
         ),
         pair_bytes=tuple(_pair_bytes(moment, layer) for moment in _pairs(busy)),
+        pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in _pairs(busy))),
         correction_flops=float(tokens * _correction_flops(busy, layer, forward)),
         rounding=rounding,
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
@@ -206,11 +210,17 @@ def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, it
     """Of device memory that summing a moment moves: a shard ends with a product of what it has left."""
     calibration = manifest.calibration
     assert calibration is not None
-    tokens = calibration.samples * calibration.sequence_length
-    rows = moment.heads // moment.groups * math.ceil(calibration.samples / calibration.shards)
-    products = calibration.shards * math.ceil(rows * calibration.sequence_length / ROWS_PER_PRODUCT)
+    tokens, products = calibration.samples * calibration.sequence_length, _products(moment, manifest)
     values = SCALED_PASSES * itemsize * tokens * moment.heads * moment_width(moment, geometry)
     return float(ADDED_BYTES * _banded_numbers(moment, geometry) * products + values)
+
+
+def _products(moment: Moment, manifest: Manifest) -> int:
+    """Of all shards."""
+    calibration = manifest.calibration
+    assert calibration is not None
+    rows = moment.heads // moment.groups * math.ceil(calibration.samples / calibration.shards)
+    return calibration.shards * math.ceil(rows * calibration.sequence_length / ROWS_PER_PRODUCT)
 
 
 def _banded_numbers(moment: Moment, geometry: LayerGeometry) -> int:
@@ -264,9 +274,19 @@ def _pairs(tasks: Sequence[Task]) -> list[Moment]:
 
 
 def _pair_bytes(moment: Moment, geometry: LayerGeometry) -> int:
-    """Of Σ x xᵀ and Σ e xᵀ."""
+    """Of one triangle of Σ x xᵀ, and of Σ e xᵀ."""
     features = point_features(moment.point, geometry)
-    return 8 * (features + geometry.hidden) * features
+    return 8 * (features * (features + 1) // 2 + geometry.hidden * features)
+
+
+def _pair_added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
+    """Of device memory: of x as of a moment, of e for each number of its sum in each product, and of its values."""
+    values = replace(moment, kind="value")
+    assert manifest.calibration is not None
+    tokens = manifest.calibration.samples * manifest.calibration.sequence_length
+    numbers = geometry.hidden * point_features(moment.point, geometry)
+    errors = PAIRED_BYTES * _products(values, manifest) * numbers + ERROR_BYTES * tokens * geometry.hidden
+    return errors + _added_bytes(values, geometry, manifest, itemsize)
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:

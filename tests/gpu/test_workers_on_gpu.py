@@ -17,7 +17,7 @@ from pipeline.sum_units import ChooseGrids, Sums
 from pipeline.units import Backward, Forward, Pair
 from stores.staging import read_staged
 from tests.emulated_device import EmulatedDevice
-from tests.workers.bench import EVERYTHING, LOW, make_setup, make_worker, save_source, solve_layer
+from tests.workers.bench import EVERYTHING, LOW, make_setup, make_worker, save_source, solve_layer, sum_units
 from tests.workers.test_backward import gradient_moments
 from tests.workers.test_scoring import windows_of
 from workers.tensor_transfer import Packed, pack, unpack
@@ -69,8 +69,9 @@ def done_by(worker: Worker) -> dict[str, Any]:
     for shard in range(2):
         made = worker.execute(Forward("made", 0, shard, staged, cosine=True, ahead=1))
         found[f"cosine {shard}"] = made.cosine[0]
-        done = worker.execute(Pair(1, shard, 0, moments=(PAIR,), replay=(staged,), emit=True))
-        found[f"pair {shard}"] = worker.transfer.get(done.partials[PAIR])["moment"]
+    pairs = [Pair(1, shard, 0, moments=(PAIR,), replay=(staged,), emit=True) for shard in range(2)]
+    _, sums = sum_units(pairs, [worker, worker])
+    found["pairs"] = worker.totals.moment(PAIR, sums[PAIR], torch.device("cpu"))
     inputs = tuple(
         worker.execute(Forward("dense", layer, 0, keep_inputs=True, replay=(None,) * layer)).inputs
         for layer in range(setup.geometry.num_layers)

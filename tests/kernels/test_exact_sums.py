@@ -14,7 +14,6 @@ from pipeline.kernels.exact_sums import (
     Grid,
     MomentSum,
     choose_grid,
-    diagonal,
     empty_bands,
     exceeding,
     moment_rows,
@@ -51,6 +50,10 @@ def summed(parts: Sequence[Tensor], grid: Grid, heads: int = 1, dtype: torch.dty
     for part_TF in parts:
         total.add_(part_TF)
     return total.bands()
+
+
+def diagonal(bands: Sequence[Tensor]) -> Tensor:
+    return torch.cat([band_Gbd.diagonal(dim1=1, dim2=2) for band_Gbd in bands], dim=1)
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import moments
-from pipeline.kernels.moments import add_head_moment_, add_pair_moment_, cosine_sums, head_moment
+from pipeline.kernels.moments import add_head_moment_, cosine_sums, head_moment
 
 SHAPES = [(1, 1, 1, 1), (3, 5, 1, 1), (2, 12, 4, 2), (7, 12, 4, 4), (50, 12, 6, 1), (0, 6, 3, 3)]
 
@@ -227,27 +227,3 @@ def test_cosines_never_pass_one() -> None:
             assert total == pytest.approx(sign, abs=1e-12)
     with pytest.raises(ValueError, match="one shape"):
         cosine_sums(torch.tensor(1.0), torch.tensor(1.0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e15])
-def test_pairs_against_float64(dtype: torch.dtype, scale: float) -> None:
-    source = torch.Generator().manual_seed(3)
-    values_TF = (torch.randn(2, 4500, 6, generator=source) * scale).to(dtype)
-    errors_TE = torch.randn(2, 4500, 4, generator=source) * scale
-    total_PF = torch.ones(10, 6, dtype=torch.float64)
-    add_pair_moment_(total_PF, values_TF, errors_TE)
-    rows_TP = torch.cat((values_TF.double(), errors_TE.double()), dim=-1).flatten(0, 1)
-    expected_PF = 1.0 + rows_TP.T @ values_TF.double().flatten(0, 1)
-    torch.testing.assert_close(total_PF, expected_PF, rtol=2e-5, atol=2e-5 * float(expected_PF.abs().max()))
-
-
-def test_pairs_that_do_not_fit() -> None:
-    total_PF, values_TF = torch.zeros(5, 3, dtype=torch.float64), torch.ones(7, 3)
-    with pytest.raises(ValueError, match=r"do not fit: \(7, 3\), \(6, 2\) and \(5, 3\)"):
-        add_pair_moment_(total_PF, values_TF, torch.ones(6, 2))
-    with pytest.raises(ValueError, match="do not fit"):
-        add_pair_moment_(total_PF, values_TF, torch.ones(7, 3))
-    with pytest.raises(ValueError, match="errors: 1 of 14 numbers are NaN"):
-        add_pair_moment_(total_PF, values_TF, torch.tensor([[1.0, 1.0]] * 6 + [[float("nan"), 1.0]]))
-    assert not total_PF.any()

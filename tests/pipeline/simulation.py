@@ -21,6 +21,7 @@ from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores, Task
 from pipeline.score_units import Score, Scored, WindowForward, Windows
 from pipeline.sum_units import (
+    SUMMED,
     Add,
     AddDone,
     CheckGrids,
@@ -321,7 +322,7 @@ class SimulatedPool:
         if isinstance(unit, Backward):
             return self._backward(unit)
         if isinstance(unit, ChooseGrids):
-            assert all(moment.kind == "value" for moment in unit.forward.moments)
+            assert all(moment.kind in SUMMED for moment in unit.forward.moments)
             layer = unit.forward.layer
             return ChooseGridsDone({moment: self._handle(f"grid {layer}") for moment in unit.forward.moments})
         if isinstance(unit, Collect):
@@ -336,7 +337,7 @@ class SimulatedPool:
         if isinstance(unit, Total):
             return self.world.store("statistic", self._sum(unit.lineage, unit.layer, unit.moment, unit.summed))
         if isinstance(unit, Reduce):
-            assert unit.lineage == ("paired" if unit.moment.kind == "pair" else "dense") or unit.moment.kind == "sample"
+            assert unit.moment.kind == "sample" or (unit.lineage, unit.moment.kind) == ("dense", "gradient")
             parts = [self._open(handle) for handle in unit.partials]
             before = [self.world.load("statistic", unit.before)] if unit.before is not None else []
             value = digest("sum", unit.lineage, unit.layer, unit.moment.key, parts, *before)
@@ -404,7 +405,7 @@ class SimulatedPool:
             worker=self._add(unit, {moment.key: value for moment, value in moments.items() if moment.kind == "value"}),
         )
 
-    def _add(self, unit: Forward, values: dict[str, str]) -> str:
+    def _add(self, unit: Forward | Pair, values: dict[str, str]) -> str:
         """The worker, one after another, to whose sums of this pass the shard is added."""
         worker = f"worker-{self.turn % max(1, self.size)}"
         self.turn += 1
@@ -463,11 +464,13 @@ class SimulatedPool:
             dense, packed = self._through(before, None, dense), self._through(before, staged, packed)
         after = self._through(unit.layer, None, dense), self._through(unit.layer, unit.staged, packed)
         moments = {moment: digest("pair", moment.key, unit.layer, dense, packed, *after) for moment in unit.moments}
+        assert (unit.sums is not None) == bool(moments)
         return ForwardDone(
-            partials={moment: self._handle(value) for moment, value in moments.items()},
+            partials={},
             cosine=None,
             activation=self.world.store("activation", " ".join(after)) if unit.store else None,
             tokens=1,
+            worker=self._add(unit, {moment.key: value for moment, value in moments.items()}),
         )
 
     def _score(self, unit: WindowForward | Score) -> ForwardDone | Scored:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import NumericsError
+from pipeline.sum_units import Collect, Total
 from pipeline.units import Pair, Reduce, Unit, Write
 from tests.pipeline.simulation import JOBS, SimulatedPool, World, commits, make_corrected_job, run
 
@@ -50,10 +51,11 @@ def test_each_part_is_solved_behind_those_before() -> None:
     ]  # fmt: skip
     assert all(set(write.roles) == {"role-first", "role-second"} for write, _ in pool.written)
     assert {len(write.factors) for write, _ in pool.written} == {2}
-    sums = [unit for unit in world.done if isinstance(unit, Reduce)]
-    assert [(unit.lineage, unit.layer, unit.moment.point) for unit in sums] == [
-        ("paired", layer, point) for layer in (0, 1) for point in ("attention.in", "o.in", "down.in")
+    sums = [unit for unit in world.done if isinstance(unit, Collect) and unit.lineage == "paired"]
+    assert [(unit.layer, *(moment.point for moment in unit.moments)) for unit in sums] == [
+        (layer, point) for layer in (0, 1) for point in ("attention.in", "o.in", "down.in")
     ]
+    assert not [unit for unit in world.done if isinstance(unit, Total | Reduce) and unit.lineage == "paired"]
 
 
 def test_what_the_parts_of_a_group_say_is_all_entered() -> None:

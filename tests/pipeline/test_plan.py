@@ -156,9 +156,13 @@ def test_what_following_the_loss_takes() -> None:
     rates = rates_of("H200")
     phases = phase_seconds(two, rates, Pass(6, 4, 2, importance=0, compressed=False))
     assert {"gradient", "curves", "correct", "held-out"} < set(phases)
-    assert sum(two.pair_bytes) == 8 * sum(f * (f + 48) for f in (48, 64, 48, 80))
-    summed = 4 * sum(two.pair_bytes) / rates.link
-    assert phases["correct"] == pytest.approx(6 * ((two.correction_flops / rates.products + summed) / 2 + summed))
+    assert sum(two.pair_bytes) == 8 * sum(f * (f + 1) // 2 + f * 48 for f in (48, 64, 48, 80))
+    assert two.pair_added_bytes > 40 * 320 / 32 * 48 * (48 + 64 + 48 + 80)
+    through = two.correction_flops / rates.products + two.pair_added_bytes / rates.memory
+    # Sums leave each worker, are added, half by each, whole sums from both and one back, and go to who solves.
+    crossing = sum(two.pair_bytes) * ((1 + 3 / 2 + 1) / rates.link + 3 / 2 / rates.memory)
+    grids = 4 * 2 * two.grid_flops / rates.products
+    assert phases["correct"] == pytest.approx(6 * (through / 2 + crossing + grids))
 
 
 def test_what_low_rank_behind_a_moment_takes() -> None:

@@ -16,6 +16,7 @@ from pipeline.plan.phases import (
     collect_seconds,
     held_out_seconds,
     object_store_bytes,
+    pair_seconds,
     phase_seconds,
     solve_seconds,
 )
@@ -234,7 +235,7 @@ def test_the_work_of_a_70b_layer() -> None:
 
 def test_what_workers_pass_on_by_hand() -> None:
     """Two workers a node. Of a dense pass two layers are on their way to the store; nothing grows with the shards but
-    what those of a gradient or of a pair leave behind."""
+    what those of a gradient leave behind."""
 
     def held(workers: int, compressed: bool, **changes: Any) -> int:
         way = Pass(layers=4, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
@@ -246,24 +247,27 @@ def test_what_workers_pass_on_by_hand() -> None:
     assert held(1, False, sample_bytes=70) == 2 * 200 + 70
     assert held(2, False, gradient_bytes=900) == 3 * 900
     assert held(4, False, gradient_bytes=1100) == 2 * 1100
-    assert held(2, False, pair_bytes=(30, 900)) == 8 * 900
+    assert held(2, False, pair_bytes=(30, 900)) == 3 * 900
     assert held(2, False, written_bytes=800) == 6 * 800
     assert held(2, True, written_bytes=800) == 800
     work = work_of("70B", "dense", method="loss_aware", correct="output")
-    assert max(work.pair_bytes) == 8 * (28672 + 8192) * 28672
-    assert sum(work.pair_bytes) == 8 * ((28672 + 8192) * 28672 + 3 * 2 * 8192 * 8192)
+    assert max(work.pair_bytes) == 8 * 8192 * 28672 + 4 * 28672 * 28673
+    assert sum(work.pair_bytes) - max(work.pair_bytes) == 3 * (8 * 8192 * 8192 + 4 * 8192 * 8193)
     assert work.sample_bytes == 28672 * 8 * 8192 * 4
 
 
-def test_pairs_leave_once_a_shard_and_are_added_by_one_worker() -> None:
-    """Of a layer, four shards of 30 and 70 bytes: 400 / 50 seconds to leave two workers, shared, and to be added."""
+def test_pairs_leave_each_worker_once() -> None:
+    """Of a layer, 100 bytes of all pairs, at 50 a second: out, three halves in and out again to be added, and in."""
     way = Pass(layers=3, shards=4, workers=2, importance=0, compressed=False, cached=True)
-    work = replace(WORK, correction_flops=500.0)
-    pairs = replace(work, pair_bytes=(30, 70))
+    work = replace(WORK, correction_flops=500.0, grid_flops=0.0)
+    pairs = replace(work, pair_bytes=(30, 70), pair_added_bytes=200.0)
+    between = pair_seconds(pairs, RATES, way)
+    assert between == pytest.approx(2.0 + add_seconds(replace(work, moment_bytes=100), RATES, way) + 2.0)
+    adding = 200 / RATES.memory / 2
     clock = [simulate(list(job_units(each, RATES, way)), 2).seconds for each in (work, pairs)]
-    assert clock[1] - clock[0] == pytest.approx(3 * (8.0 / 2 + 8.0))
+    assert clock[1] - clock[0] == pytest.approx(3 * (adding + between))
     plan = [phase_seconds(each, RATES, way)["correct"] for each in (work, pairs)]
-    assert plan[1] - plan[0] == pytest.approx(3 * (8.0 / 2 + 8.0))
+    assert plan[1] - plan[0] == pytest.approx(3 * (adding + between))
 
 
 def test_a_sample_has_no_more_tokens_than_there_are() -> None:

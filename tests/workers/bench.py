@@ -21,8 +21,8 @@ from manifests.records import StagedLayer
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.sum_units import ChooseGrids, Collect, Summed, Sums, Total
-from pipeline.units import Forward, Reduce, Solve, SolveDone, Write
+from pipeline.sum_units import SUMMED, ChooseGrids, Collect, Summed, Sums, Total
+from pipeline.units import Forward, Reduce, Solve, SolveDone, Summable, Write
 from stores.activations import ActivationStore
 from stores.source import open_source
 from tests.pipeline.geometries import manifest
@@ -181,27 +181,34 @@ def solve_layer(worker: Worker, layer: int, ranks: dict[str, int]) -> tuple[Stag
 def sum_layer(layer: int, moments: Sequence[Moment], holders: Sequence[Worker]) -> dict[Moment, Any]:
     """Records of the moments of a dense layer, as the driver gets them. `holders`: who does which shard."""
     units = [Forward("dense", layer, s, moments=tuple(moments), emit=False, replay=(None,) * layer) for s in range(2)]
-    sums = tuple(moment for moment in moments if moment.kind == "value")
     last = holders[-1]
-    if sums:
-        grids = holders[0].execute(ChooseGrids(replace(units[0], moments=sums))).grids
-        passed = Sums(f"pass-{uuid.uuid4()}", grids)
-        units = [replace(unit, sums=passed) for unit in units]
-    done = [worker.execute(unit) for worker, unit in zip(holders, units, strict=True)]
+    done, sums = sum_units(units, holders)
     records = {
         moment: last.execute(Reduce("dense", layer, moment, tuple(part.partials[moment] for part in done)))
         for moment in moments
         if moment not in sums
     }
-    if sums:
-        parts = [collect(worker, units[0], sums) for worker in dict.fromkeys(holders)]
-        for moment in sums:
-            summed = Summed(grids[moment], tuple(handle for part in parts for handle in part.partials[moment]))
-            records[moment] = last.execute(Total("dense", layer, moment, summed))
+    records |= {moment: last.execute(Total("dense", layer, moment, summed)) for moment, summed in sums.items()}
     return {moment: records[moment] for moment in moments}
 
 
-def collect(worker: Worker, unit: Forward, moments: tuple[Moment, ...], parts: int = 1) -> Any:
+def sum_units(units: Sequence[Summable], holders: Sequence[Worker]) -> tuple[list[Any], dict[Moment, Summed]]:
+    """What the units give, each done by the worker at its place, and what these have summed of their moments."""
+    moments = tuple(moment for moment in units[0].moments if moment.kind in SUMMED)
+    if not moments:
+        return [worker.execute(unit) for worker, unit in zip(holders, units, strict=True)], {}
+    grids = holders[0].execute(ChooseGrids(replace(units[0], moments=moments))).grids
+    passed = Sums(f"pass-{uuid.uuid4()}", grids)
+    units = [replace(unit, sums=passed) for unit in units]
+    done = [worker.execute(unit) for worker, unit in zip(holders, units, strict=True)]
+    parts = [collect(worker, units[0], moments) for worker in dict.fromkeys(holders)]
+    return done, {
+        moment: Summed(grids[moment], tuple(handle for part in parts for handle in part.partials[moment]))
+        for moment in moments
+    }
+
+
+def collect(worker: Worker, unit: Summable, moments: tuple[Moment, ...], parts: int = 1) -> Any:
     assert unit.sums is not None
     return worker.execute(Collect(unit.lineage, unit.layer, worker.name, unit.sums.name, moments, parts))
 

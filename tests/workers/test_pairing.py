@@ -5,6 +5,8 @@ M samples, S sequence, D hidden, F features at a point.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.workers.bench import (
     make_worker,
     save_source,
     solve_layer,
+    sum_units,
 )
 from workers.worker import Worker
 
@@ -90,13 +93,12 @@ def behind_a_compressed_layer(model: Path, run_dir: Path, **changes: Any) -> tup
     return worker, Reference(model, setup), staged
 
 
-def run_pairs(worker: Worker, unit: Pair) -> list[ForwardDone]:
-    found = []
-    for shard in range(worker.setup.shards):
-        done = worker.execute(Pair(**{**vars(unit), "shard": shard}))
-        assert isinstance(done, ForwardDone)
-        found.append(done)
-    return found
+def run_pairs(workers: Sequence[Worker], unit: Pair) -> tuple[list[ForwardDone], dict[Moment, Tensor]]:
+    """Each shard by one of the workers, and what they have summed: (1, F + D, F)."""
+    units = [replace(unit, shard=shard) for shard in range(workers[0].setup.shards)]
+    done, sums = sum_units(units, [workers[shard % len(workers)] for shard in range(len(units))])
+    read = {moment: workers[0].totals.moment(moment, found, torch.device("cpu")) for moment, found in sums.items()}
+    return done, read
 
 
 def test_sums_are_those_of_hooks_on_the_source(model: Path, tmp_path: Path) -> None:
@@ -105,26 +107,32 @@ def test_sums_are_those_of_hooks_on_the_source(model: Path, tmp_path: Path) -> N
     assert packed_MSD is not None
     dense = Behind(reference, 1, reference.hidden_LMSD[1])
     packed = Behind(reference, 1, packed_MSD)
-    done = run_pairs(worker, Pair(1, 0, 0, moments=MOMENTS, replay=(staged,)))
+    _, sums = run_pairs([worker], Pair(1, 0, 0, moments=MOMENTS, replay=(staged,)))
     for moment in MOMENTS:
         values_TF = packed.seen[moment.point].flatten(0, 1)
         errors_TD = (dense.stream(moment.point) - packed.stream(moment.point)).flatten(0, 1)
         assert errors_TD.abs().max() > 1e-3
         expected_PF = torch.cat((values_TF, errors_TD), dim=1).T @ values_TF
-        found_1PF = sum(worker.transfer.get(part.partials[moment])["moment"] for part in done)
-        assert isinstance(found_1PF, Tensor)
-        assert found_1PF.dtype == torch.float64
-        torch.testing.assert_close(found_1PF[0], expected_PF, rtol=1e-4, atol=2e-6 * float(expected_PF.abs().max()))
+        found_PF = sums[moment][0]
+        assert found_PF.dtype == torch.float64
+        torch.testing.assert_close(found_PF, expected_PF, rtol=1e-4, atol=2e-6 * float(expected_PF.abs().max()))
 
 
 def test_nothing_is_missing_behind_dense_layers(model: Path, tmp_path: Path) -> None:
     worker = make_worker(make_setup(model, tmp_path / "run", FLAT))
-    for done in run_pairs(worker, Pair(1, 0, 0, moments=MOMENTS, replay=(None,))):
-        for moment in MOMENTS:
-            (sums_PF,) = worker.transfer.get(done.partials[moment])["moment"]
-            width = sums_PF.shape[1]
-            assert sums_PF[:width].diagonal().min() >= 0
-            assert torch.equal(sums_PF[width:], torch.zeros_like(sums_PF[width:]))
+    _, sums = run_pairs([worker], Pair(1, 0, 0, moments=MOMENTS, replay=(None,)))
+    for (sums_PF,) in (sums[moment] for moment in MOMENTS):
+        width = sums_PF.shape[1]
+        assert sums_PF[:width].diagonal().min() >= 0
+        assert torch.equal(sums_PF[width:], torch.zeros_like(sums_PF[width:]))
+
+
+def test_who_does_which_shard_changes_no_bit(model: Path, tmp_path: Path) -> None:
+    worker, _, staged = behind_a_compressed_layer(model, tmp_path / "run")
+    unit = Pair(1, 0, 0, moments=MOMENTS, replay=(staged,))
+    _, alone = run_pairs([worker], unit)
+    _, together = run_pairs([worker, make_worker(worker.setup)], unit)
+    assert all(torch.equal(together[moment], alone[moment]) for moment in MOMENTS)
 
 
 def test_outputs_of_both_travel_on(model: Path, tmp_path: Path) -> None:
@@ -132,34 +140,35 @@ def test_outputs_of_both_travel_on(model: Path, tmp_path: Path) -> None:
     worker, reference, staged = behind_a_compressed_layer(model, tmp_path / "run")
     packed_MSD = worker.layers.block(0, staged).run(reference.hidden_LMSD[0])
     expected_MSD = torch.cat((reference.hidden_LMSD[1], packed_MSD), dim=-1)
-    stored = run_pairs(worker, Pair(0, 0, 4, staged, emit=True, store=True, ahead=1))
+    stored, _ = run_pairs([worker], Pair(0, 0, 4, staged, emit=True, store=True, ahead=1))
     records = [done.activation for done in stored]
-    other = make_worker(worker.setup)
     for shard in range(worker.setup.shards):
         start, stop = worker.setup.sample_range(shard)
         held = worker.hidden.get(("paired", 1, shard))
         assert held is not None
         close(held.read(0, stop - start), expected_MSD[start:stop])
-        unit = Pair(1, shard, 0, moments=MOMENTS[:1], replay=(staged,))
-        replayed = other.transfer.get(other.execute(unit).partials[MOMENTS[0]])["moment"]
-        unit = Pair(1, shard, 0, moments=MOMENTS[:1], base=1, base_record=records[shard])
-        fresh = make_worker(worker.setup)
-        assert torch.equal(fresh.transfer.get(fresh.execute(unit).partials[MOMENTS[0]])["moment"], replayed)
-        assert torch.equal(worker.transfer.get(worker.execute(unit).partials[MOMENTS[0]])["moment"], replayed)
+    unit = Pair(1, 0, 0, moments=MOMENTS[:1], replay=(staged,))
+    _, replayed = run_pairs([make_worker(worker.setup)], unit)
+    _, here = run_pairs([worker], unit)
+    other = make_worker(worker.setup)
+    again = [replace(unit, shard=shard, base=1, base_record=record, replay=()) for shard, record in enumerate(records)]
+    _, sums = sum_units(again, [other] * len(again))
+    fresh = other.totals.moment(MOMENTS[0], sums[MOMENTS[0]], torch.device("cpu"))
+    assert torch.equal(here[MOMENTS[0]], replayed[MOMENTS[0]])
+    assert torch.equal(fresh, replayed[MOMENTS[0]])
 
 
 def test_spilled_hidden_states_give_the_same(model: Path, tmp_path: Path) -> None:
     sums = []
     for name, limit in {"large": 2**30, "small": 1}.items():
         worker, _, staged = behind_a_compressed_layer(model, tmp_path / name, hidden_bytes=limit)
-        done = run_pairs(worker, Pair(1, 0, 0, moments=MOMENTS[1:2], replay=(staged,)))
-        sums.append([worker.transfer.get(part.partials[MOMENTS[1]])["moment"] for part in done])
-    assert all(torch.equal(one, other) for one, other in zip(*sums, strict=True))
+        sums.append(run_pairs([worker], Pair(1, 0, 0, moments=MOMENTS[1:2], replay=(staged,)))[1][MOMENTS[1]])
+    assert torch.equal(*sums)
 
 
 def test_a_damaged_draft_is_told_by_its_path(model: Path, tmp_path: Path) -> None:
     worker, _, staged = behind_a_compressed_layer(model, tmp_path / "run")
     flip(worker.setup.run_dir / staged.path)
     with pytest.raises(CorruptError) as raised:
-        worker.execute(Pair(0, 0, 1, staged, moments=MOMENTS[1:2]))
+        worker.execute(Pair(0, 0, 1, staged, emit=True))
     assert raised.value.path == staged.path
