@@ -2,7 +2,8 @@
 
 The name `lock` is held, and removed, if at all, by the one who holds it (whoever waited sees that and makes another);
 `lock.json` beside it holds {host, pid, started, heartbeat, released, command, progress, token}, times in Unix seconds.
-Where a hold is not seen by other hosts, the heartbeat decides: one younger than 60 s is a living owner.
+Where a hold is not seen by other hosts, the heartbeat decides: one younger than 60 s is a living owner, and so is one
+that is renewed while it is watched, whatever its clock says.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from manifests.errors import InUseError, StorageError
 from stores.storage import Hold, Place, Storage, open_storage
 
 FRESH_S = 60.0
+WATCH_S = 12.0  # an older heartbeat may be of a clock that is behind; four beats of a job's
 MAX_NOTE_BYTES = 16 * 1024 * 1024
 PATIENCE_S = 0.3  # read_lock of another process may hold the lock for a moment
 LOCK = "lock"
@@ -83,7 +85,7 @@ class RunLock:
         self._hold = hold
 
     def beat(self, progress: Mapping[str, Any]) -> None:
-        """Says that the owner lives and how far it is. Call it at least every 20 s.
+        """Says that the owner lives and how far it is. Call it at least every 5 s.
 
         Raises:
             InUseError: another has taken the lock meanwhile: stop writing.
@@ -148,12 +150,27 @@ class RunLock:
         owner = _read_owner(self.storage, self.name)
         if owner is None or owner.get("released"):
             return
-        if _lives_elsewhere(owner):
+        if _lives_elsewhere(owner) or self._beats_elsewhere(owner):
             raise InUseError(
                 f"{self._at}: {_describe(owner)}; this host cannot see whether it lives: if it does not, try again "
                 f"when the heartbeat is older than {FRESH_S:.0f} s"
             )
         logger.warning("taking over the lock %s: %s and is dead", self._at, _describe(owner))
+
+    def _beats_elsewhere(self, owner: Mapping[str, Any]) -> bool:
+        """Whether an owner on another host renews its note while we watch it."""
+        if owner.get("host") == socket.gethostname():
+            return False
+        logger.warning("%s: %s; watching for %.0f s whether it lives", self._at, _describe(owner), WATCH_S)
+        deadline = time.monotonic() + WATCH_S
+        while time.monotonic() < deadline:
+            time.sleep(WATCH_S / 20)
+            now = _read_owner(self.storage, self.name)
+            if now is None or now.get("released"):
+                return False
+            if now["heartbeat"] != owner["heartbeat"]:
+                return True
+        return False
 
     def _is_ours(self) -> bool:
         if self._hold is None or not self._hold.is_ours():

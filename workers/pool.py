@@ -29,7 +29,7 @@ from ray.util import metrics
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.sum_units import Collect
-from pipeline.units import BesideUnit, Forward, ShardUnit, Unit
+from pipeline.units import BesideUnit, ShardUnit, Summable, Unit
 from workers.actor import BESIDE, Outcome, WorkerActor
 from workers.cluster import declared_memory, why_unplaceable
 from workers.config import WorkerConfig
@@ -373,7 +373,7 @@ class RayPool:
             for other in live:
                 other.shards.discard(held(unit))
             member.shards.add(held(unit))
-            if isinstance(unit, Forward) and unit.sums is not None:
+            if isinstance(unit, Summable) and unit.sums is not None:
                 member.sums.add(unit.sums.name)
         count = handle_count(unit)
         asked: dict[str, Any] = {"num_returns": 1 + count, "name": f"lamina {unit_kind(unit)}"}

@@ -45,8 +45,11 @@ def ending_of(error: BaseException) -> Ending:
         return Ending(Interrupted.exit_code, f"{error or 'stopped'}; {GO_ON}")
     if isinstance(error, MemoryError):
         return Ending(1, "out of memory; stop other programs, or run it where there is more")
+    if isinstance(error, OSError) and error.filename is None:
+        reason = error.strerror or str(error) or type(error).__name__
+        return Ending(1, f"standard output, or a connection or file without a name: {reason}; see to it, then {GO_ON}")
     if isinstance(error, OSError):  # of no file that a store or a reader answers for
-        said = str(storage_error("using", error.filename or "a file", error))
+        said = str(storage_error("using", error.filename, error))
         return Ending(2 if error.errno in NO_PATHS else 1, said)
     trace = traceback.extract_tb(error.__traceback__)
     where = f"{trace[-1].filename}:{trace[-1].lineno}" if trace else "nowhere"

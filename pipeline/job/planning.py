@@ -78,7 +78,18 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
         "phases": phases,
         "estimated_seconds": sum(phases.values()),
     }
+    remarks += _not_counted(manifest, inputs)
     return report | {"remarks": remarks + what_does_not_fit(manifest, report, asked)}
+
+
+def _not_counted(manifest: Manifest, inputs: Inputs | None) -> list[str]:
+    """What is measured on OUTPUT, and for how long is not known."""
+    found = []
+    if inputs is None and manifest.evaluation.perplexity is not None:
+        found.append("evaluation.perplexity is not among the seconds: with --config its text is not read")
+    if manifest.evaluation.tasks:
+        found.append("evaluation.tasks is not among the seconds")
+    return found
 
 
 def scoring_seconds(inputs: Inputs | None, rates: Rates, workers: int) -> dict[str, float]:

@@ -66,6 +66,11 @@ def test_errors_for_users(error: LaminaError, code: int, headline: str, capsys: 
     ("error", "code", "headline"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), 1, "failed: using /x/y: No space left on device"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            1,
+            "failed: standard output, or a connection or file without",
+        ),
         (OSError(errno.ENAMETOOLONG, "File name too long", "/x/y"), 2, "wrong input: using /x/y: File name too long"),
         (MemoryError(), 1, "failed: out of memory"),
     ],

@@ -400,8 +400,17 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert any("does not fit: run_dir takes" in remark for remark in found["remarks"]) == (
         found["run_dir_bytes"] > shutil.disk_usage(tmp_path).free
     )
+    assert not any("evaluation" in remark for remark in found["remarks"])
+    scored = {"perplexity": {"text": {"files": ["text.txt"]}, "window": 8}, "tasks": ["arc_easy"]}
+    path.write_text(json.dumps({**document, "evaluation": scored}), encoding="utf-8")
+    assert main(command) == 0
+    unknown = [remark for remark in json.loads(capsys.readouterr().out)["remarks"] if "evaluation" in remark]
+    assert unknown == [
+        "evaluation.perplexity is not among the seconds: with --config its text is not read",
+        "evaluation.tasks is not among the seconds",
+    ]
     assert main([*command, "--set", "calibration.micro_batch=64"]) == 0
-    assert "does not fit: a worker needs" in json.loads(capsys.readouterr().out)["remarks"][0]
+    assert any("does not fit: a worker needs" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
     assert main([*command, "--set", "calibration.samples=6", "--set", "calibration.shards=1"]) == 0
     assert "fewer than the 28672 columns of down.in" in json.loads(capsys.readouterr().out)["remarks"][0]
     assert main([str(path), "--config", str(tmp_path / "none.json")]) == 2

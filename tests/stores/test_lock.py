@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import InUseError, StorageError
+from stores import lock
 from stores.lock import RunLock, read_lock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +119,10 @@ def test_a_released_lock_is_taken_in_silence(tmp_path: Path, caplog: pytest.LogC
         assert caplog.text == ""
 
 
-def test_another_host_with_a_fresh_heartbeat_is_respected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_host_with_a_fresh_heartbeat_is_respected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "WATCH_S", 0.1)
     path = tmp_path / "lock"
     with RunLock(path.parent):
         pass
@@ -137,6 +141,24 @@ def test_another_host_with_a_fresh_heartbeat_is_respected(tmp_path: Path, caplog
     assert not owner["alive"]
     with RunLock(path.parent):
         assert "taking over" in caplog.text
+
+
+@pytest.mark.parametrize(("renewed", "lives"), [({}, True), ({"released": 1.0}, False)])
+def test_another_host_whose_clock_is_behind_is_respected(
+    renewed: dict[str, Any], lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It beats, or ends, while it is watched."""
+    path = tmp_path / "lock"
+    with RunLock(tmp_path):
+        pass
+    old = time.time() - 3600
+    note(path, host="elsewhere", pid=7, released=None, heartbeat=old)
+    monkeypatch.setattr(time, "sleep", lambda _: note(path, heartbeat=old + 3, **renewed))
+    if not lives:
+        with RunLock(tmp_path):
+            return
+    with pytest.raises(InUseError, match="host elsewhere, pid 7"):
+        RunLock(tmp_path).acquire()
 
 
 def test_a_lock_lost_to_another_is_noticed(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from pipeline.sum_units import (
     CollectDone,
     Sums,
 )
-from pipeline.units import Forward, ForwardDone, Reduce, Unit, Write
+from pipeline.units import Forward, ForwardDone, Pair, Reduce, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers import shortage
@@ -418,10 +418,11 @@ def test_workers_that_die_of_collecting_end_the_job(make: Any) -> None:
         pool.wait()
 
 
-def test_who_is_sent_away_stays_until_its_sums_are_collected(make: Any) -> None:
+@pytest.mark.parametrize("paired", [False, True])
+def test_who_is_sent_away_stays_until_its_sums_are_collected(make: Any, paired: bool) -> None:
     fake = FakeRay()
     pool = make(fake)
-    do(pool, summing(0))
+    do(pool, [Pair(0, shard, 0, sums=SUMS) for shard in range(8)] if paired else summing(0))
     pool.resize(1)
     do(pool, [Write(layer, (), (), {}) for layer in range(4)])
     assert [actor.killed for actor in fake.actors] == [False, False]
