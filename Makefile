@@ -49,6 +49,7 @@ test-transformers:
 gpu: setup
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
 	$(BIN)/python -m tools.benchmarks.device_layer
+	$(BIN)/python -m tools.benchmarks.device_layer --memory 24
 
 mutants: setup
 	$(BIN)/python -m tools.mutants

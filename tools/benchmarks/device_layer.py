@@ -1,132 +1,185 @@
-"""One layer of a large model on a device: seconds and memory by phase, beside what `plan` says at the device's rates.
+"""Layers of a large model on a device: seconds of one and the most memory, beside what `plan` says at a GPU's rates.
 
-    python -m tools.benchmarks.device_layer [--model 70B] [--device cuda] [--tokens 8192] [--narrower 1] [--gpu H200]
+    python -m tools.benchmarks.device_layer [--model 70B] [--propagate dense compressed] [--device cuda]
+        [--memory GIB] [--samples 16] [--narrower 1] [--gpu H200]
 
-Weights are random, tokens are few: the seconds of forward pass and moments are scaled to 256 × 4096 tokens. On a CPU,
-`--narrower 32` tries the tool.
+A random Llama of two layers of these sizes goes through a job of FLAT-LLM in this process, a sample of 4096 tokens a
+shard; what goes shard by shard is scaled to 256 of them, importance to its 64. Units come one after another, and the
+device is waited for before and behind each: nothing overlaps. `--memory` caps what the allocator takes, as a share of
+the GPU (`workers.gpus`) does. On a CPU, `--device cpu --narrower 32` tries the tool.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from pipeline.kernels.elimination import prune
-from pipeline.kernels.exact_sums import MomentSum, choose_grid, sample_squares, whole_moment
-from pipeline.plan.phases import solve_seconds
-from pipeline.plan.probe import LayerShape, measured_rates
-from pipeline.plan.rates import rates_of
-from pipeline.plan.solve_work import SolveWork
-from tools.benchmarks.jobs import print_table
-from tools.simulate import geometry, work_of
+from deploy.quickstart.text import story_text
+from manifests.loading import parse_manifest
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.methods.registry import build_methods, claim_tasks
+from pipeline.plan.phases import (
+    Pass,
+    collect_seconds,
+    forward_seconds,
+    grid_seconds,
+    importance_seconds,
+    solve_seconds,
+    statistics_seconds,
+)
+from pipeline.plan.rates import Rates, rates_of
+from pipeline.plan.work import LayerWork, layer_work
+from pipeline.samples import importance_shards
+from pipeline.sum_units import ChooseGrids, Collect
+from pipeline.units import Forward, Solve, Unit, Write
+from tools.benchmarks.jobs import end_on_sigterm, print_table
+from tools.benchmarks.memory_over_layers import write_model
+from tools.benchmarks.where_time_goes import LocalPool, run_here
+from tools.simulate import ITEMSIZE, LENGTH, LLAMA, SHARDS
 from workers.device_settings import settle_device
 
-WHOLE_TOKENS = 256 * 4096
-KEPT = 0.75
+LAYERS, KEEP = 2, 0.8
+HEAD_DIM = 128
+TOKEN_CHARACTERS = 6  # of the text, more than a token of it has
 
 
-def timed(call: Callable[[], Tensor], device: torch.device, times: int = 2) -> tuple[Tensor, float]:
-    """What `call` gives, and the seconds of the last of some times: at the first, kernels are loaded and memory is
-    asked for. The device is waited for."""
-    for _ in range(times):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+class DevicePool(LocalPool):
+    """Waits for the device around each unit, and counts its seconds by kind."""
+
+    spent: ClassVar[defaultdict[str, float]] = defaultdict(float)
+
+    def wait(self) -> tuple[Unit, Any]:
+        """The next unit, done."""
+        self._settled()
         started = time.perf_counter()
-        found = call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - started
-    return found, seconds
+        unit, done = super().wait()
+        self._settled()
+        if kind := kind_of(unit):
+            self.spent[kind] += time.perf_counter() - started
+        return unit, done
+
+    def _settled(self) -> None:
+        if self.worker.device.type == "cuda":
+            torch.cuda.synchronize(self.worker.device)
 
 
-@torch.inference_mode()
-def measure(hidden: int, width: int, tokens: int, device: torch.device) -> dict[str, float]:
-    """Seconds: the products of an MLP, the moment of its channels, their elimination with the refit."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16) / columns**0.5
-
-    up_ND, down_DN, inputs_TD = draw(width, hidden), draw(hidden, width), draw(tokens, hidden)
-    channels_TN, forward = timed(lambda: torch.nn.functional.linear(inputs_TD, up_ND), device)
-    moment_NN, moments = _moment(channels_TN, device)
-    # Fewer tokens than channels leave a singular moment, which is solved otherwise than that of a whole job.
-    moment_NN.diagonal().add_(moment_NN.diagonal().mean())
-    _, solve = timed(lambda: prune(moment_NN, down_DN, int(KEPT * width)).weight, device, times=1)
-    return {"one product of the MLP": forward, "moment": moments, "elimination": solve}
+def kind_of(unit: Unit) -> str | None:
+    """What a unit's seconds are told under; nothing of those that no layer's table has."""
+    if isinstance(unit, Forward):
+        return "statistics" if unit.moments else "propagate" if unit.staged else "importance"
+    kinds = {ChooseGrids: "grids", Collect: "sums leave the device", Solve: "solve", Write: "write"}
+    return kinds.get(type(unit))
 
 
-def _moment(channels_TN: Tensor, device: torch.device) -> tuple[Tensor, float]:
-    """Σ h hᵀ, and the seconds of its products and additions."""
-    sample_TN = channels_TN[:1024]
-    grid = choose_grid(sample_squares(sample_TN), len(sample_TN), WHOLE_TOKENS, torch.bfloat16)
-    total = MomentSum(grid, 1, device)
-
-    def add() -> Tensor:
-        total.add_(channels_TN)
-        return total.bands()[0]
-
-    _, seconds = timed(add, device)
-    return whole_moment(total.bands(), grid)[0], seconds
+def sizes_of(model: str, narrower: int) -> dict[str, int]:
+    """Fields of a config, with widths and heads divided."""
+    fields = {name: size for name, size in LLAMA[model].items() if name != "num_hidden_layers"}
+    narrow = {name: max(1, size // narrower) for name, size in fields.items()}
+    return {**narrow, "head_dim": HEAD_DIM, "max_position_embeddings": LENGTH}
 
 
-def _narrowed(solve: SolveWork, narrower: int) -> SolveWork:
-    cube = narrower**3
-    return replace(
-        solve,
-        flops=solve.flops / cube,
-        factor_flops=solve.factor_flops / cube,
-        eigen_flops=solve.eigen_flops / cube,
-        moved_bytes=solve.moved_bytes / narrower**2,
-        steps=solve.steps // narrower,
-    )
+def manifest_of(folder: Path, propagate: str, samples: int, gpus: float) -> dict[str, Any]:
+    """The job in a folder that holds model and text."""
+    return {
+        "version": 1,
+        "model": {"source": str(folder / "model")},
+        "output": str(folder / f"output-{propagate}"),
+        "run_dir": str(folder / f"run-{propagate}"),
+        "budget": {"keep": KEEP},
+        "calibration": {
+            "text": {"files": [str(folder / "text.txt")]},
+            "samples": samples, "sequence_length": LENGTH, "shards": samples, "micro_batch": 1, "propagate": propagate,
+        },
+        "methods": [{"method": "flat_llm"}],
+        "workers": {"max": 1, "gpus": gpus},
+    }  # fmt: skip
+
+
+def planned(work: LayerWork, rates: Rates, propagate: str) -> dict[str, float]:
+    """Seconds of a layer by the plan, by kind, of 256 samples on one worker."""
+    compressed = propagate == "compressed"
+    importance = len(importance_shards(SHARDS, SHARDS, LENGTH)) if compressed else 0
+    way = Pass(LAYERS, SHARDS, 1, importance, compressed)
+    found = {"importance": importance_seconds(work, rates, way)} if compressed else {}
+    found |= {
+        "grids": grid_seconds(work, rates),
+        "statistics": statistics_seconds(work, rates, way),
+        "sums leave the device": collect_seconds(work, rates),
+        "solve": sum(solve_seconds(solve, rates) for solve in work.solves),
+    }
+    return found | ({"propagate": forward_seconds(work, rates, way, packed=True)} if compressed else {})
+
+
+def measured(manifest: Mapping[str, Any], samples: int) -> dict[str, float]:
+    """Seconds of a layer of 256 samples, by kind."""
+    DevicePool.spent.clear()
+    run_here(manifest, DevicePool)
+    shards = {"importance": len(importance_shards(SHARDS, SHARDS, LENGTH)), "statistics": SHARDS, "propagate": SHARDS}
+    found = {}
+    for kind, seconds in DevicePool.spent.items():
+        layers = 1 if kind == "propagate" else LAYERS  # what leaves the last layer is nobody's
+        scale = shards[kind] / samples if kind in shards else 1.0
+        found[kind] = seconds / layers * scale
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--model", choices=("70B", "405B"), default="70B")
-    options.add_argument("--device", default="cuda")
-    options.add_argument("--tokens", type=int, default=8192)
-    options.add_argument("--narrower", type=int, default=1, help="divides both widths")
-    options.add_argument("--gpu", help="whose rates the plan takes; default: measured")
+    options.add_argument("--model", choices=tuple(LLAMA), default="70B")
+    options.add_argument("--propagate", nargs="+", choices=("dense", "compressed"), default=["dense", "compressed"])
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--memory", type=float, help="GiB of the GPU's memory that may be taken")
+    options.add_argument("--samples", type=int, default=16, help="of 4096 tokens, a shard each")
+    options.add_argument("--narrower", type=int, default=1, help="divides widths and heads")
+    options.add_argument("--gpu", default="H200", help="whose rates the plan takes")
     arguments = options.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    on_gpu = arguments.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
         options.error("this machine has no CUDA device; --device cpu --narrower 32 tries the tool")
-    device, shape = torch.device(arguments.device), geometry(arguments.model).layers[0]
-    settle_device(1.0 if device.type == "cuda" else 0.0)
-    hidden, width = shape.hidden // arguments.narrower, shape.intermediate // arguments.narrower
-    probed = LayerShape(hidden, width, 4096)
-    rates = (
-        rates_of(arguments.gpu)
-        if arguments.gpu
-        else measured_rates(device, torch.bfloat16, torch.get_num_threads(), shape=probed)
-    )
-    found = measure(hidden, width, arguments.tokens, device)
-    scale = WHOLE_TOKENS / arguments.tokens
-    solve = next(solve for solve in work_of(arguments.model, "dense").solves if solve.name == "mlp")
-    solve = _narrowed(solve, arguments.narrower)
-    planned = {
-        "one product of the MLP": 2.0 * WHOLE_TOKENS * hidden * width / rates.products,
-        "moment": WHOLE_TOKENS * width**2 * (1 / rates.products + 20 / 4096 / rates.memory),
-        "elimination": solve_seconds(solve, rates),
-    }
-    scaled = {name: seconds * (1.0 if name == "elimination" else scale) for name, seconds in found.items()}
-    print_table(
-        ["phase of a layer", "seconds", "by the plan"],
-        [[name, f"{seconds:.2f}", f"{planned[name]:.2f}"] for name, seconds in scaled.items()],
-    )
-    if device.type == "cuda":
-        print(
-            f"\npeak: {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB of {torch.cuda.get_device_name(device)}"
-        )
+    gpus, rates = float(on_gpu), rates_of(arguments.gpu)
+    if on_gpu and arguments.memory:
+        gpus = min(1.0, arguments.memory * 2**30 / torch.cuda.mem_get_info()[1])
+    settle_device(gpus)
+    end_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="lamina-benchmark-") as scratch:
+        base, sizes = Path(scratch), sizes_of(arguments.model, arguments.narrower)
+        write_model(base / "model", LAYERS, sizes)
+        characters = TOKEN_CHARACTERS * LENGTH * (arguments.samples + 8)  # some are held out
+        (base / "text.txt").write_text(story_text(characters, seed=1), encoding="utf-8")
+        for propagate in arguments.propagate:
+            manifest = manifest_of(base, propagate, arguments.samples, gpus)
+            found = measured(manifest, arguments.samples)
+            said = planned(_work(manifest, base), rates, propagate)
+            rows = [[kind, f"{found.get(kind, 0.0):.2f}", f"{seconds:.2f}"] for kind, seconds in said.items()]
+            total = [sum(each.get(kind, 0.0) for kind in said) for each in (found, said)]
+            rows += [["a layer", *(f"{seconds:.2f}" for seconds in total)], ["write", f"{found['write']:.2f}", ""]]
+            print(f"\n{arguments.model}, {propagate}, seconds of a layer of {SHARDS} x {LENGTH} tokens")
+            print_table(["", "measured", f"plan, {arguments.gpu}"], rows)
+            if on_gpu:
+                taken, name = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.get_device_name()
+                print(f"at most {taken:.1f} GiB of {name}")
+                torch.cuda.reset_peak_memory_stats()
     return 0
+
+
+def _work(manifest: Mapping[str, Any], base: Path) -> LayerWork:
+    """Of a layer of the model with 256 samples."""
+    asked = parse_manifest(dict(manifest))
+    assert asked.calibration is not None
+    calibration = asked.calibration.model_copy(update={"samples": SHARDS, "shards": SHARDS})
+    whole = asked.model_copy(update={"calibration": calibration})
+    geometry = geometry_of(standard_config(json.loads((base / "model/config.json").read_text())))
+    return layer_work(whole, geometry, claim_tasks(build_methods(whole), geometry), ITEMSIZE, kept=KEEP)
 
 
 if __name__ == "__main__":

@@ -201,14 +201,21 @@ def clocked_run(manifest: Mapping[str, Any]) -> tuple[Clock, float]:
         sha256 = functools.partial(TimedHash, clock, hashlib.sha256)
         patches.enter_context(mock.patch.object(hashlib, "sha256", sha256))
         patches.enter_context(mock.patch.object(Worker, "_computing", computing))
-        patches.enter_context(mock.patch.object(pipeline.job.pool, "RayPool", _pool_with(clock)))
-        patches.enter_context(mock.patch.object(pipeline.job.stages, "connect", return_value="nowhere"))
-        patches.enter_context(mock.patch.object(pipeline.job.compressing, "catch_signals"))
-        patches.enter_context(mock.patch.object(pipeline.job.compressing, "interrupt_on_signals"))
         started = time.perf_counter()
         with clock.at("everything else"):
-            pipeline.run.run_job(parse_manifest(manifest), fresh=True, address=None, stop=threading.Event(), quiet=True)
+            run_here(manifest, _pool_with(clock))
         return clock, time.perf_counter() - started
+
+
+def run_here(manifest: Mapping[str, Any], pool: Callable[..., LocalPool]) -> None:
+    """The job in this process, without Ray."""
+    with (
+        mock.patch.object(pipeline.job.pool, "RayPool", pool),
+        mock.patch.object(pipeline.job.stages, "connect", return_value="nowhere"),
+        mock.patch.object(pipeline.job.compressing, "catch_signals"),
+        mock.patch.object(pipeline.job.compressing, "interrupt_on_signals"),
+    ):
+        pipeline.run.run_job(parse_manifest(manifest), fresh=True, address=None, stop=threading.Event(), quiet=True)
 
 
 def _pool_with(clock: Clock) -> Callable[..., LocalPool]:
