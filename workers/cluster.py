@@ -82,10 +82,10 @@ def connect(
     try:
         if found:
             ensure_token_if_auth_enabled(create_token_if_missing=False)
-            if found != "auto":
-                await_cluster(found, timeout_s, stopped)
+            at = services.get_ray_address_from_environment("auto", None) if found == "auto" else found
+            await_cluster(at, timeout_s, stopped)
             told = JobConfig(metadata=dict(about))
-            ray.init(address=found, job_config=told, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=at, job_config=told, log_to_driver=False, logging_level=logging.ERROR)
         else:
             _start_local(workers)
     except AuthenticationError as error:

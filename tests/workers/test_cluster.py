@@ -177,9 +177,14 @@ def test_another_version_is_named(starts: list[dict[str, Any]], monkeypatch: pyt
 
 def test_the_environment_s_address_is_named(starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    starts.pop(0)["faults"].append(ConnectionError("no instance"))
-    with pytest.raises(InputError, match=r"no cluster at auto .no instance.*RAY_ADDRESS gave this one: unset it"):
+    monkeypatch.setattr(cluster.services, "find_gcs_addresses", lambda *_: set())
+    monkeypatch.setattr(cluster.services, "find_bootstrap_address", lambda *_: None)
+    with pytest.raises(InputError, match=r"no cluster at auto .*RAY_ADDRESS gave this one: unset it"):
         connect(None, Workers())
+    # What a Ray that is dead has left: `ray.init` would wait for it for ever.
+    monkeypatch.setattr(cluster.services, "find_bootstrap_address", lambda *_: "127.0.0.1:9")
+    with pytest.raises(InputError, match=r"none answers at 127.0.0.1:9.*RAY_ADDRESS gave this one: unset it"):
+        connect(None, Workers(), timeout_s=0.1)
     monkeypatch.setenv("RAY_ADDRESS", "localhost")
     with pytest.raises(InputError, match=r"'localhost' is no address.*RAY_ADDRESS gave this one"):
         connect(None, Workers())
