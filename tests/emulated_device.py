@@ -424,6 +424,7 @@ def entered(device: EmulatedDevice) -> Iterator[None]:
         "get_device_properties": lambda *_: properties,
         "mem_get_info": lambda *_: (TOTAL_BYTES, TOTAL_BYTES),
         "max_memory_allocated": lambda *_: 0,
+        "reset_peak_memory_stats": lambda *_: None,
         "set_per_process_memory_fraction": lambda *_: None,
         "synchronize": device.synchronize,
         "Stream": lambda *_, **__: Stream(streams),
