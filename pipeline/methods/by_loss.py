@@ -29,7 +29,8 @@ def directions(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pul
     gram_DD = torch.zeros_like(moment_DD)
     for weight in weights:
         gram_DD.addmm_(weight.double().T, weight.double())
-    return input_directions(torch.eye(len(moment_DD)).to(moment_DD) if weighting == "none" else moment_DD, gram_DD)
+    unit_DD = torch.eye(len(moment_DD), dtype=moment_DD.dtype, device=moment_DD.device)
+    return input_directions(unit_DD if weighting == "none" else moment_DD, gram_DD)
 
 
 def losses(weights: Sequence[Tensor], weighting: str, moment_DD: Tensor, pull_DD: Tensor) -> Tensor:

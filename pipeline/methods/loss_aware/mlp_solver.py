@@ -268,7 +268,11 @@ class Solver:
 
     def down_directions(self, refit_Dk: Tensor, moment_kk: Tensor) -> Directions:
         """Of the refitted down, whose inputs have this moment."""
-        metric = self._metric if self.by_loss else factored(torch.eye(len(self.metric_DD)).to(self.metric_DD))
+        metric = (
+            self._metric
+            if self.by_loss
+            else factored(torch.eye(len(self.metric_DD), dtype=self.metric_DD.dtype, device=self.metric_DD.device))
+        )
         return output_directions(refit_Dk, moment_kk, metric)
 
     def moment(self, kept_k: Tensor) -> Tensor:

@@ -43,7 +43,8 @@ def carry(found: Statistics, moment: Moment, weights: Mapping[str, Tensor], role
     change_DD = correction(error_DD, moment_DD, READERS_RIDGE)
     moved = {name: weights[name].double() for name in (f"{role}.weight" for role in roles)}
     moved = {name: weight + weight @ change_DD for name, weight in moved.items()}
-    return Carried({**weights, **moved}, torch.eye(len(change_DD)).to(change_DD) + change_DD, moment_DD)
+    unit_DD = torch.eye(len(change_DD), dtype=change_DD.dtype, device=change_DD.device)
+    return Carried({**weights, **moved}, unit_DD + change_DD, moment_DD)
 
 
 def complete(found: Statistics, moment: Moment, weight_DF: Tensor) -> Completed:
