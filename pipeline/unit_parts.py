@@ -25,17 +25,6 @@ class Replaying:
     replay: tuple[StagedLayer | None, ...] = ()
 
 
-class TakesMoments:
-    """A unit whose result holds a handle for each of its moments."""
-
-    moments: tuple[Moment, ...]
-
-    @property
-    def handles(self) -> int:
-        """How many handles its result holds."""
-        return len(self.moments)
-
-
 @dataclass(frozen=True)
 class HoldsPartials:
     """A result with handles of sums, or of samples, by moment: `partials`."""

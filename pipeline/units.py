@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
 from manifests.records import ArrayRecord, FormSpec, GradientRecord, Scheme, StagedLayer
+from pipeline.curve_units import CurveUnit
 from pipeline.methods.method import Moment, Task
 from pipeline.score_units import Compare, Score, WindowForward
 from pipeline.sum_units import Add, CheckGrids, ChooseGrids, Collect, Summed, Sums, Total
-from pipeline.unit_parts import HoldsPartials, Replaying, TakesMoments
+from pipeline.unit_parts import HoldsPartials, Replaying
 
 Lineage = Literal["dense", "compressed", "paired"]
 
@@ -157,7 +158,7 @@ Summable = Forward | Pair  # whose worker adds its moments to its sums
 
 
 @dataclass(frozen=True)
-class Backward(TakesMoments):
+class Backward:
     """The gradient samples of one calibration shard back through a layer, by its dense weights.
 
     docs/methods.md#gradient-moments.
@@ -200,6 +201,11 @@ class Backward(TakesMoments):
     def key(self) -> str:
         """Names the unit in logs and results."""
         return f"backward/{self.layer}/{self.shard}"
+
+    @property
+    def handles(self) -> int:
+        """How many handles its result holds."""
+        return len(self.moments)
 
 
 @dataclass(frozen=True)
@@ -351,57 +357,10 @@ class Measure:
         return f"measure/{self.task.key}"
 
 
-@dataclass(frozen=True)
-class BeginCurve:
-    """What all pieces of a group's curve follow from; the result is JSON."""
-
-    task: Task
-    statistics: Mapping[Moment, ArrayRecord]
-
-    @property
-    def key(self) -> str:
-        """Names the unit in logs and results."""
-        return f"begincurve/{self.task.key}"
-
-
-@dataclass(frozen=True)
-class CurvePieces:
-    """Some pieces of a group's curve, by their numbers; the result is a list of JSON."""
-
-    task: Task
-    statistics: Mapping[Moment, ArrayRecord]
-    begun: Any
-    numbers: tuple[int, ...]
-
-    @property
-    def key(self) -> str:
-        """Names the unit in logs and results."""
-        return f"curvepieces/{self.task.key}/{self.numbers[0]}"
-
-
-@dataclass(frozen=True)
-class Predict:
-    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is a `Curve`.
-
-    `begun`, `pieces`: what workers have made of it, where they shared it; all pieces, in order.
-    """
-
-    task: Task
-    statistics: Mapping[Moment, ArrayRecord]
-    begun: Any = None
-    pieces: tuple[Any, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """Names the unit in logs and results."""
-        return f"predict/{self.task.key}"
-
-
 Onward = Forward | Pair | WindowForward | Score  # takes a shard on from the inputs of a layer
 SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
 # Takes nothing that a worker computes with: done beside its other units.
 BesideUnit = ReadLayer | Collect | CheckGrids | Add | Total | Write
-CurveUnit = BeginCurve | CurvePieces | Predict
 SolveUnit = Solve | SolveSizes
 PassUnit = Forward | Pair | Backward | WindowForward | Score | Compare
 Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | SolveUnit | Write

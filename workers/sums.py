@@ -45,7 +45,7 @@ class LayerSums:
         add = self.adder(unit)
         if add is None:
             return []
-        return [(moment.point, _checked(unit.layer, moment, add)) for moment in summed(unit)]
+        return [(moment.point, _checked(unit.layer, moment, add)) for moment in _summed(unit)]
 
     def adder(self, unit: Forward | Pair) -> Callable[..., None] | None:
         """What adds the values of a micro-batch, or of a pair both, to a unit's moments; None for a shard that is in
@@ -55,7 +55,7 @@ class LayerSums:
         """
         if unit.sums is None:
             return None
-        moments = summed(unit)
+        moments = _summed(unit)
         if unit.sums.name not in self.passes:
             grids = {moment: Grid.unpacked(self.transfer.get(unit.sums.grids[moment])) for moment in moments}
             for name in self.passes.keys() - {self.latest}:
@@ -154,7 +154,7 @@ class Squares:
 
     def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
         """At the points of all moments that are summed."""
-        return [(moment.point, _checked(unit.layer, moment, self._see)) for moment in summed(unit)]
+        return [(moment.point, _checked(unit.layer, moment, self._see)) for moment in _summed(unit)]
 
     def see_pair(self, moment: Moment, values: Tensor, errors: Tensor) -> None:
         """Of a pair, whose values are finite."""
@@ -171,7 +171,7 @@ class Squares:
         self.found[moment] = choose_grid(squares_Gd, rows, self.tokens * heads_of_a_group, values.dtype)
 
 
-def summed(unit: Forward | Pair) -> tuple[Moment, ...]:
+def _summed(unit: Forward | Pair) -> tuple[Moment, ...]:
     """Those of a unit's moments of which the worker keeps a sum."""
     return tuple(moment for moment in unit.moments if moment.kind in SUMMED)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, GradientRecord, StagedLayer
+from pipeline.curve_units import BeginCurve, CurvePieces, CurveUnit, Predict
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.gradients import folded, ordered_sum, unfolded
 from pipeline.kernels.moments import cosine_sums
@@ -30,15 +31,11 @@ from pipeline.sum_units import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Co
 from pipeline.units import (
     Backward,
     BackwardDone,
-    BeginCurve,
     BesideUnit,
-    CurvePieces,
-    CurveUnit,
     Forward,
     ForwardDone,
     Measure,
     Pair,
-    Predict,
     ReadDone,
     ReadLayer,
     Reduce,
@@ -271,15 +268,11 @@ class Worker:
         if isinstance(forward, Pair):
             with tensor_cores(self.setup.dtype):
                 self.pairs.begin(forward, squares.see_pair)
-            return self._grids(squares)
-        inputs = self._inputs(forward)
-        block = self._block(forward)
-        start, stop = self.setup.micro_batches(forward.shard)[0]
-        with self._computing():
-            tapped(self.layers, block, squares.taps(forward))(inputs.read(start, stop).to(self.device), False)
-        return self._grids(squares)
-
-    def _grids(self, squares: Squares) -> ChooseGridsDone:
+        else:
+            inputs, block = self._inputs(forward), self._block(forward)
+            start, stop = self.setup.micro_batches(forward.shard)[0]
+            with self._computing():
+                tapped(self.layers, block, squares.taps(forward))(inputs.read(start, stop).to(self.device), False)
         return ChooseGridsDone({moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids().items()})
 
     def _sample_tap(self, unit: Forward, moment: Moment, samples: dict[Moment, Tensor]) -> Tap:

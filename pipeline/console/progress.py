@@ -13,8 +13,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.entries import GroupReport
 from pipeline.console.outlook import Outlook
+from pipeline.curve_units import Predict
 from pipeline.score_units import WindowForward
-from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Measure, Pair, Predict, Solve, SolveSizes, Unit
+from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Measure, Pair, Solve, SolveSizes, Unit
 
 LOG = logging.getLogger("lamina")
 COUNTED: dict[str, Any] = {  # in phases without forward units

@@ -312,11 +312,12 @@ def object_store_bytes(work: LayerWork, rates: Rates, way: Pass) -> int:
     correction's pair; the factors of layers that are being solved and written.
     """
     here, nodes = min(way.workers, rates.workers_per_node), way.nodes(rates)
+    sums = here + (here > 1) + (nodes > 1)  # each worker's, the node's, all nodes'
     under_way = 1 if way.compressed else 2 + way.workers // AHEAD
-    passing = under_way * (here + (here > 1) + (nodes > 1)) * work.moment_bytes + work.sample_bytes
+    passing = under_way * sums * work.moment_bytes + work.sample_bytes
     read = READ_FOR_ALL * work.weight_bytes if nodes > 1 else 0
     gradients = math.ceil(way.gradient_shards / nodes) * work.gradient_bytes
-    pairs = (here + (here > 1) + (nodes > 1)) * max(work.pair_bytes, default=0)
+    pairs = sums * max(work.pair_bytes, default=0)
     in_hand = 1 if way.compressed or work.pair_bytes else math.ceil(2 * (way.workers + 1) / nodes)
     return max(passing + read, gradients, pairs, in_hand * work.written_bytes)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
@@ -281,12 +281,11 @@ def _pair_bytes(moment: Moment, geometry: LayerGeometry) -> int:
 
 def _pair_added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
     """Of device memory: of x as of a moment, of e for each number of its sum in each product, and of its values."""
-    values = replace(moment, kind="value")
     assert manifest.calibration is not None
     tokens = manifest.calibration.samples * manifest.calibration.sequence_length
     numbers = geometry.hidden * point_features(moment.point, geometry)
-    errors = PAIRED_BYTES * _products(values, manifest) * numbers + ERROR_BYTES * tokens * geometry.hidden
-    return errors + _added_bytes(values, geometry, manifest, itemsize)
+    errors = PAIRED_BYTES * _products(moment, manifest) * numbers + ERROR_BYTES * tokens * geometry.hidden
+    return errors + _added_bytes(moment, geometry, manifest, itemsize)
 
 
 def _pair_flops(moment: Moment, geometry: LayerGeometry) -> float:

@@ -17,6 +17,7 @@ from manifests.entries import KINDS
 from manifests.errors import CorruptError, Interrupted, LostInputError
 from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, Record, StagedLayer, StagedRecord
 from pipeline.computation import Job
+from pipeline.curve_units import BeginCurve, CurvePieces, Predict
 from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores, Task
 from pipeline.score_units import Score, Scored, WindowForward, Windows
@@ -36,13 +37,10 @@ from pipeline.sum_units import (
 from pipeline.units import (
     Backward,
     BackwardDone,
-    BeginCurve,
-    CurvePieces,
     Forward,
     ForwardDone,
     Measure,
     Pair,
-    Predict,
     ReadDone,
     ReadLayer,
     Reduce,

@@ -9,10 +9,11 @@ import pytest
 
 from manifests.errors import LostInputError
 from pipeline.computation import Job
+from pipeline.curve_units import CurvePieces, Predict
 from pipeline.driver import Driver
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_gradients, layer_moments
-from pipeline.units import CurvePieces, Forward, Predict, Reduce, Solve, Unit
+from pipeline.units import Forward, Reduce, Solve, Unit
 from tests.pipeline.simulation import (
     ALL,
     JOBS,

@@ -366,16 +366,18 @@ def test_the_command(tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixt
     assert "reachable is" in capsys.readouterr().err
 
 
+def of_nowhere(folder: Path) -> dict[str, Any]:
+    """What a manifest says of a model that is not there."""
+    places = {"output": str(folder / "out"), "run_dir": str(folder / "run")}
+    return {"version": 1, "model": {"source": "nowhere"}, **places, "budget": {"keep": 0.8}}
+
+
 def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No source is there; a GPU's rates come from the table, and what is too large is said."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **LLAMA_70B}), encoding="utf-8")
     document = {
-        "version": 1,
-        "model": {"source": "nowhere"},
-        "output": str(tmp_path / "out"),
-        "run_dir": str(tmp_path / "run"),
-        "budget": {"keep": 0.8},
+        **of_nowhere(tmp_path),
         "calibration": {
             **calibration(samples=256, sequence_length=4096, shards=16, micro_batch=1),
             "propagate": "dense",
@@ -429,11 +431,7 @@ def test_what_this_machine_s_memory_does_not_hold(
     wide = {**LLAMA_70B, "hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 2}
     config.write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **wide}), encoding="utf-8")
     document = {
-        "version": 1,
-        "model": {"source": "nowhere"},
-        "output": str(tmp_path / "out"),
-        "run_dir": str(tmp_path / "run"),
-        "budget": {"keep": 0.8},
+        **of_nowhere(tmp_path),
         "calibration": {**calibration(shards=4), "propagate": "dense"},
         "methods": [{"method": "flat_llm"}],
         "workers": {"max": 2},
