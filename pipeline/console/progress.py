@@ -15,7 +15,7 @@ from manifests.entries import GroupReport
 from pipeline.console.outlook import Outlook
 from pipeline.curve_units import Predict
 from pipeline.score_units import WindowForward
-from pipeline.units import Backward, BackwardDone, Forward, ForwardDone, Measure, Pair, Solve, SolveSizes, Unit
+from pipeline.units import Backward, BackwardDone, Forward, ShardDone, Measure, Pair, Solve, SolveSizes, Unit
 
 LOG = logging.getLogger("lamina")
 COUNTED: dict[str, Any] = {  # in phases without forward units
@@ -82,7 +82,7 @@ class JobObserver:
         """A unit is finished."""
         self.state |= {"unit": unit.key, "done": self.done_units, "of": self.total_units}
         if isinstance(unit, Forward | Pair | Backward | WindowForward) and isinstance(
-            result, ForwardDone | BackwardDone
+            result, ShardDone | BackwardDone
         ):
             self.tokens += result.tokens
             self.done_units += 1
