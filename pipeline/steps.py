@@ -17,7 +17,7 @@ from pipeline.methods.method import Moment, Task
 from pipeline.ports import Journal, Observer, Pool
 from pipeline.repair import Repairs
 from pipeline.sum_units import Summed
-from pipeline.units import BackwardDone, ShardDone, Lineage, Reduce, Solve, SolveDone, Unit, Write
+from pipeline.units import BackwardDone, Lineage, Reduce, ShardDone, Solve, SolveDone, Unit, Write
 
 T = TypeVar("T")
 # Gives units that are due and is sent their results, in their order, until it returns; none are due: not yet.

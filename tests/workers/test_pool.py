@@ -34,7 +34,7 @@ from pipeline.sum_units import (
     CollectDone,
     Sums,
 )
-from pipeline.units import Forward, ShardDone, Pair, Reduce, Unit, Write
+from pipeline.units import Forward, Pair, Reduce, ShardDone, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers import shortage

@@ -16,7 +16,7 @@ from manifests.quantize import Quantize
 from manifests.records import FormSpec, StagedLayer
 from pipeline.methods.method import Moment
 from pipeline.sum_units import ChooseGrids, Summed, Sums, Total
-from pipeline.units import Forward, ShardDone, Reduce, Solve, Unwritten
+from pipeline.units import Forward, Reduce, ShardDone, Solve, Unwritten
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,
