@@ -56,7 +56,7 @@ def shards_each(shards: int, workers: int) -> int:
 
 @dataclass(frozen=True)
 class WindowForward(Replaying):
-    """One shard of windows through one layer, for its outputs alone: a `pipeline.units.ForwardDone`.
+    """One shard of windows through one layer, for its outputs alone: a `pipeline.units.ShardDone`.
 
     Attributes:
         model: names what is scored among all that the same windows go through.

@@ -21,7 +21,7 @@ from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs
 from pipeline.score_units import Score, Scored, WindowForward, Windows
 from pipeline.steps import Course, do_units, follow
-from pipeline.units import ForwardDone, Unit
+from pipeline.units import ShardDone, Unit
 
 Layers = Sequence[StagedLayer | None]
 Outputs = Callable[[], Sequence[ArrayRecord] | None]  # by shard, of another model; none: of no other; None: not yet
@@ -184,7 +184,7 @@ class _Model:
                 told = True
             above = layer + 1
             store = keep_outputs if above == last else above % scorer.every == 0 and scorer.alone()
-            done: list[ForwardDone] = yield window_units(
+            done: list[ShardDone] = yield window_units(
                 self.windows, self.name, self.layers, layer, store=store, base=base, records=records
             )
             if store:

@@ -17,7 +17,7 @@ from pipeline.methods.method import Moment, Task
 from pipeline.ports import Journal, Observer, Pool
 from pipeline.repair import Repairs
 from pipeline.sum_units import Summed
-from pipeline.units import BackwardDone, ForwardDone, Lineage, Reduce, Solve, SolveDone, Unit, Write
+from pipeline.units import BackwardDone, Lineage, Reduce, ShardDone, Solve, SolveDone, Unit, Write
 
 T = TypeVar("T")
 # Gives units that are due and is sent their results, in their order, until it returns; none are due: not yet.
@@ -163,7 +163,7 @@ class Steps:
         `before`: sums by key that these are added to.
         """
 
-        def reduces(done: Sequence[ForwardDone | BackwardDone]) -> list[Unit]:
+        def reduces(done: Sequence[ShardDone | BackwardDone]) -> list[Unit]:
             return [
                 Reduce(
                     lineage, layer, moment, tuple(result.partials[moment] for result in done), before.get(moment.key)

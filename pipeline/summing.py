@@ -31,7 +31,7 @@ from pipeline.sum_units import (
     Sums,
     Total,
 )
-from pipeline.units import ForwardDone, Summable
+from pipeline.units import ShardDone, Summable
 
 Parts = Mapping[Moment, tuple[Any, ...]]  # handles
 
@@ -84,7 +84,7 @@ class Taken:
         samples: key -> record of stored samples.
     """
 
-    done: list[ForwardDone]
+    done: list[ShardDone]
     sums: list[_Sum]
     samples: Mapping[str, ArrayRecord]
 
@@ -152,7 +152,7 @@ class Summing:
             records |= {total.moment.key: record for total, record in zip(made.totals, found, strict=True)}
         return records
 
-    def _collect(self, made: _Sum, done: Sequence[ForwardDone]) -> None:
+    def _collect(self, made: _Sum, done: Sequence[ShardDone]) -> None:
         """Has the workers give away what they summed, which is checked and added if nothing of it is amiss."""
         cut = max(1, self.steps.pool.size)
         made.collects = _collects(made.units, done, cut)
@@ -266,7 +266,7 @@ class Summing:
             self.steps.begin(made.totals)
 
     def _samples(
-        self, samples: tuple[Moment, ...], units: Sequence[Summable], done: list[ForwardDone]
+        self, samples: tuple[Moment, ...], units: Sequence[Summable], done: list[ShardDone]
     ) -> dict[str, ArrayRecord]:
         return self.steps.reduced(units[0].lineage, units[0].layer, samples, units, done, {}) if samples else {}
 
@@ -308,7 +308,7 @@ class Summing:
         again = self._for_sums_alone(missing, grids)
         return left + self._collected(again, self.steps.do(again), left[0].cut if left else None)
 
-    def _collected(self, units: Sequence[Summable], done: Sequence[ForwardDone], cut: int | None = None) -> list[_Part]:
+    def _collected(self, units: Sequence[Summable], done: Sequence[ShardDone], cut: int | None = None) -> list[_Part]:
         """What the workers have summed of these units; those of workers that are gone meanwhile are done again."""
         assert units[0].sums is not None
         grids, parts = units[0].sums.grids, list[_Part]()
@@ -327,7 +327,7 @@ class Summing:
         return [unit.for_sums_alone(tuple(grids), passed) for unit in units]
 
 
-def _collects(units: Sequence[Summable], done: Sequence[ForwardDone], cut: int) -> list[Collect]:
+def _collects(units: Sequence[Summable], done: Sequence[ShardDone], cut: int) -> list[Collect]:
     """From everybody who did one of these units."""
     first, passed = units[0], units[0].sums
     assert passed is not None
@@ -352,5 +352,5 @@ def _check(units: Sequence[Summable], grids: Mapping[Moment, Any], parts: Sequen
     return CheckGrids(units[0].lineage, units[0].layer, grids, diagonals)
 
 
-def _stripped(done: Sequence[ForwardDone]) -> list[ForwardDone]:
+def _stripped(done: Sequence[ShardDone]) -> list[ShardDone]:
     return [replace(result, partials={}) for result in done]

@@ -101,16 +101,23 @@ class ReadDone:
 
 
 @dataclass(frozen=True)
-class ForwardDone(HoldsPartials):
-    """What came of a `Forward`: handles of the samples of values, (sum, count) of cosines, the activation record.
+class ShardDone(HoldsPartials):
+    """What came of a shard's pass through a layer.
 
-    `worker`: who did it, and keeps the sums that the shard was added to.
+    Attributes:
+        partials: handles of samples of values, by moment.
+        cosine: sum and count of the cosines between input and output.
+        activation: record of what left the layer, at its outputs or, backwards, at its inputs.
+        inputs: of the inputs of its gradient samples.
+        labels: of those that were drawn.
+        worker: who did it, and keeps the sums that the shard was added to.
     """
 
     cosine: tuple[float, int] | None
     activation: ArrayRecord | None
     tokens: int
     inputs: ArrayRecord | None = None
+    labels: ArrayRecord | None = None
     worker: str = ""
 
 

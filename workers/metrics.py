@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import psutil
 
-from pipeline.units import ForwardDone, Unit
+from pipeline.units import ShardDone, Unit
 from workers.config import WorkerConfig
 from workers.trace import unit_kind
 
@@ -93,7 +93,7 @@ class WorkerMeters(Meters):
         self.add(ERRORS, float(outcome.error is not None), kind=kind)
         self.observe(SECONDS, outcome.seconds, kind=kind)
         self.add(COMPUTE, outcome.compute_seconds, kind=kind)
-        if isinstance(outcome.result, ForwardDone):
+        if isinstance(outcome.result, ShardDone):
             self.add(TOKENS, outcome.result.tokens, kind=kind)
         before, self.moved = self.moved, self._moved()
         self.add(READ, self.moved[0] - before[0])

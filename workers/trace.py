@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pipeline.units import ForwardDone, Unit
+from pipeline.units import ShardDone, Unit
 
 
 def unit_kind(unit: Unit) -> str:
@@ -25,7 +25,7 @@ def unit_line(unit: Unit, outcome: Any, worker: str) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "compute_seconds": outcome.compute_seconds,
         "peak_bytes": outcome.peak_bytes,
-        "tokens": outcome.result.tokens if isinstance(outcome.result, ForwardDone) else 0,
+        "tokens": outcome.result.tokens if isinstance(outcome.result, ShardDone) else 0,
         "error": str(outcome.error) if outcome.error is not None else None,
     }
 

@@ -33,12 +33,12 @@ from pipeline.units import (
     BackwardDone,
     BesideUnit,
     Forward,
-    ForwardDone,
     Measure,
     Pair,
     ReadDone,
     ReadLayer,
     Reduce,
+    ShardDone,
     SizesSolved,
     Solve,
     SolveDone,
@@ -161,7 +161,7 @@ class Worker:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def _forward(self, unit: Forward) -> ForwardDone:
+    def _forward(self, unit: Forward) -> ShardDone:
         inputs = self._inputs(unit)
         block = self._block(unit)
         self.layers.read_ahead(unit.ahead, shared=partial(get_left, self.transfer, unit.ahead_weights))
@@ -182,7 +182,7 @@ class Worker:
                 if output_BSD is not None and hidden_writer is not None:
                     hidden_writer.append(output_BSD)
         record = self.hidden.keep(shard_key, hidden_writer) if hidden_writer is not None else None
-        return ForwardDone(
+        return ShardDone(
             partials={moment: self.transfer.put({"moment": values}) for moment, values in samples.items()},
             cosine=cosine if unit.cosine else None,
             activation=record if unit.store else None,
@@ -222,13 +222,13 @@ class Worker:
             labels=labels,
         )
 
-    def _pair(self, unit: Pair) -> ForwardDone:
+    def _pair(self, unit: Pair) -> ShardDone:
         add = self.sums.adder(unit)
         with tensor_cores(self.setup.dtype), self.sums.adding(unit):
             record = self.pairs.run(unit, add)
         stored = record if unit.store else None
         tokens = self.setup.samples_of(unit.shard) * self._sequence
-        return ForwardDone({}, None, stored, tokens, worker=self.name)
+        return ShardDone({}, None, stored, tokens, worker=self.name)
 
     def _inputs(self, unit: Forward) -> HiddenReader:
         return self.hidden.inputs(unit.lineage, unit, partial(self._embedded, unit), partial(self._replay, unit))
@@ -367,9 +367,9 @@ class Worker:
         with self._computing():
             return compare_some(unit, self.setup, self.device, self.transfer)
 
-    def _window_forward(self, unit: WindowForward) -> ForwardDone:
+    def _window_forward(self, unit: WindowForward) -> ShardDone:
         found = self.scores.forward(unit)
-        return ForwardDone({}, None, found.outputs, found.tokens, found.inputs)
+        return ShardDone({}, None, found.outputs, found.tokens, found.inputs)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

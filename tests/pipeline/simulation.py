@@ -38,12 +38,12 @@ from pipeline.units import (
     Backward,
     BackwardDone,
     Forward,
-    ForwardDone,
     Measure,
     Pair,
     ReadDone,
     ReadLayer,
     Reduce,
+    ShardDone,
     Solve,
     SolveDone,
     Unit,
@@ -374,7 +374,7 @@ class SimulatedPool:
         number = 1 + int(digest("predicted", pieces)[:2], 16)
         return Curve(ranks={"rank": (number,)}, numbers=(number,), cache=(0,), loss=(0.0,))
 
-    def _forward(self, unit: Forward) -> ForwardDone:
+    def _forward(self, unit: Forward) -> ShardDone:
         assert 0 <= unit.base <= unit.layer
         assert len(unit.replay) == unit.layer - unit.base
         assert (unit.base_record is None) == (unit.base == 0)
@@ -394,7 +394,7 @@ class SimulatedPool:
         moments = {moment: digest("moment", moment.key, unit.layer, hidden) for moment in unit.moments}
         samples = {moment: self._handle(value) for moment, value in moments.items() if moment.kind == "sample"}
         assert (unit.sums is not None) == any(moment.kind == "value" for moment in moments)
-        return ForwardDone(
+        return ShardDone(
             partials=samples,
             cosine=(number / 65536, 1) if unit.cosine else None,
             activation=self.world.store("activation", output) if unit.store else None,
@@ -450,7 +450,7 @@ class SimulatedPool:
         assert all(other == first for other in others), "every part is over all shards"
         return digest("sum", lineage, layer, moment.key, first)
 
-    def _pair(self, unit: Pair) -> ForwardDone:
+    def _pair(self, unit: Pair) -> ShardDone:
         assert len(unit.replay) == unit.layer - unit.base
         assert (unit.base_record is None) == (unit.base == 0)
         assert unit.staged is None or unit.staged.rounded == {}
@@ -463,7 +463,7 @@ class SimulatedPool:
         after = self._through(unit.layer, None, dense), self._through(unit.layer, unit.staged, packed)
         moments = {moment: digest("pair", moment.key, unit.layer, dense, packed, *after) for moment in unit.moments}
         assert (unit.sums is not None) == bool(moments)
-        return ForwardDone(
+        return ShardDone(
             partials={},
             cosine=None,
             activation=self.world.store("activation", " ".join(after)) if unit.store else None,
@@ -471,7 +471,7 @@ class SimulatedPool:
             worker=self._add(unit, {moment.key: value for moment, value in moments.items()}),
         )
 
-    def _score(self, unit: WindowForward | Score) -> ForwardDone | Scored:
+    def _score(self, unit: WindowForward | Score) -> ShardDone | Scored:
         """A loss is a number that all that the windows went through is in."""
         assert len(unit.replay) == unit.layer - unit.base
         assert unit.base_record is not None or unit.base == 0
@@ -485,7 +485,7 @@ class SimulatedPool:
             output = self._through(unit.layer, unit.staged, hidden)
             kept = self.world.store("activation", hidden) if unit.keep_inputs else None
             stored = self.world.store("activation", output) if unit.store else None
-            return ForwardDone(partials={}, cosine=None, activation=stored, tokens=1, inputs=kept)
+            return ShardDone(partials={}, cosine=None, activation=stored, tokens=1, inputs=kept)
         dense = self.world.load("activation", unit.dense) if unit.dense is not None else ""
         return Scored(float(int(digest("loss", hidden, dense)[:6], 16)), 1)
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.console.outlook import Ahead, Outlook
 from pipeline.console.progress import JobObserver
-from pipeline.units import Forward, ForwardDone
+from pipeline.units import Forward, ShardDone
 
 
 def ahead(*phases: tuple[str, float]) -> list[Ahead]:
@@ -136,7 +136,7 @@ def test_it_is_shown_and_given_to_status(monkeypatch: pytest.MonkeyPatch) -> Non
     with observer:
         observer.phase("statistics", 2, 1)
         clock[0] += 5.0
-        observer.unit_done(Forward("dense", 0, 0), ForwardDone({}, None, None, tokens=100))
+        observer.unit_done(Forward("dense", 0, 0), ShardDone({}, None, None, tokens=100))
         observer.layer_done("statistics", 0, {})
         assert observer.state["seconds_left"] == 5.0 + 8.0 + 30.0
     assert "20 tokens/s, 5 s left, job 43 s left" in shown.getvalue()

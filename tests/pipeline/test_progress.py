@@ -12,7 +12,7 @@ from manifests.entries import GroupReport
 from pipeline.console.progress import JobObserver
 from pipeline.curve_units import Predict
 from pipeline.methods.method import Task
-from pipeline.units import Forward, ForwardDone
+from pipeline.units import Forward, ShardDone
 
 LONG = {"LAYER": GroupReport(ranks={"value": 48, "mlp": 4864, "query_key": 40}, error=0.0123)}
 
@@ -25,7 +25,7 @@ def lines(width: int) -> list[str]:
     observer.live = True
     with observer:
         observer.phase("walk", 2, 1)
-        observer.unit_done(Forward("dense", 0, 0), ForwardDone({}, None, None, tokens=100))
+        observer.unit_done(Forward("dense", 0, 0), ShardDone({}, None, None, tokens=100))
         observer.layer_done("compress", 0, {f"layer {name}": report for name, report in LONG.items()} | LONG)
     return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip() for line in shown.getvalue().splitlines()]
 

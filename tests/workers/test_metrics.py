@@ -13,7 +13,7 @@ import pytest
 
 from manifests.errors import NumericsError
 from manifests.schema import Workers
-from pipeline.units import Forward, ForwardDone, Unit
+from pipeline.units import Forward, ShardDone, Unit
 from tests.workers.fake_ray import FakeRay
 from workers import metrics as names
 from workers import pool as pool_module
@@ -87,7 +87,7 @@ def test_a_worker_counts_its_units(tmp_path: Any) -> None:
     (tmp_path / "read").write_bytes(b"x" * 300_000)
     assert len((tmp_path / "read").read_bytes()) == 300_000
     (tmp_path / "written").write_bytes(b"x" * 200_000)
-    done = ForwardDone(tokens=64, cosine=(0.0, 1), partials={}, activation=None)
+    done = ShardDone(tokens=64, cosine=(0.0, 1), partials={}, activation=None)
     meters.unit_done(Forward("dense", 3, 1), Outcome(done, None, seconds=2.0, compute_seconds=1.5, peak_bytes=7))
     meters.unit_done(Forward("dense", 4, 1), Outcome(done, None, seconds=3.0, compute_seconds=0.5, peak_bytes=9))
     failed = Outcome(None, NumericsError("NaN"), seconds=1.0, compute_seconds=0.0, peak_bytes=9)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from manifests.errors import CorruptError
 from pipeline.methods.method import Moment
-from pipeline.units import ForwardDone, Pair
+from pipeline.units import Pair, ShardDone
 from tests.workers.bench import (
     LOW,
     SAMPLES,
@@ -93,7 +93,7 @@ def behind_a_compressed_layer(model: Path, run_dir: Path, **changes: Any) -> tup
     return worker, Reference(model, setup), staged
 
 
-def run_pairs(workers: Sequence[Worker], unit: Pair) -> tuple[list[ForwardDone], dict[Moment, Tensor]]:
+def run_pairs(workers: Sequence[Worker], unit: Pair) -> tuple[list[ShardDone], dict[Moment, Tensor]]:
     """Each shard by one of the workers, and what they have summed: (1, F + D, F)."""
     units = [replace(unit, shard=shard) for shard in range(workers[0].setup.shards)]
     done, sums = sum_units(units, [workers[shard % len(workers)] for shard in range(len(units))])

@@ -34,7 +34,7 @@ from pipeline.sum_units import (
     CollectDone,
     Sums,
 )
-from pipeline.units import Forward, ForwardDone, Pair, Reduce, Unit, Write
+from pipeline.units import Forward, Pair, Reduce, ShardDone, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay
 from workers import pool as pool_module
 from workers import shortage
@@ -304,7 +304,7 @@ def test_what_a_unit_leaves_behind_is_known_by_its_handle(make: Any) -> None:
     moments = (Moment("q.in", kind="sample"), Moment("v.out"), Moment("o.in", kind="sample"))
     fake = FakeRay()
     pool = make(fake)
-    result = ForwardDone({moments[2]: 0, moments[0]: 1}, None, None, 5)
+    result = ShardDone({moments[2]: 0, moments[0]: 1}, None, None, 5)
     unit = Forward("dense", 2, 3, moments=moments)
     fake.failures[unit.key] = Outcome(result, None, 1.0, 0.5, 10)
     pool.submit(unit)

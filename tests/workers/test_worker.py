@@ -16,7 +16,7 @@ from manifests.quantize import Quantize
 from manifests.records import FormSpec, StagedLayer
 from pipeline.methods.method import Moment
 from pipeline.sum_units import ChooseGrids, Summed, Sums, Total
-from pipeline.units import Forward, ForwardDone, Reduce, Solve, Unwritten
+from pipeline.units import Forward, Reduce, ShardDone, Solve, Unwritten
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,
@@ -57,7 +57,7 @@ def test_hidden_states_are_those_of_the_source(model: Path, tmp_path: Path) -> N
     for layer in range(setup.geometry.num_layers):
         for shard in range(setup.shards):
             done = worker.execute(Forward("dense", layer, shard, replay=(None,) * layer, ahead=layer + 1))
-            assert isinstance(done, ForwardDone)
+            assert isinstance(done, ShardDone)
             assert done.tokens == len(reference.shard(reference.ids_MS, shard)) * SEQUENCE
             assert (done.partials, done.cosine, done.activation) == ({}, None, None)
             close(held(worker, "dense", layer + 1, shard), reference.shard(reference.hidden_LMSD[layer + 1], shard))
