@@ -66,6 +66,11 @@ class Job:
         summed = self.propagate == "dense" and any(task.moments for task in self.tasks)
         return range(self.shards) if summed or self.gradient_layers() else self.importance_shards
 
+    def committed_shards(self, lineage: str, count: int) -> Sequence[int]:
+        """The shards of which `count` hidden states are committed: of a dense pass all, where more was taken then."""
+        alone = lineage == "dense" and count != self.shards
+        return self.dense_shards() if alone else range(self.shards)
+
     def gradient_layers(self) -> list[int]:
         """The layers that the backward pass must go through, ascending; none when no task asks for gradients."""
         asking = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]

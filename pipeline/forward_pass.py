@@ -41,9 +41,8 @@ class ForwardPass:
         layer is read by the pass that makes its inputs: before, while this one is solved, it would only take memory."""
         activations = self.activations(lineage, base)
         shards = range(self.job.shards) if shards is None else shards
-        # A pass through which more was taken may have committed those of all shards.
-        stored = shards if activations is None or len(activations) == len(shards) else range(self.job.shards)
-        records = dict(zip(stored, activations or (), strict=False))
+        committed = () if activations is None else self.job.committed_shards(lineage, len(activations))
+        records = dict(zip(committed, activations or (), strict=True))
         replay = tuple(
             staged_layer(self.journal, before) if lineage == "compressed" else None for before in range(base, layer)
         )
@@ -69,7 +68,7 @@ class ForwardPass:
         ]
 
     def activations(self, lineage: Lineage, layer: int) -> Sequence[ArrayRecord] | None:
-        """Records of the committed inputs of a layer, in shard order; ."""
+        """Records of the committed inputs of a layer, in shard order."""
         if layer == 0:
             return None
         if lineage == "dense":
