@@ -54,6 +54,13 @@ class Job:
         """Whether what enters (or, backwards, leaves) a layer at its input is committed."""
         return layer % self.every == 0
 
+    def solves_in_pass(self) -> bool:
+        """Whether layers are solved while the dense pass goes on: ranks follow nothing of the calibration text, and a
+        layer nothing but the moments of its values."""
+        asking = [task for task in self.tasks if task.moments]
+        waiting = bool(self.scores or self.predicts or self.gradient_layers()) or self.rounds == 2
+        return self.propagate == "dense" and bool(asking) and not waiting and not any(t.corrections for t in self.tasks)
+
     def dense_shards(self) -> Sequence[int]:
         """The shards that go through the dense model: all, unless they do so for importance alone."""
         summed = self.propagate == "dense" and any(task.moments for task in self.tasks)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from manifests.entries import DenseEntry
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.computation import Job, staged_layer
 from pipeline.keys import activations_key, dense_key
 from pipeline.methods.method import Moment
 from pipeline.ports import Journal
-from pipeline.units import Forward, Lineage, Unwritten
+from pipeline.units import Forward, Lineage, ShardDone, Unwritten
 
 
 class ForwardPass:
@@ -79,3 +80,14 @@ class ForwardPass:
     def last_committed(self, lineage: Lineage, layer: int) -> int:
         """The last layer up to this one whose inputs are committed; 0: the embeddings."""
         return next((at for at in range(layer, 0, -1) if self.activations(lineage, at)), 0)
+
+
+def dense_entry(done: Sequence[ShardDone], statistics: Mapping[str, ArrayRecord], *, inputs: bool) -> DenseEntry:
+    """What is entered of a dense pass through a layer; with `inputs`, what of these was kept of each shard."""
+    activations = tuple(result.activation for result in done if result.activation)
+    return DenseEntry(
+        cosine=tuple(result.cosine for result in done if result.cosine),
+        statistics=statistics,
+        activations=activations or None,
+        inputs=tuple(result.inputs for result in done) if inputs else None,
+    )

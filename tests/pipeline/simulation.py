@@ -333,7 +333,7 @@ class SimulatedPool:
         if isinstance(unit, Add):
             return AddDone(self._handle(json.dumps(self._joined(unit.partials))))
         if isinstance(unit, Total):
-            return self.world.store("statistic", self._sum(unit.lineage, unit.layer, unit.moment, unit.summed))
+            return self.world.store("statistic", self._sum(unit.layer, unit.moment, unit.summed))
         if isinstance(unit, Reduce):
             assert unit.moment.kind == "sample" or (unit.lineage, unit.moment.kind) == ("dense", "gradient")
             parts = [self._open(handle) for handle in unit.partials]
@@ -444,11 +444,11 @@ class SimulatedPool:
                 joined[part] = {**joined.get(part, {}), **found}
         return joined
 
-    def _sum(self, lineage: str, layer: int, moment: Moment, summed: Summed) -> str:
+    def _sum(self, layer: int, moment: Moment, summed: Summed) -> str:
         parts = self._joined(summed.partials)
         first, *others = (sorted(found.items()) for found in parts.values())
         assert all(other == first for other in others), "every part is over all shards"
-        return digest("sum", lineage, layer, moment.key, first)
+        return digest("sum", layer, moment.key, first)
 
     def _pair(self, unit: Pair) -> ShardDone:
         assert len(unit.replay) == unit.layer - unit.base
@@ -539,9 +539,7 @@ class SimulatedPool:
         assert len(pairs) == bool(group.corrections)
         assert not pairs or (unit.before is None) == (pairs[0] == group.corrections[0])
         read = [
-            self._sum("compressed", group.layer, moment, found)
-            if isinstance(found, Summed)
-            else self.world.load("statistic", found)
+            self._sum(group.layer, moment, found) if isinstance(found, Summed) else self.world.load("statistic", found)
             for moment, found in unit.statistics.items()
         ]
         before = self._open(unit.before) if unit.before is not None else ""
@@ -674,6 +672,18 @@ JOBS: dict[str, Callable[[], Job]] = {
     "dense-sampled": lambda: make_job(make_tasks(ALL), propagate="dense", shards=3, importance_shards=(0, 2)),
     "dense-dropped": lambda: make_job(make_tasks(ALL), propagate="dense"),
     "dense-uniform": lambda: make_job(make_tasks(ALL), propagate="dense", scores=frozenset()),
+    "dense-uniform-kept": lambda: make_job(
+        make_tasks(range(5)), num_layers=5, propagate="dense", scores=frozenset(), keep_statistics=True, every=2
+    ),
+    "dense-uniform-every-3": lambda: make_job(
+        make_tasks(range(11)), num_layers=11, propagate="dense", scores=frozenset(), every=3
+    ),
+    "dense-uniform-some": lambda: make_job(
+        make_tasks([1, 4], ["free", "mlp"]) + make_tasks([2], ["free"]),
+        num_layers=6,
+        propagate="dense",
+        scores=frozenset(),
+    ),
     "dense-every-2": lambda: make_job(make_tasks(range(5)), num_layers=5, propagate="dense", every=2),
     "dense-every-3": lambda: make_job(make_tasks(range(7)), num_layers=7, propagate="dense", every=3, shards=1),
     "dense-last-2": lambda: make_job(make_tasks([2, 3]), propagate="dense"),
