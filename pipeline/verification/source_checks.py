@@ -20,7 +20,7 @@ from pipeline.job.calibration import sample_tokens
 from pipeline.methods.unchanged import Unchanged
 from pipeline.rounding.schemes import packed_dtype, packed_names
 from pipeline.verification.output_checks import Finding
-from stores.source import SourceCheckpoint
+from stores.source import INDEX_FILE, SourceCheckpoint
 from stores.storage import Storage
 from workers.comparing import compare_models, deviation
 from workers.layers import cpu_reader
@@ -48,7 +48,7 @@ def check_source(
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
-    for name in sorted(compression["files"].keys() - recorded.keys() - {CARD_FILE, *MODELLING_FILES}):
+    for name in sorted(compression["files"].keys() - recorded.keys() - {CARD_FILE, INDEX_FILE, *MODELLING_FILES}):
         there = original.storage.has(name)
         if there and compression["files"][name]["sha256"] not in _copies(original.storage, name):
             faults.append(f"{name}: differs from the source's")

@@ -98,6 +98,17 @@ def test_tensors_that_no_model_asks_for(listed: bool, layers: Any, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("inline_everywhere")
+def test_an_index_beside_a_single_file_is_not_read(tmp_path: Path, llama: Path, job: MakeJob) -> None:
+    """transformers, too, takes the single file; OUTPUT's own index is no copy of that one."""
+    source = with_config(llama, tmp_path / "source")
+    shards = {path.name: load_file(path) for path in sorted(source.glob("*.safetensors"))}
+    save_file({name: tensor for part in shards.values() for name, tensor in part.items()}, source / "model.safetensors")
+    made = job(source)
+    assert made.run().code == 0
+    ended = command("verify", str(made.output), "--source", str(source))
+    assert ended.code == 0, ended.out
+
+
 def test_a_compressed_checkpoint_with_bitmaps_is_scored_as_stored(job: MakeJob, text: Path) -> None:
     made = job(methods=[{"method": "lestd", "sweeps": 1, "refine_sweeps": 0}], budget={"keep": 0.8}, calibration=None)
     made.run().json  # noqa: B018 - asserts the exit code
