@@ -229,7 +229,7 @@ class Disk(Storage):
 
     @property
     def address(self) -> str:
-        return str(self.root.resolve())
+        return os.path.realpath(self.root)  # of links in a circle, `Path.resolve` makes an error of its own
 
     def hold(self, name: str) -> FileLock:
         path = self.root / name

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import quote
 
 import psutil
 
@@ -144,5 +145,6 @@ def _make(maker: Maker, metric: Metric, run: str) -> Any:
 
 
 def run_name(setup: WorkerConfig) -> str:
-    """What the metrics and Ray's dashboard call a job: its run directory's name."""
-    return Path(setup.manifest.run_dir).name if setup.manifest else "evaluation"
+    """What the metrics and Ray's dashboard call a job: its run directory's name, as Ray takes it, which is in ASCII."""
+    name = Path(setup.manifest.run_dir).name if setup.manifest else "evaluation"
+    return "".join(letter if letter.isascii() else quote(letter) for letter in name)

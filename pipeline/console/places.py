@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def _fault(field: str, path: str, base: Path | None) -> str | None:
         except InputError as error:
             return f"{field}: {error}"
         return None
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        return (
+            f"{field}: {path!r} has letters that no name of a file has in this locale ({error.encoding}); "
+            "set LC_ALL=C.UTF-8"
+        )
     if base is not None or Path(path).is_absolute() or not _in_package_folder():
         return None
     if field == "model.source" and not Path(path).exists():

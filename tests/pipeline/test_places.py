@@ -100,3 +100,12 @@ def test_example_manifests_survive_submission(path: Path, package_folder: Path) 
             settle_places(load_manifest(path), None)
     else:
         settle_places(load_manifest(path), None)
+
+
+def test_letters_that_a_locale_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(path: str) -> bytes:
+        return path.encode("ascii")
+
+    monkeypatch.setattr("pipeline.console.places.os.fsencode", encode)
+    with pytest.raises(InputError, match=r"output: 'aus/größe' has letters .*\(ascii\); set LC_ALL=C.UTF-8"):
+        settle_places(manifest(output="aus/größe"), None)

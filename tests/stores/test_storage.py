@@ -237,3 +237,11 @@ class TestMemory(StorageConformance):
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
         return Memory()
+
+
+def test_links_in_a_circle_are_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("a")
+    disk = Disk(tmp_path / "a" / "b")
+    assert disk.address == str(tmp_path / "a" / "b")
+    with pytest.raises(StorageError, match="symbolic links"):
+        disk.prepare(("x",))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.util import metrics as ray_metrics
 
 from manifests.errors import NumericsError
 from manifests.schema import Workers
@@ -18,7 +19,7 @@ from tests.workers.fake_ray import FakeRay, Watch
 from workers import metrics as names
 from workers import pool as pool_module
 from workers.actor import Outcome
-from workers.metrics import OF_THE_POOL, OF_WORKERS, Metric, PoolMeters, WorkerMeters
+from workers.metrics import OF_THE_POOL, OF_WORKERS, Meters, Metric, PoolMeters, WorkerMeters, run_name
 from workers.pool import RayPool
 
 
@@ -101,6 +102,16 @@ def test_a_worker_counts_its_units(tmp_path: Any) -> None:
     assert recorder.last["lamina_worker_peak_bytes", "keep80"] == 9
     assert 300_000 <= recorder.sums["lamina_read_bytes_total", "keep80"] < 600_000
     assert 500_000 <= recorder.sums["lamina_written_bytes_total", "keep80"] < 700_000
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("keep 80", "keep 80"), ("läuft/größe-模型", "gr%C3%B6%C3%9Fe-%E6%A8%A1%E5%9E%8B")]
+)
+def test_a_run_directory_may_have_any_name(folder: str, name: str) -> None:
+    """Ray takes tags in ASCII alone."""
+    setup: Any = SimpleNamespace(manifest=SimpleNamespace(run_dir=f"/data/{folder}/"))
+    assert run_name(setup) == name
+    Meters(ray_metrics, OF_WORKERS, run_name(setup)).add(names.READ)
 
 
 @pytest.fixture
