@@ -21,6 +21,7 @@ from manifests.errors import NumericsError
 from manifests.records import ArrayRecord
 from pipeline.kernels.gradients import draw_labels
 from pipeline.methods.method import Moment
+from pipeline.samples import GRID_TOKENS
 from pipeline.units import Backward
 from stores.activations import ActivationReader, ActivationStore
 from stores.statistics import StatisticsStore
@@ -81,8 +82,14 @@ class BackwardPass:
         return BackwardFound(record, labels)
 
     def begin(self, unit: Backward, take: Take, enough: Callable[[], bool]) -> None:
-        """The first samples of a unit's shard, until they are enough, for its moments alone. Raises as `run`."""
-        for _ in self._samples(unit, unit.layer, self._gradients_at_output(unit), take):
+        """The first tokens of a unit's first samples, until they are enough, for its moments alone. What later tokens
+        feel of them is left out. Raises as `run`."""
+        whole = self._gradients_at_output(unit)
+
+        def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
+            return whole(sample, output_SD)[: len(output_SD)]
+
+        for _ in self._samples(unit, unit.layer, gradient_of, take, GRID_TOKENS):
             if enough():
                 return
 
@@ -121,14 +128,16 @@ class BackwardPass:
                 writer.append(gradient_SD[None])
         return self.hidden.keep(shard_key, writer) if writer is not None else None
 
-    def _samples(self, unit: Backward, layer: int, gradient_of: GradientOf, take: Take | None) -> Iterator[Tensor]:
-        """The gradients (S, D) at a layer's inputs, sample by sample."""
+    def _samples(
+        self, unit: Backward, layer: int, gradient_of: GradientOf, take: Take | None, tokens: int | None = None
+    ) -> Iterator[Tensor]:
+        """The gradients (S, D) at a layer's inputs, sample by sample, of so many tokens of each, or of all."""
         inputs = self._opened(unit, layer)
         staged = unit.packed[layer - unit.layer] if unit.packed else None
         packed = self.packed.differentiable_block(layer, staged) if staged is not None else None
         block = self.layers.differentiable_block(layer) if take is not None or packed is None else packed
         for sample in range(inputs.shape[0]):
-            hidden_SD = inputs.read(sample, sample + 1)[0].to(self.layers.device)
+            hidden_SD = inputs.read(sample, sample + 1)[0, :tokens].to(self.layers.device)
             with self.computing():
                 if packed is None or packed is block:
                     gradient_SD = _pull_back(block, hidden_SD, partial(gradient_of, sample), unit.moments, take)
@@ -156,7 +165,7 @@ class BackwardPass:
 
         def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
             if known_MS is not None:
-                wanted_S = known_MS[sample]
+                wanted_S = known_MS[sample][: len(output_SD)]
             else:
                 generator = self._generator("labels", self.setup.sample_range(unit.shard)[0] + sample)
                 wanted_S = torch.rand(len(output_SD), generator=generator, dtype=torch.float64)

@@ -25,6 +25,7 @@ from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Group, Measuring, Moment, Statistics
 from pipeline.methods.registry import build_methods
+from pipeline.samples import GRID_TOKENS
 from pipeline.score_units import Compare, CompareDone, Score, WindowForward
 from pipeline.sum_units import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
 from pipeline.units import (
@@ -267,9 +268,9 @@ class Worker:
                 self.backward.begin(forward, squares.see, lambda: not squares.silent)
         else:
             inputs, block = self._inputs(forward), self._block(forward)
-            start, stop = self.setup.micro_batches(forward.shard)[0]
+            hidden_BSD = inputs.read(0, 1)[:, :GRID_TOKENS].to(self.device)
             with self._computing():
-                tapped(self.layers, block, squares.taps(forward))(inputs.read(start, stop).to(self.device), False)
+                tapped(self.layers, block, squares.taps(forward))(hidden_BSD, False)
         return ChooseGridsDone({moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids().items()})
 
     def _sample_tap(self, unit: Forward, moment: Moment, samples: dict[Moment, Tensor]) -> Tap:

@@ -174,20 +174,22 @@ class DiagonalSum:
         self.grid, self.heads = grid, heads
         self._squares_Gd = torch.zeros(grid.exponents.shape, dtype=torch.float64, device=device)
         self._factors_Gd = powers_of_two(-grid.exponents).to(device)
-        self._rounder = 1.5 * 2.0 ** (grid.bits - GRID_BITS + MANTISSA[torch.float64])
 
     def add_(self, *parts_TF: Tensor) -> None:
-        """Adds the squares of values (..., F), some rows in float64 at a time. Raises as `MomentSum.add_`, and as there
-        NaN and infinity are left to `exceeding`."""
+        """Adds the squares of values (..., F), those of some rows in float32 at a time, or in float64 if that is their
+        type. Raises as `MomentSum.add_`, and as there NaN and infinity are left to `exceeding`."""
         groups, width = self.grid.exponents.shape
         for part_TF in parts_TF:
             if part_TF.shape[-1] != self.heads * width:
                 shape = tuple(part_TF.shape)
                 raise ValueError(f"values (T, F) {shape} of {self.heads} heads do not fit {groups} x {width} sums")
+            dtype = torch.promote_types(part_TF.dtype, torch.float32)
+            rounder = 1.5 * 2.0 ** (self.grid.bits - GRID_BITS + MANTISSA[dtype])
+            factors_G1d = self._factors_Gd.to(dtype)[:, None]
             for rows_TF in part_TF.detach().reshape(-1, self.heads * width).split(BAND):
-                rows_TGhd = rows_TF.to(torch.float64).reshape(len(rows_TF), groups, -1, width)
-                squares_Gd = (rows_TGhd * self._factors_Gd[:, None]).square_().sum(dim=(0, 2))
-                self._squares_Gd += squares_Gd.add_(self._rounder).sub_(self._rounder)
+                rows_TGhd = rows_TF.reshape(len(rows_TF), groups, -1, width) * factors_G1d
+                squares_Gd = rows_TGhd.square_().sum(dim=(0, 2))
+                self._squares_Gd += squares_Gd.add_(rounder).sub_(rounder)
 
     def bands(self) -> list[Tensor]:
         """The sum so far, (G, d), alone: not a copy, more may be added afterwards."""
