@@ -44,15 +44,16 @@ def read_document(path: str | Path, overrides: Sequence[str] = (), kind: str = "
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         raise InputError(f"{kind} {path}: cannot be read ({error}); give the path of a YAML file") from error
-    return _decode_document(content, f"{kind} {path}", overrides)
+    return decode_document(content, f"{kind} {path}", overrides)
 
 
 def decode_manifest(content: bytes, path: str, overrides: Sequence[str] = ()) -> Manifest:
     """A manifest from the bytes of a file, which `path` names in errors. Raises InputError."""
-    return parse_manifest(_decode_document(content, f"manifest {path}", overrides), path)
+    return parse_manifest(decode_document(content, f"manifest {path}", overrides), path)
 
 
-def _decode_document(content: bytes, origin: str, overrides: Sequence[str]) -> dict[str, Any]:
+def decode_document(content: bytes, origin: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The same from the bytes of a file, which `origin` names in errors."""
     if len(content) > MAX_FILE_BYTES:
         raise InputError(f"{origin}: more than {MAX_FILE_BYTES} bytes; this is no manifest")
     try:

@@ -192,7 +192,8 @@ class Workers(Block):
 
 
 class Resume(Block):
-    """Hidden states are committed every `every` layers; a crash costs at most the layers since.
+    """Hidden states are committed every `every` layers; a crash costs at most the layers since, and those that
+    were being solved from memory.
 
     `auto`: as many as the plan takes for writing them in 5 % of the time or less, but no more than ten minutes of work;
     chosen when a run directory's work begins, and kept there. docs/plan.md#commits.

@@ -54,10 +54,22 @@ class Job:
         """Whether what enters (or, backwards, leaves) a layer at its input is committed."""
         return layer % self.every == 0
 
+    def solves_in_pass(self) -> bool:
+        """Whether layers are solved while the dense pass goes on: ranks follow nothing of the calibration text, and a
+        layer nothing but the moments of its values."""
+        asking = [task for task in self.tasks if task.moments]
+        waiting = bool(self.scores or self.predicts or self.gradient_layers()) or self.rounds == 2
+        return self.propagate == "dense" and bool(asking) and not waiting and not any(t.corrections for t in self.tasks)
+
     def dense_shards(self) -> Sequence[int]:
         """The shards that go through the dense model: all, unless they do so for importance alone."""
         summed = self.propagate == "dense" and any(task.moments for task in self.tasks)
         return range(self.shards) if summed or self.gradient_layers() else self.importance_shards
+
+    def committed_shards(self, lineage: str, count: int) -> Sequence[int]:
+        """The shards of which `count` hidden states are committed: of a dense pass all, where more was taken then."""
+        alone = lineage == "dense" and count != self.shards
+        return self.dense_shards() if alone else range(self.shards)
 
     def gradient_layers(self) -> list[int]:
         """The layers that the backward pass must go through, ascending; none when no task asks for gradients."""

@@ -8,13 +8,12 @@ data is dropped last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from manifests.entries import (
     CurvesEntry,
-    DenseEntry,
     MeasuredEntry,
     RanksEntry,
 )
@@ -24,7 +23,8 @@ from pipeline.compressed_walk import CompressedWalk
 from pipeline.computation import Job, RanksOf, entered_importance, entered_scores, staged_layer
 from pipeline.correction import CorrectedWalk
 from pipeline.curve_taking import take_curves
-from pipeline.forward_pass import ForwardPass
+from pipeline.dense_walk import DenseWalk
+from pipeline.forward_pass import ForwardPass, dense_entry
 from pipeline.gradient_pass import GradientPass
 from pipeline.keys import (
     RANKS,
@@ -84,12 +84,13 @@ class Driver:
                 self.steps.cancel()
                 self.repairs.invalidate(error)
 
-    def _prepare(self) -> None:
+    def _prepare(self, with_moments: bool = True) -> None:
+        """Without `with_moments`, no moments of the dense model are taken: its layers are solved in that pass."""
         self._retain_statistics()
-        dense = self.job.propagate == "dense"
+        with_moments = with_moments and self.job.propagate == "dense"
         has_moments = any(task.moments for task in self.job.tasks)
-        if "importance" in self.job.scores or (dense and has_moments) or self.gradients.span():
-            self._dense_pass(with_moments=dense)
+        if "importance" in self.job.scores or (with_moments and has_moments) or self.gradients.span():
+            self._dense_pass(with_moments)
         self.gradients.run()
         if self.job.rounds == 2:
             SecondRound(self.job, self.steps, self.cleaner, self._draft).run()
@@ -103,7 +104,8 @@ class Driver:
         Driver(self.job.draft(), self.pool, journal, cleaner, self.observer).run()
 
     def _run_phases(self) -> None:
-        self._prepare()
+        in_pass = self.job.solves_in_pass()
+        self._prepare(with_moments=not in_pass)
         dense = self.job.propagate == "dense"
         has_moments = any(task.moments for task in self.job.tasks)
         ranks = self.choose_ranks()
@@ -111,15 +113,18 @@ class Driver:
             statistics, retain = self._statistics_of, self._retain_statistics
             CorrectedWalk(self.job, self.steps, self.summing, self.cleaner, statistics, self.told, retain).run(ranks)
         elif dense or not has_moments:
+            if in_pass:
+                DenseWalk(self.job, self.steps, self.cleaner, self.summing, self._retain_statistics).run(ranks)
             self._solve_all(ranks)
         else:
             CompressedWalk(self.job, self.steps, self.cleaner, self.summing, self._gradient_statistics).run(ranks)
         self.cleaner.retain_activations(())
         self._retain_statistics()
 
-    def _retain_statistics(self) -> None:
-        """Drops the moments that no entry names, as an interruption leaves them, and those of finished layers."""
-        live: list[ArrayRecord] = []
+    def _retain_statistics(self, besides: Iterable[ArrayRecord] = ()) -> None:
+        """Drops the moments that no entry names, as an interruption leaves them, but those `besides`, and those of
+        finished layers."""
+        live = [*besides]
         for layer in range(self.job.num_layers):
             if self.job.keep_statistics or self.journal.get(layer_key(layer)) is None:
                 for entry in (
@@ -178,13 +183,7 @@ class Driver:
 
     def _enter_dense(self, phase: str, layer: int, taken: Taken, span: range) -> None:
         statistics = {**self._dense_found(layer), **self.summing.stored(taken)}
-        activations = tuple(result.activation for result in taken.done if result.activation)
-        entry = DenseEntry(
-            cosine=tuple(result.cosine for result in taken.done if result.cosine),
-            statistics=statistics,
-            activations=activations or None,
-            inputs=tuple(result.inputs for result in taken.done) if layer in span else None,
-        )
+        entry = dense_entry(taken.done, statistics, inputs=layer in span)
         self.steps.enter(dense_key(layer), entry)
         self.observer.layer_done(phase, layer, {})
 

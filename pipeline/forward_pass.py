@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from manifests.entries import DenseEntry
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.computation import Job, staged_layer
 from pipeline.keys import activations_key, dense_key
 from pipeline.methods.method import Moment
 from pipeline.ports import Journal
-from pipeline.units import Forward, Lineage, Unwritten
+from pipeline.units import Forward, Lineage, ShardDone, Unwritten
 
 
 class ForwardPass:
@@ -40,9 +41,8 @@ class ForwardPass:
         layer is read by the pass that makes its inputs: before, while this one is solved, it would only take memory."""
         activations = self.activations(lineage, base)
         shards = range(self.job.shards) if shards is None else shards
-        # A pass through which more was taken may have committed those of all shards.
-        stored = shards if activations is None or len(activations) == len(shards) else range(self.job.shards)
-        records = dict(zip(stored, activations or (), strict=False))
+        committed = () if activations is None else self.job.committed_shards(lineage, len(activations))
+        records = dict(zip(committed, activations or (), strict=True))
         replay = tuple(
             staged_layer(self.journal, before) if lineage == "compressed" else None for before in range(base, layer)
         )
@@ -68,7 +68,7 @@ class ForwardPass:
         ]
 
     def activations(self, lineage: Lineage, layer: int) -> Sequence[ArrayRecord] | None:
-        """Records of the committed inputs of a layer, in shard order; ."""
+        """Records of the committed inputs of a layer, in shard order."""
         if layer == 0:
             return None
         if lineage == "dense":
@@ -80,3 +80,14 @@ class ForwardPass:
     def last_committed(self, lineage: Lineage, layer: int) -> int:
         """The last layer up to this one whose inputs are committed; 0: the embeddings."""
         return next((at for at in range(layer, 0, -1) if self.activations(lineage, at)), 0)
+
+
+def dense_entry(done: Sequence[ShardDone], statistics: Mapping[str, ArrayRecord], *, inputs: bool) -> DenseEntry:
+    """What is entered of a dense pass through a layer; with `inputs`, what of these was kept of each shard."""
+    activations = tuple(result.activation for result in done if result.activation)
+    return DenseEntry(
+        cosine=tuple(result.cosine for result in done if result.cosine),
+        statistics=statistics,
+        activations=activations or None,
+        inputs=tuple(result.inputs for result in done) if inputs else None,
+    )

@@ -17,7 +17,7 @@ from pipeline.console.arguments import parser, run_command
 from pipeline.keys import COMPLETE, POINTS, RESULT, point_part
 from stores.ledger import Ledger
 from stores.lock import read_lock
-from stores.run_directory import ENDED, existing_run
+from stores.run_directory import ENDED, MANIFEST, existing_run
 from stores.storage import Place, Storage, matching
 
 LOG_LINES = 5
@@ -46,7 +46,6 @@ def _body(arguments: Any) -> int:
 def read_status(place: Place) -> dict[str, Any]:
     """Everything known of a run directory. Raises InputError when it is none."""
     run_dir = existing_run(place)
-    manifest = run_dir.read_manifest()
     ledger = run_dir.ledger
     keys = ledger.keys()
     committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
@@ -56,7 +55,7 @@ def read_status(place: Place) -> dict[str, Any]:
     finished = bool(complete) or (points is not None and points["done"] == points["of"])
     return {
         "run_dir": run_dir.place,
-        "output": manifest.output if manifest else None,
+        "output": run_dir.read_output(),
         "state": _state(owner, finished, ended),
         "owner": owner,
         "last_run": _last_run(owner, ended),
@@ -123,7 +122,7 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     if (run := state["last_run"]) and run["exit_code"]:
         yield f"exit code {run['exit_code']}, {run.get('where') or 'before any phase'}: {run['error']}"
         yield f"log: {run['log']}"
-    yield f"output: {state['output']}"
+    yield f"output: {state['output'] or f'not known: a run writes {MANIFEST} when it begins to compute'}"
     for name, number in state["layers"].items():
         yield f"layers committed, {name.replace('_', ' ')}: {number}"
     if points := state["points"]:

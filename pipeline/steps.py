@@ -82,6 +82,11 @@ class Steps:
         self.begun -= {unit.key for unit in units}
         return [self.found.pop(unit.key) for unit in units]
 
+    def there(self, units: Sequence[Unit]) -> bool:
+        """Whether `results` would wait for nothing."""
+        keys = {unit.key for unit in units}
+        return keys <= self.found.keys() or not keys.isdisjoint(self.lost)
+
     def let_go(self, units: Sequence[Unit]) -> None:
         """Holds no more of what came of units that were begun: their results are None."""
         self.found.update(dict.fromkeys(unit.key for unit in units))

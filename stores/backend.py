@@ -44,7 +44,13 @@ class Growing(Protocol):
 
 
 class Hold(Protocol):
-    """A name held against all other processes, until `release` or the end of this one."""
+    """A name held against all other processes, until `release` or the end of this one.
+
+    Attributes:
+        everywhere: against those of other hosts, too, whatever the place is mounted through.
+    """
+
+    everywhere: bool
 
     def is_ours(self) -> bool:
         """Whether it still is: the name was not removed, nor given to another."""

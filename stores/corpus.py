@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 DEFAULT_FIELD = "text"
 PIECE_CHARACTERS = 1 << 20
 POOL_FACTOR = 32
+BYTE_ORDER_MARK = "\ufeff"
 
 
 def read_documents(text: Text) -> Iterator[str]:
@@ -309,12 +310,14 @@ class _Stream(io.RawIOBase):
 
 
 def _decode(path: str, data: bytes, offset: int = 0) -> str:
+    """Bytes from `offset` on; the byte order mark that a file may begin with is no text."""
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
             f"text file {path}: not UTF-8 at byte {offset + error.start} ({error.reason}); convert it to UTF-8"
         ) from error
+    return text if offset else text.removeprefix(BYTE_ORDER_MARK)
 
 
 def _parse(path: str, where: str, text: str) -> Any:

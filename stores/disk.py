@@ -308,6 +308,8 @@ class DiskFile(Readable):
 class FileLock:
     """See `stores.backend.Hold`: the kernel's lock of an open file, which ends with its process."""
 
+    everywhere = False  # a network filesystem may keep it to itself
+
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor

@@ -65,6 +65,8 @@ class Lease:
     `generation` grows with each owner: what was done under an older one is of an owner that is dead or should be.
     """
 
+    everywhere = True
+
     def __init__(self, place: Conditional, name: str, before: tuple[Mapping[str, Any], str] | None) -> None:
         self.generation = (int(before[0].get("generation", 0)) if before else 0) + 1
         self._place = place

@@ -66,7 +66,7 @@ class RunLock:
             raise InUseError(f"{self._at}: this process holds the lock already")
         hold = self._wait()
         try:
-            self._check_elsewhere()
+            self._check_before(hold)
             now = time.time()
             self._owner = {
                 "host": socket.gethostname(),
@@ -145,12 +145,12 @@ class RunLock:
                     raise InUseError(f"{self._at}: {owner}; wait for it, or stop it first") from None
                 time.sleep(PATIENCE_S / 10)
 
-    def _check_elsewhere(self) -> None:
-        """With the name in hand: refuses when an owner on another host may live, and says who died."""
+    def _check_before(self, hold: Hold) -> None:
+        """With the name in hand: says who died, and refuses where it may be an owner on another host that lives."""
         owner = _read_owner(self.storage, self.name)
         if owner is None or owner.get("released"):
             return
-        if _lives_elsewhere(owner) or self._beats_elsewhere(owner):
+        if not hold.everywhere and (_lives_elsewhere(owner) or self._beats_elsewhere(owner)):
             raise InUseError(
                 f"{self._at}: {_describe(owner)}; this host cannot see whether it lives: if it does not, try again "
                 f"when the heartbeat is older than {FRESH_S:.0f} s"

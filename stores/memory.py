@@ -93,6 +93,8 @@ class Memory(Storage):
 class MemoryLock:
     """See `stores.backend.Hold`. A name that was removed is nobody's."""
 
+    everywhere = True
+
     def __init__(self, files: dict[str, bytes], held: dict[str, object], name: str) -> None:
         self._files = files
         self._held = held

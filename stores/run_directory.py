@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from manifests.errors import InputError, StorageError
 from manifests.loading import decode_manifest
 from manifests.schema import Manifest, completed
+from manifests.sweep import decode_sweep
 from stores.durable import is_hidden
 from stores.ledger import ENTRY_NAME, Ledger
 from stores.lock import RunLock
@@ -82,6 +83,13 @@ class RunDirectory:
         if not self.storage.has(MANIFEST):
             return None
         return decode_manifest(self.storage.read(MANIFEST), self.storage.at(MANIFEST))
+
+    def read_output(self) -> str | None:
+        """Where the job's checkpoint goes, or a sweep's; None when neither was written yet. Raises InputError."""
+        if self.storage.has(SWEEP):
+            return decode_sweep(self.storage.read(SWEEP), self.storage.at(SWEEP)).output
+        manifest = self.read_manifest()
+        return manifest.output if manifest else None
 
     def prepare(self, need_bytes: int = 0) -> None:
         """Creates the layout and tries a write.

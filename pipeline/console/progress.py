@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
@@ -39,7 +40,8 @@ class JobObserver:
         self.peak_bytes: Mapping[str, int] = {}
         self.seconds: dict[str, float] = {}
         self.tokens = 0
-        self.total_units = self.done_units = self.done_layers = 0
+        self.total_units = self.done_units = 0
+        self.done_layers: Counter[str] = Counter()  # of the running phase, by what was done
         self.started = time.monotonic()
         self.outlook = Outlook()
         self.progress: Progress | None = None
@@ -61,7 +63,8 @@ class JobObserver:
         """Something begins (None: nothing more), of so many layers if it has any, and what was before ends."""
         self._close_phase()
         self.started, self.tokens = time.monotonic(), 0
-        self.done_units = self.total_units = self.done_layers = 0
+        self.done_units = self.total_units = 0
+        self.done_layers.clear()
         self.state = {"phase": name} if name else {}
         self.outlook.begin(name or "", layers)
 
@@ -95,8 +98,8 @@ class JobObserver:
         """A layer is committed, or, where nothing is kept of it, done."""
         figures = "; ".join(f"{group}: {_figures(report)}" for group, report in summary.items())
         state = "done" if phase == "evaluate" else "committed"
-        self.done_layers += 1
-        of = f", {self.done_layers}/{self.state['layers']}" if self.state.get("layers") else ""
+        self.done_layers[phase] += 1
+        of = f", {self.done_layers[phase]}/{self.state['layers']}" if self.state.get("layers") else ""
         self.say(f"{phase} layer {layer} {state}{f' ({figures})' if figures else ''}{of}{self._rate()}")
 
     def repaired(self, reason: str, keys: Sequence[str]) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from manifests.entries import ScheduleEntry
 from pipeline.job.context import JobContext
-from pipeline.job.planning import pass_of
 from pipeline.keys import SCHEDULE
+from pipeline.plan.passes import gradient_tokens, pass_of
 from pipeline.plan.phases import layers_per_commit
 from pipeline.plan.probe import LayerShape, measured_rates
 from pipeline.plan.rates import GPUS, Rates
@@ -27,9 +27,10 @@ def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
         return 1 if asked == "auto" else asked  # without text there are no hidden states
     entered = job.ledger.get(SCHEDULE)
     if entered is None:
-        inputs, layers = job.inputs, job.inputs.geometry.num_layers
-        work = layer_work(inputs.manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize)
-        every = layers_per_commit(work, _rates(job, hardware["device"]), pass_of(inputs.manifest, layers))
+        inputs, geometry = job.inputs, job.inputs.geometry
+        work = layer_work(inputs.manifest, geometry, inputs.tasks, inputs.dtype.itemsize)
+        way = pass_of(inputs.manifest, geometry.num_layers, gradient_tokens(inputs.manifest, geometry, inputs.tasks))
+        every = layers_per_commit(work, _rates(job, hardware["device"]), way)
         entered = ScheduleEntry(every=every)
         job.ledger.commit(SCHEDULE, entered)
     job.observer.say(f"resume.every: auto: hidden states are committed every {entered.every} layers")

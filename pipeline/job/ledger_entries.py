@@ -46,9 +46,8 @@ def _fault(key: str, entry: Any, job: Job, config: Mapping[str, Any]) -> str | N
     if kind == "layer":
         return _layer_fault(int(key.rpartition("/")[2]), entry, config)
     if kind == "dense":
-        whole = entry.activations is not None and len(entry.activations) == job.shards  # more was taken on the way
-        shards = job.shards if whole else len(job.dense_shards())
-        return _dense_fault(entry, job) or _activations_fault(entry.activations, shards)
+        shards = job.committed_shards("dense", len(entry.activations or ()))
+        return _dense_fault(entry, job) or _activations_fault(entry.activations, len(shards))
     if kind in BACKWARD:
         return _activations_fault(entry.activations, len(job.gradient_shards))
     return _activations_fault(entry.activations, job.shards) if kind == "activations" else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pipeline.console.outlook import Ahead, Outlook
 from pipeline.job.context import JobContext
-from pipeline.job.planning import gradient_tokens, pass_of
+from pipeline.plan.passes import gradient_tokens, pass_of
 from pipeline.plan.phases import START_SECONDS, WORKERS_SECONDS, evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import BACK, BACK_AGAIN, layer_work, scoring_flops

@@ -18,12 +18,11 @@ from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.calibration import evaluation_tokens
 from pipeline.job.inputs import Inputs, read_inputs
-from pipeline.methods.method import Task
-from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients, layers_of
+from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.estimate import make_plan, rank_remarks
+from pipeline.plan.passes import gradient_tokens, pass_of
 from pipeline.plan.phases import (
     WORKERS_SECONDS,
-    Pass,
     committed_bytes,
     evaluate_seconds,
     layers_per_commit,
@@ -33,7 +32,6 @@ from pipeline.plan.phases import (
 from pipeline.plan.probe import LayerShape, measured_rates
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.work import layer_work, scoring_flops
-from pipeline.samples import gradient_samples, held_out_windows, importance_shards
 from workers.cluster import connect, machine_bytes, object_store_room, probe_workers
 from workers.memory import map_large_tensors
 
@@ -131,39 +129,6 @@ def asked_rates(manifest: Manifest, geometry: Geometry, dtype: torch.dtype, aske
     if asked.tflops is None:
         return measured
     return measured.with_operations(asked.tflops * 1e12)
-
-
-def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:
-    """How the job goes through its layers."""
-    calibration = manifest.calibration
-    compressed = calibration is not None and calibration.propagate == "compressed"
-    importance = any(
-        getattr(entry, "allocation", None) == "importance" and not getattr(entry, "ranks", None)
-        for entry in manifest.methods
-    )
-    shards = calibration.shards if calibration else layers
-    samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
-    alone = shards if gradient_tokens else len(importance_shards(shards, samples, length))
-    return Pass(
-        layers,
-        shards,
-        min(manifest.workers.max, shards),
-        alone if importance and compressed else 0,
-        compressed,
-        offload=True,
-        every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
-        gradient_shards=max(1, min(shards, gradient_tokens // length)),
-        held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
-    )
-
-
-def gradient_tokens(manifest: Manifest, geometry: Geometry, tasks: tuple[Task, ...]) -> int:
-    """Of the calibration samples that go back through the model; 0 where none do."""
-    calibration = manifest.calibration
-    if calibration is None or not any(layer_gradients(tasks, layer) for layer in layers_of(tasks)):
-        return 0
-    asked, length = calibration.gradient.samples, calibration.sequence_length
-    return gradient_samples(asked, calibration.samples, length, geometry.hidden) * length
 
 
 def _elsewhere(asked: Asked) -> bool:

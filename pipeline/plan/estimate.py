@@ -14,11 +14,11 @@ from typing import Any
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import build_methods, layer_gradients, layer_moments, layers_of, saved_numbers
+from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
 from pipeline.methods.rounded_size import rounded_numbers, scope_numbers
+from pipeline.plan.passes import gradient_tokens, pass_of
 from pipeline.plan.solve_work import moment_width, solve_work
 from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops
-from pipeline.samples import importance_shards
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray
@@ -70,7 +70,8 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         by_layer[layer.index] += moment_bytes(moment, layer)
     statistics, decoder = max(by_layer.values(), default=0), geometry.decoder_numbers()
     compressed = calibration is not None and calibration.propagate == "compressed"
-    passes = _passes(manifest, tasks, compressed)
+    way = pass_of(manifest, geometry.num_layers, gradient_tokens(manifest, geometry, tasks))
+    passes = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
     activations = tokens * geometry.hidden * itemsize
     dense = geometry.model_numbers()
     expected = _expected_numbers(manifest, geometry)
@@ -85,7 +86,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         layer_bytes=max(layer.numbers() for layer in geometry.layers) * itemsize,
         source_bytes=source_bytes,
         read_bytes=int(
-            passes * decoder * itemsize
+            (passes + (way.importance > 0)) * decoder * itemsize
             + 2 * (dense - decoder) * itemsize
             + (dense + stored) * itemsize  # both models side by side, for what `verify` compares with
         ),
@@ -99,7 +100,8 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         output_bytes=stored * itemsize,
         expected_numbers=expected,
         dense_numbers=dense,
-        forward_flops=_tokens_passed(manifest, tasks, passes)
+        forward_flops=tokens
+        * (passes + way.importance / way.shards)
         * sum(forward_flops(layer, calibration.sequence_length if calibration else 0) for layer in geometry.layers),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for layer, moment in moments)),
         solve_flops=sum(solve_work(task, geometry.layers[task.layer], tokens).flops for task in tasks),
@@ -143,25 +145,6 @@ def _solve_bytes(task: Task, geometry: LayerGeometry, itemsize: int) -> int:
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
     copies = CURVE_COPIES if samples else SOLVE_COPIES
     return copies * moments + samples + geometry.numbers(task.roles) * (8 + itemsize)
-
-
-def _tokens_passed(manifest: Manifest, tasks: Sequence[Task], passes: int) -> float:
-    """Through the layers, in all passes: one for importance alone takes some shards."""
-    calibration = manifest.calibration
-    if calibration is None:
-        return 0.0
-    shards, samples, length = calibration.shards, calibration.samples, calibration.sequence_length
-    alone = len(importance_shards(shards, samples, length)) / shards
-    gradients = any(layer_gradients(tasks, layer) for layer in layers_of(tasks))
-    return samples * length * (passes if passes < 3 or gradients else 2 + alone)
-
-
-def _passes(manifest: Manifest, tasks: Sequence[Task], compressed: bool) -> int:
-    """How often the layers are gone through: importance or dense statistics once, the compressed walk twice."""
-    if not any(task.moments for task in tasks):
-        return 0
-    importance = any("importance" in method.scores for method in build_methods(manifest))
-    return (2 + int(importance)) if compressed else 1
 
 
 def _expected_numbers(manifest: Manifest, geometry: Geometry) -> int:

@@ -115,31 +115,11 @@ def layer_work(
     """Of the claimed layer that asks for most, the largest of those; `kept`: the share of a layer's numbers that is
     written. All layers are counted by it: too much where they differ.
     """
-    calibration = manifest.calibration
-    samples, sequence = (calibration.samples, calibration.sequence_length) if calibration else (0, 0)
-    tokens = samples * sequence
-    shards = calibration.shards if calibration else 1
-    measured = tokens * len(importance_shards(shards, samples, sequence)) / shards if calibration else 0
-    dense = calibration is not None and calibration.propagate == "dense"
-    rounding = rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE)
-    tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
-    claims = claim_tasks(build_methods(manifest), geometry) if manifest.quantize else ()
-    own = {task.key: task for task in claims}  # without what rounding needs
-    claimed = layers_of(tasks)
-    busiest = max(
-        claimed, key=lambda layer: (len(layer_moments(tasks, layer)), geometry.layers[layer].numbers()), default=0
-    )
-    layer = geometry.layers[busiest]
-    moments = [moment for moment in layer_moments(tasks, busiest) if moment.kind != "sample"]
-    gradients = layer_gradients(tasks, busiest)
+    asked = _busiest(manifest, geometry, tasks)
+    layer, moments, tokens, sequence = asked.layer, asked.moments, asked.tokens, asked.sequence
     forward = forward_flops(layer, sequence)
     packed = forward - 2.0 * (1.0 - kept) * layer.numbers()
-    held_out = held_out_windows(samples, samples, sequence) * sequence if calibration else 0
-    two_rounds = any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods)
-    busy = [own.get(task.key, task) for task in tasks if task.layer == busiest]
-    predicted = {task.name for task in predict_tasks(build_methods(manifest), geometry) if task.layer == busiest}
     skipped = 2.0 * layer.hidden * layer.intermediate if any(m.point == "down.in" for m in moments) else 0.0
-    sizes = [triangle_numbers(moment, layer) for moment in moments]
     weight_bytes = layer.numbers() * itemsize
     return LayerWork(
         weight_bytes=weight_bytes,
@@ -149,39 +129,118 @@ def layer_work(
         forward_flops=tokens * forward,
         packed_flops=tokens * packed,
         statistics_flops=tokens * (forward - skipped),
-        moment_flops=float(
-            tokens * sum(moment.heads // moment.groups * 2 * _banded_numbers(moment, layer) for moment in moments)
-        ),
+        moment_flops=float(tokens * sum(_moment_flops(moment, layer) for moment in moments)),
         built_bytes=float(BUILT_BYTES * layer.numbers()),
         grid_flops=float(min(GRID_TOKENS, sequence) * forward) if moments else 0.0,
         added_bytes=float(sum(_added_bytes(moment, layer, manifest, itemsize) for moment in moments)),
-        cosine_bytes=float(COSINE_BYTES * measured * layer.hidden),
-        moment_bytes=8 * sum(sizes),
-        **_gradient_work(layer, gradients, forward, gradient_tokens, manifest, 1 + two_rounds),
-        solves=tuple(
-            solve_work(task, layer, tokens, told=dense and task.name in predicted)
-            for task in busy
-            for _ in range(1 + two_rounds)
-        ),
-        curves=tuple(
-            curve_work(task, layer, tokens, _multiple(task, manifest, layer))
-            for task in busy
-            if task.name in predicted
-            for _ in range(1 + two_rounds)
-        ),
-        gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in gradients),
-        sample_bytes=sum(
-            moment.tokens * moment_width(moment, layer) * itemsize
-            for moment in layer_moments(tasks, busiest)
-            if moment.kind == "sample"
-        ),
-        pair_bytes=tuple(_pair_bytes(moment, layer) for moment in _pairs(busy)),
-        pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in _pairs(busy))),
-        correction_flops=float(tokens * _correction_flops(busy, layer, forward)),
-        rounding=rounding,
+        cosine_bytes=float(COSINE_BYTES * _measured_tokens(manifest) * layer.hidden),
+        moment_bytes=8 * sum(triangle_numbers(moment, layer) for moment in moments),
+        **_gradient_work(layer, asked.gradients, forward, gradient_tokens, manifest, asked.rounds),
+        solves=asked.solves(),
+        curves=asked.curves(),
+        gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in asked.gradients),
+        sample_bytes=sum(moment.tokens * moment_width(moment, layer) * itemsize for moment in asked.samples),
+        pair_bytes=tuple(_pair_bytes(moment, layer) for moment in asked.pairs),
+        pair_added_bytes=float(sum(_pair_added_bytes(moment, layer, manifest, itemsize) for moment in asked.pairs)),
+        correction_flops=float(tokens * _correction_flops(asked.pairs, layer, forward)),
+        rounding=rounding_work(tasks, manifest, geometry.layers, 1.0 - REMOVED_SHARE),
         compare_flops=3.0 * COMPARED_TOKENS * forward_flops(layer, COMPARED_TOKENS),
-        held_out_flops=(held_out * forward, held_out * packed),
+        held_out_flops=(_held_out_tokens(manifest) * forward, _held_out_tokens(manifest) * packed),
     )
+
+
+@dataclass(frozen=True)
+class _Busiest:
+    """The claimed layer that asks for most, and what it asks for.
+
+    Attributes:
+        moments: without `samples` of values and `gradients`.
+        tasks: without the moments that only their rounding needs.
+        predicted: the names of those whose sizes are compared by predicted loss.
+    """
+
+    manifest: Manifest
+    layer: LayerGeometry
+    moments: tuple[Moment, ...]
+    samples: tuple[Moment, ...]
+    gradients: tuple[Moment, ...]
+    tasks: tuple[Task, ...]
+    predicted: frozenset[str]
+
+    @property
+    def tokens(self) -> int:
+        """Of all calibration samples."""
+        return self.manifest.calibration.samples * self.sequence if self.manifest.calibration else 0
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of one."""
+        return self.manifest.calibration.sequence_length if self.manifest.calibration else 0
+
+    @property
+    def pairs(self) -> list[Moment]:
+        """What corrections are fitted to."""
+        return sorted({moment for task in self.tasks for moment in task.corrections})
+
+    @property
+    def rounds(self) -> int:
+        """How often its tasks are solved."""
+        return 2 if any(getattr(entry, "rounds", 1) == 2 for entry in self.manifest.methods) else 1
+
+    def solves(self) -> tuple[SolveWork, ...]:
+        """Of its tasks, in every round."""
+        dense = self.manifest.calibration is not None and self.manifest.calibration.propagate == "dense"
+        return tuple(
+            solve_work(task, self.layer, self.tokens, told=dense and task.name in self.predicted)
+            for task in self.tasks
+            for _ in range(self.rounds)
+        )
+
+    def curves(self) -> tuple[SolveWork, ...]:
+        """Of those that have them, in every round."""
+        return tuple(
+            curve_work(task, self.layer, self.tokens, _multiple(task, self.manifest, self.layer))
+            for task in self.tasks
+            if task.name in self.predicted
+            for _ in range(self.rounds)
+        )
+
+
+def _busiest(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> _Busiest:
+    tasks = [task for task in tasks if task.roles[0] not in OUTER_ROLES]
+    methods = build_methods(manifest)
+    claims = claim_tasks(methods, geometry) if manifest.quantize else ()
+    own = {task.key: task for task in claims}  # without what rounding needs
+    busiest = max(
+        layers_of(tasks),
+        key=lambda layer: (len(layer_moments(tasks, layer)), geometry.layers[layer].numbers()),
+        default=0,
+    )
+    moments = layer_moments(tasks, busiest)
+    return _Busiest(
+        manifest,
+        geometry.layers[busiest],
+        moments=tuple(moment for moment in moments if moment.kind != "sample"),
+        samples=tuple(moment for moment in moments if moment.kind == "sample"),
+        gradients=tuple(layer_gradients(tasks, busiest)),
+        tasks=tuple(own.get(task.key, task) for task in tasks if task.layer == busiest),
+        predicted=frozenset(task.name for task in predict_tasks(methods, geometry) if task.layer == busiest),
+    )
+
+
+def _measured_tokens(manifest: Manifest) -> float:
+    """Of the samples that importance is measured on."""
+    if (calibration := manifest.calibration) is None:
+        return 0.0
+    shards, samples, sequence = calibration.shards, calibration.samples, calibration.sequence_length
+    return samples * sequence * len(importance_shards(shards, samples, sequence)) / shards
+
+
+def _held_out_tokens(manifest: Manifest) -> int:
+    if (calibration := manifest.calibration) is None:
+        return 0
+    samples, sequence = calibration.samples, calibration.sequence_length
+    return held_out_windows(samples, samples, sequence) * sequence
 
 
 def _gradient_work(
@@ -216,6 +275,11 @@ def _gradient_work(
         "gradient_moved_bytes": float(rounds * moved),
         "gradient_grid_flops": float(rounds * min(GRID_TOKENS, sequence) * BACK * forward),
     }
+
+
+def _moment_flops(moment: Moment, geometry: LayerGeometry) -> int:
+    """Of a token's products."""
+    return moment.heads // moment.groups * 2 * _banded_numbers(moment, geometry)
 
 
 def _added_bytes(moment: Moment, geometry: LayerGeometry, manifest: Manifest, itemsize: int) -> float:
@@ -264,18 +328,13 @@ def _multiple(task: Task, manifest: Manifest, geometry: LayerGeometry) -> int:
     return entries[task.method].multiple(geometry.hidden) if task.method < len(entries) else 1
 
 
-def _correction_flops(tasks: Sequence[Task], geometry: LayerGeometry, forward: float) -> float:
-    """For each token, of a layer's tasks; `forward`: of a forward pass."""
-    pairs = _pairs(tasks)
+def _correction_flops(pairs: Sequence[Moment], geometry: LayerGeometry, forward: float) -> float:
+    """For each token; `forward`: of a forward pass."""
     if not pairs:
         return 0.0
     mlp = 2.0 * geometry.numbers(tuple(role for role in geometry.roles if role in ("gate", "up", "down")))
     walked = WALKED * forward + WALKED_SHORT * (forward - mlp)
     return walked + sum(_pair_flops(moment, geometry) for moment in pairs)
-
-
-def _pairs(tasks: Sequence[Task]) -> list[Moment]:
-    return sorted({moment for task in tasks for moment in task.corrections})
 
 
 def _pair_bytes(moment: Moment, geometry: LayerGeometry) -> int:

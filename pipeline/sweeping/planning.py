@@ -13,8 +13,9 @@ from pipeline.console.outlook import Ahead, Outlook
 from pipeline.job.calibration import evaluation_tokens
 from pipeline.job.context import JobContext
 from pipeline.job.inputs import Inputs
-from pipeline.job.planning import Asked, asked_rates, gradient_tokens, pass_of, what_does_not_fit
+from pipeline.job.planning import Asked, asked_rates, what_does_not_fit
 from pipeline.plan.estimate import Plan, make_plan
+from pipeline.plan.passes import gradient_tokens, pass_of
 from pipeline.plan.phases import evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import layer_work, scoring_flops

@@ -158,7 +158,8 @@ def test_what_is_written(sweep: Callable[..., Sweep], inline_everywhere: None) -
     shown = command("sweep", str(made.path))
     assert (shown.code, len(made.units())) == (0, count)
     assert all(row["point"] in shown.out for row in rows)
-    assert command("status", str(run_dir), "--json").json["points"] == {"done": 2, "of": 2}
+    state = command("status", str(run_dir), "--json").json
+    assert (state["points"], state["output"]) == ({"done": 2, "of": 2}, str(made.job.output))
 
 
 @pytest.mark.parametrize(

@@ -442,17 +442,17 @@ class SimulatedPool:
     def _total(self, unit: Total) -> ArrayRecord:
         gradients = unit.moment.kind == "gradient"
         assert (unit.lineage == "gradient") == gradients
-        value = self._sum(unit.lineage, unit.layer, unit.moment, unit.summed)
+        value = self._sum(unit.layer, unit.moment, unit.summed)
         if unit.before is not None:
             value = digest("sum", self.world.load("statistic", unit.before), value)
         record = self.world.store("statistic", value)
         return GradientRecord(**dict(record), square_norms=(1.0,), sequences=1, tokens=1) if gradients else record
 
-    def _sum(self, lineage: str, layer: int, moment: Moment, summed: Summed) -> str:
+    def _sum(self, layer: int, moment: Moment, summed: Summed) -> str:
         parts = self._joined(summed.partials)
         first, *others = (sorted(found.items()) for found in parts.values())
         assert all(other == first for other in others), "every part is over all shards"
-        return digest("sum", lineage, layer, moment.key, first)
+        return digest("sum", layer, moment.key, first)
 
     def _pair(self, unit: Pair) -> ShardDone:
         assert len(unit.replay) == unit.layer - unit.base
@@ -546,9 +546,7 @@ class SimulatedPool:
         assert len(pairs) == bool(group.corrections)
         assert not pairs or (unit.before is None) == (pairs[0] == group.corrections[0])
         read = [
-            self._sum("compressed", group.layer, moment, found)
-            if isinstance(found, Summed)
-            else self.world.load("statistic", found)
+            self._sum(group.layer, moment, found) if isinstance(found, Summed) else self.world.load("statistic", found)
             for moment, found in unit.statistics.items()
         ]
         before = self._open(unit.before) if unit.before is not None else ""
@@ -681,6 +679,18 @@ JOBS: dict[str, Callable[[], Job]] = {
     "dense-sampled": lambda: make_job(make_tasks(ALL), propagate="dense", shards=3, importance_shards=(0, 2)),
     "dense-dropped": lambda: make_job(make_tasks(ALL), propagate="dense"),
     "dense-uniform": lambda: make_job(make_tasks(ALL), propagate="dense", scores=frozenset()),
+    "dense-uniform-kept": lambda: make_job(
+        make_tasks(range(5)), num_layers=5, propagate="dense", scores=frozenset(), keep_statistics=True, every=2
+    ),
+    "dense-uniform-every-3": lambda: make_job(
+        make_tasks(range(11)), num_layers=11, propagate="dense", scores=frozenset(), every=3
+    ),
+    "dense-uniform-some": lambda: make_job(
+        make_tasks([1, 4], ["free", "mlp"]) + make_tasks([2], ["free"]),
+        num_layers=6,
+        propagate="dense",
+        scores=frozenset(),
+    ),
     "dense-every-2": lambda: make_job(make_tasks(range(5)), num_layers=5, propagate="dense", every=2),
     "dense-every-3": lambda: make_job(make_tasks(range(7)), num_layers=7, propagate="dense", every=3, shards=1),
     "dense-last-2": lambda: make_job(make_tasks([2, 3]), propagate="dense"),

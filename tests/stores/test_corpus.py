@@ -90,6 +90,24 @@ def test_txt_is_one_document_as_open_reads_it(tmp_path: Path) -> None:
         assert read(path) == [file.read()]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl"])
+def test_a_byte_order_mark_is_no_text(name: str, tmp_path: Path) -> None:
+    path, text = tmp_path / name, "so it begins"
+    content = {".txt": text, ".json": json.dumps([text]), ".jsonl": json.dumps({"text": text})}[path.suffix]
+    path.write_bytes(b"\xef\xbb\xbf" + content.encode() + b"\n")
+    assert [document.strip() for document in read(path)] == [text]
+    path.write_bytes(b"\xef\xbb\xbfabc\xff")
+    assert "not UTF-8 at byte 6" in refused(path)
+
+
+def test_one_elsewhere_is(tmp_path: Path) -> None:
+    """As a text that was put together of others may have it: it is a letter there."""
+    (tmp_path / "a.txt").write_text("a\ufeffb")
+    (tmp_path / "a.jsonl").write_text('"a"\n"\ufeffb"\n')
+    assert read(tmp_path / "a.txt") == ["a\ufeffb"]
+    assert read(tmp_path / "a.jsonl") == ["a", "\ufeffb"]
+
+
 def test_files_in_order(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "a.txt").write_text("a")

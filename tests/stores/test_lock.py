@@ -18,7 +18,9 @@ import pytest
 
 from manifests.errors import InUseError, StorageError
 from stores import lock
+from stores.disk import Disk
 from stores.lock import RunLock, read_lock
+from stores.memory import Memory
 
 ROOT = Path(__file__).resolve().parents[2]
 KilledAnywhere = Callable[..., int]
@@ -117,6 +119,21 @@ def test_a_released_lock_is_taken_in_silence(tmp_path: Path, caplog: pytest.LogC
     note(tmp_path / "lock", host="elsewhere")
     with RunLock(tmp_path):
         assert caplog.text == ""
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_where_a_hold_reaches_all_hosts_no_note_is_watched(
+    everywhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a disk may be one of a network whose locks others do not see; elsewhere who has the name has the lock."""
+    storage = Memory() if everywhere else Disk(tmp_path)
+    owner = {"host": "elsewhere", "pid": 7, "released": None, "heartbeat": time.time() - 3600}
+    storage.replace("lock.json", json.dumps(owner).encode())
+    watched: list[float] = []
+    monkeypatch.setattr(lock, "WATCH_S", 0.1)
+    monkeypatch.setattr(time, "sleep", watched.append)
+    with RunLock(storage):
+        assert bool(watched) == (not everywhere)
 
 
 def test_another_host_with_a_fresh_heartbeat_is_respected(

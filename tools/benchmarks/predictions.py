@@ -23,9 +23,9 @@ from typing import Any
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.job.planning import gradient_tokens, pass_of
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.job_units import job_units
+from pipeline.plan.passes import gradient_tokens, pass_of
 from pipeline.plan.rates import Rates
 from pipeline.plan.simulator import Simulated, simulate
 from pipeline.plan.work import layer_work
