@@ -42,7 +42,7 @@ class GradientPass:
         if not pending:
             return
         self.steps.observer.phase("gradient", len(pending), len(self.job.gradient_shards))
-        under_way = UnderWay(self.summing, partial(self._enter, pending[0]))
+        under_way = UnderWay(self.summing, self.cleaner, partial(self._enter, pending[0]))
         for layer in reversed(pending):
             emit = layer > pending[0] and self.job.gradient == "model"
             store = emit and self.job.is_boundary(layer)
@@ -52,8 +52,8 @@ class GradientPass:
         under_way.finish()
         self.cleaner.retain_activations(())
 
-    def _enter(self, first: int, layer: int, taken: Taken) -> None:
-        """Enters a layer of the pass that ends at the `first`; what the rest does not need is dropped."""
+    def _enter(self, first: int, layer: int, taken: Taken) -> Sequence[ArrayRecord] | None:
+        """Enters a layer of the pass that ends at the `first`; what the rest needs, if that is less now."""
         statistics = self.summing.stored(taken)
         activations = tuple(result.activation for result in taken.done if result.activation)
         labels = tuple(result.labels for result in taken.done if result.labels)
@@ -63,9 +63,9 @@ class GradientPass:
             labels=labels if self._keeps_labels(layer) else None,
         )
         self.steps.enter(self.key(layer), entry)
-        if activations or self.job.gradient == "local":
-            self.cleaner.retain_activations((*activations, *self.stored_inputs(range(first, layer))))
         self.steps.observer.layer_done("gradient", layer, {})
+        passed = activations or self.job.gradient == "local"
+        return (*activations, *self.stored_inputs(range(first, layer))) if passed else None
 
     def span(self) -> range:
         """The layers whose inputs the pass has yet to read; empty when it is done, or when nobody asks for it."""

@@ -127,7 +127,8 @@ class Summing:
         passed = self._new_pass(grids)
         units = [replace(unit, sums=passed) for unit in units]
         done = self.steps.do(units)
-        made = _Sum(units, grids, [], store, before or {})
+        alone = [unit.for_sums_alone(tuple(grids), passed) for unit in units]  # what may have to be done again
+        made = _Sum(alone, grids, [], store, before or {})
         self._collect(made, done)
         # Whoever does a shard again for its samples need not, and must not, add it again.
         again = [replace(unit, moments=samples, sums=None) for unit in units]

@@ -62,8 +62,9 @@ class Forward(Replaying):
         return sum(moment.kind == "sample" for moment in self.moments)
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """The same shard in a new pass, for these moments and nothing else."""
-        return replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
+        """The same shard for these moments and nothing else, without the layers that were read for it."""
+        asked = replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
+        return replace(asked, ahead=None, weights=(), ahead_weights=())
 
 
 @dataclass(frozen=True)

@@ -322,6 +322,8 @@ class SimulatedPool:
         if isinstance(unit, ChooseGrids):
             assert all(moment.kind in SUMMED for moment in unit.forward.moments)
             layer = unit.forward.layer
+            for record in (unit.forward.base_record, *getattr(unit.forward, "inputs", ())):
+                assert record is None or self.world.load("activation", record), "a worker may have to read it"
             return ChooseGridsDone({moment: self._handle(f"grid {layer}") for moment in unit.forward.moments})
         if isinstance(unit, Collect):
             return self._collect(unit)

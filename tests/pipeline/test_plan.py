@@ -115,7 +115,7 @@ def test_what_following_the_loss_takes() -> None:
     forward = 2 * LAYER + 2 * 32 * 64
     through = 2 * 48 * (64 + 32)
     assert one.gradient_flops == 100 * (3 * forward + through)
-    # Three moments of three samples, each a shard of 32 tokens: one band of 48 columns; of each sample the rows' product.
+    # Three moments of three samples, a shard of 32 tokens each: a band of 48 columns, and the rows' own product.
     assert one.gradient_moment_flops == 3 * 3 * 2 * 32 * (48 * 48 + 32 * 48)
     squares = 40 * 100 * 2 * 80  # of what leaves gate and up the squares alone
     assert one.gradient_moved_bytes == 3 * (32 * 3 * 48 * 48 + 2 * 3 * 4 * 100 * 48 + 40 * 3 * 32 * 32) + squares
