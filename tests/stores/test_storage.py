@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from manifests.errors import StorageError
 from stores.disk import Disk
 from stores.durable import partial_path
 from stores.memory import Memory
