@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import StorageError
+from manifests.errors import InputError
 from stores.disk import Disk
 from stores.durable import partial_path
 from stores.memory import Memory
@@ -240,9 +240,9 @@ class TestMemory(StorageConformance):
         return Memory()
 
 
-def test_links_in_a_circle_are_a_storage_error(tmp_path: Path) -> None:
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("a")
     disk = Disk(tmp_path / "a" / "b")
     assert disk.address == str(tmp_path / "a" / "b")
-    with pytest.raises(StorageError, match="symbolic links"):
+    with pytest.raises(InputError, match="symbolic links there lead in a circle"):
         disk.prepare(("x",))
