@@ -7,7 +7,6 @@ data is dropped last.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,13 +39,13 @@ from pipeline.layer_reading import LayerReading
 from pipeline.layer_solving import LayerSolves, solve_layers
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
-from pipeline.plan.phases import AHEAD
 from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs, computed_keys
 from pipeline.second_round import SecondRound
 from pipeline.steps import Steps, solve_units, write_unit
 from pipeline.summing import Summing, Taken
-from pipeline.units import Measure, Solve, SolveDone, Write
+from pipeline.under_way import UnderWay
+from pipeline.units import Forward, Measure, Solve, SolveDone, Write
 
 
 class Driver:
@@ -146,51 +145,41 @@ class Driver:
         missing = [layer for layer in range(last + 1) if not self._is_measured(layer, with_moments, layer in span)]
         if not missing:
             return
-        base = boundary = self.forwards.last_committed("dense", missing[0])
         phase, shards = "statistics" if with_moments else "importance", self.job.dense_shards()
         self.observer.phase(phase, len(missing), len(shards))
-        taken: deque[tuple[int, Taken]] = deque()  # layers whose sums are on their way to the store
-        reading, waiting = LayerReading(self.steps, last), 0
+        under_way = UnderWay(self.summing, self.cleaner, partial(self._enter_dense, phase, span))
+        reading = LayerReading(self.steps, last)
         for layer in missing:
             wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
             moments = tuple(moment for moment in wanted if moment.key not in self._dense_found(layer))
             store = self.job.is_boundary(layer + 1) and layer < last
-            units_from = partial(
-                self.forwards.units, "dense", layer, None, moments,
-                cosine=True, emit=layer < last, store=store, keep=layer in span, shards=shards,
-                weights=reading.weights(layer),
+            units = partial(
+                self._dense_units, layer, moments, reading.weights(layer),
+                emit=layer < last, store=store, keep=layer in span, shards=shards,
             )  # fmt: skip
-            choosing = self.summing.choose(moments, units_from(base))
-            # What is to be begun from is entered before anything is made of it.
-            while len(taken) > waiting:
-                self._enter_dense(phase, *taken.popleft(), span)
-            grids = self.summing.chosen(choosing)
-            if base != boundary:
-                base = boundary
-                self._retain_inputs(base, span)
-            if len(taken) > 1:  # a worker has the sums of two layers, no more
-                self.summing.given(taken[-2][1])
-            taken.append((layer, self.summing.take(moments, units_from(base), grids=grids)))
-            waiting = 1 + self.pool.size // AHEAD if moments and not store else 0
-            boundary = layer + 1 if store else base
-        while taken:
-            self._enter_dense(phase, *taken.popleft(), span)
+            under_way.take(layer, moments, units, stores=store)
+        under_way.finish()
         self.cleaner.retain_activations(tuple(self.gradients.stored_inputs(span)))
+
+    def _dense_units(
+        self, layer: int, moments: tuple[Moment, ...], weights: tuple[tuple[Any, ...], tuple[Any, ...]], **asked: Any
+    ) -> list[Forward]:
+        """From the inputs that are entered by now."""
+        base = self.forwards.last_committed("dense", layer)
+        return self.forwards.units("dense", layer, None, moments, base, cosine=True, weights=weights, **asked)
 
     def _dense_found(self, layer: int) -> Mapping[str, ArrayRecord]:
         entry = self.journal.get(dense_key(layer))
         return entry.statistics if entry else {}
 
-    def _enter_dense(self, phase: str, layer: int, taken: Taken, span: range) -> None:
+    def _enter_dense(self, phase: str, span: range, layer: int, taken: Taken) -> Sequence[ArrayRecord] | None:
+        """The hidden states that are needed from there on, if others than before: what entered the last layer of which
+        they are committed, and what the backward pass will need."""
         statistics = {**self._dense_found(layer), **self.summing.stored(taken)}
         entry = dense_entry(taken.done, statistics, inputs=layer in span)
         self.steps.enter(dense_key(layer), entry)
         self.observer.layer_done(phase, layer, {})
-
-    def _retain_inputs(self, layer: int, span: range) -> None:
-        """Drops all stored hidden states but what enters a layer, and what the backward pass will need."""
-        entered = self.forwards.activations("dense", layer) or ()
-        self.cleaner.retain_activations((*entered, *self.gradients.stored_inputs(span)))
+        return (*entry.activations, *self.gradients.stored_inputs(span)) if entry.activations else None
 
     def _is_measured(self, layer: int, with_moments: bool, with_inputs: bool) -> bool:
         entry = self.journal.get(dense_key(layer))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from manifests.entries import GradientEntry
@@ -19,7 +20,9 @@ from pipeline.keys import dense_key, gradient_key
 from pipeline.methods.registry import layer_gradients
 from pipeline.ports import Cleaner
 from pipeline.steps import Steps
-from pipeline.units import Backward, Unit
+from pipeline.summing import Summing, Taken
+from pipeline.under_way import UnderWay
+from pipeline.units import Backward
 
 
 class GradientPass:
@@ -31,6 +34,7 @@ class GradientPass:
         self.job = job
         self.steps = steps
         self.cleaner = cleaner
+        self.summing = Summing(steps)
 
     def run(self) -> None:
         """Goes back from where the journal says it was left."""
@@ -38,26 +42,30 @@ class GradientPass:
         if not pending:
             return
         self.steps.observer.phase("gradient", len(pending), len(self.job.gradient_shards))
-        base = self._base(pending[-1])
+        under_way = UnderWay(self.summing, self.cleaner, partial(self._enter, pending[0]))
         for layer in reversed(pending):
             emit = layer > pending[0] and self.job.gradient == "model"
             store = emit and self.job.is_boundary(layer)
             wanted = layer_gradients(self.job.tasks, layer)
-            units = self._units(layer, base if self.job.gradient == "model" else layer + 1, emit=emit, store=store)
-            done, statistics = self.steps.sum_moments("dense", layer, wanted, units, self._before(layer))
-            activations = tuple(result.activation for result in done) if store else None
-            entry = GradientEntry(
-                statistics=cast("dict[str, GradientRecord]", statistics),
-                activations=activations,
-                labels=tuple(result.labels for result in done) if self._keeps_labels(layer) else None,
-            )
-            base = layer if store else base
-            self.steps.enter(self.key(layer), entry)
-            if store or self.job.gradient == "local":
-                inputs = self.stored_inputs(range(pending[0], layer))
-                self.cleaner.retain_activations((*(activations or ()), *inputs))
-            self.steps.observer.layer_done("gradient", layer, {})
+            units = partial(self._units, layer, emit=emit, store=store)
+            under_way.take(layer, wanted, units, stores=store, before=self._before(layer))
+        under_way.finish()
         self.cleaner.retain_activations(())
+
+    def _enter(self, first: int, layer: int, taken: Taken) -> Sequence[ArrayRecord] | None:
+        """Enters a layer of the pass that ends at the `first`; what the rest needs, if that is less now."""
+        statistics = self.summing.stored(taken)
+        activations = tuple(result.activation for result in taken.done if result.activation)
+        labels = tuple(result.labels for result in taken.done if result.labels)
+        entry = GradientEntry(
+            statistics=cast("dict[str, GradientRecord]", statistics),
+            activations=activations or None,
+            labels=labels if self._keeps_labels(layer) else None,
+        )
+        self.steps.enter(self.key(layer), entry)
+        self.steps.observer.layer_done("gradient", layer, {})
+        passed = activations or self.job.gradient == "local"
+        return (*activations, *self.stored_inputs(range(first, layer))) if passed else None
 
     def span(self) -> range:
         """The layers whose inputs the pass has yet to read; empty when it is done, or when nobody asks for it."""
@@ -84,7 +92,7 @@ class GradientPass:
         return self.job.rounds == 2 and layer == self.job.num_layers - 1
 
     def _before(self, layer: int) -> Mapping[str, GradientRecord]:
-        """Sums that a layer's are added to."""
+        """Sums by key that a layer's are added to."""
         return {}
 
     def _inputs(self, layer: int) -> Sequence[ArrayRecord | None]:
@@ -106,8 +114,10 @@ class GradientPass:
         entry = self.steps.journal.get(self.key(layer))
         return entry.activations if entry else None
 
-    def _units(self, layer: int, base: int, *, emit: bool, store: bool) -> list[Unit]:
-        """All shards that hold samples of the pass back through a layer, in shard order."""
+    def _units(self, layer: int, *, emit: bool, store: bool) -> list[Backward]:
+        """All shards that hold samples of the pass back through a layer, in shard order, from the gradients that are
+        committed by now."""
+        base = self._base(layer)
         gradients = self._gradients(base) if self.job.gradient == "model" else None
         inputs = [self._inputs(above) for above in range(layer, base)]
         units = [

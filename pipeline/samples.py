@@ -1,11 +1,12 @@
-"""How calibration samples are cut in shards, which of them importance and the backward pass take, how many are held out
-besides."""
+"""How calibration samples are cut in shards, which of them importance, grids and the backward pass take, how many are
+held out besides."""
 
 from __future__ import annotations
 
 IMPORTANCE_TOKENS = 262_144  # 64 windows of 256 tokens tell t_l to 1 % (docs/methods.md#importance)
 LEAST_SHARDS = 16  # so that workers have something to share
 TOKENS_PER_HIDDEN = 16
+GRID_TOKENS = 128  # of a sample, by which the grids of a layer's sums are chosen
 HELD_OUT = 10  # one window is held out for so many samples
 HELD_OUT_TOKENS = (
     32_768  # of all texts together at most: a divergence is then known to 3 % (docs/plan.md#work-of-a-layer)

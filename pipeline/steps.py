@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, FormSpec, GradientRecord, Key, StagedRecord
+from manifests.records import ArrayRecord, E, FormSpec, Key, StagedRecord
 from pipeline.computation import RanksOf
 from pipeline.keys import layer_key
 from pipeline.methods.method import Moment, Task
 from pipeline.ports import Journal, Observer, Pool
 from pipeline.repair import Repairs
 from pipeline.sum_units import Summed
-from pipeline.units import BackwardDone, Lineage, Reduce, ShardDone, Solve, SolveDone, Unit, Write
+from pipeline.units import Lineage, Reduce, ShardDone, Solve, SolveDone, Unit, Write
 
 T = TypeVar("T")
 # Gives units that are due and is sent their results, in their order, until it returns; none are due: not yet.
@@ -155,46 +153,17 @@ class Steps:
                     made[place] = result
 
     def reduced(
-        self,
-        lineage: Lineage,
-        layer: int,
-        moments: Sequence[Moment],
-        units: Sequence[Unit],
-        done: list[Any],
-        before: Mapping[str, GradientRecord],
+        self, lineage: Lineage, layer: int, samples: Sequence[Moment], units: Sequence[Unit], done: list[ShardDone]
     ) -> dict[str, ArrayRecord]:
-        """What the units of all shards have left behind of some moments, in shard order: key -> record.
+        """The samples of values that the units of all shards have left behind, in shard order: key -> record."""
 
-        `before`: sums by key that these are added to.
-        """
-
-        def reduces(done: Sequence[ShardDone | BackwardDone]) -> list[Unit]:
+        def reduces(done: Sequence[ShardDone]) -> list[Unit]:
             return [
-                Reduce(
-                    lineage, layer, moment, tuple(result.partials[moment] for result in done), before.get(moment.key)
-                )
-                for moment in moments
+                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in samples
             ]
 
         records = self.build_on(done, units, reduces)
-        return {moment.key: record for moment, record in zip(moments, records, strict=True)}
-
-    def sum_moments(
-        self,
-        lineage: Lineage,
-        layer: int,
-        moments: Sequence[Moment],
-        units: Sequence[Unit],
-        before: Mapping[str, GradientRecord] = MappingProxyType({}),
-    ) -> tuple[list[Any], dict[str, ArrayRecord]]:
-        """Does the units of all shards, then adds their moments: key -> record of the stored sum over all shards.
-
-        `before` as in `reduced`. The results are returned without their partial sums, so that nobody holds those while
-        the next layer's are made.
-        """
-        done = self.do(units)
-        sums = self.reduced(lineage, layer, moments, units, done, before)
-        return [replace(result, partials={}) for result in done], sums
+        return {moment.key: record for moment, record in zip(samples, records, strict=True)}
 
     def enter(self, key: Key[E], record: E) -> None:
         """Commits an entry."""

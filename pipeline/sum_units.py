@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from manifests.records import GradientRecord
 from pipeline.methods.method import Moment
 
-SUMMED = ("value", "pair")  # kinds of moments of which each worker keeps a sum
+SUMMED = ("value", "pair", "gradient")  # kinds of moments of which each worker keeps a sum
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,10 @@ class Sums:
 
 @dataclass(frozen=True)
 class ChooseGrids:
-    """Chooses the grids of a layer's sums by the first micro-batch of one shard: a `ChooseGridsDone`.
+    """Chooses the grids of a layer's sums by the first micro-batch of one shard, backwards by its first sample that is
+    not silent: a `ChooseGridsDone`.
 
-    `forward`: the `Forward` or `Pair` of that shard, with the moments to sum.
+    `forward`: the `Forward`, `Pair` or `Backward` of that shard, with the moments to sum.
     """
 
     forward: Any
@@ -193,12 +195,17 @@ class Summed:
 
 @dataclass(frozen=True)
 class Total:
-    """Stores a moment of a layer; the result is its record."""
+    """Stores a moment of a layer; the result is its record.
+
+    Of gradients it holds besides what `kernels.shrinkage` needs: `square_norms`, `sequences`, `tokens`. `before`: of an
+    earlier round's sum, that this one is added to.
+    """
 
     lineage: str
     layer: int
     moment: Moment
     summed: Summed
+    before: GradientRecord | None = None
 
     @property
     def key(self) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.errors import LostInputError
-from manifests.records import ArrayRecord
+from manifests.records import ArrayRecord, GradientRecord
 from pipeline.methods.method import Moment
 from pipeline.steps import Steps
 from pipeline.sum_units import (
@@ -66,6 +66,7 @@ class _Sum:
     grids: Mapping[Moment, Any]
     parts: list[_Part]
     store: bool = True
+    before: Mapping[str, GradientRecord] = field(default_factory=dict)  # by key: what they are added to
     collects: list[Collect] = field(default_factory=list)
     check: list[CheckGrids] = field(default_factory=list)  # one, when all shards are in the parts
     adds: list[Add] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Taken:
 
 
 class Summing:
-    """Does the forward units of a layer and adds their moments."""
+    """Does the units of all shards through a layer and adds their moments."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
@@ -113,9 +114,11 @@ class Summing:
         units: Sequence[Summable],
         store: bool = True,
         grids: Mapping[Moment, Any] | None = None,
+        before: Mapping[str, GradientRecord] | None = None,
     ) -> Taken:
         """Does the units of all shards. What they have summed is being given away, to be added and stored, when this
-        returns: `given` waits for the first of these. `grids`: where they are chosen already."""
+        returns: `given` waits for the first of these. `grids`: where they are chosen already; `before`: stored sums
+        of an earlier round, by key, that these are added to."""
         samples = tuple(moment for moment in moments if moment.kind == "sample")
         grids = self.chosen(self.choose(moments, units)) if grids is None else grids
         if not grids:
@@ -124,7 +127,8 @@ class Summing:
         passed = self._new_pass(grids)
         units = [replace(unit, sums=passed) for unit in units]
         done = self.steps.do(units)
-        made = _Sum(units, grids, [], store)
+        alone = [unit.for_sums_alone(tuple(grids), passed) for unit in units]  # what may have to be done again
+        made = _Sum(alone, grids, [], store, before or {})
         self._collect(made, done)
         # Whoever does a shard again for its samples need not, and must not, add it again.
         again = [replace(unit, moments=samples, sums=None) for unit in units]
@@ -191,7 +195,7 @@ class Summing:
             parts = parts + self._collected(again, self.steps.do(again), parts[0].cut if parts else None)
         sums = self._within_grids(made.units, parts)
         for found in sums:
-            found.store = made.store
+            found.store, found.before = made.store, made.before
             self._begin(found)
         return sums
 
@@ -262,13 +266,16 @@ class Summing:
         made.summed = {moment: Summed(grid, parts[moment]) for moment, grid in made.grids.items()}
         first = made.units[0]
         if made.store:
-            made.totals = [Total(first.lineage, first.layer, moment, summed) for moment, summed in made.summed.items()]
+            made.totals = [
+                Total(first.lineage, first.layer, moment, summed, made.before.get(moment.key))
+                for moment, summed in made.summed.items()
+            ]
             self.steps.begin(made.totals)
 
     def _samples(
         self, samples: tuple[Moment, ...], units: Sequence[Summable], done: list[ShardDone]
     ) -> dict[str, ArrayRecord]:
-        return self.steps.reduced(units[0].lineage, units[0].layer, samples, units, done, {}) if samples else {}
+        return self.steps.reduced(units[0].lineage, units[0].layer, samples, units, done) if samples else {}
 
     def _new_pass(self, grids: Mapping[Moment, Any]) -> Sums:
         # As no other driver of these workers calls one: they may still have a pass that was given up.

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from manifests.records import ArrayRecord, FormSpec, GradientRecord, Scheme, StagedLayer
+from manifests.records import ArrayRecord, FormSpec, Scheme, StagedLayer
 from pipeline.curve_units import CurveUnit
 from pipeline.methods.method import Moment, Task
 from pipeline.score_units import Compare, Score, WindowForward
 from pipeline.sum_units import Add, CheckGrids, ChooseGrids, Collect, Summed, Sums, Total
 from pipeline.unit_parts import HoldsPartials, Replaying
 
-Lineage = Literal["dense", "compressed", "paired"]
+Lineage = Literal["dense", "compressed", "paired", "gradient"]
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ class Forward(Replaying):
         return sum(moment.kind == "sample" for moment in self.moments)
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """The same shard in a new pass, for these moments and nothing else."""
-        return replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
+        """The same shard for these moments and nothing else, without the layers that were read for it."""
+        asked = replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
+        return replace(asked, ahead=None, weights=(), ahead_weights=())
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,6 @@ class Pair(Replaying):
         return replace(self, moments=moments, sums=sums, emit=False, store=False)
 
 
-Summable = Forward | Pair  # whose worker adds its moments to its sums
-
-
 @dataclass(frozen=True)
 class Backward:
     """The gradient samples of one calibration shard back through a layer, by its dense weights.
@@ -176,6 +174,7 @@ class Backward:
         base_record: of the committed gradients at the inputs of the layer after these; None: from the head, with
             labels drawn from the model's own distribution.
         moments: of gradients, to take.
+        sums: where they are added, as in `Forward`.
         probe: the gradients at the layer's output are random, not the model's.
         emit: whether the gradients at the layer's inputs are those that the layer before it will go on with.
         store: whether these are written to the activation store.
@@ -186,10 +185,13 @@ class Backward:
         keep_labels: whether those drawn are stored.
     """
 
+    lineage: ClassVar[Lineage] = "gradient"
+
     layer: int
     shard: int
     inputs: tuple[ArrayRecord, ...]
     moments: tuple[Moment, ...] = ()
+    sums: Sums | None = None
     probe: bool = False
     emit: bool = True
     store: bool = False
@@ -212,31 +214,24 @@ class Backward:
     @property
     def handles(self) -> int:
         """How many handles its result holds."""
-        return len(self.moments)
+        return 0
+
+    def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
+        """As of a `Forward`."""
+        return replace(self, moments=moments, sums=sums, emit=False, store=False, keep_labels=False)
 
 
-@dataclass(frozen=True)
-class BackwardDone(HoldsPartials):
-    """What came of a `Backward`: handles of the partial moments of gradients, records of what was stored."""
-
-    activation: ArrayRecord | None
-    tokens: int
-    labels: ArrayRecord | None = None
+Summable = Forward | Pair | Backward  # whose worker adds its moments to its sums
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """Adds partial moments of gradients, or puts samples of values together, in shard order, and stores the result.
-
-    The result is its record, which for gradients holds besides what `kernels.shrinkage` needs: `square_norms`,
-    `sequences`, `tokens`. `before`: of a sum of gradients that this one is added to.
-    """
+    """Puts samples of values together, in shard order, and stores them; the result is their record."""
 
     lineage: Lineage
     layer: int
     moment: Moment
     partials: tuple[Any, ...]
-    before: GradientRecord | None = None
 
     @property
     def key(self) -> str:
@@ -369,8 +364,8 @@ SumUnit = ChooseGrids | Collect | CheckGrids | Add | Total | Reduce
 # Takes nothing that a worker computes with: done beside its other units.
 BesideUnit = ReadLayer | Collect | CheckGrids | Add | Total | Write
 SolveUnit = Solve | SolveSizes
-PassUnit = Forward | Pair | Backward | WindowForward | Score | Compare
+PassUnit = Summable | WindowForward | Score | Compare
 Unit = ReadLayer | PassUnit | SumUnit | Measure | CurveUnit | SolveUnit | Write
-ShardUnit = Forward | Pair | Backward | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard
+ShardUnit = Summable | ChooseGrids | WindowForward | Score  # goes to the worker that holds the shard
 # Its result holds handles.
-TensorUnit = ReadLayer | Forward | Pair | Backward | ChooseGrids | Collect | CheckGrids | Add | SolveUnit | Compare
+TensorUnit = ReadLayer | Summable | ChooseGrids | Collect | CheckGrids | Add | SolveUnit | Compare

@@ -9,8 +9,9 @@ Legend: S sequence, D hidden, T rows of the head at a time, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from manifests.errors import NumericsError
 from manifests.records import ArrayRecord
-from pipeline.kernels.gradients import add_sample_moment_, draw_labels
+from pipeline.kernels.gradients import draw_labels
 from pipeline.methods.method import Moment
+from pipeline.samples import GRID_TOKENS
 from pipeline.units import Backward
-from stores.activations import ActivationStore
+from stores.activations import ActivationReader, ActivationStore
 from stores.statistics import StatisticsStore
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader
@@ -31,14 +33,14 @@ from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 
 ROWS_PER_HEAD = 256
-LINEAGE = "gradient"
+LINEAGE = Backward.lineage
+Take = Callable[[Moment, Tensor], None]  # is given a sample's gradients (S, F) at a moment's point
 GradientOf = Callable[[int, Tensor], Tensor]  # sample of the shard, layer output (S, D) -> gradient there (S, D)
 
 
 class BackwardFound(NamedTuple):
-    """Partial moments by name, and records of what was stored."""
+    """Records of what was stored: the gradients at the layer's inputs, and labels."""
 
-    partials: dict[Moment, dict[str, Tensor]]
     gradients: ArrayRecord | None
     labels: ArrayRecord | None
 
@@ -64,22 +66,32 @@ class BackwardPass:
         self.statistics = statistics
         self.computing = computing
 
-    def run(self, unit: Backward) -> BackwardFound:
-        """The partial moments, and the records of the gradients at the layer's inputs and of the labels, if stored.
+    def run(self, unit: Backward, take: Take | None) -> BackwardFound:
+        """All samples of the unit's shard. `take`: what adds its moments, if they are wanted.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and point.
             CorruptError: stored inputs or gradients are damaged.
         """
-        self.hidden.release_beyond(LINEAGE, unit.base)
         gradient_of = self._gradients_at_output(unit)
-        partials = {moment: self._empty(moment, unit.layer) for moment in unit.moments}
-        record = self._through(unit, unit.layer, gradient_of, partials, emit=unit.emit, store=unit.store)
+        record = self._through(unit, unit.layer, gradient_of, take, emit=unit.emit, store=unit.store)
         labels = None
         if unit.keep_labels:
             assert self.drawn, "labels are kept of the last layer, where they are drawn"
             labels = self.statistics.write(unit.layer, f"labels-{unit.shard}", torch.stack(self.drawn).to(torch.int32))
-        return BackwardFound(partials, record, labels)
+        return BackwardFound(record, labels)
+
+    def begin(self, unit: Backward, take: Take, enough: Callable[[], bool]) -> None:
+        """The first tokens of a unit's first samples, until they are enough, for its moments alone. What later tokens
+        feel of them is left out. Raises as `run`."""
+        whole = self._gradients_at_output(unit)
+
+        def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
+            return whole(sample, output_SD)[: len(output_SD)]
+
+        for _ in self._samples(unit, unit.layer, gradient_of, take, GRID_TOKENS):
+            if enough():
+                return
 
     def release(self) -> None:
         """Lets go of the compressed layer."""
@@ -87,6 +99,7 @@ class BackwardPass:
 
     def _gradients_at_output(self, unit: Backward) -> GradientOf:
         """Held, committed, or made from the nearest above that are; at the last layer's output, from the head."""
+        self.hidden.release_beyond(LINEAGE, unit.base)
         if unit.probe:
             first, _ = self.setup.sample_range(unit.shard)
             return lambda sample, output_SD: self._probe(unit.layer, first + sample, output_SD)
@@ -97,91 +110,45 @@ class BackwardPass:
             held = self.hidden.load((LINEAGE, unit.base, unit.shard), unit.base_record)
         gradient_of = self._head_gradient(unit) if held is None else _read_from(held)
         for layer in range(nearest - 1, unit.layer, -1):
-            self._through(unit, layer, gradient_of, {}, emit=True, store=False)
+            self._through(unit, layer, gradient_of, None, emit=True, store=False)
             made = self.hidden.get((LINEAGE, layer, unit.shard))
             assert made is not None
             gradient_of = _read_from(made)
         return gradient_of
 
     def _through(
-        self,
-        unit: Backward,
-        layer: int,
-        gradient_of: GradientOf,
-        partials: Mapping[Moment, Mapping[str, Tensor]],
-        *,
-        emit: bool,
-        store: bool,
+        self, unit: Backward, layer: int, gradient_of: GradientOf, take: Take | None, *, emit: bool, store: bool
     ) -> ArrayRecord | None:
         """All samples back through one layer; what comes out at its inputs is held."""
-        inputs = self.activations.open(unit.inputs[layer - unit.layer])
-        staged = unit.packed[layer - unit.layer] if unit.packed else None
-        packed = self.packed.differentiable_block(layer, staged) if staged is not None else None
-        block = self.layers.differentiable_block(layer) if partials or packed is None else packed
         self.layers.read_ahead(unit.ahead if layer == unit.layer else layer - 1)
         shard_key = (LINEAGE, layer, unit.shard)
-        writer = self._writer(shard_key, inputs.shape, store) if emit else None
-        for sample in range(inputs.shape[0]):
-            hidden_SD = inputs.read(sample, sample + 1)[0].to(self.layers.device)
-            with self.computing():
-                if packed is None or packed is block:
-                    gradient_SD = self._pull_back(block, hidden_SD, gradient_of, sample, partials)
-                else:
-                    gradient_SD = self._pull_back_both(block, packed, hidden_SD, gradient_of, sample, partials)
+        writer = self._writer(shard_key, self._opened(unit, layer).shape, store) if emit else None
+        for gradient_SD in self._samples(unit, layer, gradient_of, take):
             if writer is not None:
                 writer.append(gradient_SD[None])
         return self.hidden.keep(shard_key, writer) if writer is not None else None
 
-    def _pull_back(
-        self,
-        block: DifferentiableBlock,
-        hidden_SD: Tensor,
-        gradient_of: GradientOf,
-        sample: int,
-        partials: Mapping[Moment, Mapping[str, Tensor]],
-    ) -> Tensor:
-        """One sample back through a layer, its moments added."""
-        points = sorted({moment.point for moment in partials})
-        gradient_SD, at = block.pull_back(hidden_SD, lambda output_SD: gradient_of(sample, output_SD), points)
-        for moment, partial in partials.items():
-            try:
-                add_sample_moment_(partial["moment"], partial["square_norms"], at[moment.point], moment.heads)
-            except ValueError as error:
-                layer = block.block.layer
-                raise NumericsError(f"layer {layer}: gradients at {moment.point}: {error}") from error
-        return gradient_SD
+    def _samples(
+        self, unit: Backward, layer: int, gradient_of: GradientOf, take: Take | None, tokens: int | None = None
+    ) -> Iterator[Tensor]:
+        """The gradients (S, D) at a layer's inputs, sample by sample, of so many tokens of each, or of all."""
+        inputs = self._opened(unit, layer)
+        staged = unit.packed[layer - unit.layer] if unit.packed else None
+        packed = self.packed.differentiable_block(layer, staged) if staged is not None else None
+        block = self.layers.differentiable_block(layer) if take is not None or packed is None else packed
+        for sample in range(inputs.shape[0]):
+            hidden_SD = inputs.read(sample, sample + 1)[0, :tokens].to(self.layers.device)
+            with self.computing():
+                if packed is None or packed is block:
+                    gradient_SD = _pull_back(block, hidden_SD, partial(gradient_of, sample), unit.moments, take)
+                else:
+                    gradient_SD = _pull_back_both(
+                        block, packed, hidden_SD, partial(gradient_of, sample), unit.moments, take
+                    )
+            yield gradient_SD
 
-    def _pull_back_both(
-        self,
-        dense: DifferentiableBlock,
-        packed: DifferentiableBlock,
-        hidden_SD: Tensor,
-        gradient_of: GradientOf,
-        sample: int,
-        partials: Mapping[Moment, Mapping[str, Tensor]],
-    ) -> Tensor:
-        """One sample back through the compressed layer; moments of the same gradients on the dense one's weights."""
-        received: list[Tensor] = []
-
-        def at_output(sample: int, output_SD: Tensor) -> Tensor:
-            received.append(gradient_of(sample, output_SD))
-            return received[0]
-
-        gradient_SD = self._pull_back(packed, hidden_SD, at_output, sample, {})
-        self._pull_back(dense, hidden_SD, lambda *_: received[0], sample, partials)
-        return gradient_SD
-
-    def _empty(self, moment: Moment, layer: int) -> dict[str, Tensor]:
-        width = self._width(moment.point, layer) // moment.heads
-        shape = (moment.groups, width) if moment.diagonal else (moment.groups, width, width)
-        return {
-            "moment": torch.zeros(shape, dtype=torch.float64, device=self.layers.device),
-            "square_norms": torch.zeros(moment.groups, dtype=torch.float64, device=self.layers.device),
-        }
-
-    def _width(self, point: str, layer: int) -> int:
-        role, geometry = point.removesuffix(".out"), self.setup.geometry.layers[layer]
-        return geometry.weight_shape(role)[0] if role != point else geometry.hidden
+    def _opened(self, unit: Backward, layer: int) -> ActivationReader:
+        return self.activations.open(unit.inputs[layer - unit.layer])
 
     def _writer(self, shard_key: tuple[str, int, int], shape: tuple[int, ...], store: bool) -> HiddenWriter:
         samples, sequence, features = shape
@@ -198,7 +165,7 @@ class BackwardPass:
 
         def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
             if known_MS is not None:
-                wanted_S = known_MS[sample]
+                wanted_S = known_MS[sample][: len(output_SD)]
             else:
                 generator = self._generator("labels", self.setup.sample_range(unit.shard)[0] + sample)
                 wanted_S = torch.rand(len(output_SD), generator=generator, dtype=torch.float64)
@@ -236,6 +203,42 @@ class BackwardPass:
         seed = self.setup.manifest.seed if self.setup.manifest else 0
         name = hashlib.sha256(f"{seed}/{purpose}/{sample}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(name[:8], "big") >> 1)
+
+
+def _pull_back(
+    block: DifferentiableBlock,
+    hidden_SD: Tensor,
+    gradient_of: Callable[[Tensor], Tensor],
+    moments: tuple[Moment, ...],
+    take: Take | None,
+) -> Tensor:
+    """One sample back through a layer, its moments taken."""
+    points = sorted({moment.point for moment in moments}) if take is not None else []
+    gradient_SD, at = block.pull_back(hidden_SD, gradient_of, points)
+    if take is not None:
+        for moment in moments:
+            take(moment, at[moment.point])
+    return gradient_SD
+
+
+def _pull_back_both(
+    dense: DifferentiableBlock,
+    packed: DifferentiableBlock,
+    hidden_SD: Tensor,
+    gradient_of: Callable[[Tensor], Tensor],
+    moments: tuple[Moment, ...],
+    take: Take | None,
+) -> Tensor:
+    """One sample back through the compressed layer; moments of the same gradients on the dense one's weights."""
+    received: list[Tensor] = []
+
+    def at_output(output_SD: Tensor) -> Tensor:
+        received.append(gradient_of(output_SD))
+        return received[0]
+
+    gradient_SD = _pull_back(packed, hidden_SD, at_output, (), None)
+    _pull_back(dense, hidden_SD, lambda _: received[0], moments, take)
+    return gradient_SD
 
 
 def _read_from(held: HiddenReader) -> GradientOf:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from ray._common.utils import get_system_memory
 from ray._private import node as ray_node
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.authentication.authentication_token_setup import (
     ensure_token_if_auth_enabled,
@@ -37,12 +37,10 @@ from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.plan.probe import LayerShape, mean_rates, measured_rates
 from pipeline.plan.rates import Rates
+from workers.liveness import RayWatch, fault_at
 from workers.memory import map_large_tensors
 
 LOOK_SECONDS = 0.2
-ANSWER_SECONDS = 1.0  # how soon a signal is noticed
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame; its fourth byte is the type
 AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # processes that a raylet starts, and dies with
 AGENT_PORTS = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT", "RUNTIME_ENV_AGENT")
 PROBED = 64  # workers at most, to measure what one does
@@ -119,7 +117,7 @@ def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -
     given, host = f"{host}:{port}", resolve_ip_for_localhost(host)  # as Ray will do
     where = given if given == f"{host}:{port}" else f"{given}, which is {host} to Ray,"
     deadline = time.monotonic() + timeout_s
-    while (fault := _fault_at(host, int(port))) is not None:
+    while (fault := fault_at(host, int(port))) is not None:
         if stopped():
             raise Interrupted("stopped by a signal while connecting to Ray")
         if time.monotonic() > deadline:
@@ -130,20 +128,10 @@ def await_cluster(address: str, timeout_s: float, stopped: Callable[[], bool]) -
         time.sleep(LOOK_SECONDS)
 
 
-def _fault_at(host: str, port: int) -> OSError | None:
-    """Why there is no gRPC server, as Ray's is one: it answers the preface of HTTP/2 with its settings at once.
-
-    Ray's own client would not do: where nothing answers, it aborts the process that ends meanwhile.
-    """
-    try:
-        with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
-            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return None  # speaks only to those who have a certificate
-            connection.sendall(HTTP2_PREFACE + HTTP2_SETTINGS)
-            answer = connection.recv(len(HTTP2_SETTINGS))
-    except OSError as error:
-        return error
-    return None if answer[3:4] == HTTP2_SETTINGS[3:4] else ConnectionError("what answers is no Ray")
+def watch_ray(note: Callable[[str], None]) -> RayWatch:
+    """Of the cluster that this process is connected to; `note` takes lines for the log."""
+    node: Any = ray_worker._global_node
+    return RayWatch(node.raylet_socket_name, node.gcs_address, node.get_logs_dir_path(), note)
 
 
 def _refusal(found: str | None, error: Exception) -> str:

@@ -16,6 +16,7 @@ from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.kernels.checks import require_finite
 from pipeline.methods.method import Moment
+from pipeline.samples import GRID_TOKENS
 from pipeline.units import Pair
 from workers.block import Block, overflow_advice
 from workers.config import WorkerConfig
@@ -57,10 +58,10 @@ class PairPass:
         return self._through(unit, unit.layer, unit.staged, self._inputs(unit), take, emit=unit.emit)
 
     def begin(self, unit: Pair, take: Take) -> None:
-        """The first micro-batch of a unit's shard, for what passes its points alone. Raises as `run`."""
+        """The first tokens of a unit's shard, by which grids are chosen. Raises as `run`."""
         inputs, (dense, packed) = self._inputs(unit), self._blocks(unit.layer, unit.staged)
-        start, stop = self.setup.micro_batches(unit.shard)[0]
-        self._take(unit, take, dense, packed, *self._read(inputs, start, stop))
+        dense_BSD, packed_BSD = (hidden_BSD[:, :GRID_TOKENS] for hidden_BSD in self._read(inputs, 0, 1))
+        self._take(unit, take, dense, packed, dense_BSD, packed_BSD)
 
     def release(self) -> None:
         """Lets go of the compressed layer."""

@@ -31,7 +31,7 @@ from manifests.schema import Workers
 from pipeline.sum_units import Collect
 from pipeline.units import BesideUnit, ShardUnit, Summable, Unit
 from workers.actor import BESIDE, Outcome, WorkerActor
-from workers.cluster import declared_memory, why_unplaceable
+from workers.cluster import declared_memory, watch_ray, why_unplaceable
 from workers.config import WorkerConfig
 from workers.failures import START, Failures, failure_key
 from workers.hardware import differing, software_versions
@@ -93,6 +93,8 @@ class RayPool:
         Raises:
             WorkerError: workers cannot start.
         """
+        self.watch = watch_ray(note)
+        self.watch.check()  # Ray's core would end the process instead of putting anything
         self.setup = ray.put(setup)
         self.stop = stop
         self.note = note
@@ -122,7 +124,11 @@ class RayPool:
         remote: Any = ray.remote
         actor = remote(concurrency_groups=BESIDE)(WorkerActor)
         self.actor_class: Any = actor.options(max_restarts=0, max_task_retries=0, **resources)
-        self._await_members(min(workers.min, self.wanted))
+        try:
+            self._await_members(min(workers.min, self.wanted))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def size(self) -> int:
@@ -198,6 +204,7 @@ class RayPool:
             ray.kill(member.actor)
         self.members = []
         self.wanted = 0
+        self.watch.close()
 
     # -- members -----------------------------------------------------------------------------------------------------
 
@@ -239,7 +246,8 @@ class RayPool:
             self.members += [self._start() for _ in range(self.wanted - len(staying))]
 
     def _step(self, timeout_s: float) -> None:
-        """Takes in whatever is ready: new members, finished units, deaths."""
+        """Takes in whatever is ready: new members, finished units, deaths. Raises WorkerError when Ray has ended."""
+        self.watch.check()
         self._fit()
         self.meters.state(self.size, self.wanted, len(self.waiting), self._longest_s())
         owners = {ref: member for member in self.members for ref in member.running}

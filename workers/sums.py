@@ -16,14 +16,15 @@ from torch import Tensor
 from manifests.errors import NumericsError
 from pipeline.kernels.checks import require_finite
 from pipeline.kernels.exact_pairs import PairSum, choose_pair_grid
-from pipeline.kernels.exact_sums import Grid, MomentSum, choose_grid, product_tokens, sample_squares
+from pipeline.kernels.exact_sums import DiagonalSum, Grid, MomentSum, choose_grid, product_tokens, sample_squares
+from pipeline.kernels.gradients import sample_square_norms
 from pipeline.methods.method import Moment
 from pipeline.sum_units import SUMMED, Collect, CollectDone
-from pipeline.units import Forward, Pair
+from pipeline.units import Forward, Summable
 from workers.block import Tap, overflow_advice
 from workers.tensor_transfer import TensorTransfer
 
-Bands = list[Tensor]  # (G, b, d - first row), the upper triangle
+NORMS = "norms-"  # how the names of what is given besides a sum's bands begin
 
 
 class LayerSums:
@@ -47,7 +48,7 @@ class LayerSums:
             return []
         return [(moment.point, _checked(unit.layer, moment, add)) for moment in _summed(unit)]
 
-    def adder(self, unit: Forward | Pair) -> Callable[..., None] | None:
+    def adder(self, unit: Summable) -> Callable[..., None] | None:
         """What adds the values of a micro-batch, or of a pair both, to a unit's moments; None for a shard that is in
         the sums already.
 
@@ -66,7 +67,7 @@ class LayerSums:
         return None if unit.shard in passed.shards else passed.add
 
     @contextmanager
-    def adding(self, unit: Forward | Pair) -> Iterator[None]:
+    def adding(self, unit: Summable) -> Iterator[None]:
         """In here a shard goes through: at the end it is in the sums, or there are none any more."""
         passed = None if unit.sums is None else self.passes[unit.sums.name]
         try:
@@ -86,20 +87,17 @@ class LayerSums:
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             if self.stream is not None:
                 self.stream.wait_stream(torch.cuda.default_stream(self.device))
-            bands = {moment: passed.sums[moment].bands() for moment in unit.moments}
-            partials = {moment: self._cut(bands[moment], unit.parts) for moment in unit.moments}
+            partials = {moment: self._cut(passed.named(moment), unit.parts) for moment in unit.moments}
             diagonals = {
                 moment: self.transfer.put({"squares": passed.sums[moment].squares()}) for moment in unit.moments
             }
         return CollectDone(partials, diagonals, tuple(sorted(passed.shards)), self.node)
 
-    def _cut(self, bands: Bands, parts: int) -> tuple[Any, ...]:
-        """Handles of parts of much the same size, named by their place, as they are dealt."""
-        dealt = min(parts, len(bands))
-        return tuple(
-            self.transfer.put({f"{place:05d}": bands[place] for place in range(part, len(bands), dealt)})
-            for part in range(dealt)
-        )
+    def _cut(self, named: dict[str, Tensor], parts: int) -> tuple[Any, ...]:
+        """Handles of parts of much the same size: every worker deals the bands alike, and what else it has last."""
+        names = sorted(named)
+        dealt = min(parts, sum(not name.startswith(NORMS) for name in names))
+        return tuple(self.transfer.put({name: named[name] for name in names[part::dealt]}) for part in range(dealt))
 
 
 class _PassSums:
@@ -108,13 +106,18 @@ class _PassSums:
     def __init__(self, grids: dict[Moment, Grid], device: torch.device) -> None:
         self.grids = grids
         self.device = device
-        self.sums: dict[Moment, MomentSum | PairSum] = {}
+        self.sums: dict[Moment, MomentSum | DiagonalSum | PairSum] = {}
         self.waiting: dict[Moment, list[tuple[Tensor, ...]]] = {}  # rows of the shard at hand, too few for a product
+        self.norms: dict[Moment, list[Tensor]] = {}  # of gradients: of the samples (G,) of the shard at hand
+        self.norms_of: dict[Moment, dict[int, Tensor]] = {}  # of shards (M, G)
         self.shards: set[int] = set()
 
     def add(self, moment: Moment, *values: Tensor) -> None:
         """Adds a micro-batch, or keeps it until the shard has enough for a product, or ends: adding to float64 sums
-        costs as much for few tokens as for many. `values`: (..., F); of a pair x and e."""
+        costs as much for few tokens as for many. `values`: (..., F), of gradients a sample's; of a pair x and e."""
+        if moment.kind == "gradient":
+            norms_G = sample_square_norms(values[0], moment.heads, moment.groups, moment.diagonal)
+            self.norms.setdefault(moment, []).append(norms_G)
         waiting = self.waiting.setdefault(moment, [])
         waiting.append(tuple(each.detach().reshape(-1, each.shape[-1]) for each in values))
         if sum(len(rows[0]) for rows in waiting) >= product_tokens(moment.heads, moment.groups):
@@ -124,7 +127,15 @@ class _PassSums:
         """All of a shard is through."""
         for moment in self.waiting:
             self._multiply(moment)
+        for moment, norms in self.norms.items():
+            self.norms_of.setdefault(moment, {})[shard] = torch.stack(norms)
+        self.norms.clear()
         self.shards.add(shard)
+
+    def named(self, moment: Moment) -> dict[str, Tensor]:
+        """What is given away of a sum: its bands by their place, and what shards have besides, by the shard."""
+        bands = {f"{place:05d}": band for place, band in enumerate(self.sums[moment].bands())}
+        return bands | {f"{NORMS}{shard:05d}": norms for shard, norms in self.norms_of.get(moment, {}).items()}
 
     def _multiply(self, moment: Moment) -> None:
         parts, self.waiting[moment] = self.waiting[moment], []
@@ -138,23 +149,29 @@ class _PassSums:
         else:
             total.add_(*(values for (values,) in parts))
 
-    def _made(self, moment: Moment, features: int) -> MomentSum | PairSum:
+    def _made(self, moment: Moment, features: int) -> MomentSum | DiagonalSum | PairSum:
         grid = self.grids[moment]
         if moment.kind == "pair":
             return PairSum(grid, features, self.device)
+        if moment.diagonal:
+            return DiagonalSum(grid, moment.heads, self.device)
         return MomentSum(grid, moment.heads, self.device)
 
 
 class Squares:
-    """Sums of squares of a first micro-batch, by which the grids are chosen of sums over `tokens` tokens."""
+    """Sums of squares of a first micro-batch, by which the grids are chosen of sums over `tokens` tokens.
+
+    `silent`: moments of which nothing was seen but zeros.
+    """
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self.found: dict[Moment, Grid] = {}
+        self.silent: set[Moment] = set()
 
     def taps(self, unit: Forward) -> list[tuple[str, Tap]]:
         """At the points of all moments that are summed."""
-        return [(moment.point, _checked(unit.layer, moment, self._see)) for moment in _summed(unit)]
+        return [(moment.point, _checked(unit.layer, moment, self.see)) for moment in _summed(unit)]
 
     def see_pair(self, moment: Moment, values: Tensor, errors: Tensor) -> None:
         """Of a pair, whose values are finite."""
@@ -164,14 +181,18 @@ class Squares:
         """Of every moment that was seen."""
         return self.found
 
-    def _see(self, moment: Moment, values: Tensor) -> None:
+    def see(self, moment: Moment, values: Tensor) -> None:
+        """What passes a point; once more for a moment that was silent."""
+        if moment in self.found and moment not in self.silent:
+            return
         heads_of_a_group = moment.heads // moment.groups
         rows = values.numel() // values.shape[-1] * heads_of_a_group
         squares_Gd = sample_squares(values, moment.heads, moment.groups)
         self.found[moment] = choose_grid(squares_Gd, rows, self.tokens * heads_of_a_group, values.dtype)
+        (self.silent.discard if bool(squares_Gd.any()) else self.silent.add)(moment)
 
 
-def _summed(unit: Forward | Pair) -> tuple[Moment, ...]:
+def _summed(unit: Summable) -> tuple[Moment, ...]:
     """Those of a unit's moments of which the worker keeps a sum."""
     return tuple(moment for moment in unit.moments if moment.kind in SUMMED)
 

@@ -7,6 +7,7 @@ their place as text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 
@@ -14,22 +15,27 @@ import torch
 from torch import Tensor
 
 from manifests.errors import NumericsError
-from manifests.records import ArrayRecord
+from manifests.records import ArrayRecord, GradientRecord
 from pipeline.kernels.exact_pairs import whole_pair
-from pipeline.kernels.exact_sums import Grid, exceeding, moment_rows, whole_moment
+from pipeline.kernels.exact_sums import Grid, exceeding, moment_rows, whole_diagonal, whole_moment
 from pipeline.methods.method import Moment
 from pipeline.sum_units import Add, AddDone, CheckGrids, CheckGridsDone, Summed, Total
 from stores.statistics import StatisticsStore
+from workers.sums import NORMS
 from workers.tensor_transfer import TensorTransfer, get_all
 
 
 class Totals:
     """Holds nothing between its calls: they may be made beside a worker's other units."""
 
-    def __init__(self, transfer: TensorTransfer, statistics: StatisticsStore, device: torch.device) -> None:
+    def __init__(
+        self, transfer: TensorTransfer, statistics: StatisticsStore, device: torch.device, sequence: int
+    ) -> None:
+        """`sequence`: tokens of a sample."""
         self.transfer = transfer
         self.statistics = statistics
         self.device = device
+        self.sequence = sequence
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def add(self, unit: Add) -> AddDone:
@@ -50,24 +56,50 @@ class Totals:
 
     def store(self, unit: Total) -> ArrayRecord:
         """Stores a moment, a row of tiles at a time."""
-        grid, bands = self._bands(unit.summed)
-        groups, width = grid.exponents.shape
-        name = f"{unit.lineage}-{unit.moment.key}"
-        return self.statistics.write_rows(
-            unit.layer, name, groups, width, lambda start, stop: moment_rows(bands, grid, start, stop)
-        )
+        grid, named = self._summed(unit.summed)
+        bands, name = _bands(named), f"{unit.lineage}-{unit.moment.key}"
+        before = None if unit.before is None else self.statistics.read(unit.before)
+
+        def rows(start: int, stop: int) -> Tensor:
+            found_Gnc = moment_rows(bands, grid, start, stop)
+            return found_Gnc if before is None else found_Gnc.add_(before[:, start:stop, start:])
+
+        if unit.moment.diagonal:
+            squares_Gd = whole_diagonal(bands[0], grid)
+            record = self.statistics.write(unit.layer, name, squares_Gd if before is None else squares_Gd.add_(before))
+        else:
+            groups, width = grid.exponents.shape
+            record = self.statistics.write_rows(unit.layer, name, groups, width, rows)
+        return record if unit.moment.kind != "gradient" else self._of_gradients(record, named, unit.before)
+
+    def _of_gradients(
+        self, record: ArrayRecord, named: dict[str, Tensor], before: GradientRecord | None
+    ) -> GradientRecord:
+        """With what is known of the samples, each of one sequence; sums of theirs are rounded once."""
+        norms_MG = torch.cat([norms for name, norms in sorted(named.items()) if name.startswith(NORMS)])
+        squares = [math.fsum(norms_M) for norms_M in norms_MG.T.tolist()]
+        sequences = len(norms_MG)
+        if before is not None:
+            squares = [first + second for first, second in zip(before.square_norms, squares, strict=True)]
+            sequences += before.sequences
+        tokens = sequences * self.sequence
+        return GradientRecord(**dict(record), square_norms=tuple(squares), sequences=sequences, tokens=tokens)
 
     def moment(self, moment: Moment, found: ArrayRecord | Summed, device: torch.device) -> Tensor:
         """A moment (G, d, d) float64 on a device, of a pair (1, F + D, F)."""
         if isinstance(found, ArrayRecord):
             return self.statistics.read(found).to(device)
-        grid, bands = self._bands(found)
+        grid, named = self._summed(found)
+        bands = _bands(named)
         whole = whole_pair if moment.kind == "pair" else whole_moment
         return whole([band_Gbd.to(device) for band_Gbd in bands], grid)
 
-    def _bands(self, summed: Summed) -> tuple[Grid, list[Tensor]]:
-        named = _added(get_all(self.transfer, summed.partials))
-        return Grid.unpacked(self.transfer.get(summed.grid)), [named[place] for place in sorted(named)]
+    def _summed(self, summed: Summed) -> tuple[Grid, dict[str, Tensor]]:
+        return Grid.unpacked(self.transfer.get(summed.grid)), _added(get_all(self.transfer, summed.partials))
+
+
+def _bands(named: dict[str, Tensor]) -> list[Tensor]:
+    return [named[name] for name in sorted(named) if not name.startswith(NORMS)]
 
 
 def _added(parts: Iterable[dict[str, Tensor]], device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -91,4 +123,5 @@ def _raised(layer: int, moment: Moment, grid: Grid, beyond_Gd: Tensor) -> Grid:
     try:
         return grid.raised(beyond_Gd)
     except ValueError as error:
-        raise NumericsError(f"layer {layer}: activations at {moment.point}: {error}") from error
+        what = "gradients" if moment.kind == "gradient" else "activations"
+        raise NumericsError(f"layer {layer}: {what} at {moment.point}: {error}") from error

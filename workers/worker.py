@@ -20,17 +20,16 @@ from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, GradientRecord, StagedLayer
 from pipeline.curve_units import BeginCurve, CurvePieces, CurveUnit, Predict
 from pipeline.families.family import LayerGeometry
-from pipeline.kernels.gradients import folded, ordered_sum, unfolded
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Group, Measuring, Moment, Statistics
 from pipeline.methods.registry import build_methods
+from pipeline.samples import GRID_TOKENS
 from pipeline.score_units import Compare, CompareDone, Score, WindowForward
 from pipeline.sum_units import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
 from pipeline.units import (
     Backward,
-    BackwardDone,
     BesideUnit,
     Forward,
     Measure,
@@ -93,7 +92,7 @@ class Worker:
             setup, self.layers, self.hidden, self.activations, self.statistics, self._computing
         )
         self.sums = LayerSums(self.transfer, self.device)
-        self.totals = Totals(self.transfer, self.statistics, self.device)
+        self.totals = Totals(self.transfer, self.statistics, self.device, self._sequence)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
         self.scores = ScorePass(setup, self.device, self.hidden, self.activations, self._computing)
         self.compute_seconds = 0.0  # spent inside products and decompositions
@@ -133,7 +132,7 @@ class Worker:
             self._release_others(unit)
         try:
             # The backward pass builds on autograd, which takes no tensor made in inference mode.
-            with torch.no_grad(), torch.inference_mode(not isinstance(unit, Backward)):
+            with torch.no_grad(), torch.inference_mode(not isinstance(_passing(unit), Backward)):
                 return handlers[type(unit)](unit)
         except CorruptError as error:
             # Or the next attempt would read the same.
@@ -148,9 +147,9 @@ class Worker:
     def _release_others(self, unit: Unit) -> None:
         """Lets go of the layers that units of another kind were at, so that one is held at a time."""
         scoring = isinstance(unit, WindowForward | Score)
-        if not isinstance(unit, Pair):
+        if not isinstance(_passing(unit), Pair):
             self.pairs.release()
-        if not isinstance(unit, Backward):
+        if not isinstance(_passing(unit), Backward):
             self.backward.release()
         if isinstance(unit, SolveUnit):
             return_freed_pages()  # what forward passes left: a solve holds the most
@@ -209,18 +208,13 @@ class Worker:
                 writer.append(inputs.read(sample, sample + 1))
             return writer.commit()
 
-    def _backward(self, unit: Backward) -> BackwardDone:
-        partials, record, labels = self.backward.run(unit)
-        given = {
-            moment: self.transfer.put({**partial, "moment": folded(partial["moment"])})
-            for moment, partial in partials.items()
-        }
-        return BackwardDone(
-            partials=given,
-            activation=record if unit.store else None,
-            tokens=self.setup.gradient_count(unit.shard) * self._sequence,
-            labels=labels,
-        )
+    def _backward(self, unit: Backward) -> ShardDone:
+        add = self.sums.adder(unit)
+        with tensor_cores(self.setup.dtype), self.sums.adding(unit):
+            record, labels = self.backward.run(unit, add)
+        stored = record if unit.store else None
+        tokens = self.setup.gradient_count(unit.shard) * self._sequence
+        return ShardDone({}, None, stored, tokens, labels=labels, worker=self.name)
 
     def _pair(self, unit: Pair) -> ShardDone:
         add = self.sums.adder(unit)
@@ -264,15 +258,19 @@ class Worker:
         return taps + self.sums.taps(unit)
 
     def _choose_grids(self, unit: ChooseGrids) -> ChooseGridsDone:
-        forward, squares = unit.forward, Squares(self._calibration_tokens)
+        forward = unit.forward
+        squares = Squares(self._gradient_tokens if isinstance(forward, Backward) else self._calibration_tokens)
         if isinstance(forward, Pair):
             with tensor_cores(self.setup.dtype):
                 self.pairs.begin(forward, squares.see_pair)
+        elif isinstance(forward, Backward):
+            with tensor_cores(self.setup.dtype):
+                self.backward.begin(forward, squares.see, lambda: not squares.silent)
         else:
             inputs, block = self._inputs(forward), self._block(forward)
-            start, stop = self.setup.micro_batches(forward.shard)[0]
+            hidden_BSD = inputs.read(0, 1)[:, :GRID_TOKENS].to(self.device)
             with self._computing():
-                tapped(self.layers, block, squares.taps(forward))(inputs.read(start, stop).to(self.device), False)
+                tapped(self.layers, block, squares.taps(forward))(hidden_BSD, False)
         return ChooseGridsDone({moment: self.transfer.put(grid.packed()) for moment, grid in squares.grids().items()})
 
     def _sample_tap(self, unit: Forward, moment: Moment, samples: dict[Moment, Tensor]) -> Tap:
@@ -292,24 +290,8 @@ class Worker:
     # -- statistics, solving, writing --------------------------------------------------------------------------------
 
     def _reduce(self, unit: Reduce) -> ArrayRecord:
-        if unit.moment.kind == "sample":
-            parts = [partial["moment"] for partial in get_all(self.transfer, unit.partials)]
-            return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
-        totals = ordered_sum([*self._summed_before(unit), *get_all(self.transfer, unit.partials)])
-        gradient = unit.moment.kind == "gradient"
-        total = unfolded(totals["moment"]) if gradient else totals["moment"]
-        record = self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", total)
-        if not gradient:
-            return record
-        sequences = self.setup.gradient_samples + (unit.before.sequences if unit.before else 0)
-        squares, tokens = tuple(totals["square_norms"].tolist()), sequences * self._sequence
-        return GradientRecord(**dict(record), square_norms=squares, sequences=sequences, tokens=tokens)
-
-    def _summed_before(self, unit: Reduce) -> list[dict[str, Tensor]]:
-        if unit.before is None:
-            return []
-        squares_G = torch.tensor(unit.before.square_norms, dtype=torch.float64)
-        return [{"moment": folded(self.statistics.read(unit.before)), "square_norms": squares_G}]
+        parts = [partial["moment"] for partial in get_all(self.transfer, unit.partials)]
+        return self.statistics.write(unit.layer, f"{unit.lineage}-{unit.moment.key}", torch.cat(parts, dim=1))
 
     def _measure(self, unit: Measure) -> Any:
         (method, _), weights = self.methods[unit.task.method], self._group_weights(unit.task)
@@ -389,6 +371,10 @@ class Worker:
     def _calibration_tokens(self) -> int:
         return math.prod(self.setup.tokens_shape)
 
+    @property
+    def _gradient_tokens(self) -> int:
+        return self.setup.gradient_samples * self._sequence
+
     def _tokens(self, start: int, stop: int) -> Tensor:
         """Token ids (B, S) of samples of the whole calibration set."""
         assert self.tokens is not None
@@ -397,3 +383,9 @@ class Worker:
     def _hidden_writer(self, shard_key: tuple[str, int, int], store: bool) -> HiddenWriter:
         shape_MSD = (self.setup.samples_of(shard_key[2]), self._sequence, self.setup.geometry.hidden)
         return self.hidden.hidden_writer(shard_key, shape_MSD, self.setup.dtype, store, self.setup.micro_batch)
+
+
+def _passing(unit: Unit) -> Unit:
+    """The unit whose shard goes through a layer: itself, or the one that grids are chosen by."""
+    found: Unit = unit.forward if isinstance(unit, ChooseGrids) else unit
+    return found

@@ -16,7 +16,7 @@ from manifests.entries import GroupReport
 from pipeline.console.outlook import Outlook
 from pipeline.curve_units import Predict
 from pipeline.score_units import WindowForward
-from pipeline.units import Backward, BackwardDone, Forward, Measure, Pair, ShardDone, Solve, SolveSizes, Unit
+from pipeline.units import Backward, Forward, Measure, Pair, ShardDone, Solve, SolveSizes, Unit
 
 LOG = logging.getLogger("lamina")
 COUNTED: dict[str, Any] = {  # in phases without forward units
@@ -84,7 +84,7 @@ class JobObserver:
     def unit_done(self, unit: Unit, result: Any) -> None:
         """A unit is finished."""
         self.state |= {"unit": unit.key, "done": self.done_units, "of": self.total_units}
-        if isinstance(unit, Forward | Pair | Backward | WindowForward) and isinstance(result, ShardDone | BackwardDone):
+        if isinstance(unit, Forward | Pair | Backward | WindowForward) and isinstance(result, ShardDone):
             self.tokens += result.tokens
             self.done_units += 1
             self.state |= {"layer": unit.layer, "shard": unit.shard}

@@ -167,6 +167,39 @@ class MomentSum:
         return torch.cat([band_Gbd.diagonal(dim1=1, dim2=2) for band_Gbd in self.bands()], dim=1)
 
 
+class DiagonalSum:
+    """The sum of the scaled, rounded squares of `heads` heads, for each group of them: a `MomentSum`'s diagonal."""
+
+    def __init__(self, grid: Grid, heads: int, device: torch.device) -> None:
+        self.grid, self.heads = grid, heads
+        self._squares_Gd = torch.zeros(grid.exponents.shape, dtype=torch.float64, device=device)
+        self._factors_Gd = powers_of_two(-grid.exponents).to(device)
+
+    def add_(self, *parts_TF: Tensor) -> None:
+        """Adds the squares of values (..., F), those of some rows in float32 at a time, or in float64 if that is their
+        type. Raises as `MomentSum.add_`, and as there NaN and infinity are left to `exceeding`."""
+        groups, width = self.grid.exponents.shape
+        for part_TF in parts_TF:
+            if part_TF.shape[-1] != self.heads * width:
+                shape = tuple(part_TF.shape)
+                raise ValueError(f"values (T, F) {shape} of {self.heads} heads do not fit {groups} x {width} sums")
+            dtype = torch.promote_types(part_TF.dtype, torch.float32)
+            rounder = 1.5 * 2.0 ** (self.grid.bits - GRID_BITS + MANTISSA[dtype])
+            factors_G1d = self._factors_Gd.to(dtype)[:, None]
+            for rows_TF in part_TF.detach().reshape(-1, self.heads * width).split(BAND):
+                rows_TGhd = rows_TF.reshape(len(rows_TF), groups, -1, width) * factors_G1d
+                squares_Gd = rows_TGhd.square_().sum(dim=(0, 2))
+                self._squares_Gd += squares_Gd.add_(rounder).sub_(rounder)
+
+    def bands(self) -> list[Tensor]:
+        """The sum so far, (G, d), alone: not a copy, more may be added afterwards."""
+        return [self._squares_Gd]
+
+    def squares(self) -> Tensor:
+        """The same, which `exceeding` judges."""
+        return self._squares_Gd
+
+
 def cut_rows(parts: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
     """The rows of all parts, so many at a time, the last ones fewer; nothing is copied."""
     left = list(parts)
@@ -214,6 +247,12 @@ def whole_moment(bands: Sequence[Tensor], grid: Grid, into_Gdd: Tensor | None = 
         moment_Gdd[:, first:stop, stop:] = scaled_Gbd[:, :, stop - first :]
         moment_Gdd[:, stop:, first:stop] = scaled_Gbd[:, :, stop - first :].transpose(1, 2)
     return moment_Gdd
+
+
+def whole_diagonal(squares_Gd: Tensor, grid: Grid) -> Tensor:
+    """The sums of squares (G, d) float64 of the values themselves: scales undone. New memory."""
+    scales_Gd = powers_of_two(grid.exponents).to(squares_Gd.device)
+    return squares_Gd * scales_Gd * scales_Gd  # in two steps, as 2^(2 e) alone may leave float64
 
 
 def moment_rows(bands: Sequence[Tensor], grid: Grid, start: int, stop: int) -> Tensor:

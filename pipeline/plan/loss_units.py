@@ -10,15 +10,21 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 from pipeline.plan.phases import (
+    AHEAD,
     COMPARED_LAYERS,
     THREADS,
     Pass,
+    add_seconds,
+    collect_seconds,
     compare_seconds,
     correction_seconds,
+    gradient_grid_seconds,
     gradient_seconds,
+    gradient_sums,
     held_out_seconds,
     pair_seconds,
     solve_seconds,
+    store_seconds,
     verify_seconds,
 )
 from pipeline.plan.rates import Rates
@@ -118,17 +124,23 @@ def corrected_units(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, 
 
 
 def _gradients(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:
-    """The layers in reverse; what each shard has summed goes to one worker a moment, before the next layer."""
-    seconds, given = gradient_seconds(work, rates), work.gradient_bytes * way.gradient_shards / rates.link
-    moments = max(1, min(3, way.workers))
+    """The layers in reverse; the sums of one are given away, added and stored while the next are gone through."""
+    seconds, sums, ahead = gradient_seconds(work, rates), gradient_sums(work), 1 + way.workers // AHEAD
+    stored: list[str] = []
     for layer in range(way.layers):  # counted from the last
+        grids, added = f"gradient grids {layer}", f"gradient add {layer}"
         yield from _reads("gradient", layer, work.weight_bytes, rates, way, after)
-        after = yield from _passes("gradient", "gradient", layer, seconds, way.gradient_shards, after, rates, way)
-        names = tuple(f"gradient sum {layer} {number}" for number in range(moments))
-        for name in names:
-            yield Timed(name, "reduce", given / moments, after)
-        after = names
-    return after
+        waits = (*after, f"read gradient {layer} 0")
+        yield Timed(grids, "gradient", gradient_grid_seconds(work, rates), waits)
+        passed = yield from _passes("gradient", "gradient", layer, seconds, way.gradient_shards, (grids,), rates, way)
+        collects = tuple(f"gradient collect {layer} {worker}" for worker in range(way.workers))
+        for worker, name in enumerate(collects):
+            yield Timed(name, "collect", collect_seconds(sums, rates), passed, f"link {worker}")
+        yield Timed(added, "add", add_seconds(sums, rates, way), collects, "lanes")
+        stored.append(f"gradient store {layer}")
+        yield Timed(stored[-1], "store", store_seconds(sums, rates, way), (added,), f"disk {layer % way.nodes(rates)}")
+        after = (*passed, stored[layer - ahead]) if layer >= ahead else passed
+    return tuple(stored)
 
 
 def _curves(work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]) -> Units:

@@ -127,8 +127,18 @@ def grid_seconds(work: LayerWork, rates: Rates) -> float:
 
 def gradient_seconds(work: LayerWork, rates: Rates) -> float:
     """All samples back through a layer on one worker, and their moments."""
-    moments = work.gradient_moment_flops / rates.moments + work.gradient_moved_bytes / rates.memory
+    moments = work.gradient_moment_flops / rates.single + work.gradient_moved_bytes / rates.memory
     return work.gradient_flops / rates.backward + moments
+
+
+def gradient_grid_seconds(work: LayerWork, rates: Rates) -> float:
+    """Until the grids of a layer's gradients are chosen, before its samples go back through it."""
+    return work.gradient_grid_flops / rates.backward
+
+
+def gradient_sums(work: LayerWork) -> LayerWork:
+    """The same layer, its sums those of gradients: for the seconds in which these are given away, added and stored."""
+    return replace(work, moment_bytes=work.gradient_bytes)
 
 
 def correction_seconds(work: LayerWork, rates: Rates) -> float:
@@ -241,8 +251,12 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
     if work.gradient_flops:
         computing = gradient_seconds(work, rates) * way.rounds_of(way.gradient_shards)
-        summing = work.gradient_bytes * way.gradient_shards / rates.link / min(3, way.workers)  # three large moments
-        found["gradient"] = layers * (max(computing, again) + summing)
+        computing += gradient_grid_seconds(work, rates)
+        sums = gradient_sums(work)
+        collecting, adding = collect_seconds(sums, rates), add_seconds(sums, rates, way)
+        storing = store_seconds(sums, rates, way)
+        through = (computing + collecting + adding + storing) / (2 + way.workers // AHEAD)
+        found["gradient"] = layers * max(computing, again + storing / nodes, collecting, adding, through)
     if work.curves:
         found["curves"] = _spread([solve_seconds(curve, rates) for curve in work.curves] * layers, way.workers)
     if work.rounding:
@@ -341,15 +355,15 @@ def object_store_bytes(work: LayerWork, rates: Rates, way: Pass) -> int:
 
     By phase: the sums of the layers that are on their way to the store, each worker's, the node's and all nodes', with
     the samples, and layers that are read for all nodes; where layers are solved in that pass, the added sums of those
-    that wait for it, and the factors of as many; what each shard has summed of gradients; the sums of a correction's
+    that wait for it, and the factors of as many; those of gradients alike; the sums of a correction's
     pair; the factors of layers that are being solved and written.
     """
     here, nodes = min(way.workers, rates.workers_per_node), way.nodes(rates)
     sums = here + (here > 1) + (nodes > 1)  # each worker's, the node's, all nodes'
     under_way = 1 if way.compressed else 2 if way.in_pass else 1 + way.ahead
     passing = under_way * sums * work.moment_bytes + work.sample_bytes
+    gradients = (2 + way.workers // AHEAD) * sums * work.gradient_bytes
     read = READ_FOR_ALL * work.weight_bytes if nodes > 1 else 0
-    gradients = math.ceil(way.gradient_shards / nodes) * work.gradient_bytes
     pairs = sums * max(work.pair_bytes, default=0)
     in_hand = 1 if way.compressed or work.pair_bytes else math.ceil(2 * (way.workers + 1) / nodes)
     if way.in_pass:

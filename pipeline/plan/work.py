@@ -31,17 +31,17 @@ from pipeline.plan.solve_work import (
     solve_work,
     triangle_numbers,
 )
-from pipeline.samples import held_out_windows, importance_shards
+from pipeline.samples import GRID_TOKENS, held_out_windows, importance_shards
 
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 32  # of device memory for each number: the product written, rounded, added to a float64 sum
 SCALED_PASSES = 3  # over each value, in the checkpoint's dtype: checked; read, and written scaled
 PAIRED_BYTES = 40  # for each number of a pair's Σ e xᵀ: as above, the rounding taken from each product
 ERROR_BYTES = 48  # for each number of e: made, checked, scaled, squared in float64
-SQUARED_BYTES = 40  # for each number of a gradient's moment and sample, both triangles: the product, and the sum
-FOLDED_BYTES, REDUCED_BYTES = 120, 24  # for each number of such a moment, and of its triangle, and shard
+SQUARED_BYTES = 40  # for each number of the product of a gradient sample's norm: widened, squared, summed
+DIAGONAL_BYTES = 40  # for each number of a gradient of which the squares alone are summed, its sample's norm included
 BAND = 512  # rows of a moment's sum that are added at once, from the diagonal on
-SQUARES = 2048  # columns of a gradient's moment that are squares, not triangles
+RESIDUAL_BYTES = 4  # of a number of a gradient, as of the residual stream
 COSINE_BYTES = 48  # for each hidden number: read, widened to float64, scaled, multiplied
 BACK, BACK_AGAIN = 3, 3 + 7  # forward passes that a backward pass costs; with a second: once forth, and two blocks
 WALKED, WALKED_SHORT = 4, 4  # layers that a walk of corrections goes through, to the end and to their attention's
@@ -58,13 +58,14 @@ class LayerWork:
         statistics_flops: of a forward pass that ends at the last tap; `forward_flops`: of a whole one;
             `packed_flops`: of one through what has become of the layer.
         built_bytes: of memory that building the layer in float32 moves.
-        grid_flops: of the one micro-batch by which sums' grids are chosen, by one worker.
+        grid_flops: of the tokens by which sums' grids are chosen, by one worker.
         added_bytes: of device memory that summing the moments moves.
         moment_bytes: what the sums of a layer take, one triangle each.
         gradient_flops: of the backward pass, or of both where there are two rounds; 0 without one.
-        gradient_moment_flops, gradient_moved_bytes: of its moments, and what summing and passing them on moves.
+        gradient_moment_flops, gradient_moved_bytes: of its moments and its samples' norms; of device memory.
+        gradient_grid_flops: of the tokens by which their grids are chosen.
         curves: of each task whose sizes are compared by predicted loss, in every round.
-        gradient_bytes: of the moments that one shard of the backward pass sums.
+        gradient_bytes: what the sums of the backward pass take.
         sample_bytes: of a layer's samples of values; pair_bytes: of the sums of each pair that corrections take;
             pair_added_bytes: of device memory that summing them moves.
         correction_flops: of the walk of `correct: output`: two layers to each point and once to the end, their pairs.
@@ -100,6 +101,7 @@ class LayerWork:
     grid_flops: float = 0.0
     gradient_moment_flops: float = 0.0
     gradient_moved_bytes: float = 0.0
+    gradient_grid_flops: float = 0.0
 
 
 def layer_work(
@@ -118,7 +120,6 @@ def layer_work(
     forward = forward_flops(layer, sequence)
     packed = forward - 2.0 * (1.0 - kept) * layer.numbers()
     skipped = 2.0 * layer.hidden * layer.intermediate if any(m.point == "down.in" for m in moments) else 0.0
-    batch = manifest.calibration.micro_batch * sequence if manifest.calibration and moments else 0
     weight_bytes = layer.numbers() * itemsize
     return LayerWork(
         weight_bytes=weight_bytes,
@@ -130,7 +131,7 @@ def layer_work(
         statistics_flops=tokens * (forward - skipped),
         moment_flops=float(tokens * sum(_moment_flops(moment, layer) for moment in moments)),
         built_bytes=float(BUILT_BYTES * layer.numbers()),
-        grid_flops=float(batch * forward),
+        grid_flops=float(min(GRID_TOKENS, sequence) * forward) if moments else 0.0,
         added_bytes=float(sum(_added_bytes(moment, layer, manifest, itemsize) for moment in moments)),
         cosine_bytes=float(COSINE_BYTES * _measured_tokens(manifest) * layer.hidden),
         moment_bytes=8 * sum(triangle_numbers(moment, layer) for moment in moments),
@@ -251,18 +252,28 @@ def _gradient_work(
     rounds: int,
 ) -> dict[str, float]:
     """Of the backward pass, by the names of `LayerWork`; `forward`: operations of a forward pass for each token."""
+    if not gradient_tokens or manifest.calibration is None:
+        return {"gradient_flops": 0.0}
     pulled = sum(2.0 * geometry.numbers(_pulled_roles(moment)) for moment in gradients)
-    backward = [moment for moment in gradients if not moment.diagonal]
-    calibration = manifest.calibration
-    samples = gradient_tokens // calibration.sequence_length if calibration else 0
-    shards = min(calibration.shards, samples) if calibration else 0
-    moved_bytes = SQUARED_BYTES * samples + (FOLDED_BYTES + REDUCED_BYTES / 2) * shards
-    numbers = sum(moment.groups * moment_width(moment, geometry) ** 2 for moment in backward)
-    squared = 2 * sum(_squared_numbers(moment, geometry) for moment in backward)
+    sequence, flops, moved = manifest.calibration.sequence_length, 0.0, 0.0
+    samples = gradient_tokens // sequence
+    shards = min(manifest.calibration.shards, samples)
+    for moment in gradients:
+        width, rows = moment_width(moment, geometry), moment.heads // moment.groups * sequence
+        if moment.diagonal:
+            moved += DIAGONAL_BYTES * gradient_tokens * moment.heads * width
+            continue
+        smaller, larger = sorted((width, rows))
+        products = shards * math.ceil(rows * samples / shards / ROWS_PER_PRODUCT)
+        flops += 2.0 * samples * (rows * _banded_numbers(moment, geometry) + moment.groups * smaller**2 * larger)
+        moved += ADDED_BYTES * products * _banded_numbers(moment, geometry)
+        moved += 2 * SCALED_PASSES * RESIDUAL_BYTES * gradient_tokens * moment.heads * width  # for sum and norm
+        moved += SQUARED_BYTES * samples * moment.groups * smaller**2
     return {
         "gradient_flops": float(gradient_tokens * ((BACK_AGAIN if rounds == 2 else BACK) * forward + rounds * pulled)),
-        "gradient_moment_flops": float(gradient_tokens * rounds * squared),
-        "gradient_moved_bytes": float(rounds * moved_bytes * numbers),
+        "gradient_moment_flops": float(rounds * flops),
+        "gradient_moved_bytes": float(rounds * moved),
+        "gradient_grid_flops": float(rounds * min(GRID_TOKENS, sequence) * BACK * forward),
     }
 
 
@@ -299,13 +310,6 @@ def _banded_numbers(moment: Moment, geometry: LayerGeometry) -> int:
 def _pulled_roles(moment: Moment) -> tuple[str, ...]:
     """Through whose weights the gradient is taken back to their input."""
     return tuple(moment.point.removeprefix("pull:").split("+")) if moment.point.startswith("pull:") else ()
-
-
-def _squared_numbers(moment: Moment, geometry: LayerGeometry) -> float:
-    """Numbers of a gradient's moment that products give: squares along the diagonal, and what is above."""
-    width = moment_width(moment, geometry)
-    blocks = math.ceil(width / SQUARES)
-    return moment.heads * float(width) ** 2 * (blocks + 1) / (2 * blocks)
 
 
 def forward_flops(geometry: LayerGeometry, sequence: int) -> float:

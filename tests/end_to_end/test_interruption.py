@@ -220,6 +220,29 @@ def test_killed_with_ray_then_stopped_then_finished(
     assert command("status", str(made.run_dir), "--json").json["state"] == "finished"
 
 
+@pytest.mark.ray
+def test_the_raylet_dies(job: MakeJob, reference: dict[str, dict[str, str]]) -> None:
+    """Ray's core would end the command in silence; it is said what happened, and the next run goes on."""
+    made = job()
+    pause = made.root / "pause"
+    hook = Hook("commit", match="layer/00001", pause=str(pause))
+    first = Child("run", [str(made.manifest)], made.root / "log", hook, inline=False)
+    wait_for(pause, first)
+    family = psutil.Process(first.pid).children(recursive=True)
+    next(process for process in family if process.name() == "raylet").kill()
+    pause.unlink()
+    assert first.end() == 1, first.said
+    assert "\nfailed: Ray has ended on this machine: its raylet is gone" in first.said
+    state = command("status", str(made.run_dir), "--json").json
+    assert (state["state"], "raylet is gone" in state["last_run"]["error"]) == ("failed", True)
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+    child = Child("run", [str(made.manifest)], made.root / "second")
+    assert child.end() == 0, child.said
+    assert "compress layer 0 committed" not in child.said
+    assert file_digests(made.output) == reference["compressed"]
+
+
 @pytest.mark.parametrize(
     ("number", "key"),
     [(signal.SIGTERM, "dense/00001"), (signal.SIGINT, "activations/00001"), (signal.SIGTERM, "layer/00001")],

@@ -17,7 +17,16 @@ from pipeline.sum_units import ChooseGrids, Sums
 from pipeline.units import Backward, Forward, Pair
 from stores.staging import read_staged
 from tests.emulated_device import EmulatedDevice
-from tests.workers.bench import EVERYTHING, LOW, make_setup, make_worker, save_source, solve_layer, sum_units
+from tests.workers.bench import (
+    EVERYTHING,
+    LOW,
+    make_setup,
+    make_worker,
+    save_source,
+    solve_layer,
+    sum_gradients,
+    sum_units,
+)
 from tests.workers.test_backward import gradient_moments
 from tests.workers.test_scoring import windows_of
 from workers.tensor_transfer import Packed, pack, unpack
@@ -78,10 +87,10 @@ def done_by(worker: Worker) -> dict[str, Any]:
     )
     moments, last = gradient_moments(setup), len(inputs) - 1
     for layer in (last, last - 1):
-        back = worker.execute(Backward(layer, 0, inputs[layer:], moments, emit=True))
-        for moment in moments:
-            sums = worker.transfer.get(back.partials[moment])
-            found |= {f"{layer} {moment.key} {name}": tensor for name, tensor in sums.items()}
+        _, records = sum_gradients([Backward(layer, 0, inputs[layer:], moments, emit=True)], [worker])
+        for moment, record in records.items():
+            found[f"{layer} {moment.key}"] = worker.statistics.read(record)
+            found[f"{layer} {moment.key} square norms"] = torch.tensor(record.square_norms)
     replay, windows = (staged, *[None] * last), windows_of(setup)
     dense = worker.execute(WindowForward(windows, "dense", last, 0, store=True, replay=(None,) * last)).activation
     scored = worker.execute(Score(windows, "made", last + 1, 0, dense=dense, replay=replay))

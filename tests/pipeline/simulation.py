@@ -36,7 +36,6 @@ from pipeline.sum_units import (
 )
 from pipeline.units import (
     Backward,
-    BackwardDone,
     Forward,
     Measure,
     Pair,
@@ -46,6 +45,7 @@ from pipeline.units import (
     ShardDone,
     Solve,
     SolveDone,
+    Summable,
     Unit,
     Unwritten,
     Write,
@@ -322,6 +322,8 @@ class SimulatedPool:
         if isinstance(unit, ChooseGrids):
             assert all(moment.kind in SUMMED for moment in unit.forward.moments)
             layer = unit.forward.layer
+            for record in (unit.forward.base_record, *getattr(unit.forward, "inputs", ())):
+                assert record is None or self.world.load("activation", record), "a worker may have to read it"
             return ChooseGridsDone({moment: self._handle(f"grid {layer}") for moment in unit.forward.moments})
         if isinstance(unit, Collect):
             return self._collect(unit)
@@ -333,16 +335,11 @@ class SimulatedPool:
         if isinstance(unit, Add):
             return AddDone(self._handle(json.dumps(self._joined(unit.partials))))
         if isinstance(unit, Total):
-            return self.world.store("statistic", self._sum(unit.layer, unit.moment, unit.summed))
+            return self._total(unit)
         if isinstance(unit, Reduce):
-            assert unit.moment.kind == "sample" or (unit.lineage, unit.moment.kind) == ("dense", "gradient")
+            assert unit.moment.kind == "sample"
             parts = [self._open(handle) for handle in unit.partials]
-            before = [self.world.load("statistic", unit.before)] if unit.before is not None else []
-            value = digest("sum", unit.lineage, unit.layer, unit.moment.key, parts, *before)
-            record = self.world.store("statistic", value)
-            if unit.moment.kind != "gradient":
-                return record
-            return GradientRecord(**dict(record), square_norms=(1.0,), sequences=1, tokens=1)
+            return self.world.store("statistic", digest("sum", unit.lineage, unit.layer, unit.moment.key, parts))
         if isinstance(unit, Measure):
             return {"number": int(digest("measured", unit.key)[:2], 16)}
         if isinstance(unit, BeginCurve | CurvePieces | Predict):
@@ -403,7 +400,7 @@ class SimulatedPool:
             worker=self._add(unit, {moment.key: value for moment, value in moments.items() if moment.kind == "value"}),
         )
 
-    def _add(self, unit: Forward | Pair, values: dict[str, str]) -> str:
+    def _add(self, unit: Summable, values: dict[str, str]) -> str:
         """The worker, one after another, to whose sums of this pass the shard is added."""
         worker = f"worker-{self.turn % max(1, self.size)}"
         self.turn += 1
@@ -443,6 +440,15 @@ class SimulatedPool:
                 assert not joined.get(part, {}).keys() & found.keys(), "a shard is added once"
                 joined[part] = {**joined.get(part, {}), **found}
         return joined
+
+    def _total(self, unit: Total) -> ArrayRecord:
+        gradients = unit.moment.kind == "gradient"
+        assert (unit.lineage == "gradient") == gradients
+        value = self._sum(unit.layer, unit.moment, unit.summed)
+        if unit.before is not None:
+            value = digest("sum", self.world.load("statistic", unit.before), value)
+        record = self.world.store("statistic", value)
+        return GradientRecord(**dict(record), square_norms=(1.0,), sequences=1, tokens=1) if gradients else record
 
     def _sum(self, layer: int, moment: Moment, summed: Summed) -> str:
         parts = self._joined(summed.partials)
@@ -489,7 +495,7 @@ class SimulatedPool:
         dense = self.world.load("activation", unit.dense) if unit.dense is not None else ""
         return Scored(float(int(digest("loss", hidden, dense)[:6], 16)), 1)
 
-    def _backward(self, unit: Backward) -> BackwardDone:
+    def _backward(self, unit: Backward) -> ShardDone:
         self.world.backward_passes += len(unit.inputs)
         read = [self.world.load("activation", record) for record in unit.inputs]
         if unit.probe:
@@ -509,13 +515,16 @@ class SimulatedPool:
         for layer, hidden in reversed(list(enumerate(read[1:], unit.layer + 1))):
             gradient = digest("back", layer, hidden, gradient, weights[layer - unit.layer])
         moments = {moment: digest("gradient", moment.key, unit.layer, read[0], gradient) for moment in unit.moments}
-        return BackwardDone(
-            partials={moment: self._handle(value) for moment, value in moments.items()},
+        assert (unit.sums is not None) == bool(moments)
+        return ShardDone(
+            partials={},
+            cosine=None,
             activation=self.world.store("activation", digest("back", unit.layer, read[0], gradient, weights[0]))
             if unit.store
             else None,
             tokens=1,
             labels=self.world.store("statistic", digest("labels", unit.shard)) if unit.keep_labels else None,
+            worker=self._add(unit, {moment.key: value for moment, value in moments.items()}),
         )
 
     def _through(self, layer: int, staged: StagedLayer | Unwritten | None, hidden: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from pipeline.curve_units import CurvePieces, Predict
 from pipeline.driver import Driver
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_gradients, layer_moments
-from pipeline.units import Forward, Reduce, Solve, Unit
+from pipeline.sum_units import Collect
+from pipeline.units import Forward, Solve, Unit
 from tests.pipeline.simulation import (
     ALL,
     JOBS,
@@ -55,8 +57,8 @@ def test_only_shards_with_samples_are_kept_and_go_back() -> None:
     assert {unit.shard for unit in backwards(world)} == {0, 2}
     assert {unit.shard for unit in forwards(world) if unit.keep_inputs} == {0, 2}
     assert [entry is None for entry in world.journal()["dense/00001"]["inputs"]] == [False, True, False]
-    sums = [unit for unit in world.done if isinstance(unit, Reduce) and unit.moment.kind == "gradient"]
-    assert {len(unit.partials) for unit in sums} == {2}
+    collects = [unit for unit in world.done if isinstance(unit, Collect) and unit.lineage == "gradient"]
+    assert Counter(unit.layer for unit in collects) == dict.fromkeys(range(4), 2), "of each worker, not of each shard"
 
 
 def test_each_layer_goes_on_from_the_committed_gradients() -> None:
@@ -110,7 +112,6 @@ def with_samples(job: Job) -> Job:
 def test_partial_sums_of_one_layer_at_a_time(name: str, samples: bool) -> None:
     """What is summed of a layer is gone before the next one's is made: at size it is most of the memory."""
     job = with_samples(JOBS[name]()) if samples else JOBS[name]()
-    shards = len(job.gradient_shards)
     most = 0  # of one worker: a grid and a sum of each moment, however many shards; and what is of each shard
     for layer in range(job.num_layers):
         moments = layer_moments(job.tasks, layer)
@@ -120,7 +121,9 @@ def test_partial_sums_of_one_layer_at_a_time(name: str, samples: bool) -> None:
         # wait for what the first has committed; they are given away while samples are put together.
         before = sums if layer > 0 and job.propagate == "dense" and not (apart and job.is_boundary(layer)) else 0
         forth = max(before * 3 // 2 + sums // 2, (before if apart else 0) + sums * 3 // 2 + job.shards * apart)
-        most = max(most, forth, shards * len(layer_gradients(job.tasks, layer)))
+        back = 2 * len(layer_gradients(job.tasks, layer))
+        above = back if layer + 1 < job.num_layers and not job.is_boundary(layer + 1) else 0
+        most = max(most, forth, above * 3 // 2 + back // 2, back * 3 // 2)
     world, alive = World(), []
 
     class Forgetful(SimulatedPool):
@@ -204,6 +207,42 @@ def test_long_curves_are_cut_where_workers_have_none(workers: int, parts: list[i
     assert [sum(unit.task.layer == layer for unit in cut) for layer in range(3)] == parts
     taken = sorted((unit.task.layer, number) for unit in cut for number in unit.numbers)
     assert taken == [(layer, number) for layer in range(3) if parts[layer] for number in range(3)]
+
+
+def test_the_layer_before_is_gone_back_through_while_sums_are_stored() -> None:
+    """But where gradients are committed: what is begun from is entered first."""
+    job = make_gradient_job(range(5), every=2)
+    world = World()
+    run(job, world, SimulatedPool(world, order="last"))
+    order = [key for _, key in world.events]
+    for layer in (4, 3, 2, 1):
+        begun, entered = order.index(f"backward/{layer - 1}/0"), order.index(f"gradient/0000{layer}")
+        assert (entered < begun) == job.is_boundary(layer)
+
+
+@pytest.mark.parametrize("way", ["narrow", "dies", "dies while summing", "lost"])
+@pytest.mark.parametrize("name", ["gradient", "gradient-every-2", "gradient-local", "rounds"])
+def test_gradients_that_are_summed_again(name: str, way: str) -> None:
+    """With a wider grid, after a worker's death, or after a sum was lost: nothing else is done or stored again."""
+    job, mid = JOBS[name](), "gradient-mid-1-1"
+    expected, _ = run(job)
+    world = World()
+    pool = SimulatedPool(world)
+    if way == "narrow":
+        pool.narrow = frozenset({mid})
+    elif way == "lost":
+        pool.fail_on[f"total/gradient/2/{mid}"] = LostInputError("gone", (f"add/gradient/2/{mid}/0",))
+    else:
+        pool.die_before["collect/gradient/2/worker-0" if way == "dies" else "backward/2/0"] = "worker-0"
+    run(job, world, pool)
+    assert world.journal() == expected.journal()
+    assert pool.drained == 0
+    again = Counter(unit.key for unit in backwards(world)) - Counter(unit.key for unit in backwards(expected))
+    assert (sum(again.values()) > 0) == (way != "dies while summing")
+    stored = [unit.key for unit in backwards(world) if unit.store]
+    assert stored == [unit.key for unit in backwards(expected) if unit.store]
+    kept = [unit.key for unit in backwards(world) if unit.keep_labels]
+    assert kept == [unit.key for unit in backwards(expected) if unit.keep_labels]
 
 
 def test_sums_that_are_taken_again_store_no_inputs_again() -> None:

@@ -119,8 +119,12 @@ def test_what_following_the_loss_takes() -> None:
     forward = 2 * LAYER + 2 * 32 * 64
     through = 2 * 48 * (64 + 32)
     assert one.gradient_flops == 100 * (3 * forward + through)
-    assert one.gradient_moment_flops == 100 * 2 * 3 * 48 * 48  # one block of columns: a square
-    assert one.gradient_moved_bytes == (40 * 3 + (120 + 12) * 3) * 3 * 48 * 48  # of three samples, a shard each
+    # Three moments of three samples, a shard of 32 tokens each: a band of 48 columns, and the rows' own product.
+    assert one.gradient_moment_flops == 3 * 3 * 2 * 32 * (48 * 48 + 32 * 48)
+    squares = 40 * 100 * 2 * 80  # of what leaves gate and up the squares alone
+    assert one.gradient_moved_bytes == 3 * (32 * 3 * 48 * 48 + 2 * 3 * 4 * 100 * 48 + 40 * 3 * 32 * 32) + squares
+    assert one.gradient_grid_flops == 32 * 3 * forward
+    assert one.grid_flops == 32 * forward
     assert one.held_out_flops == (32 * forward, 32 * forward)
     kept = layer_work(job, llama(), tasks, 2, kept=0.75)
     assert kept.held_out_flops == pytest.approx((32 * forward, 32 * (forward - 0.5 * LAYER)))

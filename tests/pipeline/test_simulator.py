@@ -277,8 +277,8 @@ def test_the_work_of_a_70b_layer() -> None:
 
 
 def test_what_workers_pass_on_by_hand() -> None:
-    """Two workers a node. Of a dense pass two layers are on their way to the store; nothing grows with the shards but
-    what those of a gradient leave behind."""
+    """Two workers a node. Of a dense pass, and of the way back, two layers are on their way to the store; nothing grows
+    with the shards."""
 
     def held(workers: int, compressed: bool, in_pass: bool = False, **changes: Any) -> int:
         way = Pass(8, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
@@ -292,8 +292,8 @@ def test_what_workers_pass_on_by_hand() -> None:
     assert held(1, False, in_pass=True) == (2 + 2) * 200 + 4 * 80
     assert held(3, False, in_pass=True) == 2 * (2 + 1 + 1) * 200 + 3 * 200 + 3 * 100 + 4 * 80
     assert held(1, False, sample_bytes=70) == 2 * 200 + 70
-    assert held(2, False, gradient_bytes=900) == 3 * 900
-    assert held(4, False, gradient_bytes=1100) == 2 * 1100
+    assert held(2, False, gradient_bytes=900) == 2 * (2 + 1) * 900
+    assert held(4, False, gradient_bytes=1100) == 2 * (2 + 1 + 1) * 1100
     assert held(2, False, pair_bytes=(30, 900)) == 3 * 900
     assert held(2, False, written_bytes=800) == 6 * 800
     assert held(2, True, written_bytes=800) == 800

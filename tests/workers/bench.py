@@ -22,7 +22,7 @@ from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.sum_units import SUMMED, ChooseGrids, Collect, Summed, Sums, Total
-from pipeline.units import Forward, Reduce, Solve, SolveDone, Summable, Write
+from pipeline.units import Backward, Forward, Reduce, Solve, SolveDone, Summable, Write
 from stores.activations import ActivationStore
 from stores.source import open_source
 from tests.pipeline.geometries import manifest
@@ -206,6 +206,13 @@ def sum_units(units: Sequence[Summable], holders: Sequence[Worker]) -> tuple[lis
         moment: Summed(grids[moment], tuple(handle for part in parts for handle in part.partials[moment]))
         for moment in moments
     }
+
+
+def sum_gradients(units: Sequence[Backward], holders: Sequence[Worker]) -> tuple[list[Any], dict[Moment, Any]]:
+    """What the units of a layer give, and records of their moments."""
+    done, sums = sum_units(units, holders)
+    last, layer = holders[-1], units[0].layer
+    return done, {moment: last.execute(Total("gradient", layer, moment, summed)) for moment, summed in sums.items()}
 
 
 def collect(worker: Worker, unit: Summable, moments: tuple[Moment, ...], parts: int = 1) -> Any:

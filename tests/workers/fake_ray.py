@@ -22,6 +22,20 @@ class Ref:
         self.value: Any = PENDING
 
 
+class Watch:
+    """See `workers.liveness.RayWatch`."""
+
+    fault: Exception | None = None
+    closed = False
+
+    def check(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    def close(self) -> None:
+        self.closed = True
+
+
 @dataclass
 class FakeActor:
     """Does its calls one after another, `ticks` each, from `ready_at` on; gone at `dies_at`."""

@@ -6,6 +6,7 @@ M gradient samples, S sequence, D hidden, F features at a point, V vocabulary.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from manifests.errors import CorruptError, NumericsError
-from pipeline.kernels.gradients import draw_labels, folded, unfolded
+from pipeline.kernels.gradients import draw_labels
 from pipeline.methods.method import Moment
 from pipeline.samples import gradient_count, gradient_samples
 from pipeline.score_units import WindowForward, Windows
-from pipeline.units import Backward, BackwardDone, Forward, Reduce
+from pipeline.sum_units import ChooseGrids, Total
+from pipeline.units import Backward, Forward
 from stores.activations import ActivationStore
 from tests.workers.bench import (
     EVERYTHING,
@@ -31,6 +33,8 @@ from tests.workers.bench import (
     make_worker,
     save_source,
     solve_layer,
+    sum_gradients,
+    sum_units,
 )
 from workers.config import WorkerConfig
 from workers.embedding_and_head import embedding, head
@@ -74,22 +78,27 @@ def kept_inputs(worker: Worker) -> list[list[Any]]:
 
 
 def go_back(worker: Worker, moments: tuple[Moment, ...], **settings: Any) -> list[dict[Moment, list[dict[str, Any]]]]:
-    """Through all layers: of each, the partial moments by shard."""
+    """Through all layers: of each, the moments by shard."""
     inputs = kept_inputs(worker)
     layers: list[dict[Moment, list[dict[str, Any]]]] = []
     for layer in reversed(range(len(inputs))):
-        done = [
-            worker.execute(Backward(layer, s, tuple(records[s] for records in inputs[layer:]), moments, **settings))
+        found = [
+            taken(worker, Backward(layer, s, tuple(records[s] for records in inputs[layer:]), moments, **settings))
             for s in range(SHARDS)
         ]
-        layers.insert(0, {moment: [given(worker, part, moment) for part in done] for moment in moments})
+        layers.insert(0, {moment: [of_shard[moment] for of_shard in found] for moment in moments})
     return layers
 
 
-def given(worker: Worker, done: BackwardDone, moment: Moment) -> dict[str, Tensor]:
-    """Partial sums as they were before they were folded."""
-    found = worker.transfer.get(done.partials[moment])
-    return {**found, "moment": unfolded(found["moment"])}
+def taken(worker: Worker, unit: Backward) -> dict[Moment, dict[str, Tensor]]:
+    """The moments of one unit alone."""
+    _, records = sum_gradients([unit], [worker])
+    return {moment: given(worker, record) for moment, record in records.items()}
+
+
+def given(worker: Worker, record: Any) -> dict[str, Tensor]:
+    norms = torch.tensor(record.square_norms, dtype=torch.float64)
+    return {"moment": worker.statistics.read(record), "square_norms": norms}
 
 
 class Autograd:
@@ -202,16 +211,14 @@ def test_a_worker_that_held_nothing_gets_the_same_bits(family: tuple[Worker, Aut
     inputs = kept_inputs(worker)
     newcomer = make_worker(worker.setup)
     records = tuple(by_shard[1] for by_shard in inputs)
-    done = newcomer.execute(Backward(0, 1, records, moments, emit=False))
-    for moment in moments:
-        found = given(newcomer, done, moment)
+    found_there = taken(newcomer, Backward(0, 1, records, moments, emit=False))
+    for moment, found in found_there.items():
         assert torch.equal(found["moment"], expected[0][moment][1]["moment"]), moment.key
         assert torch.equal(found["square_norms"], expected[0][moment][1]["square_norms"])
     stored = newcomer.execute(Backward(last, 1, records[last:], store=True)).activation
     third = make_worker(worker.setup)
-    done = third.execute(Backward(last - 1, 1, records[last - 1 : last], moments, base_record=stored))
-    for moment in moments:
-        found = given(third, done, moment)
+    found_there = taken(third, Backward(last - 1, 1, records[last - 1 : last], moments, base_record=stored))
+    for moment, found in found_there.items():
         assert torch.equal(found["moment"], expected[last - 1][moment][1]["moment"]), moment.key
 
 
@@ -233,8 +240,7 @@ def test_the_micro_batch_changes_no_bit(llama: Path, tmp_path: Path) -> None:
         for batch in (1, 3)
     ]
     records = tuple(by_shard[1] for by_shard in kept_inputs(workers[0]))
-    done = [worker.execute(Backward(0, 1, records, (OUT,), emit=False)) for worker in workers]
-    found = [given(w, part, OUT)["moment"] for w, part in zip(workers, done, strict=True)]
+    found = [taken(worker, Backward(0, 1, records, (OUT,), emit=False))[OUT]["moment"] for worker in workers]
     assert torch.equal(*found)
 
 
@@ -244,27 +250,56 @@ def test_spilled_gradients_are_the_same(llama: Path, tmp_path: Path) -> None:
     assert all(map(torch.equal, held, spilled))
 
 
-def test_reduced_sums_hold_what_shrinkage_needs(llama: Path, tmp_path: Path) -> None:
+def test_stored_sums_hold_what_shrinkage_needs_and_may_be_added_to_others(llama: Path, tmp_path: Path) -> None:
     worker = make_worker(make_setup(llama, tmp_path / "run", gradient_samples=SAMPLES))
     records = kept_inputs(worker)[-1]
-    last = worker.setup.geometry.num_layers - 1
-    done = [worker.execute(Backward(last, shard, (records[shard],), (OUT,))) for shard in range(SHARDS)]
-    assert all(isinstance(part, BackwardDone) for part in done)
-    record = worker.execute(Reduce("dense", last, OUT, tuple(part.partials[OUT] for part in done)))
-    parts = [given(worker, part, OUT) for part in done]
-    assert torch.equal(worker.statistics.read(record), parts[0]["moment"] + parts[1]["moment"])
-    assert record.square_norms == tuple((parts[0]["square_norms"] + parts[1]["square_norms"]).tolist())
-    assert (record.sequences, record.tokens) == (SAMPLES, SAMPLES * SEQUENCE)
+    last, moments = worker.setup.geometry.num_layers - 1, (OUT, replace(OUT, diagonal=True))
+    units = [Backward(last, shard, (records[shard],), moments) for shard in range(SHARDS)]
+    parts = [taken(worker, unit) for unit in units]
+    _, sums = sum_units(units, [worker] * SHARDS)
+    for moment, summed in sums.items():
+        once = worker.execute(Total("gradient", last, moment, summed))
+        first, second = (part[moment] for part in parts)
+        added = first["moment"] + second["moment"]  # of other grids
+        torch.testing.assert_close(given(worker, once)["moment"], added, rtol=0, atol=1e-7 * float(added.abs().max()))
+        assert once.square_norms == pytest.approx((first["square_norms"] + second["square_norms"]).tolist(), rel=1e-15)
+        assert (once.sequences, once.tokens) == (SAMPLES, SAMPLES * SEQUENCE)
+        twice = worker.execute(Total("gradient", last, moment, summed, once))
+        assert torch.equal(given(worker, twice)["moment"], 2 * given(worker, once)["moment"])
+        assert twice.square_norms == tuple(2 * norm for norm in once.square_norms)
+        assert (twice.sequences, twice.tokens) == (2 * SAMPLES, 2 * SAMPLES * SEQUENCE)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
-def test_a_folded_triangle_is_half_a_square(size: int) -> None:
-    values = torch.randn(2, 3, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
-    moment = values.mT @ values
-    parts = folded(moment)
-    assert parts.shape == (2, (size + 1) // 2, size + 1)
-    assert torch.equal(unfolded(parts), moment.triu() + moment.triu(1).mT)
-    assert torch.equal(unfolded(folded(moment[:, 0])), moment[:, 0])
+def test_no_order_and_no_division_of_the_shards_shows(llama: Path, tmp_path: Path) -> None:
+    """All ways of giving five shards to two workers, forth and back: moments and square norms have the same bits."""
+    shards, last = 5, 2
+    setup = make_setup(llama, tmp_path / "run", shards=shards, gradient_samples=shards)
+    workers = [make_worker(setup), make_worker(setup)]
+    forth = [Forward("dense", last, s, keep_inputs=True, replay=(None,) * last) for s in range(shards)]
+    inputs = [workers[0].execute(unit).inputs for unit in forth]
+    moments = gradient_moments(setup)
+    units = [Backward(last, s, (inputs[s],), moments, emit=False) for s in range(shards)]
+    _, expected = sum_gradients(units, [workers[0]] * shards)
+    for way, holders in enumerate(itertools.product((0, 1), repeat=shards)):
+        order = [0, *range(1, shards)[:: 1 if way % 2 else -1]]  # grids are chosen by the first
+        _, found = sum_gradients([units[s] for s in order], [workers[holders[s]] for s in order])
+        for moment in moments:
+            assert torch.equal(
+                given(workers[0], found[moment])["moment"], given(workers[0], expected[moment])["moment"]
+            )
+            assert found[moment].square_norms == expected[moment].square_norms, holders
+
+
+def test_grids_are_chosen_by_a_sample_that_is_not_silent(llama: Path, tmp_path: Path) -> None:
+    """Of a model that is certain of a sample no gradient comes back: the next one tells how large they are."""
+    worker = make_worker(make_setup(llama, tmp_path / "run", gradient_samples=SAMPLES))
+    inputs = worker.execute(Forward("dense", 0, 1, keep_inputs=True)).inputs
+    gradients = 1e-6 * torch.randn(3, SEQUENCE, 48, generator=torch.Generator().manual_seed(5))
+    gradients[0] = 0.0
+    unit = Backward(0, 1, (inputs,), (OUT,), base_record=worker.activations.write("gradient", 1, 1, gradients))
+    found = taken(worker, unit)[OUT]["moment"]
+    rows_TD = gradients.flatten(0, 1).double()
+    torch.testing.assert_close(found[0], rows_TD.T @ rows_TD, rtol=0, atol=1e-6 * float(found.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -297,9 +332,8 @@ def test_probes_are_of_each_layer_alone(llama: Path, tmp_path: Path) -> None:
     worker = make_worker(setup)
     records = kept_inputs(worker)
     units = [Backward(layer, 1, (records[layer][1],), (OUT,), probe=True, emit=False) for layer in (0, 1)]
-    first, second = (given(worker, worker.execute(unit), OUT)["moment"] for unit in units)
-    again = make_worker(setup)
-    assert torch.equal(given(again, again.execute(units[0]), OUT)["moment"], first)
+    first, second = (taken(worker, unit)[OUT]["moment"] for unit in units)
+    assert torch.equal(taken(make_worker(setup), units[0])[OUT]["moment"], first)
     assert not torch.equal(first, second)
     output_SD = Reference(llama, setup).hidden_LMSD[1][2:5].flatten(0, 1).double()
     expected = float((1 / output_SD.square().mean(1)).sum()) * output_SD.shape[1]
@@ -311,7 +345,7 @@ def test_an_overflow_is_blamed_on_its_layer(llama: Path, tmp_path: Path) -> None
     inputs = worker.execute(Forward("dense", 0, 1, keep_inputs=True)).inputs
     endless = worker.activations.write("gradient", 1, 1, torch.full((3, SEQUENCE, 48), 3e38))
     with pytest.raises(NumericsError, match=r"layer 0: the gradient at .* holds NaN or infinity \(torch.float32\)"):
-        worker.execute(Backward(0, 1, (inputs,), (OUT,), base_record=endless))
+        worker.execute(ChooseGrids(Backward(0, 1, (inputs,), (OUT,), base_record=endless)))
 
 
 def test_damaged_inputs_are_named(llama: Path, tmp_path: Path) -> None:
@@ -381,10 +415,10 @@ def test_behind_a_draft_gradients_come_through_it_and_moments_are_of_dense_weigh
         for shard in range(SHARDS):
             records = tuple(by_shard[shard] for by_shard in inputs[layer:])
             unit = Backward(layer, shard, records, moments, packed=tuple(packed[layer:]), labels=labels[shard])
-            done = worker.execute(unit)
+            found_of = taken(worker, unit)
             expected = one_dense_layer(worker, packed, layer, windows.ranges[shard], labels[shard])
             for moment in moments:
-                found = given(worker, done, moment)["moment"][0]
+                found = found_of[moment]["moment"][0]
                 values = expected[moment.point]
                 wanted = torch.einsum("msi,msj->ij", values, values)
                 torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))

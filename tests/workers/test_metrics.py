@@ -14,7 +14,7 @@ import pytest
 from manifests.errors import NumericsError
 from manifests.schema import Workers
 from pipeline.units import Forward, ShardDone, Unit
-from tests.workers.fake_ray import FakeRay
+from tests.workers.fake_ray import FakeRay, Watch
 from workers import metrics as names
 from workers import pool as pool_module
 from workers.actor import Outcome
@@ -109,6 +109,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(fake: FakeRay) -> tuple[RayPool, Recorder]:
         recorder = Recorder()
+        monkeypatch.setattr(pool_module, "watch_ray", lambda _: Watch())
         monkeypatch.setattr(pool_module, "ray", fake)
         monkeypatch.setattr(pool_module, "metrics", recorder)
         manifest = SimpleNamespace(run_dir="/data/runs/keep80")

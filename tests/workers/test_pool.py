@@ -35,7 +35,7 @@ from pipeline.sum_units import (
     Sums,
 )
 from pipeline.units import Forward, Pair, Reduce, ShardDone, Unit, Write
-from tests.workers.fake_ray import FakeActor, FakeRay
+from tests.workers.fake_ray import FakeActor, FakeRay, Watch
 from workers import pool as pool_module
 from workers import shortage
 from workers.actor import Outcome
@@ -48,6 +48,13 @@ from workers.tensor_transfer import Handle
 @pytest.fixture(autouse=True)
 def memory_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "declared_memory", lambda _, asked: asked)
+
+
+@pytest.fixture(autouse=True)
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    found = Watch()
+    monkeypatch.setattr(pool_module, "watch_ray", lambda _: found)
+    return found
 
 
 @pytest.fixture
@@ -739,3 +746,19 @@ def test_who_is_at_what(make: Any) -> None:
     fake.on_wait = lambda: seen.append(pool.busy())
     pool.wait()
     assert seen[0] == {"fake:0": "forward/dense/0/0/dense", "fake:1": "forward/dense/0/1/dense"}
+
+
+def test_a_ray_that_has_ended_ends_the_pool(make: Any, watch: Watch) -> None:
+    """Before anybody asks it for anything, and whether or not units are waiting."""
+    pool = make(FakeRay((0, 10**6, None), (0, 10**6, None)))
+    pool.submit(forward(0))
+    watch.fault = WorkerError("its raylet is gone")
+    with pytest.raises(WorkerError, match="its raylet is gone"):
+        pool.wait()
+    with pytest.raises(WorkerError, match="its raylet is gone"):
+        pool.cancel_pending()
+    with pytest.raises(WorkerError, match="its raylet is gone"):
+        make(FakeRay())
+    assert not watch.closed
+    pool.close()
+    assert watch.closed
