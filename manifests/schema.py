@@ -192,8 +192,10 @@ class Workers(Block):
 
 
 class Resume(Block):
-    """Hidden states are committed every `every` layers; a crash costs at most the layers since, and those that
-    were being solved from memory.
+    """Hidden states are committed every `every` layers; a crash costs at most the layers since.
+
+    With `statistics: {keep: false}`, where layers are solved in the dense pass (docs/architecture.md), a crash costs
+    those that are not written yet, too, up to three for each worker; commits are as far apart, at multiples of `every`.
 
     `auto`: as many as the plan takes for writing them in 5 % of the time or less, but no more than ten minutes of work;
     chosen when a run directory's work begins, and kept there. docs/plan.md#commits.

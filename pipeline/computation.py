@@ -55,11 +55,8 @@ class Job:
         return layer % self.every == 0
 
     def solves_in_pass(self) -> bool:
-        """Whether layers are solved while the dense pass goes on: ranks follow nothing of the calibration text, and a
-        layer nothing but the moments of its values."""
-        asking = [task for task in self.tasks if task.moments]
-        waiting = bool(self.scores or self.predicts or self.gradient_layers()) or self.rounds == 2
-        return self.propagate == "dense" and bool(asking) and not waiting and not any(t.corrections for t in self.tasks)
+        """See `solves_in_pass`."""
+        return solves_in_pass(self.propagate, self.tasks, waits=bool(self.scores or self.predicts) or self.rounds == 2)
 
     def dense_shards(self) -> Sequence[int]:
         """The shards that go through the dense model: all, unless they do so for importance alone."""
@@ -80,6 +77,14 @@ class Job:
         """The first of two rounds: nothing is corrected, and all that the second needs is kept."""
         tasks = tuple(replace(task, corrections=()) for task in self.tasks)
         return replace(self, tasks=tasks, rounds=1, keep_statistics=True)
+
+
+def solves_in_pass(propagate: str, tasks: Collection[Task], *, waits: bool) -> bool:
+    """Whether layers are solved while the dense pass goes on, from the moments of their values alone. `waits`: ranks
+    follow something that this or another pass must take of all layers first."""
+    moments = {moment for task in tasks for moment in task.moments}
+    more = any(moment.kind == "gradient" for moment in moments) or any(task.corrections for task in tasks)
+    return propagate == "dense" and bool(moments) and not more and not waits
 
 
 def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:

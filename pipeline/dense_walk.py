@@ -21,12 +21,17 @@ from pipeline.layer_reading import LayerReading
 from pipeline.layer_solving import LayersInHand, Solved
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_moments, layers_of
-from pipeline.plan.phases import AHEAD
 from pipeline.ports import Cleaner
 from pipeline.steps import Steps, solve_units
 from pipeline.sum_units import Summed
 from pipeline.summing import Summing, Taken
 from pipeline.units import Solve
+
+
+def layers_behind(workers: int) -> int:
+    """At most so many layers of the pass are not entered: two on their way from the workers, and for each worker one
+    that is summed, one that is solved and one that is written."""
+    return 2 + 3 * max(1, workers)
 
 
 class DenseWalk:
@@ -67,17 +72,23 @@ class DenseWalk:
         reading = LayerReading(self.steps, last)
         for layer in range(self.base, last + 1):
             moments = self._missing(layer) if layer in asking else ()
-            store = self.job.is_boundary(layer + 1) and layer < last
+            store = layer < last and (layer + 1) % self._every() == 0
             units = self.forwards.units(
                 "dense", layer, None, moments, self.base,
                 cosine=True, emit=layer < last, store=store, weights=reading.weights(layer),
             )  # fmt: skip
             choosing = self.summing.choose(moments, units)
-            self._go_on(ranks)
+            self._go_on(layer, ranks)
             grids = self.summing.chosen(choosing)
             taken = self.summing.take(moments, units, self.job.keep_statistics, grids)
             self._pass(layer, taken, moments, store)
         self._end(ranks)
+
+    def _every(self) -> int:
+        """Layers between two commits of hidden states. Where moments are not kept, it is the factors of what comes of
+        them that are waited for: later commits within so many layers would only take room."""
+        behind = 1 if self.job.keep_statistics else layers_behind(self.steps.pool.size)
+        return self.job.every * -(-behind // self.job.every)
 
     def _missing(self, layer: int) -> tuple[Moment, ...]:
         """The moments of a layer that are not entered."""
@@ -129,11 +140,13 @@ class DenseWalk:
 
     # -- what is made of it ------------------------------------------------------------------------------------------
 
-    def _go_on(self, ranks: RanksOf) -> None:
-        """What is due between two layers of the pass, before the later one's shards are waited for."""
+    def _go_on(self, layer: int, ranks: RanksOf) -> None:
+        """What is due between two layers of the pass, before the shards of this one are waited for."""
         while len(self.given) > 1:  # a worker has the sums of two layers, no more
             self._take_given()
-        while len(self.stored) > 1 + self.steps.pool.size // AHEAD:
+        # Before what leaves a layer is gone on from, all before it is entered; else layers that are written may come
+        # between sums and their store.
+        while len(self.stored) > (0 if layer == self.base else 1 + self.steps.pool.size):
             self._enter_stored()
         self.in_hand.go_on()
         if len(self.summed) >= max(1, self.steps.pool.size):

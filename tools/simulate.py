@@ -8,17 +8,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from manifests.loading import parse_manifest
+from manifests.schema import Manifest
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.registry import build_methods, claim_tasks, layer_gradients
+from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.job_units import job_units
-from pipeline.plan.phases import Pass, phase_seconds
+from pipeline.plan.passes import gradient_tokens, pass_of
+from pipeline.plan.phases import phase_seconds
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.simulator import Failure, Simulated, simulate
 from pipeline.plan.work import LayerWork, layer_work
-from pipeline.samples import gradient_samples, held_out_windows, importance_shards
 
 LLAMA = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -36,17 +38,21 @@ def geometry(model: str) -> Geometry:
     return geometry_of(standard_config(config))
 
 
-def work_of(model: str, propagate: str, **entry: str) -> LayerWork:
-    """A layer's work in a job of 256 × 4096 tokens by one method, `flat_llm` if none is given, at keep 0.8."""
+def job_of(propagate: str, keep: bool | None = None, **entry: str) -> Manifest:
+    """A job of 256 × 4096 tokens by one method, `flat_llm` if none is given, at keep 0.8. `keep`: its statistics."""
     calibration = {"text": {"files": ["text.txt"]}, "samples": 256, "sequence_length": LENGTH, "shards": SHARDS}
-    manifest = parse_manifest({
+    return parse_manifest({
         "version": 1, "model": {"source": "model"}, "output": "output", "run_dir": "run", "budget": {"keep": 0.8},
         "calibration": {**calibration, "propagate": propagate}, "methods": [{"method": "flat_llm", **entry}],
+        "workers": {"max": SHARDS}, "statistics": {"keep": keep}, "resume": {"every": "auto"},
     })  # fmt: skip
-    shape = geometry(model)
+
+
+def work_of(model: str, propagate: str, **entry: str) -> LayerWork:
+    """A layer's work in such a job."""
+    manifest, shape = job_of(propagate, **entry), geometry(model)
     tasks = claim_tasks(build_methods(manifest), shape)
-    samples = gradient_samples(None, SHARDS, LENGTH, shape.hidden) if layer_gradients(tasks, 0) else 0
-    return layer_work(manifest, shape, tasks, ITEMSIZE, samples * LENGTH, kept=0.8)
+    return layer_work(manifest, shape, tasks, ITEMSIZE, gradient_tokens(manifest, shape, tasks), kept=0.8)
 
 
 def predict(
@@ -56,14 +62,14 @@ def predict(
     rates: Rates,
     cached: bool = False,
     gone_at: Sequence[float] = (),
+    keep: bool | None = None,
     **entry: str,
 ) -> tuple[Simulated, dict[str, float]]:
     """On the simulator's clock, and by the plan's closed form. `gone_at`: seconds at which one worker after another is
     gone, each replaced as soon as one has started."""
-    compressed, shape = propagate == "compressed", geometry(model)
-    gradients, held_out = gradient_samples(None, SHARDS, LENGTH, shape.hidden), held_out_windows(SHARDS, SHARDS, LENGTH)
-    importance = len(importance_shards(SHARDS, SHARDS, LENGTH)) if compressed else 0
-    way = Pass(shape.num_layers, SHARDS, workers, importance, compressed, False, cached, gradients, held_out)
+    manifest, shape = job_of(propagate, keep, **entry), geometry(model)
+    way = pass_of(manifest, shape, claim_tasks(build_methods(manifest), shape))
+    way = replace(way, workers=workers, cached=cached, offload=False)
     work = work_of(model, propagate, **entry)
     failures = [Failure(at, number % workers) for number, at in enumerate(gone_at)]
     return simulate(list(job_units(work, rates, way)), workers, failures), phase_seconds(work, rates, way)
@@ -71,16 +77,22 @@ def predict(
 
 def rows(rates: Rates, gone_at: Sequence[float] = ()) -> Iterator[str]:
     """The table of predictions."""
-    yield "| model | propagate | read again from | GPUs | minutes | in closed form | idle share |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| model | propagate | ranks | read again from | GPUs | minutes | in closed form | idle share |"
+    yield "|---|---|---|---|---|---|---|---|"
     for model, propagate, workers, cached in (
         ("70B", "dense", 1, False), ("70B", "dense", 8, False), ("70B", "dense", 1, True), ("70B", "dense", 8, True),
         ("70B", "dense", 64, True), ("70B", "compressed", 1, True), ("70B", "compressed", 8, True),
         ("405B", "dense", 8, False), ("405B", "dense", 8, True),
     ):  # fmt: skip
         found, phases = predict(model, propagate, workers, rates, cached, gone_at)
-        place = "memory" if cached else "disk"
-        yield f"| {model} | {propagate} | {place} | {workers} | {_figures(found, phases)} |"
+        yield f"| {model} | {propagate} | importance | {_place(cached)} | {workers} | {_figures(found, phases)} |"
+    for model, workers, cached, keep in (
+        ("70B", 1, True, None), ("70B", 8, False, None), ("70B", 8, True, None),
+        ("405B", 8, False, None), ("405B", 8, False, False), ("405B", 8, True, None),
+    ):  # fmt: skip
+        found, phases = predict(model, "dense", workers, rates, cached, gone_at, keep, allocation="uniform")
+        ranks = "uniform" if keep is None else "uniform, `keep: false`"
+        yield f"| {model} | dense | {ranks} | {_place(cached)} | {workers} | {_figures(found, phases)} |"
 
 
 def loss_rows(rates: Rates, gone_at: Sequence[float] = ()) -> Iterator[str]:
@@ -93,6 +105,10 @@ def loss_rows(rates: Rates, gone_at: Sequence[float] = ()) -> Iterator[str]:
         named = ", ".join(f"`{name}: {value}`" for name, value in entry.items()) or "as it is"
         spent = " | ".join(f"{found.busy.get(kind, 0.0) / 60 / workers:.1f}" for kind in kinds)
         yield f"| {named} | {workers} | {_figures(found, phases)} | {spent} |"
+
+
+def _place(cached: bool) -> str:
+    return "memory" if cached else "disk"
 
 
 def _figures(found: Simulated, phases: dict[str, float]) -> str:

@@ -10,7 +10,7 @@ import torch
 from manifests.entries import ScheduleEntry
 from pipeline.job.context import JobContext
 from pipeline.keys import SCHEDULE
-from pipeline.plan.passes import gradient_tokens, pass_of
+from pipeline.plan.passes import pass_of
 from pipeline.plan.phases import layers_per_commit
 from pipeline.plan.probe import LayerShape, measured_rates
 from pipeline.plan.rates import GPUS, Rates
@@ -29,7 +29,7 @@ def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:
     if entered is None:
         inputs, geometry = job.inputs, job.inputs.geometry
         work = layer_work(inputs.manifest, geometry, inputs.tasks, inputs.dtype.itemsize)
-        way = pass_of(inputs.manifest, geometry.num_layers, gradient_tokens(inputs.manifest, geometry, inputs.tasks))
+        way = pass_of(inputs.manifest, geometry, inputs.tasks)
         every = layers_per_commit(work, _rates(job, hardware["device"]), way)
         entered = ScheduleEntry(every=every)
         job.ledger.commit(SCHEDULE, entered)

@@ -24,7 +24,7 @@ def job_outlook(job: JobContext, rates: Rates) -> Outlook:
     geometry, tasks = inputs.geometry, inputs.tasks
     tokens = gradient_tokens(manifest, geometry, tasks)
     work = layer_work(manifest, geometry, tasks, inputs.dtype.itemsize, tokens)
-    way = pass_of(manifest, geometry.num_layers, tokens)
+    way = pass_of(manifest, geometry, tasks)
     seconds = phase_seconds(work, rates, way)
     has_moments = any(task.moments for task in tasks)
     if way.compressed and has_moments:
@@ -34,8 +34,13 @@ def job_outlook(job: JobContext, rates: Rates) -> Outlook:
     else:
         solving = [("compress", seconds["solve"] + seconds.get("round", 0.0))]
     first = "importance" if way.compressed else "statistics"
+    passing = seconds.get(first, 0.0)
+    if way.in_pass:  # all but the last layers are solved in it
+        ((phase, amount),) = solving
+        last = min(1.0, (way.workers + 2) / way.layers) * amount
+        passing, solving = passing + amount - last, [(phase, last)]
     planned = [("start", START_SECONDS)]
-    planned += [(first, seconds[first])] if first in seconds and has_moments else []
+    planned += [(first, passing)] if first in seconds and has_moments else []
     if any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods):
         planned += _draft(seconds)
         solving = [(name, amount / 2) for name, amount in solving]

@@ -64,7 +64,7 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
     tokens = gradient_tokens(manifest, geometry, tasks)
     kept = plan.expected_numbers / plan.dense_numbers
     work = layer_work(manifest, geometry, tasks, dtype.itemsize, tokens, kept)
-    way = pass_of(manifest, plan.layers, tokens)
+    way = pass_of(manifest, geometry, tasks)
     phases = phase_seconds(work, rates, way) | scoring_seconds(inputs, rates, way.workers)
     every = manifest.resume.every
     every = layers_per_commit(work, rates, way) if every == "auto" else every

@@ -16,7 +16,7 @@ from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
 from pipeline.methods.rounded_size import rounded_numbers, scope_numbers
-from pipeline.plan.passes import gradient_tokens, pass_of
+from pipeline.plan.passes import pass_of
 from pipeline.plan.solve_work import moment_width, solve_work
 from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops
 
@@ -70,15 +70,16 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         by_layer[layer.index] += moment_bytes(moment, layer)
     statistics, decoder = max(by_layer.values(), default=0), geometry.decoder_numbers()
     compressed = calibration is not None and calibration.propagate == "compressed"
-    way = pass_of(manifest, geometry.num_layers, gradient_tokens(manifest, geometry, tasks))
+    way = pass_of(manifest, geometry, tasks)
     passes = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
     activations = tokens * geometry.hidden * itemsize
     dense = geometry.model_numbers()
     expected = _expected_numbers(manifest, geometry)
     stored = rounded_numbers(manifest, geometry, expected)
-    keep_all = manifest.statistics.keep if manifest.statistics.keep is not None else not compressed
-    kept_statistics = sum(by_layer.values()) if keep_all else statistics
+    all_stored = way.kept or not (compressed or way.in_pass)  # at a time
+    stored_statistics = sum(by_layer.values()) if all_stored else statistics
     solving = max((_solve_bytes(task, geometry.layers[task.layer], itemsize) for task in tasks), default=0)
+    solving += statistics if way.in_pass else 0  # of two layers of the pass, one triangle of each moment
     host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
     return Plan(
         layers=geometry.num_layers,
@@ -96,7 +97,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         driver_peak_bytes=PROCESS_BYTES + tokens * 8,
         statistics_bytes_per_layer=statistics,
         activation_bytes=activations,
-        run_dir_bytes=2 * activations + kept_statistics + tokens * TOKEN_BYTES + stored * itemsize,
+        run_dir_bytes=2 * activations + stored_statistics + tokens * TOKEN_BYTES + stored * itemsize,
         output_bytes=stored * itemsize,
         expected_numbers=expected,
         dense_numbers=dense,

@@ -14,20 +14,18 @@ from pipeline.plan.loss_units import (
     verify_unit,
 )
 from pipeline.plan.phases import (
-    AHEAD,
     START_SECONDS,
     Pass,
     add_seconds,
     collect_seconds,
     cross_seconds,
     digest_seconds,
-    fetch_seconds,
     forward_seconds,
+    getting_seconds,
     grid_seconds,
     importance_seconds,
     pass_on_seconds,
     read_seconds,
-    reread_seconds,
     solve_seconds,
     statistics_seconds,
     store_seconds,
@@ -51,10 +49,16 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
             seconds = importance_seconds(work, rates, way)
             before = yield from _forward("importance", layer, seconds, before, rates, way, None, way.importance)
     stored: list[str] = []
+    solving, summed = tuple[str, ...](), list[int]()  # where layers are solved in the pass: begun last, and next
     for layer in range(way.layers):
         yield from _reads("statistics", layer, work, rates, way, shared=not way.compressed)
         added, collected = f"add {layer}", f"collected {layer}"
         seconds = statistics_seconds(work, rates, way)
+        if way.in_pass and len(summed) > way.workers:  # all but the last, whose sums are on their way
+            before = (*before, *solving)
+            solving = yield from _solves_of(summed[:-1], work, rates, way, before)
+            summed = summed[-1:]
+        summed.append(layer)
         if work.grid_flops:
             waits = (*before, f"read statistics {layer} 0")
             yield Unit(f"grids {layer}", "statistics", grid_seconds(work, rates), waits)
@@ -73,13 +77,19 @@ def job_units(work: LayerWork, rates: Rates, way: Pass) -> Iterator[Unit]:
                 gone = yield from _forward("propagate", layer, seconds, solved, rates, way, None)
                 before = (*gone, *before)
         else:
-            stored.append(f"store {layer}")
-            yield from _stores(layer, store_seconds(work, rates, way), added, f"disk {layer % way.nodes(rates)}")
-            ahead = 1 + way.workers // AHEAD
+            if way.stores:
+                stored.append(f"store {layer}")
+                yield from _stores(layer, store_seconds(work, rates, way), added, f"disk {layer % way.nodes(rates)}")
+            ahead = way.ahead
             given = (f"collected {layer - 1}",) if layer else ()
-            before = (*forward, *given, stored[layer - ahead]) if layer >= ahead else (*forward, *given)
+            entered = (stored[layer - ahead],) if way.stores and layer >= ahead else ()
+            before = (*forward, *given, *entered)
     written = tuple(f"write {layer}" for layer in range(way.layers))
     if way.compressed:
+        yield from _timed(last_units(work, rates, way, written))
+        return
+    if way.in_pass:
+        yield from _solves_of(summed, work, rates, way, before)
         yield from _timed(last_units(work, rates, way, written))
         return
     ready = yield from _timed(loss_units(work, rates, way, tuple(stored)))
@@ -171,10 +181,22 @@ def _solves(
     layer: int, work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]
 ) -> Generator[Unit, None, tuple[str, ...]]:
     """A layer's tasks, whose names are returned, each by one worker that first gets its moments; and writing it."""
-    getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
+    getting = getting_seconds(work, rates, way)
     names = tuple(f"solve {layer} {number}" for number in range(len(work.solves)))
     for name, solve in zip(names, work.solves, strict=True):
         yield Unit(name, "solve", getting + solve_seconds(solve, rates), after)
     yield Unit(f"write {layer}", "write", work.written_bytes / rates.disk, names, f"disk {layer % way.nodes(rates)}")
     yield _unit(verify_unit(layer, work, rates, f"write {layer}"))
     return names
+
+
+def _solves_of(
+    layers: list[int], work: LayerWork, rates: Rates, way: Pass, after: tuple[str, ...]
+) -> Generator[Unit, None, tuple[str, ...]]:
+    """The same of some layers, of each the first task before the second; when their sums are added."""
+    found = [list(each) for each in (_solves(layer, work, rates, way, (*after, f"add {layer}")) for layer in layers)]
+    of_tasks = [unit for units in found for unit in units if unit.kind == "solve"]
+    order = {f"solve {layer} {number}": number for layer in layers for number in range(len(work.solves))}
+    yield from sorted(of_tasks, key=lambda unit: order[unit.name])
+    yield from (unit for units in found for unit in units if unit.kind != "solve")
+    return tuple(order)

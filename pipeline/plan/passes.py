@@ -5,30 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manifests.schema import Manifest
+from pipeline.computation import solves_in_pass
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Task
-from pipeline.methods.registry import build_methods, layer_gradients, layers_of
+from pipeline.methods.registry import build_methods, layer_gradients, layers_of, predict_tasks
 from pipeline.plan.phases import Pass
 from pipeline.samples import gradient_samples, held_out_windows, importance_shards
 
 
-def pass_of(manifest: Manifest, layers: int, gradient_tokens: int = 0) -> Pass:
-    """The passes of a job; `gradient_tokens`: of the samples of its backward pass."""
-    calibration = manifest.calibration
-    compressed = calibration is not None and calibration.propagate == "compressed"
-    shards = calibration.shards if calibration else layers
+def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pass:
+    """The passes of a job."""
+    calibration, methods = manifest.calibration, build_methods(manifest)
+    propagate = calibration.propagate if calibration else "dense"
+    shards = calibration.shards if calibration else geometry.num_layers
     samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
-    importance = any("importance" in method.scores for method in build_methods(manifest))
+    scores = frozenset(score for method in methods for score in method.scores)
+    rounds = max((getattr(entry, "rounds", 1) for entry in manifest.methods), default=1)
+    waits = bool(scores or predict_tasks(methods, geometry)) or rounds == 2
+    alone = "importance" in scores and propagate == "compressed"
+    keep = manifest.statistics.keep
     return Pass(
-        layers,
+        geometry.num_layers,
         shards,
         min(manifest.workers.max, shards),
-        len(importance_shards(shards, samples, length)) if importance and compressed else 0,
-        compressed,
+        len(importance_shards(shards, samples, length)) if alone else 0,
+        propagate == "compressed",
         offload=True,
         every=manifest.resume.every if isinstance(manifest.resume.every, int) else 0,
-        gradient_shards=max(1, min(shards, gradient_tokens // length)),
+        gradient_shards=max(1, min(shards, gradient_tokens(manifest, geometry, tasks) // length)),
         held_out_shards=max(1, min(shards, held_out_windows(samples, samples, length))),
+        in_pass=solves_in_pass(propagate, tasks, waits=waits),
+        kept=propagate == "dense" if keep is None else keep,
     )
 
 

@@ -34,6 +34,8 @@ class Pass:
         compressed: whether layers go on with the compressed one's outputs.
         offload: whether hidden states leave the device between layers.
         cached: whether what was read or stored once is still in the nodes' memory (page cache) when it is read again.
+        in_pass: whether layers of a dense pass are solved while it goes on, from memory (`pipeline.dense_walk`).
+        kept: whether a dense pass stores its moments though layers are solved from memory.
         every: layers between two commits of hidden states; 0: not known yet, or so many that they take little.
         gradient_shards, held_out_shards: those of the backward pass's samples, and of held-out text.
     """
@@ -48,6 +50,23 @@ class Pass:
     gradient_shards: int = 1
     held_out_shards: int = 1
     every: int = 0
+    in_pass: bool = False
+    kept: bool = True
+
+    @property
+    def stores(self) -> bool:
+        """Whether a dense pass stores its moments."""
+        return self.kept or not self.in_pass
+
+    @property
+    def ahead(self) -> int:
+        """Layers of a dense pass whose sums may be on their way to the store when another is begun."""
+        return 1 + (self.workers if self.in_pass else self.workers // AHEAD)
+
+    @property
+    def from_memory(self) -> bool:
+        """Whether layers are solved from what workers have in memory of their moments."""
+        return self.compressed or self.in_pass
 
     @property
     def rounds(self) -> float:
@@ -185,7 +204,7 @@ def store_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
 
 
 def fetch_seconds(work: LayerWork, rates: Rates) -> float:
-    """What a task behind compressed layers waits for its moments, which are on their way from the workers."""
+    """What a task waits for its moments, which are in memory, on their way from the workers."""
     return work.moment_bytes / max(1, len(work.solves)) / rates.link
 
 
@@ -197,7 +216,7 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
     statistics = statistics_seconds(work, rates, way) * way.rounds + grid_seconds(work, rates)
     solves = [solve_seconds(solve, rates) for solve in work.solves]
     collecting, adding = collect_seconds(work, rates), add_seconds(work, rates, way)
-    getting = fetch_seconds(work, rates) if way.compressed else reread_seconds(work, rates, way)
+    getting = getting_seconds(work, rates, way)
     found = {"digests": digest_seconds(work, rates, way), "start": START_SECONDS}
     if way.compressed:
         if way.importance:
@@ -210,15 +229,23 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
         found["propagate"] = (layers - 1) * max(onward, work.written_bytes / rates.disk)
     else:
         # Sums are given away, added and stored, and a layer written, while others are computed.
-        storing = store_seconds(work, rates, way)
+        storing = store_seconds(work, rates, way) if way.stores else 0.0
         reads_disk = 0.0 if way.source_cached(rates) else shared
-        beside = max(reads_disk + storing / nodes, collecting, adding, cross_seconds(work, rates, way) + passing_on)
-        through = (statistics + collecting + adding + storing) / (2 + way.workers // AHEAD)  # so many under way at once
-        found["statistics"] = layers * max(statistics, beside, through)
+        through = (statistics + collecting + adding + storing) / (1 + way.ahead)  # so many under way at once
+        spread = _spread([seconds + getting for seconds in solves for _ in range(layers)], way.workers)
+        writing = work.written_bytes / nodes / rates.disk
+        on_disk = reads_disk + storing / nodes
+        beside = max(collecting, adding, cross_seconds(work, rates, way) + passing_on)
+        found["statistics"] = layers * max(statistics, beside, through, on_disk)
+        if way.in_pass:  # what is written, too, but for the last layers: they are written when they are solved
+            last = min(layers, way.workers + 1)
+            waits = layers * (on_disk + writing) - found["statistics"] - spread
+            found["statistics"] += max(0.0, waits)
+            found["solve"] = max(spread, layers * _spread(solves, way.workers) / way.workers) + last * writing
+        else:
+            from_disk = 0.0 if way.cached else work.moment_bytes
+            found["solve"] = max(spread, layers * (from_disk / nodes / rates.disk + writing))
         found["reduce"] = collecting + adding
-        each = [seconds + getting for seconds in solves for _ in range(layers)]
-        from_disk = 0.0 if way.cached else work.moment_bytes
-        found["solve"] = max(_spread(each, way.workers), layers * (from_disk + work.written_bytes) / nodes / rates.disk)
     again = 0.0 if way.cached else work.weight_bytes / rates.disk
     if work.correction_flops:  # a layer at a time, and what has become of it written at each point
         found["solve"] = layers * (_spread(solves, way.workers) + 4 * work.written_bytes / rates.disk)
@@ -258,6 +285,11 @@ def phase_seconds(work: LayerWork, rates: Rates, way: Pass) -> dict[str, float]:
 def evaluate_seconds(flops: float, rates: Rates, workers: int) -> float:
     """To score a model, by its operations on the whole text, in float32."""
     return flops / rates.single / workers
+
+
+def getting_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
+    """What a task waits for its moments."""
+    return fetch_seconds(work, rates) if way.from_memory else reread_seconds(work, rates, way)
 
 
 def reread_seconds(work: LayerWork, rates: Rates, way: Pass) -> float:
@@ -302,7 +334,7 @@ def layers_per_commit(work: LayerWork, rates: Rates, way: Pass) -> int:
     """
     phases = phase_seconds(work, rates, way)
     walk = sum(phases.get(name, 0.0) for name in ("statistics", "reduce", "propagate"))
-    walk += phases["solve"] if way.compressed else 0.0  # else layers are solved when the pass is over
+    walk += phases["solve"] if way.from_memory else 0.0  # else layers are solved when the pass is over
     # Importance alone commits no more of the hidden states than it makes: as if it went through all of them.
     alone = phases.get("importance", 0.0) * way.shards / max(1, way.importance)
     passes = [seconds / way.layers for seconds in (alone, walk) if seconds]
@@ -322,17 +354,21 @@ def object_store_bytes(work: LayerWork, rates: Rates, way: Pass) -> int:
     """At most at a time on a node, of what workers pass on to one another through Ray's object store.
 
     By phase: the sums of the layers that are on their way to the store, each worker's, the node's and all nodes', with
-    the samples, and layers that are read for all nodes; those of gradients alike; the sums of a correction's pair; the
-    factors of layers that are being solved and written.
+    the samples, and layers that are read for all nodes; where layers are solved in that pass, the added sums of those
+    that wait for it, and the factors of as many; those of gradients alike; the sums of a correction's
+    pair; the factors of layers that are being solved and written.
     """
     here, nodes = min(way.workers, rates.workers_per_node), way.nodes(rates)
     sums = here + (here > 1) + (nodes > 1)  # each worker's, the node's, all nodes'
-    under_way = 1 if way.compressed else 2 + way.workers // AHEAD
+    under_way = 1 if way.compressed else 2 if way.in_pass else 1 + way.ahead
     passing = under_way * sums * work.moment_bytes + work.sample_bytes
     gradients = (2 + way.workers // AHEAD) * sums * work.gradient_bytes
     read = READ_FOR_ALL * work.weight_bytes if nodes > 1 else 0
     pairs = sums * max(work.pair_bytes, default=0)
     in_hand = 1 if way.compressed or work.pair_bytes else math.ceil(2 * (way.workers + 1) / nodes)
+    if way.in_pass:
+        waiting = math.ceil(min(2 * way.workers, way.layers) / nodes)
+        return passing + read + waiting * work.moment_bytes + in_hand * work.written_bytes
     return max(passing + read, gradients, pairs, in_hand * work.written_bytes)
 
 

@@ -91,7 +91,7 @@ def _seconds(inputs: Inputs, evaluation: torch.Tensor | None, rates: Rates) -> d
     """Phase -> seconds of a job with these inputs; `evaluate` of one model."""
     manifest, geometry, plan = inputs.manifest, inputs.geometry, _plan(inputs)
     tokens, kept = gradient_tokens(manifest, geometry, inputs.tasks), plan.expected_numbers / plan.dense_numbers
-    way = pass_of(manifest, geometry.num_layers, tokens)
+    way = replace(pass_of(manifest, geometry, inputs.tasks), in_pass=False)
     work = layer_work(manifest, geometry, inputs.tasks, inputs.dtype.itemsize, tokens, kept)
     seconds = phase_seconds(work, rates, way)
     seconds["solve"] += seconds.pop("round", 0.0)

@@ -93,14 +93,18 @@ def test_the_plan_says_how_often_layers_are_gone_through() -> None:
 
 
 def test_kept_statistics_take_room() -> None:
-    def run_dir(keep: bool | None, propagate: str) -> int:
-        job = manifest(keep=0.8, calibration=calibration(propagate=propagate), statistics={"keep": keep})
+    def run_dir(keep: bool | None, propagate: str, allocation: str = "importance") -> int:
+        methods = [{"method": "flat_llm", "allocation": allocation}]
+        given = {"calibration": calibration(propagate=propagate), "statistics": {"keep": keep}, "methods": methods}
+        job = manifest(keep=0.8, **given)
         return plan_of(job, llama()).run_dir_bytes
 
     one = 8 * (2 * 16 * 16 + 80 * 80)
     assert run_dir(True, "compressed") - run_dir(None, "compressed") == 5 * one
     assert run_dir(None, "dense") == run_dir(True, "compressed")
-    assert run_dir(False, "dense") == run_dir(None, "compressed")
+    assert run_dir(False, "dense") == run_dir(None, "dense")  # until the first ranks are known
+    assert run_dir(False, "dense", "uniform") == run_dir(None, "compressed")
+    assert run_dir(None, "dense", "uniform") == run_dir(None, "dense")
 
 
 def test_what_following_the_loss_takes() -> None:

@@ -119,6 +119,42 @@ def test_a_dense_job_by_hand() -> None:
     assert [found.transfers[f"link {worker}"] for worker in range(2)] == [2 * 4.0] * 2
 
 
+def test_a_pass_in_which_layers_are_solved_by_hand() -> None:
+    """Of two layers at a time first the long solves, then the short ones: between two layers of the pass."""
+    rates = replace(RATES, link=1e9, network=1e9)
+    layers, passing, solving = 6, (8 + 4) / 2, 4 + 1
+    kept = Pass(layers, shards=4, workers=2, importance=0, compressed=False, in_pass=True)
+    stored, dropped = (list(job_units(WORK, rates, way)) for way in (kept, replace(kept, kept=False)))
+    units = [unit.name for unit in dropped if unit.kind == "solve" or unit.name.endswith(" 0 0") or unit.shard == 0]
+    found = simulate(dropped, 2)
+    begun = layers * 0.1 + START_SECONDS + 0.1
+    # The last two are written one after the other.
+    assert found.seconds == pytest.approx(begun + layers * (passing + solving / 2) + 2 * 0.08, abs=0.1)
+    assert found.busy["solve"] == pytest.approx(layers * solving, abs=0.01)
+    assert [name for name in units if name.startswith(("solve", "statistics"))][:9] == [
+        "statistics 0 0", "statistics 1 0", "statistics 2 0",
+        "solve 0 0", "solve 1 0", "solve 0 1", "solve 1 1",
+        "statistics 3 0", "statistics 4 0",
+    ]  # fmt: skip
+    assert not [unit for unit in dropped if unit.kind == "store"]
+    assert simulate(stored, 2).seconds == pytest.approx(found.seconds, abs=0.1)
+    assert simulate(stored, 2).transfers["disk 0"] == pytest.approx(layers * (0.1 + 0.2 + 0.08))
+
+
+def test_sums_are_not_waited_for_while_layers_are_written() -> None:
+    """Those of as many layers as there are workers may be on their way to the store, and one more."""
+    slow = replace(RATES, disk=10, link=1e9, network=1e9)
+    work = replace(WORK, weight_bytes=0, written_bytes=0, solves=())
+    ended = {}
+    for layers in (4, 5):
+        way = Pass(layers, shards=8, workers=2, importance=0, compressed=False, in_pass=True)
+        found = simulate(list(job_units(work, slow, way)), 2)
+        ended[layers] = found.ended["statistics"]
+        assert found.seconds == pytest.approx(START_SECONDS + 6.0 + layers * 20.0, abs=0.1)
+    assert ended[4] == pytest.approx(START_SECONDS + 4 * 6.0, abs=0.1)
+    assert ended[5] >= START_SECONDS + 6.0 + 20.0 + 6.0
+
+
 def test_staged_layers_are_held_against_their_digests_beside_the_rest() -> None:
     """Each in one of sixteen threads, 8 s as soon as it is written: the last one's alone are waited for."""
     way, slow = Pass(layers=3, shards=4, workers=2, importance=4, compressed=True), replace(RATES, digest=16 * 10)
@@ -180,7 +216,14 @@ def test_a_job_ends_whoever_fails_and_when(workers: int, compressed: bool) -> No
 
 
 def test_the_closed_form_of_small_jobs() -> None:
-    for way in (Pass(9, 4, 2, 0, False), Pass(9, 4, 2, 4, True), Pass(9, 4, 2, 2, True)):
+    in_pass = Pass(9, 4, 2, 0, False, in_pass=True)
+    for way in (
+        in_pass,
+        replace(in_pass, kept=False),
+        Pass(9, 4, 2, 0, False),
+        Pass(9, 4, 2, 4, True),
+        Pass(9, 4, 2, 2, True),
+    ):
         simulated = simulate(list(job_units(WORK, RATES, way)), 2).seconds
         assert sum(phase_seconds(WORK, RATES, way).values()) == pytest.approx(simulated, rel=0.06)
 
@@ -237,13 +280,17 @@ def test_what_workers_pass_on_by_hand() -> None:
     """Two workers a node. Of a dense pass, and of the way back, two layers are on their way to the store; nothing grows
     with the shards."""
 
-    def held(workers: int, compressed: bool, **changes: Any) -> int:
-        way = Pass(layers=4, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
+    def held(workers: int, compressed: bool, in_pass: bool = False, **changes: Any) -> int:
+        way = Pass(8, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
+        way = replace(way, in_pass=in_pass)
         return object_store_bytes(replace(WORK, **changes), RATES, way)
 
     assert [held(1, True), held(2, True)] == [200, (2 + 1) * 200]
     assert [held(1, False), held(2, False)] == [2 * 200, 2 * (2 + 1) * 200]
     assert held(3, False) == 2 * (2 + 1 + 1) * 200 + 3 * 100
+    # Solved in the pass: two layers on their way from the workers, two for each worker, and factors (80) of as many.
+    assert held(1, False, in_pass=True) == (2 + 2) * 200 + 4 * 80
+    assert held(3, False, in_pass=True) == 2 * (2 + 1 + 1) * 200 + 3 * 200 + 3 * 100 + 4 * 80
     assert held(1, False, sample_bytes=70) == 2 * 200 + 70
     assert held(2, False, gradient_bytes=900) == 2 * (2 + 1) * 900
     assert held(4, False, gradient_bytes=1100) == 2 * (2 + 1 + 1) * 1100

@@ -90,7 +90,7 @@ def simulated(document: Mapping[str, Any], plan: Mapping[str, Any]) -> Simulated
     tokens = gradient_tokens(manifest, geometry, tasks)
     kept = plan["expected_numbers"] / plan["dense_numbers"]
     work = layer_work(manifest, geometry, tasks, ITEMSIZE, tokens, kept)
-    way = pass_of(manifest, geometry.num_layers, tokens)
+    way = pass_of(manifest, geometry, tasks)
     return simulate(list(job_units(work, Rates(**plan["rates"]), way)), way.workers)
 
 
