@@ -76,6 +76,9 @@ def test_a_disk_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     RunDirectory(tmp_path / "run").prepare(need_bytes=4 * 10**9)
     with pytest.raises(InputError, match=r"5\.0 GB free, the job needs about 7\.5 GB"):
         RunDirectory(tmp_path / "run").prepare(need_bytes=7_500_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 7 * 10**5, 3 * 10**5))
+    with pytest.raises(InputError, match=r"0\.3 MB free, the job needs about 1\.2 MB"):
+        RunDirectory(tmp_path / "run").prepare(need_bytes=1_200_000)
 
 
 @pytest.mark.parametrize(("code", "hint"), [(30, "read-only"), (13, "permissions"), (28, "full")])
