@@ -79,7 +79,8 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     all_stored = way.kept or not (compressed or way.in_pass)  # at a time
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
     solving = max((_solve_bytes(task, geometry.layers[task.layer], itemsize) for task in tasks), default=0)
-    solving += statistics if way.in_pass else 0  # of two layers of the pass, one triangle of each moment
+    if way.in_pass:  # beside a layer of the pass, and the sums of two, one triangle of each moment
+        solving += max(layer.numbers() for layer in geometry.layers) * itemsize + statistics
     host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
     return Plan(
         layers=geometry.num_layers,

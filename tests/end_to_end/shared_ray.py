@@ -50,3 +50,4 @@ class KeptPool(RayPool):
             else:
                 self.idle.append(member.actor)
         self.members = []
+        self.watch.close()

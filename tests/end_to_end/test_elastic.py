@@ -18,6 +18,7 @@ import pipeline.scale
 from manifests.schema import Workers
 from pipeline.units import Forward, Unit
 from stores.run_directory import RunDirectory
+from tests import factories
 from tests.end_to_end.children import Child
 from tests.end_to_end.clusters import OBJECTS, head_node
 from tests.end_to_end.jobs import Job, command, file_digests
@@ -105,14 +106,26 @@ SCENES: dict[Any, Callable[[Directed], None]] = {
 }
 
 
-def direct() -> None:
+SOLVED_IN_PASS: dict[Any, Callable[[Directed], None]] = {
+    ("dense", 0): three_join,
+    ("dense", 6): a_node_dies,
+    ("dense", 8): a_worker_dies,
+}
+
+
+def direct(scenes: dict[Any, Callable[[Directed], None]] = SCENES) -> None:
     """In the child: a cluster whose head does no work, with one node beside it."""
     cluster_module._listen_on_loopback()
     Directed.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": OBJECTS})
     Directed.machines = [Directed.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS)]
-    Directed.scenes = SCENES
+    Directed.scenes = scenes
     pipeline.job.pool.RayPool = Directed  # type: ignore[misc]
     os.environ["RAY_ADDRESS"] = Directed.cluster.address
+
+
+def direct_dense() -> None:
+    """The same, for a dense pass in which layers are solved."""
+    direct(SOLVED_IN_PASS)
 
 
 def direct_autoscaler() -> None:
@@ -148,6 +161,25 @@ def test_nodes_join_leave_and_die(job: MakeJob, inline: None) -> None:
     assert file_digests(made.output) == file_digests(alone.output)
     assert child.said.count(" died, ") == 2
     assert "is sent away: 2 are wanted" in child.said
+
+
+def test_a_node_dies_with_the_sums_of_layers_in_hand(job: MakeJob, inline: None, tmp_path: Path) -> None:
+    """Four workers: by the seventh layer those of the first four are being solved, or are."""
+    source = factories.make_model(tmp_path / "deep", num_hidden_layers=10)
+    settings = {
+        "calibration.samples": 16,
+        "calibration.shards": 8,
+        "calibration.propagate": "dense",
+        "methods": [{"method": "flat_llm", "allocation": "uniform"}],
+        "statistics.keep": False,
+        "workers": {"min": 1, "max": 1},
+    }
+    made, alone = job(source, **settings), job(source, **settings)
+    assert alone.run().code == 0
+    child = Child("run", [str(made.manifest)], made.root / "log", inline=False, prepare=direct_dense)
+    assert child.end(240) == 0, child.said
+    assert file_digests(made.output) == file_digests(alone.output)
+    assert child.said.count(" died, ") == 2
 
 
 def test_nobody_to_scale(job: MakeJob, inline: None, tmp_path: Path) -> None:

@@ -88,6 +88,25 @@ def test_killed_at_every_commit(
     assert sum(unit.startswith("replay") for unit in work_done(made)) == 0 or every > 1
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_killed_after_every_layer_that_a_pass_solves(keep: bool, job: MakeJob, tmp_path: Path) -> None:
+    """Its moments are stored meanwhile, or in memory alone: those of layers in hand are taken again."""
+    settings = {
+        "calibration.propagate": "dense",
+        "methods": [{**FLAT_LLM, "allocation": "uniform"}],
+        "statistics.keep": keep,
+    }
+    source = factories.make_model(tmp_path / "deep", num_hidden_layers=8)
+    whole, made = job(source, **settings), job(source, **settings)
+    assert Child("run", [str(whole.manifest)], whole.root / "log").end() == 0
+    runs = 0
+    while run_killed(made, Hook("commit", match="layer/", after=True), file_digests(whole.output)) != 0:
+        runs += 1
+        assert runs < MOST_RUNS
+    assert runs == 8
+    assert file_digests(made.output) == file_digests(whole.output)
+
+
 def test_killed_at_every_file_of_the_output(job: MakeJob, reference: dict[str, dict[str, str]]) -> None:
     """Before and after each file gets its name; the index comes last, and nothing is computed again."""
     made = job()
