@@ -35,7 +35,7 @@ def interrupt_on_signals(stop: threading.Event) -> None:
     """Raises KeyboardInterrupt where the main thread is: every write survives being cut off anywhere.
 
     Nothing catches that by accident, as `except Exception` would. `stop` is set, too, as Python drops what is raised in
-    a callback. The second signal exits at once.
+    a callback. The second signal exits at once. Raises Interrupted when one came before, and was only caught.
     """
 
     def interrupt(number: int, _: object) -> None:
@@ -44,6 +44,8 @@ def interrupt_on_signals(stop: threading.Event) -> None:
 
     for name in STOP_SIGNALS:
         signal.signal(name, interrupt)
+    if stop.is_set():
+        raise Interrupted(f"stopped by a signal; {GO_ON}")
 
 
 @contextmanager

@@ -169,6 +169,16 @@ def test_an_interruption_is_no_exception(name: signal.Signals, capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("_handlers")
+def test_a_signal_that_was_only_caught_interrupts_what_comes_next() -> None:
+    """Between the last unit and the output, say, which may take minutes to copy."""
+    stop = threading.Event()
+    catch_signals(stop)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted, match="run the same command again"):
+        interrupt_on_signals(stop)
+
+
+@pytest.mark.usefixtures("_handlers")
 def test_deferred_signals() -> None:
     with deferred_signals(threading.Event()):
         pass
