@@ -47,9 +47,14 @@ def read_document(path: str | Path, overrides: Sequence[str] = (), kind: str = "
     return decode_document(content, f"{kind} {path}", overrides)
 
 
-def decode_manifest(content: bytes, path: str, overrides: Sequence[str] = ()) -> Manifest:
-    """A manifest from the bytes of a file, which `path` names in errors. Raises InputError."""
-    return parse_manifest(decode_document(content, f"manifest {path}", overrides), path)
+def decode_manifest(content: bytes, path: str) -> Manifest:
+    """A manifest that `dump_manifest` wrote, from the bytes of the file `path`. Raises InputError."""
+    return parse_manifest(decode_resolved(content, f"manifest {path}"), path)
+
+
+def decode_resolved(content: bytes, origin: str) -> dict[str, Any]:
+    """The fields of a file in which the values of variables stand already, whatever they are where it is read."""
+    return {**decode_document(content, origin), "environment": []}
 
 
 def decode_document(content: bytes, origin: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -108,8 +113,8 @@ def parse_block(kind: type[B], fields: Mapping[str, Any], origin: str) -> B:
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The resolved manifest (every default filled in) as YAML."""
-    return write_yaml(manifest.model_dump(mode="json"))
+    """The resolved manifest (every default and variable filled in) as YAML."""
+    return write_yaml({**manifest.model_dump(mode="json"), "environment": []})
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt, StringConstraints, ValidationError, fie
 
 from manifests.blocks import Block, Listed, Location, Share
 from manifests.errors import InputError
-from manifests.loading import decode_document, describe_faults, expand_environment, read_document
+from manifests.loading import decode_resolved, describe_faults, expand_environment, read_document
 from manifests.methods import AnyMethod
 from manifests.quantize import Quantize
 from manifests.schema import Calibration, Evaluation, Manifest, Model, Resume, Workers
@@ -152,8 +152,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Sweep, 
 
 
 def decode_sweep(content: bytes, path: str) -> Sweep:
-    """A sweep from the bytes of a file, which `path` names in errors. Raises InputError."""
-    return parse_sweep(decode_document(content, f"sweep {path}"), path)[0]
+    """A sweep that a run directory holds, from the bytes of the file `path`. Raises InputError."""
+    return parse_sweep(decode_resolved(content, f"sweep {path}"), path)[0]
 
 
 def parse_sweep(document: Mapping[str, Any], origin: str = "sweep") -> tuple[Sweep, tuple[Point, ...]]:

@@ -105,7 +105,7 @@ class RunDirectory:
             raise InputError(f"run_dir {self.place} cannot be used: {error}") from error
         if free_bytes is not None and free_bytes < need_bytes:
             raise InputError(
-                f"run_dir {self.place}: {free_bytes / 1e9:.1f} GB free, the job needs about {need_bytes / 1e9:.1f} GB; "
+                f"run_dir {self.place}: {_amount(free_bytes)} free, the job needs about {_amount(need_bytes)}; "
                 "free some room, or set run_dir to a larger disk"
             )
 
@@ -237,6 +237,10 @@ def existing_run(place: Place) -> RunDirectory:
     if run_dir.storage.fault() or not run_dir.storage.has(FINGERPRINT):
         raise InputError(f"{run_dir.place}: no run directory (it has no {FINGERPRINT})")
     return run_dir
+
+
+def _amount(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _digest(content: Mapping[str, Any]) -> str:

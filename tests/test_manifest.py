@@ -353,6 +353,7 @@ def test_environment_is_expanded_only_where_listed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LAMINA_B", "secret")
     paths = {"output": "${LAMINA_A}/o/${LAMINA_B}", "model": {"source": "${LAMINA_A}/m"}}
     manifest = parse_manifest(document(environment=["LAMINA_A"], **paths))
+    assert "environment: []" in dump_manifest(manifest)  # it can be run where the variable is not set
     assert manifest.output == "/data/o/${LAMINA_B}"
     assert manifest.model.source == "/data/m"
     assert parse_manifest(document(**paths)).output == "${LAMINA_A}/o/${LAMINA_B}"

@@ -57,7 +57,8 @@ class Totals:
     def store(self, unit: Total) -> ArrayRecord:
         """Stores a moment, a row of tiles at a time."""
         grid, named = self._summed(unit.summed)
-        bands, name = _bands(named), f"{unit.lineage}-{unit.moment.key}"
+        gradients, bands = unit.moment.kind == "gradient", _bands(named)
+        name = unit.moment.key if gradients else f"{unit.lineage}-{unit.moment.key}"
         before = None if unit.before is None else self.statistics.read(unit.before)
 
         def rows(start: int, stop: int) -> Tensor:
@@ -70,7 +71,7 @@ class Totals:
         else:
             groups, width = grid.exponents.shape
             record = self.statistics.write_rows(unit.layer, name, groups, width, rows)
-        return record if unit.moment.kind != "gradient" else self._of_gradients(record, named, unit.before)
+        return self._of_gradients(record, named, unit.before) if gradients else record
 
     def _of_gradients(
         self, record: ArrayRecord, named: dict[str, Tensor], before: GradientRecord | None

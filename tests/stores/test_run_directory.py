@@ -76,6 +76,9 @@ def test_a_disk_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     RunDirectory(tmp_path / "run").prepare(need_bytes=4 * 10**9)
     with pytest.raises(InputError, match=r"5\.0 GB free, the job needs about 7\.5 GB"):
         RunDirectory(tmp_path / "run").prepare(need_bytes=7_500_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 7 * 10**5, 3 * 10**5))
+    with pytest.raises(InputError, match=r"0\.3 MB free, the job needs about 1\.2 MB"):
+        RunDirectory(tmp_path / "run").prepare(need_bytes=1_200_000)
 
 
 @pytest.mark.parametrize(("code", "hint"), [(30, "read-only"), (13, "permissions"), (28, "full")])
@@ -289,3 +292,22 @@ def test_starting_over_removes_only_what_was_staged(tmp_path: Path) -> None:
     (_at(run, STAGED) / "layer-notes.txt").write_text("theirs")
     assert run.check_fingerprint(FIELDS, fresh=True)
     assert os.listdir(_at(run, STAGED)) == ["layer-notes.txt"]
+
+
+@pytest.mark.parametrize("listed", [["LAMINA_A"], []])
+def test_what_was_resolved_is_read_where_variables_are_not_set(
+    listed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `status` does it on another machine; runs of before left the list of variables there."""
+    monkeypatch.delenv("LAMINA_A", raising=False)
+    job = {"version": 1, "model": {"source": "m"}, "output": "/data/out", "run_dir": "/data/run", "environment": listed}
+    run_dir = RunDirectory(tmp_path)
+    (tmp_path / "manifest.yaml").write_text(
+        json.dumps({**job, "budget": {"keep": 0.5}, "methods": [{"method": "lorc"}]})
+    )
+    assert run_dir.read_output() == "/data/out"
+    points = [{"methods": [{"method": "lorc"}]}]
+    scored = {"perplexity": {"text": {"files": ["t.txt"]}, "window": 8}}
+    sweep = {**job, "output": "/data/many", "keep": [0.5], "points": points, "evaluation": scored}
+    (tmp_path / "sweep.yaml").write_text(json.dumps(sweep))
+    assert run_dir.read_output() == "/data/many"
