@@ -19,7 +19,7 @@ from pipeline.forward_pass import ForwardPass
 from pipeline.keys import activations_key, statistics_key
 from pipeline.methods.registry import layer_moments, layers_of
 from pipeline.ports import Cleaner
-from pipeline.steps import Steps, solve_units, write_unit
+from pipeline.steps import Steps, solve_units, write_units
 from pipeline.sum_units import Summed
 from pipeline.summing import Summing
 from pipeline.units import Forward, Solve, SolveDone, Unwritten, Write
@@ -101,7 +101,7 @@ class CompressedWalk:
     ) -> _Onward:
         """Solves every group of a layer, then writes and enters it; before that, `enter` enters something else."""
         solves = solve_units(self.job.tasks, layer, statistics, ranks)
-        writes = partial(_writes, layer, solves)
+        writes = partial(write_units, layer, solves)
         solutions: list[SolveDone] = self.steps.do(solves)
         self.steps.begin(writes(solutions))
         onward = _Onward(())
@@ -142,7 +142,3 @@ class CompressedWalk:
 def _unwritten(write: Write, solutions: Sequence[SolveDone]) -> Unwritten:
     rounded = {path: scheme for solution in solutions for path, scheme in solution.rounded.items()}
     return Unwritten(uuid.uuid4().hex, write, rounded)
-
-
-def _writes(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
-    return [write_unit(layer, list(zip(solves, solutions, strict=True)))]

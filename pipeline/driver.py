@@ -42,10 +42,10 @@ from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs, computed_keys
 from pipeline.second_round import SecondRound
-from pipeline.steps import Steps, solve_units, write_unit
+from pipeline.steps import Steps, solve_units, write_units
 from pipeline.summing import Summing, Taken
 from pipeline.under_way import UnderWay
-from pipeline.units import Forward, Measure, Solve, SolveDone, Write
+from pipeline.units import Forward, Measure, Solve, SolveDone
 
 
 class Driver:
@@ -246,7 +246,7 @@ class Driver:
 
         def solves_of(layer: int) -> LayerSolves:
             units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks, self.told)
-            return LayerSolves(units, partial(_writes, layer, units), partial(self._enter_solved, layer, units))
+            return LayerSolves(units, partial(write_units, layer, units), partial(self._enter_solved, layer, units))
 
         solve_layers(self.steps, pending, solves_of, self._release_statistics)
 
@@ -282,10 +282,6 @@ class Driver:
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
         entered = self.layer_statistics(task.layer)
         return {moment: entered[moment.key] for moment in task.moments}
-
-
-def _writes(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
-    return [write_unit(layer, list(zip(solves, solutions, strict=True)))]
 
 
 def _groups(tasks: Sequence[Task], layers: Collection[int]) -> int:

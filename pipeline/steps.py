@@ -216,6 +216,11 @@ def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]], of: str = "
     return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms, of)
 
 
+def write_units(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
+    """The one unit that writes a layer of which these groups are solved."""
+    return [write_unit(layer, list(zip(solves, solutions, strict=True)))]
+
+
 def layer_entry(layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> LayerEntry:
     """What is entered of a compressed layer."""
     groups = {solve.task.name: _report(solve, done) for solve, done in solved}
