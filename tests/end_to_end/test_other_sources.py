@@ -109,6 +109,7 @@ def test_an_index_beside_a_single_file_is_not_read(tmp_path: Path, llama: Path, 
     assert ended.code == 0, ended.out
 
 
+@pytest.mark.usefixtures("inline_everywhere")
 def test_a_compressed_checkpoint_with_bitmaps_is_scored_as_stored(job: MakeJob, text: Path) -> None:
     made = job(methods=[{"method": "lestd", "sweeps": 1, "refine_sweeps": 0}], budget={"keep": 0.8}, calibration=None)
     made.run().json  # noqa: B018 - asserts the exit code
