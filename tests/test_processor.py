@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from manifests import processor
-from manifests.processor import LIMIT, WITHOUT_TILES, processor_flags, settle_processor, tile_palettes
+from manifests.processor import (
+    LIMIT,
+    WITHOUT_TILES,
+    multiplies_fast,
+    processor_flags,
+    settle_processor,
+    tile_palettes,
+)
 
 AMX = "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t: fpu amx_bf16 amx_tile\n\nprocessor\t: 1\nflags : fpu\n"
 
@@ -62,3 +69,25 @@ def test_half_precision_is_multiplied_here() -> None:
     environment = {name: value for name, value in os.environ.items() if name != LIMIT}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert (ended.returncode, ended.stdout) == (0, "262144.0\n"), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "bfloat16", "float16"),
+    [
+        ("amx_tile amx_bf16 avx512_bf16 avx512_fp16", None, True, True),
+        ("amx_tile amx_bf16 avx512_bf16 avx512_fp16", WITHOUT_TILES, False, True),
+        ("amx_tile amx_bf16 amx_fp16 avx512_bf16 avx512_fp16", "default", True, True),
+        ("amx_tile amx_bf16 avx512_bf16 avx512_fp16", "AVX2", False, False),
+        ("avx2 avx512f avx512_bf16", None, True, False),
+        ("avx2 avx512f avx512_bf16", "AVX512_CORE", False, False),
+        ("avx2", None, False, False),
+        ("fp asimd bf16 asimdhp", None, True, False),
+        ("", None, False, False),
+    ],
+)
+def test_which_products_are_fast(
+    flags: str, limit: str | None, bfloat16: bool, float16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(os, "environ", {} if limit is None else {LIMIT: limit})
+    assert (multiplies_fast("bfloat16"), multiplies_fast("float16")) == (bfloat16, float16)

@@ -19,6 +19,7 @@ from lamina.factored_lamina import stored_state
 from lamina.rotary_lamina import Angles, LaminaRotaryEmbedding
 from manifests.errors import NumericsError
 from pipeline.kernels.checks import all_finite, extremes
+from workers.wide_linear import widen_linears_
 
 SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}
 Tap = Callable[[Tensor], None]
@@ -41,6 +42,8 @@ class Block:
         known = stored_state(self.module).keys()  # old checkpoints hold buffers besides, such as rotary_emb.inv_freq
         placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in known}
         self.module.load_state_dict(placed, strict=True, assign=True)
+        self.dtype = next(tensor.dtype for tensor in placed.values() if tensor.is_floating_point())
+        widen_linears_(self.module, self.dtype, device)
         self.module.eval().requires_grad_(False)
         self.rotary = LaminaRotaryEmbedding(config, device) if config.block["rotary"] else None
 

@@ -17,6 +17,7 @@ from manifests.errors import NumericsError
 from pipeline.families.family import LINEAR_ROLES
 from pipeline.kernels.checks import all_finite
 from workers.block import Block, overflow_advice
+from workers.wide_linear import widen_linears_
 
 RESIDUAL_NORMS = ("input_norm", "mlp_norm")
 
@@ -36,8 +37,8 @@ class DifferentiableBlock:
 
     def __init__(self, block: Block) -> None:
         self.block = block
-        self.dtype = backward_dtype(next(block.module.parameters()).dtype)
-        block.module.to(self.dtype)
+        self.dtype = backward_dtype(block.dtype)
+        widen_linears_(block.module.to(self.dtype), self.dtype, block.device)
         roles = block.config.block["modules"]
         for role in RESIDUAL_NORMS:
             if role in roles:
@@ -119,7 +120,8 @@ class DifferentiableBlock:
         for role in _pulled(point):  # W_roleᵀ g_role, row by row
             weight_OD = self.block.module.role(role).weight
             assert isinstance(weight_OD, Tensor)
-            pulled = pulled + (gradients[f"{role}.out"] @ weight_OD).to(residual_dtype(self.dtype))
+            gradient = gradients[f"{role}.out"].to(weight_OD.dtype)
+            pulled = pulled + (gradient @ weight_OD).to(residual_dtype(self.dtype))
         assert isinstance(pulled, Tensor)
         return pulled
 

@@ -14,6 +14,7 @@ from lamina.decoder_layer_lamina import make_embedding, make_head, make_norm, ma
 from manifests.records import StagedLayer
 from workers.block import Block, Tap
 from workers.layers import LayerReader
+from workers.wide_linear import widen_linears_
 
 HEAD_INPUT = "head.in"
 
@@ -100,6 +101,6 @@ def _loaded(layers: LayerReader, modules: dict[str, nn.Module], staged: StagedLa
         for path, module in modules.items():
             module.load_state_dict({key: tensors[name] for key, name in stored[path].items()}, assign=True)
             module.requires_grad_(False)
-        return [*modules.values()]
+        return [widen_linears_(module, layers.setup.dtype, layers.device) for module in modules.values()]
 
     return layers.kept_outside((*modules, rounded and rounded.path), build)

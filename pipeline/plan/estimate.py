@@ -171,6 +171,7 @@ def _worker_peak(
         max(each.intermediate for each in geometry.layers),
     )
     layer = largest * itemsize
+    placed = layer if manifest.workers.gpus else largest * max(4, itemsize)  # a CPU may multiply in float32
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
     features = 6 * geometry.hidden + max(
         3 * each.intermediate + 4 * each.heads * each.head_dim for each in geometry.layers
@@ -180,7 +181,7 @@ def _worker_peak(
     # Values of a shard's micro-batches wait for a product: of the widest points, as far as one batch does not fill it.
     shard = -(-calibration.samples // calibration.shards) * calibration.sequence_length if calibration else 0
     waiting = max(0, min(ROWS_PER_PRODUCT, shard) - batch) * (geometry.hidden + widest) * itemsize
-    taking = 2 * layer + 2 * statistics + batch * features * 4 + waiting
+    taking = layer + placed + 2 * statistics + batch * features * 4 + waiting
     scoring = largest * max(4, itemsize) + batch * features * 4 if calibration else 0
     computing = max(taking, solving, scoring)
     if manifest.workers.gpus == 0:

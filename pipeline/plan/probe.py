@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
+from pipeline.half_precision import linear, product_dtype
 from pipeline.plan.rates import GIGA, Rates
 
 PROBE_SECONDS = 0.15
@@ -176,10 +177,10 @@ class _Layer:
         self.device, self.dtype, self.shape, self.samples = device, dtype, shape, SAMPLES[device.type]
         hidden, inner, length = shape.hidden, shape.intermediate, shape.sequence
         self.query, self.out, self.gate, self.up, self.down = (
-            self._draw(shape.features, hidden), self._draw(hidden, shape.features), self._draw(inner, hidden),
-            self._draw(inner, hidden), self._draw(hidden, inner),
+            self._weight(shape.features, hidden), self._weight(hidden, shape.features), self._weight(inner, hidden),
+            self._weight(inner, hidden), self._weight(hidden, inner),
         )  # fmt: skip
-        self.key, self.value = (self._draw(shape.read_features, hidden) for _ in range(2))
+        self.key, self.value = (self._weight(shape.read_features, hidden) for _ in range(2))
         self.inputs_BSD, self.weight_D = self._draw(self.samples, length, hidden), self._draw(hidden)
         self.angles_Sd = self._draw(length, HEAD_DIM)
 
@@ -208,6 +209,10 @@ class _Layer:
         drawn = torch.randn(sizes[-1], device=self.device).div_(self.shape.hidden**0.5).to(self.dtype)
         return drawn.expand(sizes).contiguous()
 
+    def _weight(self, outputs: int, inputs: int) -> Tensor:
+        """As a worker holds it."""
+        return self._draw(outputs, inputs).to(product_dtype(self.dtype, self.device))
+
     def _checked(self, values: Tensor) -> Tensor:
         torch.isfinite(torch.stack(torch.aminmax(values.detach()))).all()
         return values
@@ -221,7 +226,7 @@ class _Layer:
         return values_BHSd * self.angles_Sd + torch.cat((-second, first), dim=-1) * self.angles_Sd
 
     def _heads(self, read_BSD: Tensor, weight: Tensor) -> Tensor:
-        heads_BHSd: Tensor = functional.linear(read_BSD, weight).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        heads_BHSd: Tensor = linear(read_BSD, weight).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
         return heads_BHSd
 
     def _through(self, inputs_BSD: Tensor) -> Tensor:
@@ -229,10 +234,10 @@ class _Layer:
         query, key, value = (self._heads(read_BSD, weight) for weight in (self.query, self.key, self.value))
         query, key = self._turned(self._checked(query)), self._turned(self._checked(key))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        after_BSD = inputs_BSD + functional.linear(mixed.transpose(1, 2).flatten(2), self.out)
+        after_BSD = inputs_BSD + linear(mixed.transpose(1, 2).flatten(2), self.out)
         read_BSD = self._normed(after_BSD)
-        channels = functional.silu(functional.linear(read_BSD, self.gate)) * functional.linear(read_BSD, self.up)
-        return after_BSD + functional.linear(channels, self.down)
+        channels = functional.silu(linear(read_BSD, self.gate)) * linear(read_BSD, self.up)
+        return after_BSD + linear(channels, self.down)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

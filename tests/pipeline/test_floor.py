@@ -79,3 +79,8 @@ def test_a_bare_product_and_an_eigenproblem_are_timed(monkeypatch: pytest.Monkey
         assert 0 < bare.seconds() < 1
         assert bare._call()().shape[-2:] == (3, 4)
     assert 0 < Bare("eigen", (4,), torch.double, 2).seconds() < 1
+
+
+def test_half_precision_may_be_multiplied_in_float32() -> None:
+    for dtype, wide in ((torch.bfloat16, torch.float), (torch.float, torch.float), (torch.double, torch.double)):
+        assert Bare("product", (3, 2, 4), dtype, 5).wide() == Bare("product", (3, 2, 4), wide, 5)

@@ -4,9 +4,10 @@
 
 The job is FLAT-LLM's, as in `predictions`: a random model of equal layers of 19.9 M parameters. Its floor is made of
 what no program can leave out, each at the rate of torch's bare product of that shape and dtype, alone, on one thread,
-measured now: linears and attention's two products once for each pass through a layer, moments' products, and solves'
-float64 operations; eigenproblems as torch solves them. What is symmetric or causal counts as half, an elimination and
-its factors at the rate of float64 products, faster than any factor. In it is nothing elementwise (norms, rotations,
+measured now; those of half precision in float32 where that is faster (apart: in half precision whatever it takes):
+linears and attention's two products once for each pass through a layer, moments' products, and solves' float64
+operations; eigenproblems as torch solves them. What is symmetric or causal counts as half, an elimination and its
+factors at the rate of float64 products, faster than any factor. In it is nothing elementwise (norms, rotations,
 softmax, activations, rounding, adding), no check, no copy, no cosine, nothing of Python. All of it is shared evenly by
 the workers; of each phase it is that, or the bytes that it writes at the disk's rate where these take longer. The floor
 of the start is Ray's, with actors that import torch, and the source's digests. Prints, by phase, floor, measured
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,6 +75,10 @@ class Bare:
         """Of the products."""
         rows, inner, columns = self.sizes
         return 2.0 * self.batch * rows * inner * columns
+
+    def wide(self) -> Bare:
+        """The same, of half precision in float32."""
+        return replace(self, dtype=torch.promote_types(self.dtype, torch.float32))
 
     def seconds(self) -> float:
         """The median of repeats, on this process's threads."""
@@ -272,11 +277,13 @@ def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[ob
     manifest = parse_manifest(manifest_of(folder, job, workers, samples))
     geometry = geometry_of(standard_config(json.loads((folder.parent / "model/config.json").read_text())))
     torch.set_num_threads(1)
-    known: dict[Bare, float] = {}
-    wanted: dict[Needed, float] = {}
-    for each in _together(needed(manifest, geometry, torch.bfloat16)):
-        wanted[each] = known[each.bare] = known.get(each.bare) or each.bare.seconds()
-    floors = floor_seconds(wanted, written_bytes(manifest, geometry), disk_rate(folder.parent), workers)
+    all_needed = _together(needed(manifest, geometry, torch.bfloat16))
+    shapes = {bare for each in all_needed for bare in (each.bare, each.bare.wide())}
+    known = {bare: bare.seconds() for bare in sorted(shapes, key=str)}
+    rate, written = disk_rate(folder.parent), written_bytes(manifest, geometry)
+    stored = floor_seconds({each: known[each.bare] for each in all_needed}, written, rate, workers)
+    fastest = {each: min(known[each.bare], known[each.bare.wide()]) for each in all_needed}
+    floors = floor_seconds(fastest, written, rate, workers)
     source = sum(layer.numbers() for layer in geometry.layers) * ITEMSIZE
     start = start_seconds(source, workers)
     phases, begun, units = measured(folder, job, workers, samples)
@@ -289,6 +296,7 @@ def compared(folder: Path, job: str, workers: int, samples: int) -> list[list[ob
     return [
         *rows,
         _row(job, workers, "all", least, spent),
+        _row(job, workers, "all, in half precision", sum(stored.values()), spent),
         _row(job, workers, "all, with the start", least + start, spent + begun),
     ]
 

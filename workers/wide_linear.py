@@ -1,0 +1,34 @@
+"""The linears of a layer, with weights in float32 where a CPU multiplies these faster than its own dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.half_precision import linear, product_dtype
+
+
+class WideLinear(nn.Linear):
+    """Multiplies in the dtype of its weight, and gives that of its input."""
+
+    def __init__(self, narrow: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__(narrow.in_features, narrow.out_features, narrow.bias is not None, torch.device("meta"))
+        for name, parameter in narrow.named_parameters(recurse=False):
+            setattr(self, name, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, in) → (…, out)."""
+        return linear(input, self.weight, self.bias)
+
+
+def widen_linears_(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The module, its linears of `dtype` as `WideLinear` where that is faster on the device."""
+    wide = product_dtype(dtype, device)
+    if wide == dtype:
+        return module
+    if isinstance(module, nn.Linear):
+        return WideLinear(module, wide)
+    for name, child in module.named_children():
+        if (changed := widen_linears_(child, dtype, device)) is not child:
+            setattr(module, name, changed)
+    return module
