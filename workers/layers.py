@@ -119,9 +119,12 @@ class LayerReader:
     def dense_weights(self, layer: int, names: Mapping[str, str]) -> dict[str, Tensor]:
         """`role.weight` -> source tensor, for {role.weight: tensor name}; in the source's dtype, on the device.
 
-        Those of the dense block at hand are not read again, nor copied: they are not to be written to.
+        Those of the dense block at hand are not read again, nor copied: they are not to be written to. A block that
+        holds none of them as it is stored is let go of.
         """
         placed = self._placed_weights(layer, names.values())
+        if not placed and self._placed_dense(layer):
+            self.current = None  # its weights are in float32: memory that solving needs
         tensors = self.setup.source.read([name for name in names.values() if name not in placed])
         for name, tensor in tensors.items():
             _require_finite(name, tensor, f"layer {layer}")
@@ -129,11 +132,14 @@ class LayerReader:
 
     def _placed_weights(self, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
         """Those of a layer's source tensors that its block holds as they are stored."""
-        if self.current is None or self.current[0] != _name(layer, None):
+        if self.current is None or not self._placed_dense(layer):
             return {}
         prefix, records = self.setup.geometry.layers[layer].prefix, self.setup.source.tensors
         state = {prefix + name: tensor.detach() for name, tensor in stored_state(self.current[1].module).items()}
         return {name: state[name] for name in names if name in state and state[name].dtype == records[name].torch_dtype}
+
+    def _placed_dense(self, layer: int) -> bool:
+        return self.current is not None and self.current[0] == _name(layer, None)
 
     def _built(self, layer: int, staged: StagedLayer | None, shared: Shared = dict) -> Block:
         tensors = self._tensors(layer, staged, shared)

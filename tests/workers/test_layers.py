@@ -88,7 +88,8 @@ def test_what_was_lost_is_read_from_the_source(
 def test_weights_of_the_block_at_hand_are_not_read_again(
     llama: Path, tmp_path: Path, read: list[str], dtype: torch.dtype, again: bool
 ) -> None:
-    """A solve's, while the block that its statistics came from is there; in another dtype they would be others."""
+    """A solve's, while the block that its statistics came from is there; in another dtype they would be others, and the
+    block goes."""
     setup = replace(make_setup(llama, tmp_path / "run"), dtype=dtype)
     names = {name: name for name in layer_names(setup, 1)}
     expected = setup.source.read(names)
@@ -97,9 +98,11 @@ def test_weights_of_the_block_at_hand_are_not_read_again(
     read.clear()
     found = reader.dense_weights(1, names)
     assert read == (list(names) if again else [])
+    assert (reader.current is None) == again
     reader.block(0, None)
     read.clear()
     anew = reader.dense_weights(1, names)
+    assert reader.current is not None
     assert read == list(names)
     for weights in (found, anew):
         assert weights.keys() == names.keys()
