@@ -248,7 +248,10 @@ def test_the_raylet_dies(job: MakeJob, reference: dict[str, dict[str, str]]) -> 
     first = Child("run", [str(made.manifest)], made.root / "log", hook, inline=False)
     wait_for(pause, first)
     family = psutil.Process(first.pid).children(recursive=True)
-    next(process for process in family if process.name() == "raylet").kill()
+    raylet = next(process for process in family if process.name() == "raylet")
+    workers = raylet.children()
+    raylet.kill()
+    psutil.wait_procs(workers, timeout=20)  # or the job could end before it is noticed
     pause.unlink()
     assert first.end() == 1, first.said
     assert "\nfailed: Ray has ended on this machine: its raylet is gone" in first.said
