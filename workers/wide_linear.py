@@ -24,11 +24,13 @@ class WideLinear(nn.Linear):
 def widen_linears_(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The module, its linears of `dtype` as `WideLinear` where that is faster on the device."""
     wide = product_dtype(dtype, device)
-    if wide == dtype:
-        return module
+    return module if wide == dtype else _widened(module, wide)
+
+
+def _widened(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     if isinstance(module, nn.Linear):
-        return WideLinear(module, wide)
+        return WideLinear(module, dtype)
     for name, child in module.named_children():
-        if (changed := widen_linears_(child, dtype, device)) is not child:
+        if (changed := _widened(child, dtype)) is not child:
             setattr(module, name, changed)
     return module
