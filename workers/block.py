@@ -19,7 +19,7 @@ from lamina.factored_lamina import stored_state
 from lamina.rotary_lamina import Angles, LaminaRotaryEmbedding
 from manifests.errors import NumericsError
 from pipeline.kernels.checks import all_finite, extremes
-from workers.wide_linear import widen_linears_
+from workers.wide_linear import Convert, widen_linears_
 
 SHARED_INPUTS = {"attention.in": "q.in", "mlp.in": "up.in"}
 Tap = Callable[[Tensor], None]
@@ -32,8 +32,16 @@ class StopForward(Exception):
 class Block:
     """A layer of the model, dense or compressed: what its forms in the config say."""
 
-    def __init__(self, config: LayersConfig, layer: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """`tensors`: names relative to the layer, already of the forward's dtype."""
+    def __init__(
+        self,
+        config: LayersConfig,
+        layer: int,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        convert: Convert = Tensor.to,
+    ) -> None:
+        """`tensors`: names relative to the layer, already of the forward's dtype; `convert`: makes weights in another,
+        where products are faster in that."""
         self.layer = layer
         self.config = config
         self.device = device
@@ -43,7 +51,7 @@ class Block:
         placed = {name: tensor.to(device) for name, tensor in tensors.items() if name in known}
         self.module.load_state_dict(placed, strict=True, assign=True)
         self.dtype = next(tensor.dtype for tensor in placed.values() if tensor.is_floating_point())
-        widen_linears_(self.module, self.dtype, device)
+        widen_linears_(self.module, self.dtype, device, convert)
         self.module.eval().requires_grad_(False)
         self.rotary = LaminaRotaryEmbedding(config, device) if config.block["rotary"] else None
 

@@ -90,6 +90,7 @@ def compare_layers(
 ) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...], States]:
     """Errors and sketches of layers from `first` on, of which `states` enter that, and what leaves the last of them."""
     (dense_BSD, packed_BSD), errors, sketches = states, [], []
+    packed.memory = dense.memory  # of the two, one layer is held at a time
     for layer, record in enumerate(staged, first):
         block = dense.block(layer, None)
         if layer + 1 < first + len(staged):
@@ -98,11 +99,12 @@ def compare_layers(
         dense.current = None
         block = packed.block(layer, record)
         alone_BSD, packed_BSD = _run(block.run(dense_BSD)), _run(block.run(packed_BSD))
+        packed.current = None
         update_BSD = after_BSD - dense_BSD
         errors.append(relative(alone_BSD - after_BSD, update_BSD))
         sketches.append(sketch(alone_BSD - dense_BSD, update_BSD, layer))
         dense_BSD = after_BSD
-    dense.current = packed.current = None
+    dense.release_layer()
     return tuple(errors), tuple(sketches), (dense_BSD, packed_BSD)
 
 

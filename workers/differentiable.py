@@ -38,7 +38,8 @@ class DifferentiableBlock:
     def __init__(self, block: Block) -> None:
         self.block = block
         self.dtype = backward_dtype(block.dtype)
-        widen_linears_(block.module.to(self.dtype), self.dtype, block.device)
+        if self.dtype != block.dtype:
+            widen_linears_(block.module.to(self.dtype), self.dtype, block.device)
         roles = block.config.block["modules"]
         for role in RESIDUAL_NORMS:
             if role in roles:

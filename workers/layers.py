@@ -24,7 +24,9 @@ from stores.staging import read_staged
 from workers.block import Block
 from workers.config import WorkerConfig
 from workers.differentiable import DifferentiableBlock
+from workers.layer_memory import LayerMemory
 from workers.memory import return_freed_pages
+from workers.wide_linear import Convert
 
 T = TypeVar("T")
 Shared = Callable[[], Mapping[str, Tensor]]  # gives source tensors, by name
@@ -39,6 +41,7 @@ class LayerReader:
         self.device = device
         self.on_gpu = device.type == "cuda"
         self.config = LayersConfig(**setup.config)
+        self.memory = LayerMemory()
         self.current: tuple[tuple[int, str], Any] | None = None
         self.outside: tuple[Hashable, Any] | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
@@ -62,7 +65,14 @@ class LayerReader:
     def differentiable_block(self, layer: int, staged: StagedLayer | None = None) -> DifferentiableBlock:
         """The layer with its dense weights, or as staged, for the backward pass."""
         _, name = _name(layer, staged)
-        block = self._placed((layer, f"differentiable {name}"), lambda: DifferentiableBlock(self._built(layer, staged)))
+
+        def build() -> DifferentiableBlock:
+            block = DifferentiableBlock(self._built(layer, staged))
+            if block.dtype != self.setup.dtype:
+                self.memory.release()  # it has made its weights anew
+            return block
+
+        block = self._placed((layer, f"differentiable {name}"), build)
         assert isinstance(block, DifferentiableBlock)
         return block
 
@@ -73,6 +83,7 @@ class LayerReader:
             self.outside = self.outside if name[0] == 0 else None
             return_freed_pages()
             with torch.inference_mode(False), torch.no_grad():  # or its tensors would not go with autograd
+                self.memory.begin()
                 self.current = (name, build())
         return self.current[1]
 
@@ -87,7 +98,13 @@ class LayerReader:
 
     def release(self) -> None:
         """Lets go of everything on the device."""
-        self.current = self.outside = None
+        self.outside = None
+        self.release_layer()
+
+    def release_layer(self) -> None:
+        """Lets go of the layer that is held."""
+        self.current = None
+        self.memory.release()
 
     def read_ahead(self, layer: int | None, staged: StagedLayer | None = None, shared: Shared = dict) -> None:
         """Starts reading a layer's source tensors, or those of what it has become, in the background; behind the last
@@ -124,7 +141,7 @@ class LayerReader:
         """
         placed = self._placed_weights(layer, names.values())
         if not placed and self._placed_dense(layer):
-            self.current = None  # its weights are in float32: memory that solving needs
+            self.release_layer()  # its weights are in float32: memory that solving needs
         tensors = self.setup.source.read([name for name in names.values() if name not in placed])
         for name, tensor in tensors.items():
             _require_finite(name, tensor, f"layer {layer}")
@@ -146,7 +163,7 @@ class LayerReader:
         if staged is not None:
             return self._packed_block(layer, staged.as_json()["forms"], staged.rounded, tensors)
         rounded = rounded_modules(self.setup.config, packed_modules(tensors))
-        return Block(self.config, layer, self._relative(layer, tensors, rounded), self.device)
+        return Block(self.config, layer, self._relative(layer, tensors, rounded), self.device, self.memory.converted)
 
     def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
         """As they were read ahead, or are read now."""
@@ -160,7 +177,7 @@ class LayerReader:
     ) -> Block:
         config = copy.copy(self.config)
         config.forms = [forms if index == layer else {} for index in range(config.num_hidden_layers)]
-        return Block(config, layer, self._relative(layer, tensors, rounded), self.device)
+        return Block(config, layer, self._relative(layer, tensors, rounded), self.device, self.memory.converted)
 
     def read_part(self, layer: int, part: int, parts: int) -> dict[str, Tensor]:
         """One of so many parts of a layer's source tensors, as they are stored: the largest are dealt first."""
@@ -193,13 +210,17 @@ class LayerReader:
     def _relative(self, layer: int, tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
         """By names inside the layer; rounded weights multiplied out in the forward's dtype, as transformers does."""
         prefix = self.setup.geometry.layers[layer].prefix
-        converted = {name: self._converted(tensor) for name, tensor in tensors.items() if name.startswith(prefix)}
+        converted = {
+            name: self._converted(tensor, self.memory.converted)
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
         return {name.removeprefix(prefix): tensor for name, tensor in unpacked(converted, rounded).items()}
 
-    def _converted(self, tensor: Tensor) -> Tensor:
+    def _converted(self, tensor: Tensor, convert: Convert = Tensor.to) -> Tensor:
         """On the device, there in the forward's dtype; indices stay as they are."""
         placed = tensor.to(self.device)
-        return placed.to(self.setup.dtype) if tensor.is_floating_point() else placed
+        return convert(placed, self.setup.dtype) if tensor.is_floating_point() else placed
 
 
 def cpu_reader(source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch.dtype) -> LayerReader:
