@@ -53,25 +53,27 @@ class Copies:
         """Micro-batches on the device: each is on its way while the one before is computed."""
         ahead: Tensor | None = None
         for start, stop in ranges:
-            coming_BSD = self._bring(reader.read(start, stop))
+            coming_BSD = self.bring(reader.read(start, stop))
             if ahead is not None:
-                yield self._arrived(ahead)
+                yield self.arrived(ahead)
             ahead = coming_BSD
             if self.stream is None:
                 yield ahead
                 ahead = None
         if ahead is not None:
-            yield self._arrived(ahead)
+            yield self.arrived(ahead)
 
-    def _bring(self, values_BSD: Tensor) -> Tensor:
-        if self.stream is None or values_BSD.device == self.device:
-            return values_BSD
+    def bring(self, values: Tensor) -> Tensor:
+        """Begins to copy values to the device: what is computed takes them as `arrived` gives them."""
+        if self.stream is None or values.device == self.device:
+            return values
         with torch.cuda.stream(self.stream):
-            return values_BSD.to(self.device, non_blocking=True)
+            return values.to(self.device, non_blocking=True)
 
-    def _arrived(self, values_BSD: Tensor) -> Tensor:
+    def arrived(self, values: Tensor) -> Tensor:
+        """What `bring` gave, for what this thread computes next."""
         if self.stream is not None:
             computing = torch.cuda.current_stream(self.device)
             computing.wait_stream(self.stream)
-            values_BSD.record_stream(computing)
-        return values_BSD
+            values.record_stream(computing)
+        return values

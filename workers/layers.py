@@ -23,6 +23,7 @@ from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from workers.block import Block
 from workers.config import WorkerConfig
+from workers.copies import Copies
 from workers.differentiable import DifferentiableBlock
 from workers.layer_memory import LayerMemory
 from workers.memory import return_freed_pages
@@ -33,13 +34,13 @@ Shared = Callable[[], Mapping[str, Tensor]]  # gives source tensors, by name
 
 
 class LayerReader:
-    """Builds the block of a layer. Holds one block on the device and at most one more layer's dense tensors; and, at
-    the first layer or behind the last, the modules there that are of no layer."""
+    """Builds the block of a layer. Holds one block on the device and at most one more layer's tensors; and, at the
+    first layer or behind the last, the modules there that are of no layer."""
 
     def __init__(self, setup: WorkerConfig, device: torch.device) -> None:
         self.setup = setup
         self.device = device
-        self.on_gpu = device.type == "cuda"
+        self.copies = Copies(device)
         self.config = LayersConfig(**setup.config)
         self.memory = LayerMemory()
         self.current: tuple[tuple[int, str], Any] | None = None
@@ -107,8 +108,8 @@ class LayerReader:
         self.memory.release()
 
     def read_ahead(self, layer: int | None, staged: StagedLayer | None = None, shared: Shared = dict) -> None:
-        """Starts reading a layer's source tensors, or those of what it has become, in the background; behind the last
-        layer, nothing.
+        """Starts reading a layer's source tensors, or those of what it has become, in the background, and copying them
+        to the device; behind the last layer, nothing.
 
         `shared`: gives those of the source that were read for all nodes.
         """
@@ -116,7 +117,7 @@ class LayerReader:
             return
         name = _name(layer, staged)
         if self.ahead is None or self.ahead[0] != name:
-            self.ahead = (name, self.thread.submit(self._read_layer, layer, staged, shared))
+            self.ahead = (name, self.thread.submit(self._bring_layer, layer, staged, shared))
 
     def outer(self, *names: str, staged: StagedLayer | None = None) -> dict[str, Tensor]:
         """Tensors outside the layers (embeddings, final norm, head), on the device, in the forward's dtype.
@@ -168,9 +169,18 @@ class LayerReader:
     def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
         """As they were read ahead, or are read now."""
         if self.ahead is None or self.ahead[0] != _name(layer, staged):
-            return self._read_layer(layer, staged, shared)
-        ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
-        return ahead.result()
+            tensors = self._bring_layer(layer, staged, shared)
+        else:
+            ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
+            tensors = ahead.result()
+        return {name: self.copies.arrived(tensor) for name, tensor in tensors.items()}
+
+    def _bring_layer(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
+        """On its way to the device, from pinned memory: the layer before is computed meanwhile."""
+        tensors = self._read_layer(layer, staged, shared)
+        if self.device.type == "cpu":
+            return tensors
+        return {name: self.copies.bring(tensor.pin_memory()) for name, tensor in tensors.items()}
 
     def _packed_block(
         self, layer: int, forms: dict[str, Any], rounded: Mapping[str, Scheme], tensors: Mapping[str, Tensor]
@@ -195,11 +205,9 @@ class LayerReader:
     def _read_layer(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
         """What is stored of it, checked, in host memory: of half the size where the forward pass is in float32."""
         if staged is not None:
-            tensors = read_staged(self.setup.run_dir, staged)
-        else:
-            names, there = self._names(layer), shared()
-            tensors = self._read(names, {name: there[name] for name in names if name in there})
-        return {name: tensor.pin_memory() for name, tensor in tensors.items()} if self.on_gpu else tensors
+            return read_staged(self.setup.run_dir, staged)
+        names, there = self._names(layer), shared()
+        return self._read(names, {name: there[name] for name in names if name in there})
 
     def _read(self, names: list[str], there: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
         tensors = {**there, **self.setup.source.read([name for name in names if name not in there])}

@@ -79,8 +79,8 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     all_stored = way.kept or not (compressed or way.in_pass)  # at a time
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
     solving = max((_solve_bytes(task, geometry.layers[task.layer], itemsize) for task in tasks), default=0)
-    if way.in_pass:  # beside a layer of the pass, and the sums of two, one triangle of each moment
-        solving += max(layer.numbers() for layer in geometry.layers) * itemsize + statistics
+    if way.in_pass:  # beside a layer of the pass, the next, and the sums of two, one triangle of each moment
+        solving += sum(_layer_bytes(manifest, geometry, itemsize)) + statistics
     host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
     return Plan(
         layers=geometry.num_layers,
@@ -170,8 +170,7 @@ def _worker_peak(
         max(each.numbers() for each in geometry.layers),
         max(each.intermediate for each in geometry.layers),
     )
-    layer = largest * itemsize
-    placed = layer if manifest.workers.gpus else largest * max(4, itemsize)  # a CPU may multiply in float32
+    layer, placed = _layer_bytes(manifest, geometry, itemsize)
     batch = calibration.micro_batch * calibration.sequence_length if calibration else 0
     features = 6 * geometry.hidden + max(
         3 * each.intermediate + 4 * each.heads * each.head_dim for each in geometry.layers
@@ -187,6 +186,13 @@ def _worker_peak(
     if manifest.workers.gpus == 0:
         return PROCESS_BYTES + held + computing, 0
     return PROCESS_BYTES + DEVICE_PROCESS_BYTES + held + layer + statistics, computing
+
+
+def _layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
+    """Of the largest layer: as it is read ahead, on a GPU there, and as it is computed."""
+    largest = max(each.numbers() for each in geometry.layers)
+    layer = largest * itemsize
+    return layer, layer if manifest.workers.gpus else largest * max(4, itemsize)  # a CPU may multiply in float32
 
 
 def _moment_flops(moment: Moment, geometry: LayerGeometry) -> float:

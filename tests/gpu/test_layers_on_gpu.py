@@ -1,4 +1,4 @@
-"""Layers on a GPU, or the emulated one: read ahead into pinned memory, converted there, and what they compute."""
+"""Layers on a GPU, or the emulated one: read ahead, converted there, and what they compute."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.emulated_device import EmulatedDevice
 from tests.workers.bench import make_setup, save_source
 from workers.layers import LayerReader
 
@@ -25,7 +26,39 @@ def test_a_layer_that_was_read_ahead_computes_what_it_does_on_a_cpu(stored: torc
     reader.read_ahead(1)
     assert reader.ahead is not None
     tensors = reader.ahead[1].result()
-    assert all(tensor.is_pinned() and tensor.dtype == stored for tensor in tensors.values())
+    assert all(tensor.is_cuda and tensor.dtype == stored for tensor in tensors.values())
     found = reader.block(1, None).run(hidden_BSD.cuda())
     assert found is not None
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_next_layer_is_on_the_device_when_this_one_is_done(tmp_path: Path, emulated: EmulatedDevice | None) -> None:
+    """The host waits for no copy of it."""
+    setup = make_setup(save_source(tmp_path / "model", "llama-gqa", torch.bfloat16), tmp_path / "run")
+    reader = LayerReader(replace(setup, dtype=torch.bfloat16), torch.device("cuda"))
+    reader.block(0, None)
+    reader.read_ahead(1)
+    assert reader.ahead is not None
+    coming = reader.ahead[1].result()
+    if emulated is not None:
+        assert not emulated.uploads
+        emulated.waits.clear()
+    state = reader.block(1, None).module.state_dict()
+    if emulated is not None:
+        assert not emulated.waits
+        assert not emulated.uploads
+    assert {tensor.data_ptr() for tensor in coming.values()} == {tensor.data_ptr() for tensor in state.values()}
+
+
+def test_a_layer_that_was_read_ahead_in_vain(tmp_path: Path) -> None:
+    """Another is asked for, and it is let go of."""
+    setup = make_setup(save_source(tmp_path / "model"), tmp_path / "run")
+    hidden_BSD = torch.randn(2, 7, setup.geometry.hidden, generator=torch.Generator().manual_seed(0)).cuda()
+    reader = LayerReader(setup, torch.device("cuda"))
+    reader.read_ahead(1)
+    expected = LayerReader(setup, torch.device("cuda")).block(0, None).run(hidden_BSD)
+    assert torch.equal(reader.block(0, None).run(hidden_BSD), expected)
+    reader.read_ahead(0)
+    assert torch.equal(
+        reader.block(1, None).run(hidden_BSD), LayerReader(setup, torch.device("cuda")).block(1, None).run(hidden_BSD)
+    )
