@@ -408,6 +408,7 @@ def emulated_device(deterministic: bool = True) -> Iterator[EmulatedDevice]:
 def entered(device: EmulatedDevice) -> Iterator[None]:
     """The same for parts of what is done with one device."""
     streams, run, numpy = device.streams, threading.Thread.run, Tensor.numpy
+    torch.utils._device._device_constructors()  # once for all: `with torch.device(...)` is for these, not for stand-ins
 
     def run_emulated(thread: threading.Thread) -> None:
         with _Mode():

@@ -39,6 +39,14 @@ def test_what_cuda_refuses_raises(what: str, inference: bool) -> None:
             WRONG[what](values)
 
 
+def test_the_device_that_is_asked_for_is_taken() -> None:
+    for _ in range(2):
+        with emulated_device(), torch.device("meta"):
+            assert torch.tensor(1.0).is_meta
+        with torch.device("meta"):
+            assert torch.tensor(1.0).is_meta
+
+
 def test_what_cuda_takes_is_computed() -> None:
     with emulated_device() as device:
         values = torch.arange(6.0, device="cuda").reshape(2, 3)
