@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from pipeline.families.registry import geometry_of
 from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked
 from pipeline.units import Unwritten
+from stores.digests import side_by_side
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from workers.block import Block
@@ -31,6 +34,7 @@ from workers.wide_linear import Convert
 
 T = TypeVar("T")
 Shared = Callable[[], Mapping[str, Tensor]]  # gives source tensors, by name
+Read = Callable[[list[str]], dict[str, Tensor]]
 
 
 class LayerReader:
@@ -117,7 +121,7 @@ class LayerReader:
             return
         name = _name(layer, staged)
         if self.ahead is None or self.ahead[0] != name:
-            self.ahead = (name, self.thread.submit(self._bring_layer, layer, staged, shared))
+            self.ahead = (name, self.thread.submit(self._read_layer, layer, staged, shared))
 
     def outer(self, *names: str, staged: StagedLayer | None = None) -> dict[str, Tensor]:
         """Tensors outside the layers (embeddings, final norm, head), on the device, in the forward's dtype.
@@ -143,10 +147,11 @@ class LayerReader:
         placed = self._placed_weights(layer, names.values())
         if not placed and self._placed_dense(layer):
             self.release_layer()  # its weights are in float32: memory that solving needs
-        tensors = self.setup.source.read([name for name in names.values() if name not in placed])
-        for name, tensor in tensors.items():
-            _require_finite(name, tensor, f"layer {layer}")
-        return {role: placed[name] if name in placed else tensors[name].to(self.device) for role, name in names.items()}
+        sizes = {
+            name: size for name, size in self._sizes(layer).items() if name in names.values() and name not in placed
+        }
+        found = self._arrived(self._fetched(sizes, partial(self._read, where=f"layer {layer}"))) | placed
+        return {role: found[name] for role, name in names.items()}
 
     def _placed_weights(self, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
         """Those of a layer's source tensors that its block holds as they are stored."""
@@ -169,18 +174,11 @@ class LayerReader:
     def _tensors(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
         """As they were read ahead, or are read now."""
         if self.ahead is None or self.ahead[0] != _name(layer, staged):
-            tensors = self._bring_layer(layer, staged, shared)
+            tensors = self._read_layer(layer, staged, shared)
         else:
             ahead, self.ahead = self.ahead[1], None  # forgotten even if it failed, so that it is tried again
             tensors = ahead.result()
-        return {name: self.copies.arrived(tensor) for name, tensor in tensors.items()}
-
-    def _bring_layer(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
-        """On its way to the device, from pinned memory: the layer before is computed meanwhile."""
-        tensors = self._read_layer(layer, staged, shared)
-        if self.device.type == "cpu":
-            return tensors
-        return {name: self.copies.bring(tensor.pin_memory()) for name, tensor in tensors.items()}
+        return self._arrived(tensors)
 
     def _packed_block(
         self, layer: int, forms: dict[str, Any], rounded: Mapping[str, Scheme], tensors: Mapping[str, Tensor]
@@ -191,28 +189,43 @@ class LayerReader:
 
     def read_part(self, layer: int, part: int, parts: int) -> dict[str, Tensor]:
         """One of so many parts of a layer's source tensors, as they are stored: the largest are dealt first."""
-        source = self.setup.source
-        dealt: list[list[str]] = [[] for _ in range(parts)]
-        for name in sorted(self._names(layer), key=lambda name: (-source.tensors[name].num_bytes, name)):
-            least = min(dealt, key=lambda names: sum(source.tensors[other].num_bytes for other in names))
-            least.append(name)
-        return source.read(dealt[part])
+        return self.setup.source.read(_dealt(self._sizes(layer), parts)[part])
 
-    def _names(self, layer: int) -> list[str]:
+    def _sizes(self, layer: int) -> dict[str, int]:
+        """Of its source tensors, in bytes."""
         prefix = self.setup.geometry.layers[layer].prefix
-        return [name for name in self.setup.source.tensors if name.startswith(prefix)]
+        return {name: at.num_bytes for name, at in self.setup.source.tensors.items() if name.startswith(prefix)}
 
     def _read_layer(self, layer: int, staged: StagedLayer | None, shared: Shared) -> dict[str, Tensor]:
-        """What is stored of it, checked, in host memory: of half the size where the forward pass is in float32."""
+        """What is stored of it, checked, as it is stored: of half the size where the forward pass is in float32."""
         if staged is not None:
-            return read_staged(self.setup.run_dir, staged)
-        names, there = self._names(layer), shared()
-        return self._read(names, {name: there[name] for name in names if name in there})
+            sizes = {name: prod(tensor.shape) for name, tensor in staged.tensors.items()}
+            return self._fetched(sizes, partial(read_staged, self.setup.run_dir, staged))
+        return self._fetched(self._sizes(layer), partial(self._read, there=shared()))
 
-    def _read(self, names: list[str], there: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
-        tensors = {**there, **self.setup.source.read([name for name in names if name not in there])}
+    def _fetched(self, sizes: Mapping[str, int], read: Read) -> dict[str, Tensor]:
+        """Tensors of these sizes, read by as many threads as the worker has; on their way to a GPU."""
+
+        def fetch(names: list[str]) -> dict[str, Tensor]:
+            return {name: self.copies.bring(self._pinned(tensor)) for name, tensor in read(names).items()}
+
+        parts = side_by_side(fetch, filter(None, _dealt(sizes, self.setup.threads)))
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return tensor if self.device.type == "cpu" else tensor.pin_memory()
+
+    def _arrived(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.copies.arrived(tensor) for name, tensor in tensors.items()}
+
+    def _read(
+        self, names: list[str], there: Mapping[str, Tensor] = MappingProxyType({}), where: str = "source"
+    ) -> dict[str, Tensor]:
+        """Source tensors, checked; some may be there."""
+        read = self.setup.source.read([name for name in names if name not in there])
+        tensors = {name: there[name] if name in there else read[name] for name in names}
         for name, tensor in tensors.items():
-            _require_finite(name, tensor, "source")
+            _require_finite(name, tensor, where)
         return tensors
 
     def _relative(self, layer: int, tensors: Mapping[str, Tensor], rounded: Mapping[str, Scheme]) -> dict[str, Tensor]:
@@ -250,6 +263,14 @@ def cpu_reader(source: SourceCheckpoint, config: Mapping[str, Any], dtype: torch
         hidden_bytes=0,
     )
     return LayerReader(setup, torch.device("cpu"))
+
+
+def _dealt(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """So many parts, of which some may be empty, of much the same size: the largest are dealt first."""
+    dealt: list[list[str]] = [[] for _ in range(parts)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        min(dealt, key=lambda names: sum(sizes[other] for other in names)).append(name)
+    return dealt
 
 
 def _name(layer: int, staged: StagedLayer | None) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from manifests.errors import LostInputError
+from manifests.errors import LostInputError, NumericsError
 from pipeline.units import Forward, ReadLayer
 from stores.source import SourceCheckpoint
-from tests.workers.bench import held, layer_names, make_setup, make_worker
+from tests.workers.bench import held, layer_names, make_setup, make_worker, save_source, solve_layer
 from workers.layers import LayerReader
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
@@ -97,14 +98,51 @@ def test_weights_of_the_block_at_hand_are_not_read_again(
     reader.block(1, None)
     read.clear()
     found = reader.dense_weights(1, names)
-    assert read == (list(names) if again else [])
+    assert sorted(read) == (sorted(names) if again else [])
     assert (reader.current is None) == again
     reader.block(0, None)
     read.clear()
     anew = reader.dense_weights(1, names)
     assert reader.current is not None
-    assert read == list(names)
+    assert sorted(read) == sorted(names)
     for weights in (found, anew):
         assert weights.keys() == names.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in names)
         assert all(weights[name].dtype == expected[name].dtype for name in names)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 40])
+def test_a_layer_is_read_once_by_all_threads_of_a_worker(
+    llama: Path, tmp_path: Path, read: list[str], threads: int
+) -> None:
+    setup = make_setup(llama, tmp_path / "run", {"method": "lestd"})
+    staged, _ = solve_layer(make_worker(setup), 1, {"size": 6000})
+    expected = [
+        LayerReader(setup, torch.device("cpu")).block(1, record).module.state_dict() for record in (None, staged)
+    ]
+    reader = LayerReader(replace(setup, threads=threads), torch.device("cpu"))
+    there = {name: tensor for name, tensor in setup.source.read(layer_names(setup, 1)).items() if "mlp" in name}
+    for record, wanted in zip((None, staged), expected, strict=True):
+        read.clear()
+        shared = (lambda: there) if record is None else dict
+        reader.read_ahead(1, record, shared)
+        found = reader.block(1, record).module.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        assert sorted(read) == ([] if record else sorted(set(layer_names(setup, 1)) - there.keys()))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_tensor_that_is_not_finite_is_named(tmp_path: Path, threads: int) -> None:
+    model = save_source(tmp_path / "model")
+    setup = replace(make_setup(model, tmp_path / "run"), threads=threads)
+    name = layer_names(setup, 1)[3]
+    record = setup.source.tensors[name]
+    with open(model / record.file, "r+b") as file:
+        file.seek(record.begin)
+        file.write(struct.pack("<f", float("nan")))
+    reader = LayerReader(setup, torch.device("cpu"))
+    for _ in range(2):
+        reader.read_ahead(1)
+        with pytest.raises(NumericsError, match=f"source: tensor {name} holds NaN"):
+            reader.block(1, None)
