@@ -7,11 +7,15 @@ B micro-batch, S sequence, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from stores.digests import side_by_side
+
+PIECE_BYTES = 32 * 2**20  # of pinned memory, which copies that are under way hold
 
 
 class HiddenReader(Protocol):
@@ -64,11 +68,25 @@ class Copies:
             yield self.arrived(ahead)
 
     def bring(self, values: Tensor) -> Tensor:
-        """Begins to copy values to the device: what is computed takes them as `arrived` gives them."""
-        if self.stream is None or values.device == self.device:
+        """Begins to copy values to the device: what is computed takes them as `arrived` gives them. From memory that is
+        not pinned by way of pieces that are: several times as fast, and not to be waited for."""
+        if self.stream is None or values.device.type != "cpu":
             return values
         with torch.cuda.stream(self.stream):
-            return values.to(self.device, non_blocking=True)
+            if values.is_pinned():
+                return values.to(self.device, non_blocking=True)
+            there = torch.empty(values.shape, dtype=values.dtype, device=self.device)
+            length = PIECE_BYTES // values.itemsize
+            for piece, place in zip(values.reshape(-1).split(length), there.view(-1).split(length), strict=True):
+                pinned = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True).copy_(piece)
+                place.copy_(pinned, non_blocking=True)
+            return there
+
+    def bring_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same of several, by as many threads as there are; what is computed next here may take them."""
+        if self.stream is None:
+            return list(tensors)
+        return [self.arrived(values) for values in side_by_side(self.bring, tensors)]
 
     def arrived(self, values: Tensor) -> Tensor:
         """What `bring` gave, for what this thread computes next."""

@@ -207,13 +207,10 @@ class LayerReader:
         """Tensors of these sizes, read by as many threads as the worker has; on their way to a GPU."""
 
         def fetch(names: list[str]) -> dict[str, Tensor]:
-            return {name: self.copies.bring(self._pinned(tensor)) for name, tensor in read(names).items()}
+            return {name: self.copies.bring(tensor) for name, tensor in read(names).items()}
 
         parts = side_by_side(fetch, filter(None, _dealt(sizes, self.setup.threads)))
         return {name: tensor for part in parts for name, tensor in part.items()}
-
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        return tensor if self.device.type == "cpu" else tensor.pin_memory()
 
     def _arrived(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self.copies.arrived(tensor) for name, tensor in tensors.items()}

@@ -8,7 +8,7 @@ their place as text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
@@ -21,6 +21,7 @@ from pipeline.kernels.exact_sums import Grid, exceeding, moment_rows, whole_diag
 from pipeline.methods.method import Moment
 from pipeline.sum_units import Add, AddDone, CheckGrids, CheckGridsDone, Summed, Total
 from stores.statistics import StatisticsStore
+from workers.copies import Copies
 from workers.sums import NORMS
 from workers.tensor_transfer import TensorTransfer, get_all
 
@@ -36,12 +37,16 @@ class Totals:
         self.statistics = statistics
         self.device = device
         self.sequence = sequence
+        self.copies = Copies(device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def add(self, unit: Add) -> AddDone:
         """Adds a part of some sums, in any order."""
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            return AddDone(self.transfer.put(_added(get_all(self.transfer, unit.partials), self.device)))
+            return AddDone(self.transfer.put(_added(get_all(self.transfer, unit.partials), self._brought)))
+
+    def _brought(self, tensor: Tensor) -> Tensor:
+        return self.copies.arrived(self.copies.bring(tensor))
 
     def check(self, unit: CheckGrids) -> CheckGridsDone:
         """Wider grids for the moments that exceed theirs. Raises NumericsError when there is none."""
@@ -86,14 +91,14 @@ class Totals:
         tokens = sequences * self.sequence
         return GradientRecord(**dict(record), square_norms=tuple(squares), sequences=sequences, tokens=tokens)
 
-    def moment(self, moment: Moment, found: ArrayRecord | Summed, device: torch.device) -> Tensor:
-        """A moment (G, d, d) float64 on a device, of a pair (1, F + D, F)."""
+    def moment(self, moment: Moment, found: ArrayRecord | Summed) -> Tensor:
+        """A moment (G, d, d) float64 on the device, of a pair (1, F + D, F)."""
         if isinstance(found, ArrayRecord):
-            return self.statistics.read(found).to(device)
+            return self.copies.bring_all([self.statistics.read(found)])[0]
         grid, named = self._summed(found)
         bands = _bands(named)
         whole = whole_pair if moment.kind == "pair" else whole_moment
-        return whole([band_Gbd.to(device) for band_Gbd in bands], grid)
+        return whole(self.copies.bring_all(bands), grid)
 
     def _summed(self, summed: Summed) -> tuple[Grid, dict[str, Tensor]]:
         return Grid.unpacked(self.transfer.get(summed.grid)), _added(get_all(self.transfer, summed.partials))
@@ -103,13 +108,16 @@ def _bands(named: dict[str, Tensor]) -> list[Tensor]:
     return [named[name] for name in sorted(named) if not name.startswith(NORMS)]
 
 
-def _added(parts: Iterable[dict[str, Tensor]], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The sum of all parts on a device, by name: what only one of them has is as it is, not to be written to."""
+def _added(
+    parts: Iterable[dict[str, Tensor]], brought: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> dict[str, Tensor]:
+    """The sum of all parts where they are brought to, by name: what only one of them has is as it is, not to be written
+    to."""
     total: dict[str, Tensor] = {}
     own: set[str] = set()
     for part in parts:
         for name, given in part.items():
-            tensor = given.to(device)
+            tensor = brought(given)
             if name in own:
                 total[name].add_(tensor)
             elif name in total:

@@ -308,7 +308,7 @@ class Worker:
         """As methods receive them: sums of values, shrunk means of gradients; and what their curve told."""
         moments = {}
         for moment, record in records.items():
-            found = self.totals.moment(moment, record, self.device)
+            found = self.totals.moment(moment, record)
             if moment.kind == "gradient":
                 assert isinstance(record, GradientRecord)
                 squares_G = torch.tensor(record.square_norms, dtype=torch.float64, device=self.device)

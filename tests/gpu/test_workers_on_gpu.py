@@ -82,7 +82,7 @@ def done_by(worker: Worker) -> dict[str, Any]:
         found[f"cosine {shard}"] = made.cosine[0]
     pairs = [Pair(1, shard, 0, moments=(PAIR,), replay=(staged,), emit=True) for shard in range(2)]
     _, sums = sum_units(pairs, [worker, worker])
-    found["pairs"] = worker.totals.moment(PAIR, sums[PAIR], torch.device("cpu"))
+    found["pairs"] = worker.totals.moment(PAIR, sums[PAIR]).cpu()
     inputs = tuple(
         worker.execute(Forward("dense", layer, 0, keep_inputs=True, replay=(None,) * layer)).inputs
         for layer in range(setup.geometry.num_layers)

@@ -97,7 +97,7 @@ def run_pairs(workers: Sequence[Worker], unit: Pair) -> tuple[list[ShardDone], d
     """Each shard by one of the workers, and what they have summed: (1, F + D, F)."""
     units = [replace(unit, shard=shard) for shard in range(workers[0].setup.shards)]
     done, sums = sum_units(units, [workers[shard % len(workers)] for shard in range(len(units))])
-    read = {moment: workers[0].totals.moment(moment, found, torch.device("cpu")) for moment, found in sums.items()}
+    read = {moment: workers[0].totals.moment(moment, found) for moment, found in sums.items()}
     return done, read
 
 
@@ -153,7 +153,7 @@ def test_outputs_of_both_travel_on(model: Path, tmp_path: Path) -> None:
     other = make_worker(worker.setup)
     again = [replace(unit, shard=shard, base=1, base_record=record, replay=()) for shard, record in enumerate(records)]
     _, sums = sum_units(again, [other] * len(again))
-    fresh = other.totals.moment(MOMENTS[0], sums[MOMENTS[0]], torch.device("cpu"))
+    fresh = other.totals.moment(MOMENTS[0], sums[MOMENTS[0]])
     assert torch.equal(here[MOMENTS[0]], replayed[MOMENTS[0]])
     assert torch.equal(fresh, replayed[MOMENTS[0]])
 

@@ -266,8 +266,8 @@ def test_parts_are_added_one_by_one_and_solved_from_before_they_are_stored(
             for part, same in enumerate(zip(*(found.partials[moment] for found in given), strict=True))
         ]
         added = Summed(grid, tuple(adds))
-        expected = workers[1].totals.moment(moment, Summed(grid, both), torch.device("cpu"))
-        assert torch.equal(workers[1].totals.moment(moment, added, torch.device("cpu")), expected)
+        expected = workers[1].totals.moment(moment, Summed(grid, both))
+        assert torch.equal(workers[1].totals.moment(moment, added), expected)
         stored = workers[0].execute(Total("dense", 0, moment, added))
-        assert torch.equal(workers[1].totals.moment(moment, stored, torch.device("cpu")), expected)
+        assert torch.equal(workers[1].totals.moment(moment, stored), expected)
     assert len(given[0].partials[Moment("down.in")]) == 3
