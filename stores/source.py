@@ -18,12 +18,12 @@ import torch
 from manifests.errors import InputError, StorageError
 from manifests.records import SourceFile
 from stores.backend import PIECE_BYTES
-from stores.digests import side_by_side
 from stores.durable import storage_error
 from stores.headers import TensorRecord, read_header, without_duplicates
 from stores.hub import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, open_hub
 from stores.node_cache import NodeCache
 from stores.storage import Readable, Storage, is_address, open_storage
+from stores.threads import side_by_side
 
 __all__ = [
     "CONFIG_FILE", "INDEX_FILE", "SINGLE_FILE", "SourceCheckpoint", "is_hub_id", "open_source", "parse_json",

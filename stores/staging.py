@@ -12,10 +12,10 @@ import torch
 from manifests.errors import CorruptError, InputError
 from manifests.records import StagedRecord
 from stores.checkpoint import write_shard
-from stores.digests import side_by_side
 from stores.headers import parse_header
 from stores.source import read_tensors
 from stores.storage import Place, open_storage
+from stores.threads import side_by_side
 
 STAGED = "staged"
 STAGED_NAME = re.compile(r"layer-\d{5,}\.[0-9a-f]{32}\.safetensors")

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stores.digests import side_by_side
+from stores.threads import side_by_side
 
 PIECE_BYTES = 32 * 2**20  # of pinned memory, which copies that are under way hold
 

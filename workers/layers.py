@@ -21,9 +21,9 @@ from pipeline.families.registry import geometry_of
 from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked
 from pipeline.units import Unwritten
-from stores.digests import side_by_side
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
+from stores.threads import side_by_side
 from workers.block import Block
 from workers.config import WorkerConfig
 from workers.copies import Copies

@@ -94,7 +94,7 @@ class Totals:
     def moment(self, moment: Moment, found: ArrayRecord | Summed) -> Tensor:
         """A moment (G, d, d) float64 on the device, of a pair (1, F + D, F)."""
         if isinstance(found, ArrayRecord):
-            return self.copies.bring_all([self.statistics.read(found)])[0]
+            return self.statistics.read(found, self._brought)
         grid, named = self._summed(found)
         bands = _bands(named)
         whole = whole_pair if moment.kind == "pair" else whole_moment

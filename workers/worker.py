@@ -83,7 +83,7 @@ class Worker:
         self.methods = [(method, manifest.quantize) for manifest in manifests for method in build_methods(manifest)]
         run_dir = open_storage(setup.run_dir)
         self.activations = ActivationStore(run_dir.below(ACTIVATIONS))
-        self.statistics = StatisticsStore(run_dir.below(STATISTICS))
+        self.statistics = StatisticsStore(run_dir.below(STATISTICS), threads=setup.threads)
         self.tokens = self.activations.open(setup.tokens) if setup.tokens else None
         self.copies, room = Copies(self.device), device_room(self.device, setup.gpu_share, setup.device_bytes)
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes, self.copies, room)

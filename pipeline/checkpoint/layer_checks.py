@@ -12,8 +12,8 @@ from manifests.records import E, Key, StagedRecord
 from pipeline.keys import layer_key
 from pipeline.ports import Journal
 from stores.checkpoint import verify_shard
-from stores.digests import THREADS
 from stores.storage import Place, open_storage
+from stores.threads import THREADS
 
 
 class LayerChecks:

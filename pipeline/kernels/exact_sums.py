@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.kernels.moments import ROWS_PER_PRODUCT, exact_halves
 
 BAND = 512
+STRIP = 64  # rows that are mirrored at a time: several times as fast on a CPU as more
 ADDED_ROWS = {"cpu": 64, "cuda": BAND}  # of a band at a time: a CPU then has in its cache what it makes float64
 MARGIN_BITS = 20  # by how much sums of squares may exceed what the sample foretells
 SILENT_BITS = 16  # a channel that is zero in the sample is taken to be so much below the mean of all, in squares
@@ -245,7 +246,8 @@ def whole_moment(bands: Sequence[Tensor], grid: Grid, into_Gdd: Tensor | None = 
         lower_Gbb = square_Gbb.triu(1).transpose(1, 2)
         moment_Gdd[:, first:stop, first:stop] = square_Gbb.triu() + lower_Gbb
         moment_Gdd[:, first:stop, stop:] = scaled_Gbd[:, :, stop - first :]
-        moment_Gdd[:, stop:, first:stop] = scaled_Gbd[:, :, stop - first :].transpose(1, 2)
+        for strip_Gsc, row in zip(scaled_Gbd.split(STRIP, dim=1), range(first, stop, STRIP), strict=True):
+            moment_Gdd[:, stop:, row : row + strip_Gsc.shape[1]] = strip_Gsc[:, :, stop - first :].transpose(1, 2)
     return moment_Gdd
 
 

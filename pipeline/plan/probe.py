@@ -128,7 +128,7 @@ def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, s
         pinned = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
         seconds = _seconds(lambda: source.copy_(pinned, non_blocking=True), device)
         link = source.numel() / seconds
-    hashed, threads = bytes(DIGESTED_BYTES), min(16, os.cpu_count() or 1)  # as `stores.digests` has them
+    hashed, threads = bytes(DIGESTED_BYTES), min(16, os.cpu_count() or 1)  # as `stores.threads` has them
     seconds = _seconds(lambda: hashlib.sha256(hashed).digest(), torch.device("cpu"))
     digest = threads * len(hashed) / seconds
     return Rates(
