@@ -230,6 +230,40 @@ class TestStatistics(Conformance):
         value = symmetric(1, 3, features)
         assert torch.equal(store.read(store.write(0, "m", value)), value)
 
+    @pytest.mark.parametrize("features", [33, 65, 200, 300])
+    def test_several_threads_write_and_read_the_same(self, tmp_path: Path, features: int) -> None:
+        alone, many = self.make(tmp_path / "1"), StatisticsStore(tmp_path / "3", tile=32, threads=3)
+        value = symmetric(1, 2, features)
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            return value[:, start:stop, start:]
+
+        records = [store.write_rows(0, "m", 2, features, rows) for store in (alone, many)]
+        assert records[0].checksums == records[1].checksums == alone.write(0, "m", value).checksums
+        brought: list[torch.Size] = []
+        for store, record in zip((alone, many), records, strict=True):
+            found = store.read(record, lambda row: (brought.append(row.shape), row.clone())[1])
+            assert torch.equal(found, value)
+        assert brought[: len(brought) // 2] == brought[len(brought) // 2 :]
+        assert all(len(shape) == 2 and shape[0] <= 32 for shape in brought)
+
+    def test_what_a_thread_meets_is_raised(self, tmp_path: Path) -> None:
+        store = StatisticsStore(tmp_path, tile=32, threads=3)
+        record = store.write(0, "m", symmetric(1, 1, 300))
+        chunk = tmp_path / record.path / "c.0.3.4"
+        chunk.write_bytes(b"\0" + chunk.read_bytes()[1:])
+        with pytest.raises(CorruptError, match=r"c\.0\.3\.4|checksum"):
+            store.read(record)
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            if start == 64:
+                raise ValueError("no such rows")
+            return torch.zeros(1, stop - start, 300 - start, dtype=torch.float64)
+
+        with pytest.raises(ValueError, match="no such rows"):
+            store.write_rows(0, "lost", 1, 300, rows)
+        assert not list((tmp_path / "layer-00000" / "lost").glob("*/*"))
+
     def test_not_quite_symmetric_comes_back_as_it_was(self, tmp_path: Path) -> None:
         store = self.make(tmp_path)
         for value, twin in ((1.0, 1.0 + 2**-52), (0.0, -0.0), (float("nan"), 0.0)):
