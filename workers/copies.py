@@ -70,7 +70,7 @@ class Copies:
     def bring(self, values: Tensor) -> Tensor:
         """Begins to copy values to the device: what is computed takes them as `arrived` gives them. From memory that is
         not pinned by way of pieces that are: several times as fast, and not to be waited for."""
-        if self.stream is None or values.device.type != "cpu":
+        if self.stream is None or values.device.type == self.device.type:
             return values
         with torch.cuda.stream(self.stream):
             if values.is_pinned():

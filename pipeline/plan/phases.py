@@ -19,7 +19,7 @@ COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 THREADS = 16  # of the driver, that take digests
 COMPARED_LAYERS = 4  # that both models go through side by side in one unit
-AHEAD = 8  # workers; for every so many, one layer's sums more may be on their way to the store
+AHEAD = 3  # workers; for every so many, one layer's sums more may be on their way to the store
 READ_FOR_ALL = 3  # layers: the one at hand, and two ahead (`pipeline.layer_reading`)
 BYTES_OF_READING = 2  # a shard's hidden states go in and out
 

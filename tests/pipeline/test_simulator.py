@@ -166,10 +166,10 @@ def test_staged_layers_are_held_against_their_digests_beside_the_rest() -> None:
 
 
 def test_a_layer_is_not_begun_before_one_of_those_before_it_is_stored() -> None:
-    """Storing takes 20 s, two passes: every layer waits for it; with eight workers one more may be under way."""
+    """Storing takes 20 s, two passes: every layer waits for it; with every three workers one more may be under way."""
     slow = replace(RATES, disk=10, link=1e9, workers_per_node=8)
     work = replace(WORK, weight_bytes=0, written_bytes=0, solves=())
-    for workers, ahead in ((1, 1), (8, 2)):
+    for workers, ahead in ((1, 1), (2, 1), (4, 2)):
         way = Pass(layers=4, shards=8, workers=workers, importance=0, compressed=False)
         passing = 12.0 / workers
         found = simulate(list(job_units(work, slow, way)), workers)
@@ -277,8 +277,8 @@ def test_the_work_of_a_70b_layer() -> None:
 
 
 def test_what_workers_pass_on_by_hand() -> None:
-    """Two workers a node. Of a dense pass, and of the way back, two layers are on their way to the store; nothing grows
-    with the shards."""
+    """Two workers a node. Of a dense pass, and of the way back, two layers are on their way to the store, of three
+    workers three; nothing grows with the shards."""
 
     def held(workers: int, compressed: bool, in_pass: bool = False, **changes: Any) -> int:
         way = Pass(8, shards=8, workers=workers, importance=0, compressed=compressed, gradient_shards=3)
@@ -287,7 +287,7 @@ def test_what_workers_pass_on_by_hand() -> None:
 
     assert [held(1, True), held(2, True)] == [200, (2 + 1) * 200]
     assert [held(1, False), held(2, False)] == [2 * 200, 2 * (2 + 1) * 200]
-    assert held(3, False) == 2 * (2 + 1 + 1) * 200 + 3 * 100
+    assert held(3, False) == 3 * (2 + 1 + 1) * 200 + 3 * 100
     # Solved in the pass: two layers on their way from the workers, two for each worker, and factors (80) of as many.
     assert held(1, False, in_pass=True) == (2 + 2) * 200 + 4 * 80
     assert held(3, False, in_pass=True) == 2 * (2 + 1 + 1) * 200 + 3 * 200 + 3 * 100 + 4 * 80
