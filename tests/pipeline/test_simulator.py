@@ -293,7 +293,7 @@ def test_what_workers_pass_on_by_hand() -> None:
     assert held(3, False, in_pass=True) == 2 * (2 + 1 + 1) * 200 + 3 * 200 + 3 * 100 + 4 * 80
     assert held(1, False, sample_bytes=70) == 2 * 200 + 70
     assert held(2, False, gradient_bytes=900) == 2 * (2 + 1) * 900
-    assert held(4, False, gradient_bytes=1100) == 2 * (2 + 1 + 1) * 1100
+    assert held(4, False, gradient_bytes=1100) == 3 * (2 + 1 + 1) * 1100
     assert held(2, False, pair_bytes=(30, 900)) == 3 * 900
     assert held(2, False, written_bytes=800) == 6 * 800
     assert held(2, True, written_bytes=800) == 800
