@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from stores.background import Background
 from stores.headers import DTYPE_NAMES, DTYPES, TensorRecord, build_header, read_header
 from stores.source import INDEX_FILE, SourceCheckpoint
 from stores.storage import Place, Storage, Writable, open_storage
+from stores.threads import side_by_side
 
 METADATA = {"format": "pt"}  # transformers refuses a shard that does not say so
 CHECKED_NUMBERS = 16 * 1024 * 1024
@@ -29,20 +31,24 @@ Spec = tuple[str, str, tuple[int, ...]]
 
 
 def write_shard(
-    place: Place, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    place: Place,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    threads: int = 1,
 ) -> ShardRecord:
     """Writes a safetensors file durably; equal tensors and metadata give equal bytes, whatever the order given.
 
-    Returns the record for a ledger entry.
+    Returns the record for a ledger entry. `threads`: so many tensors are checked at a time.
 
     Raises:
         NumericsError: a tensor holds NaN or infinity; nothing is written.
         StorageError: no room, or a failing device; nothing is published.
     """
-    for tensor_name, tensor in tensors.items():
-        _check_finite(tensor_name, tensor)
+    digests = side_by_side(lambda item: _checked(*item, digest=threads > 1), tensors.items(), threads)
     specs = [(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()]
-    return _write(open_storage(place), name, specs, metadata, lambda key: _tensor_bytes(tensors[key]))
+    known = {key: digest for key, digest in zip(tensors, digests, strict=True) if digest}
+    return _write(open_storage(place), name, specs, metadata, lambda key: _tensor_bytes(tensors[key]), known)
 
 
 def copy_shard(
@@ -111,14 +117,18 @@ def _write(
     specs: Iterable[Spec],
     metadata: Mapping[str, str] | None,
     pieces: Callable[[str], Iterator[Any]],
+    known: Mapping[str, str] = MappingProxyType({}),
 ) -> ShardRecord:
+    """`known`: digests of tensors, where they are taken already."""
     # Wide dtypes first: every tensor is aligned to its own size for readers that map the file.
     ordered = sorted(specs, key=lambda spec: (-DTYPES[spec[1]].itemsize, spec[0]))
     header, records = build_header(ordered, {**METADATA, **(metadata or {})})
     with storage.writer(name) as file, Background() as beside:
         shard = _Hashed(file, beside)
         shard.write(header)
-        digests = {record.name: _write_tensor(shard, record, pieces(record.name)) for record in records}
+        digests = {
+            record.name: _write_tensor(shard, record, pieces(record.name), known.get(record.name)) for record in records
+        }
     tensors = {
         record.name: TensorDescription(dtype=record.dtype, shape=record.shape, sha256=digests[record.name])
         for record in records
@@ -142,14 +152,16 @@ class _Hashed:
         self.num_bytes += len(piece)
 
 
-def _write_tensor(shard: _Hashed, record: TensorRecord, pieces: Iterator[Any]) -> str:
+def _write_tensor(shard: _Hashed, record: TensorRecord, pieces: Iterator[Any], known: str | None) -> str:
+    """Its digest, which is not taken again where it is known."""
     digest = hashlib.sha256()
     for piece in pieces:
-        digest.update(piece)
+        if known is None:
+            digest.update(piece)
         shard.write(piece)
     if shard.num_bytes != record.end:
         raise StorageError(f"tensor {record.name!r}: wrote up to byte {shard.num_bytes}, expected {record.end}")
-    return digest.hexdigest()
+    return known or digest.hexdigest()
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -157,6 +169,17 @@ def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     view = flat.view(torch.uint8).numpy().data
     for start in range(0, len(view), PIECE_BYTES):
         yield view[start : start + PIECE_BYTES]
+
+
+def _checked(name: str, tensor: torch.Tensor, digest: bool) -> str:
+    """Its digest, if that is asked for now. Raises NumericsError."""
+    _check_finite(name, tensor)
+    if not digest:
+        return ""
+    taken = hashlib.sha256()
+    for piece in _tensor_bytes(tensor):
+        taken.update(piece)
+    return taken.hexdigest()
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:

@@ -21,13 +21,13 @@ STAGED = "staged"
 STAGED_NAME = re.compile(r"layer-\d{5,}\.[0-9a-f]{32}\.safetensors")
 
 
-def write_staged(run_dir: Place, layer: int, tensors: Mapping[str, torch.Tensor]) -> StagedRecord:
+def write_staged(run_dir: Place, layer: int, tensors: Mapping[str, torch.Tensor], threads: int = 1) -> StagedRecord:
     """Writes a layer under a name nobody reads yet; its record, with `path` relative to RUN_DIR, goes to the ledger.
 
-    Raises NumericsError (a tensor is not finite) and StorageError.
+    `threads`: as of `write_shard`. Raises NumericsError (a tensor is not finite) and StorageError.
     """
     path = f"{STAGED}/layer-{layer:05d}.{uuid.uuid4().hex}.safetensors"
-    return StagedRecord(**dict(write_shard(run_dir, path, tensors)), path=path)
+    return StagedRecord(**dict(write_shard(run_dir, path, tensors, threads=threads)), path=path)
 
 
 def sweep_staged(run_dir: Place, live: Iterable[StagedRecord]) -> int:

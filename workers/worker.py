@@ -340,7 +340,8 @@ class Worker:
             return SizesSolved(tuple(handed_over(solved, self.transfer) for solved in each))
 
     def _write(self, unit: Write) -> Any:
-        return write_staged(self.setup.run_dir, unit.layer, layer_tensors(unit, self.setup, self.transfer))
+        tensors = layer_tensors(unit, self.setup, self.transfer)
+        return write_staged(self.setup.run_dir, unit.layer, tensors, self.setup.threads)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

@@ -74,13 +74,25 @@ def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
     assert first.sha256 != write_shard(tmp_path, "c", tensors(1)).sha256
 
 
+@pytest.mark.parametrize("threads", [2, 20])
+def test_several_threads_write_the_same(tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {**tensors(), "apart": torch.arange(60.0).reshape(6, 10).T[::2], "none": torch.ones(0, 3)}
+    alone = write_shard(tmp_path, "a", made)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 7)
+    many = write_shard(tmp_path, "b", made, threads=threads)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert many.tensors == alone.tensors
+    verify_shard(tmp_path, "b", many)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e5m2])
-def test_what_is_not_finite_is_not_written(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+def test_what_is_not_finite_is_not_written(tmp_path: Path, value: float, dtype: torch.dtype, threads: int) -> None:
     bad = torch.ones(3, 4)
     bad[2, 1] = value
     with pytest.raises(NumericsError, match=r"tensor layers.3.weight: 1 of 12 numbers"):
-        write_shard(tmp_path, "a", {"fine": torch.ones(2), "layers.3.weight": bad.to(dtype)})
+        write_shard(tmp_path, "a", {"fine": torch.ones(2), "layers.3.weight": bad.to(dtype)}, threads=threads)
     assert list(tmp_path.iterdir()) == []
 
 
