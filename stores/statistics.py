@@ -39,7 +39,7 @@ class StatisticsStore:
 
         `moment`: (G, F, F) float64 sums, or anything else (stored plainly). `symmetric`: that it equals its transpose
         bit for bit is known, and not looked for. Returns the record for the ledger entry.
-        Holds a row of tiles for each thread besides the moment. Raises StorageError.
+        Holds one row of tiles besides the moment. Raises StorageError.
         """
         in_tiles = self._has_tiles(moment)
         symmetric = in_tiles and (symmetric or self._is_symmetric(moment))
@@ -57,7 +57,8 @@ class StatisticsStore:
     ) -> ArrayRecord:
         """As `write` of a symmetric moment (G, F, F) float64 that nobody need hold whole.
 
-        `rows(start, stop)`: its rows from their first column on the diagonal, (G, stop - start, F - start).
+        `rows(start, stop)`: its rows from their first column on the diagonal, (G, stop - start, F - start); of each
+        thread, one row of tiles at a time.
         """
         if width <= self._tile:
             return self.write(layer, name, rows(0, width), symmetric=True)

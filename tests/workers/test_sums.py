@@ -227,9 +227,11 @@ def test_values_that_are_none_name_their_layer_and_point(llama: Path, tmp_path: 
         worker.execute(unit)
 
 
-def test_a_total_is_symmetric_to_the_bit_and_stored_by_its_upper_tiles(setup: WorkerConfig) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_total_is_symmetric_to_the_bit_and_stored_by_its_upper_tiles(setup: WorkerConfig, threads: int) -> None:
     worker = make_worker(setup)
-    worker.statistics = worker.totals.statistics = StatisticsStore(setup.run_dir / "tiles.zarr", tile=16)
+    store = StatisticsStore(setup.run_dir / "tiles.zarr", tile=16, threads=threads)
+    worker.statistics = worker.totals.statistics = store
     made = units(worker)
     for unit in made:
         worker.execute(unit)
@@ -242,6 +244,7 @@ def test_a_total_is_symmetric_to_the_bit_and_stored_by_its_upper_tiles(setup: Wo
         summed = Summed(made[0].sums.grids[moment], part.partials[moment])  # type: ignore[union-attr]
         found = worker.execute(Total("dense", 0, moment, summed))
         assert (found.symmetric, found.checksums) == (again.symmetric, again.checksums)
+        assert torch.equal(worker.totals.moment(moment, found), total)
         assert all(torch.equal(*pair) for pair in zip(part.partials[moment][0].values(), before[moment], strict=True))
 
 
