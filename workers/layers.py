@@ -147,9 +147,8 @@ class LayerReader:
         placed = self._placed_weights(layer, names.values())
         if not placed and self._placed_dense(layer):
             self.release_layer()  # its weights are in float32: memory that solving needs
-        sizes = {
-            name: size for name, size in self._sizes(layer).items() if name in names.values() and name not in placed
-        }
+        records = self.setup.source.tensors  # embeddings and head are in no layer
+        sizes = {name: records[name].num_bytes for name in names.values() if name not in placed}
         found = self._arrived(self._fetched(sizes, partial(self._read, where=f"layer {layer}"))) | placed
         return {role: found[name] for role, name in names.items()}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline import half_precision
 from pipeline.score_units import Compare
-from tests.workers.bench import SAMPLES, SEQUENCE, make_setup, make_worker, save_source, solve_layer
+from tests.workers.bench import SAMPLES, SEQUENCE, layer_names, make_setup, make_worker, save_source, solve_layer
 from workers.layer_memory import LayerMemory
 from workers.layers import LayerReader
 
@@ -70,7 +70,7 @@ def test_layers_in_turn(stored: torch.dtype, dtype: torch.dtype, tmp_path: Path)
         return found
 
     reader = LayerReader(setup, CPU)
-    dense = sum(reader.setup.source.tensors[name].num_bytes for name in reader._names(0)) // stored.itemsize
+    dense = sum(setup.source.tensors[name].num_bytes for name in layer_names(setup, 0)) // stored.itemsize
     for layer, record in [(0, None), (1, None), (1, staged), (0, None), (1, staged), (1, None), (1, None)]:
         assert torch.equal(output(reader, layer, record), output(LayerReader(setup, CPU), layer, record))
         assert len(reader.memory.room) <= 4.4 * dense
