@@ -208,7 +208,8 @@ class LayerReader:
         def fetch(names: list[str]) -> dict[str, Tensor]:
             return {name: self.copies.bring(tensor) for name, tensor in read(names).items()}
 
-        parts = side_by_side(fetch, filter(None, _dealt(sizes, self.setup.threads)))
+        threads = self.setup.threads
+        parts = side_by_side(fetch, filter(None, _dealt(sizes, threads)), threads)
         return {name: tensor for part in parts for name, tensor in part.items()}
 
     def _arrived(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
