@@ -51,6 +51,14 @@ def write_shard(
     return _write(open_storage(place), name, specs, metadata, lambda key: _tensor_bytes(tensors[key]), known)
 
 
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """sha256 of a tensor's bytes, as its record has it."""
+    digest = hashlib.sha256()
+    for piece in _tensor_bytes(tensor):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 def copy_shard(
     place: Place, name: str, source: SourceCheckpoint, names: Iterable[str], metadata: Mapping[str, str] | None = None
 ) -> ShardRecord:
@@ -174,12 +182,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 def _checked(name: str, tensor: torch.Tensor, digest: bool) -> str:
     """Its digest, if that is asked for now. Raises NumericsError."""
     _check_finite(name, tensor)
-    if not digest:
-        return ""
-    taken = hashlib.sha256()
-    for piece in _tensor_bytes(tensor):
-        taken.update(piece)
-    return taken.hexdigest()
+    return tensor_digest(tensor) if digest else ""
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:

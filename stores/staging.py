@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +10,7 @@ import torch
 
 from manifests.errors import CorruptError, InputError
 from manifests.records import StagedRecord
-from stores.checkpoint import write_shard
+from stores.checkpoint import tensor_digest, write_shard
 from stores.headers import parse_header
 from stores.source import read_tensors
 from stores.storage import Place, open_storage
@@ -59,7 +58,7 @@ def read_staged(run_dir: Place, record: StagedRecord, names: Collection[str] | N
             if at is None or (at.dtype, at.shape) != (committed.dtype, committed.shape):
                 raise _damaged(path, key, name)
         tensors = read_tensors(file, sorted((there[key] for key in wanted), key=lambda at: at.begin))
-    digests = side_by_side(lambda key: _digest(tensors[key]), wanted)
+    digests = side_by_side(lambda key: tensor_digest(tensors[key]), wanted)
     for (key, committed), digest in zip(wanted.items(), digests, strict=True):
         if digest != committed.sha256:
             raise _damaged(path, key, name)
@@ -68,7 +67,3 @@ def read_staged(run_dir: Place, record: StagedRecord, names: Collection[str] | N
 
 def _damaged(path: str, key: str, name: str) -> CorruptError:
     return CorruptError(f"staged layer damaged: {path}: tensor {key} is not what was committed", name)
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()

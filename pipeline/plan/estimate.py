@@ -85,7 +85,7 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     return Plan(
         layers=geometry.num_layers,
         claimed_layers=len(claimed),
-        layer_bytes=max(layer.numbers() for layer in geometry.layers) * itemsize,
+        layer_bytes=_layer_bytes(manifest, geometry, itemsize)[0],
         source_bytes=source_bytes,
         read_bytes=int(
             (passes + (way.importance > 0)) * decoder * itemsize
