@@ -41,11 +41,10 @@ class DenseEntry(Record):
 
 class GradientEntry(Record):
     """The backward pass through a layer: moments of gradients by key; by shard of the pass, gradients at the layer's
-    inputs, if stored, and of the last layer the labels, where a second round takes them again."""
+    inputs, if stored."""
 
     statistics: Mapping[str, GradientRecord]
     activations: Row[ArrayRecord] | None = None
-    labels: Row[ArrayRecord] | None = None
 
 
 class StatisticsEntry(Record):
@@ -247,8 +246,6 @@ KINDS: Mapping[str, TypeAdapter[Any]] = {
         "ranks": RanksEntry,
         "measured": MeasuredEntry,
         "gradient": GradientEntry,
-        "regradient": GradientEntry,
-        "inputs": ActivationsEntry,
         "curves": CurvesEntry,
         "tokens": TokensEntry,
         "schedule": ScheduleEntry,

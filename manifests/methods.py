@@ -244,7 +244,6 @@ class LossAware(MethodEntry):
     `correct: output` solves a layer behind the compressed ones, against what the dense model has more at that place.
     `weighting: input` solves without the gradient; the ranks still follow it. `widths`: how many widths of an MLP are
     compared. `factors: plain` stores two factors where `pivoted` stores rows of the matrix and what makes the others.
-    `rounds: 2` compresses the model, takes gradients again on what came of it, and compresses the dense model by both.
     """
 
     method: Literal["loss_aware"]
@@ -255,12 +254,24 @@ class LossAware(MethodEntry):
     correct: Literal["none", "output"] = "none"
     weighting: Literal["loss", "input"] = "loss"
     widths: PositiveInt = 8
-    rounds: Literal[1, 2] = 1
 
     @property
     def follows_curves(self) -> bool:
         """Always."""
         return True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drops_rounds(cls, fields: Any) -> Any:
+        """Older manifests say `rounds: 1`, which is all that is left."""
+        if not isinstance(fields, Mapping) or "rounds" not in fields:
+            return fields
+        if fields["rounds"] != 1:
+            raise ValueError(
+                f"rounds: {fields['rounds']!r} is no longer supported; correct: output gives more for less time. "
+                "Leave out rounds"
+            )
+        return {name: value for name, value in fields.items() if name != "rounds"}
 
     @model_validator(mode="after")
     def _claims_something(self) -> Self:

@@ -21,7 +21,7 @@ from manifests.quantize import Quantize
 MANIFEST_VERSION = 1
 RANKS_ONLY = re.compile(  # fields of `Manifest.semantic` that decide ranks and bits, and nothing measured on text
     r"budget(\..*)?|quantize\.(bits|group)|"
-    r"methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above|rounds)(\..*)?",
+    r"methods\.\d+\.(keep|ranks|cache_keep|allocation|rank_multiple|skip_above)(\..*)?",
     re.ASCII,
 )
 
@@ -331,20 +331,6 @@ class Manifest(Block):
                     f"{where} follows statistics of the dense model; set calibration.propagate: dense, "
                     f"not {self.calibration.propagate}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _rounds_have_one_size(self) -> Self:
-        if all(getattr(entry, "rounds", 1) == 1 for entry in self.methods):
-            return self
-        if any(getattr(entry, "rounds", 1) == 1 for entry in self.methods):
-            raise ValueError("rounds: 2 compresses a whole model before it is compressed again; all methods need it")
-        if self.budget is not None and self.budget.max_loss is not None:
-            raise ValueError(
-                "budget.max_loss: sizes are tried on the same curves, and rounds: 2 has others at each; give keep"
-            )
-        if self.calibration is not None and self.calibration.gradient.kind == "local":
-            raise ValueError("rounds: 2 takes the model's gradients again, and gradient.kind: local takes none")
         return self
 
     def semantic(self) -> dict[str, Any]:

@@ -56,11 +56,6 @@ class Points(Block):
     @classmethod
     def _solves_behind_the_dense_model(cls, methods: tuple[AnyMethod, ...]) -> tuple[AnyMethod, ...]:
         for position, entry in enumerate(methods):
-            if getattr(entry, "rounds", 1) != 1:
-                raise ValueError(
-                    f"{position}.rounds takes gradients again behind the compressed layers of one size, so that points "
-                    f"share no statistics; {OWN_JOB}"
-                )
             if getattr(entry, "correct", "none") != "none":
                 raise ValueError(
                     f"{position}.correct solves each layer behind the compressed ones of one size, so that points "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from manifests.records import Curve, Key, StagedLayer
@@ -11,7 +11,6 @@ from pipeline.keys import curves_key, dense_key, layer_key, measured_key
 from pipeline.methods.method import Scores, Task
 from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
 from pipeline.ports import Journal
-from pipeline.score_units import Windows
 
 RanksOf = Mapping[str, Mapping[str, int]]
 
@@ -30,8 +29,6 @@ class Job:
         every: hidden states are committed each time this many layers are done.
         gradient: where gradients come from: the model's own loss, or random ones at each layer's output.
         gradient_shards: the shards that hold samples of the backward pass.
-        gradient_windows: these samples, shard by shard.
-        rounds: with 2, the layers are compressed once as a draft, and gradients are taken again on it.
     """
 
     num_layers: int
@@ -47,8 +44,6 @@ class Job:
     predicts: tuple[Task, ...] = ()
     gradient: Literal["model", "local"] = "model"
     gradient_shards: tuple[int, ...] = ()
-    gradient_windows: Windows | None = None
-    rounds: int = 1
 
     def is_boundary(self, layer: int) -> bool:
         """Whether what enters (or, backwards, leaves) a layer at its input is committed."""
@@ -56,7 +51,7 @@ class Job:
 
     def solves_in_pass(self) -> bool:
         """See `solves_in_pass`."""
-        return solves_in_pass(self.propagate, self.tasks, waits=bool(self.scores or self.predicts) or self.rounds == 2)
+        return solves_in_pass(self.propagate, self.tasks, waits=bool(self.scores or self.predicts))
 
     def dense_shards(self) -> Sequence[int]:
         """The shards that go through the dense model: all, unless they do so for importance alone."""
@@ -72,11 +67,6 @@ class Job:
         """The layers that the backward pass must go through, ascending; none when no task asks for gradients."""
         asking = [layer for layer in range(self.num_layers) if layer_gradients(self.tasks, layer)]
         return list(range(asking[0], self.num_layers)) if asking else []
-
-    def draft(self) -> Job:
-        """The first of two rounds: nothing is corrected, and all that the second needs is kept."""
-        tasks = tuple(replace(task, corrections=()) for task in self.tasks)
-        return replace(self, tasks=tasks, rounds=1, keep_statistics=True)
 
 
 def solves_in_pass(propagate: str, tasks: Collection[Task], *, waits: bool) -> bool:

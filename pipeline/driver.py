@@ -32,7 +32,6 @@ from pipeline.keys import (
     gradient_key,
     layer_key,
     measured_key,
-    regradient_key,
     statistics_key,
 )
 from pipeline.layer_reading import LayerReading
@@ -41,7 +40,6 @@ from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 from pipeline.ports import Cleaner, Journal, Observer, Pool
 from pipeline.repair import Repairs, computed_keys
-from pipeline.second_round import SecondRound
 from pipeline.steps import Steps, solve_units, write_units
 from pipeline.summing import Summing, Taken
 from pipeline.under_way import UnderWay
@@ -91,16 +89,10 @@ class Driver:
         if "importance" in self.job.scores or (with_moments and has_moments) or self.gradients.span():
             self._dense_pass(with_moments)
         self.gradients.run()
-        if self.job.rounds == 2:
-            SecondRound(self.job, self.steps, self.cleaner, self._draft).run()
         if self.job.measures:
             self._measure()
         if self.job.predicts:
             self._predict()
-
-    def _draft(self, journal: Journal, cleaner: Cleaner) -> None:
-        """Compresses every layer for the first of two rounds."""
-        Driver(self.job.draft(), self.pool, journal, cleaner, self.observer).run()
 
     def _run_phases(self) -> None:
         in_pass = self.job.solves_in_pass()
@@ -129,12 +121,9 @@ class Driver:
                 for entry in (
                     self.journal.get(dense_key(layer)),
                     self.journal.get(gradient_key(layer)),
-                    self.journal.get(regradient_key(layer)),
                     self.journal.get(statistics_key(layer)),
                 ):
                     live += entry.statistics.values() if entry else ()
-        last = self.journal.get(gradient_key(self.job.num_layers - 1))
-        live += (last.labels or ()) if last else ()
         self.cleaner.retain_statistics(tuple(live))
 
     # -- the dense pass: importance, and with propagate: dense every statistic --------------------------------------
@@ -270,8 +259,7 @@ class Driver:
     def _gradient_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
         if not layer_gradients(self.job.tasks, layer):
             return {}
-        key = gradient_key if self.job.rounds == 1 else regradient_key
-        return self.steps.entry(key(layer)).statistics
+        return self.steps.entry(gradient_key(layer)).statistics
 
     def told(self, task: Task) -> str:
         """What the task's curve told besides; nothing where it has none."""

@@ -8,13 +8,12 @@ every `resume.every` layers. The inputs of a layer are dropped when the gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
 from manifests.entries import GradientEntry
-from manifests.records import ArrayRecord, GradientRecord, Key
+from manifests.records import ArrayRecord, GradientRecord
 from pipeline.computation import Job
 from pipeline.keys import dense_key, gradient_key
 from pipeline.methods.registry import layer_gradients
@@ -27,8 +26,6 @@ from pipeline.units import Backward
 
 class GradientPass:
     """Enters the moments of gradients of every layer that a task asks for."""
-
-    key: Callable[[int], Key[GradientEntry]] = staticmethod(gradient_key)
 
     def __init__(self, job: Job, steps: Steps, cleaner: Cleaner) -> None:
         self.job = job
@@ -48,7 +45,7 @@ class GradientPass:
             store = emit and self.job.is_boundary(layer)
             wanted = layer_gradients(self.job.tasks, layer)
             units = partial(self._units, layer, emit=emit, store=store)
-            under_way.take(layer, wanted, units, stores=store, before=self._before(layer))
+            under_way.take(layer, wanted, units, stores=store)
         under_way.finish()
         self.cleaner.retain_activations(())
 
@@ -56,13 +53,11 @@ class GradientPass:
         """Enters a layer of the pass that ends at the `first`; what the rest needs, if that is less now."""
         statistics = self.summing.stored(taken)
         activations = tuple(result.activation for result in taken.done if result.activation)
-        labels = tuple(result.labels for result in taken.done if result.labels)
         entry = GradientEntry(
             statistics=cast("dict[str, GradientRecord]", statistics),
             activations=activations or None,
-            labels=labels if self._keeps_labels(layer) else None,
         )
-        self.steps.enter(self.key(layer), entry)
+        self.steps.enter(gradient_key(layer), entry)
         self.steps.observer.layer_done("gradient", layer, {})
         passed = activations or self.job.gradient == "local"
         return (*activations, *self.stored_inputs(range(first, layer))) if passed else None
@@ -82,26 +77,13 @@ class GradientPass:
         return [layer for layer in self.job.gradient_layers() if not self._is_done(layer)]
 
     def _is_done(self, layer: int) -> bool:
-        entry = self.steps.journal.get(self.key(layer))
+        entry = self.steps.journal.get(gradient_key(layer))
         wanted = layer_gradients(self.job.tasks, layer)
-        if entry is None or not all(moment.key in entry.statistics for moment in wanted):
-            return False
-        return entry.labels is not None or not self._keeps_labels(layer)
-
-    def _keeps_labels(self, layer: int) -> bool:
-        return self.job.rounds == 2 and layer == self.job.num_layers - 1
-
-    def _before(self, layer: int) -> Mapping[str, GradientRecord]:
-        """Sums by key that a layer's are added to."""
-        return {}
+        return entry is not None and all(moment.key in entry.statistics for moment in wanted)
 
     def _inputs(self, layer: int) -> Sequence[ArrayRecord | None]:
         """Records of the stored inputs of a layer, by calibration shard."""
         return self.steps.entry(dense_key(layer)).inputs or ()
-
-    def _adapted(self, unit: Backward, place: int) -> Backward:
-        """The unit of the shard at this place among those of the pass."""
-        return replace(unit, keep_labels=self._keeps_labels(unit.layer))
 
     def _base(self, layer: int) -> int:
         """The nearest layer above `layer` with committed gradients at its inputs; one past the last: the head."""
@@ -111,7 +93,7 @@ class GradientPass:
         return next((base for base in above if self._gradients(base) is not None), self.job.num_layers)
 
     def _gradients(self, layer: int) -> Sequence[ArrayRecord] | None:
-        entry = self.steps.journal.get(self.key(layer))
+        entry = self.steps.journal.get(gradient_key(layer))
         return entry.activations if entry else None
 
     def _units(self, layer: int, *, emit: bool, store: bool) -> list[Backward]:
@@ -120,7 +102,7 @@ class GradientPass:
         base = self._base(layer)
         gradients = self._gradients(base) if self.job.gradient == "model" else None
         inputs = [self._inputs(above) for above in range(layer, base)]
-        units = [
+        return [
             Backward(
                 layer=layer,
                 shard=shard,
@@ -134,7 +116,6 @@ class GradientPass:
             )
             for place, shard in enumerate(self.job.gradient_shards)
         ]
-        return [self._adapted(unit, place) for place, unit in enumerate(units)]
 
 
 def _stored(record: ArrayRecord | None) -> ArrayRecord:

@@ -1,7 +1,6 @@
 """Names of the ledger's entries. One function each, so that no key is spelled twice.
 
-`dense/L` the dense pass through layer L, `gradient/L` the backward pass through it, `regradient/L` that of a second
-round, `measured/L` what its weights tell,
+`dense/L` the dense pass through layer L, `gradient/L` the backward pass through it, `measured/L` what its weights tell,
 `curves/L` what each size of its groups costs, `ranks`, `statistics/L` and `activations/L` of the walk, `layer/L` the
 compressed layer.
 """
@@ -36,7 +35,7 @@ from manifests.entries import (
     TokensEntry,
     TryEntry,
 )
-from manifests.records import E, Key, ShardRecord, SourceFile
+from manifests.records import Key, ShardRecord, SourceFile
 
 RANKS: Key[RanksEntry] = Key("ranks")
 HELD_OUT: Key[HeldOutEntry] = Key("held_out")  # tokens beyond the calibration samples, and the dense model's outputs
@@ -52,11 +51,10 @@ COMPARED: Key[ComparedEntry] = Key("compared")
 ASSEMBLING: Key[AssemblingEntry] = Key("assembling")
 COMPLETE: Key[CompleteEntry] = Key("complete")
 REUSED: Key[ReusedEntry] = Key("reused")
-DRAFT = "draft/"  # what a first round of two makes
 EVALUATION: Key[TokensEntry] = Key("evaluation")  # of a sweep: the tokens that its points are scored on
 POINTS: Key[PointsEntry] = Key("points")
 RESULT: Key[PointEntry] = Key("result")  # of a point of a sweep, in its part of the ledger
-LAYER_KINDS = ("dense", "gradient", "regradient", "measured", "curves", "statistics", "activations", "layer")
+LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
 SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 
@@ -68,21 +66,6 @@ def dense_key(layer: int) -> Key[DenseEntry]:
 def gradient_key(layer: int) -> Key[GradientEntry]:
     """The backward pass through a layer: moments of gradients, gradients at its inputs."""
     return Key(_layer_key("gradient", layer))
-
-
-def regradient_key(layer: int) -> Key[GradientEntry]:
-    """The moments of both rounds: those of the dense model, and of the draft's gradients."""
-    return Key(_layer_key("regradient", layer))
-
-
-def draft_key(key: Key[E]) -> Key[E]:
-    """Where the first round of two enters what goes by this key afterwards."""
-    return Key(f"{DRAFT}{key}")
-
-
-def draft_inputs_key(layer: int) -> Key[ActivationsEntry]:
-    """What enters a layer of the draft, of the gradient samples."""
-    return Key(f"{DRAFT}inputs/{layer:05d}")
 
 
 def measured_key(layer: int) -> Key[MeasuredEntry]:

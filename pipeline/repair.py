@@ -9,21 +9,10 @@ from typing import Any
 from manifests.entries import GradientEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import Key, Record
-from pipeline.keys import (
-    DRAFT,
-    activations_key,
-    dense_key,
-    draft_inputs_key,
-    draft_key,
-    gradient_key,
-    layer_key,
-    regradient_key,
-    statistics_key,
-)
+from pipeline.keys import activations_key, dense_key, gradient_key, layer_key, statistics_key
 from pipeline.ports import Journal, Observer
 
 REPAIRS = 3
-SECOND_ROUND = ("regradient/", f"{DRAFT}inputs/")
 
 
 def computed_keys(num_layers: int) -> list[Key[Any]]:
@@ -31,9 +20,6 @@ def computed_keys(num_layers: int) -> list[Key[Any]]:
     kinds: list[Callable[[int], Key[Any]]] = [
         dense_key,
         gradient_key,
-        regradient_key,
-        draft_inputs_key,
-        lambda layer: draft_key(layer_key(layer)),
         statistics_key,
         activations_key,
         layer_key,
@@ -71,21 +57,13 @@ class Repairs:
         self.observer.repaired(str(error), named)
         for key in named:
             entry = self.journal.get(key)
-            if key.startswith(SECOND_ROUND):
-                self._forget_second_round()
-            elif key.startswith("gradient/"):
+            if key.startswith("gradient/"):
                 self._invalidate_gradients(key, entry, path)
             elif _names(getattr(entry, "activations", None), path):
                 self._forget_activations("dense" if key.startswith("dense/") else "activations")
             elif _names(getattr(entry, "inputs", None), path):
                 self._strip(key, "inputs")
             else:
-                self.journal.retract(key)
-
-    def _forget_second_round(self) -> None:
-        """Gradients behind the draft: the hidden states that they come from are dropped as they are passed."""
-        for key in self.keys:
-            if key.startswith(SECOND_ROUND):
                 self.journal.retract(key)
 
     def _invalidate_gradients(self, key: str, entry: GradientEntry | None, path: str) -> None:

@@ -60,7 +60,6 @@ class WindowForward(Replaying):
 
     Attributes:
         model: names what is scored among all that the same windows go through.
-        keep_inputs: whether what goes into the layer is stored, too.
         staged, store, ahead: as in `pipeline.units.Forward`.
         ahead_staged: the layer that is read ahead, where it is no dense one.
     """
@@ -71,7 +70,6 @@ class WindowForward(Replaying):
     shard: int
     staged: StagedLayer | None = None
     store: bool = False
-    keep_inputs: bool = False
     ahead: int | None = None
     ahead_staged: StagedLayer | None = None
 

@@ -88,7 +88,6 @@ def window_units(
     layer: int,
     *,
     store: bool = False,
-    keep_inputs: bool = False,
     base: int = 0,
     records: Sequence[ArrayRecord] | None = None,
 ) -> list[WindowForward]:
@@ -102,7 +101,6 @@ def window_units(
             shard,
             staged=layers[layer],
             store=store,
-            keep_inputs=keep_inputs,
             base=base,
             base_record=records[shard] if records else None,
             replay=tuple(layers[base:layer]),

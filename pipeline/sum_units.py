@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from manifests.records import GradientRecord
 from pipeline.methods.method import Moment
 
 SUMMED = ("value", "pair", "gradient")  # kinds of moments of which each worker keeps a sum
@@ -197,15 +196,13 @@ class Summed:
 class Total:
     """Stores a moment of a layer; the result is its record.
 
-    Of gradients it holds besides what `kernels.shrinkage` needs: `square_norms`, `sequences`, `tokens`. `before`: of an
-    earlier round's sum, that this one is added to.
+    Of gradients it holds besides what `kernels.shrinkage` needs: `square_norms`, `sequences`, `tokens`.
     """
 
     lineage: str
     layer: int
     moment: Moment
     summed: Summed
-    before: GradientRecord | None = None
 
     @property
     def key(self) -> str:

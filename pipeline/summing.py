@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.errors import LostInputError
-from manifests.records import ArrayRecord, GradientRecord
+from manifests.records import ArrayRecord
 from pipeline.methods.method import Moment
 from pipeline.steps import Steps
 from pipeline.sum_units import (
@@ -66,7 +66,6 @@ class _Sum:
     grids: Mapping[Moment, Any]
     parts: list[_Part]
     store: bool = True
-    before: Mapping[str, GradientRecord] = field(default_factory=dict)  # by key: what they are added to
     collects: list[Collect] = field(default_factory=list)
     check: list[CheckGrids] = field(default_factory=list)  # one, when all shards are in the parts
     adds: list[Add] = field(default_factory=list)
@@ -114,11 +113,9 @@ class Summing:
         units: Sequence[Summable],
         store: bool = True,
         grids: Mapping[Moment, Any] | None = None,
-        before: Mapping[str, GradientRecord] | None = None,
     ) -> Taken:
         """Does the units of all shards. What they have summed is being given away, to be added and stored, when this
-        returns: `given` waits for the first of these. `grids`: where they are chosen already; `before`: stored sums
-        of an earlier round, by key, that these are added to."""
+        returns: `given` waits for the first of these. `grids`: where they are chosen already."""
         samples = tuple(moment for moment in moments if moment.kind == "sample")
         grids = self.chosen(self.choose(moments, units)) if grids is None else grids
         if not grids:
@@ -128,7 +125,7 @@ class Summing:
         units = [replace(unit, sums=passed) for unit in units]
         done = self.steps.do(units)
         alone = [unit.for_sums_alone(tuple(grids), passed) for unit in units]  # what may have to be done again
-        made = _Sum(alone, grids, [], store, before or {})
+        made = _Sum(alone, grids, [], store)
         self._collect(made, done)
         # Whoever does a shard again for its samples need not, and must not, add it again.
         again = [replace(unit, moments=samples, sums=None) for unit in units]
@@ -195,7 +192,7 @@ class Summing:
             parts = parts + self._collected(again, self.steps.do(again), parts[0].cut if parts else None)
         sums = self._within_grids(made.units, parts)
         for found in sums:
-            found.store, found.before = made.store, made.before
+            found.store = made.store
             self._begin(found)
         return sums
 
@@ -266,10 +263,7 @@ class Summing:
         made.summed = {moment: Summed(grid, parts[moment]) for moment, grid in made.grids.items()}
         first = made.units[0]
         if made.store:
-            made.totals = [
-                Total(first.lineage, first.layer, moment, summed, made.before.get(moment.key))
-                for moment, summed in made.summed.items()
-            ]
+            made.totals = [Total(first.lineage, first.layer, moment, summed) for moment, summed in made.summed.items()]
             self.steps.begin(made.totals)
 
     def _samples(

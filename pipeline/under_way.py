@@ -7,9 +7,9 @@ dropped when nothing reads it any more.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from manifests.records import ArrayRecord, GradientRecord
+from manifests.records import ArrayRecord
 from pipeline.methods.method import Moment
 from pipeline.plan.phases import AHEAD
 from pipeline.ports import Cleaner
@@ -38,10 +38,9 @@ class UnderWay:
         units: Callable[[], Sequence[Summable]],
         *,
         stores: bool,
-        before: Mapping[str, GradientRecord] | None = None,
     ) -> None:
         """Does a layer's units of all shards. `stores`: these commit what the next are begun from, and it is entered
-        before anything is made of it. `units`: gives them, from what is entered by then. `before`: as `Summing.take`.
+        before anything is made of it. `units`: gives them, from what is entered by then.
         """
         choosing = self.summing.choose(moments, units())
         needed = self._enter_all_but(self.waiting)
@@ -50,7 +49,7 @@ class UnderWay:
             self.cleaner.retain_activations(tuple(needed))
         if len(self.taken) > 1:  # a worker has the sums of two layers, no more
             self.summing.given(self.taken[-2][1])
-        self.taken.append((layer, self.summing.take(moments, units(), grids=grids, before=before)))
+        self.taken.append((layer, self.summing.take(moments, units(), grids=grids)))
         self.waiting = 1 + self.summing.steps.pool.size // AHEAD if moments and not stores else 0
 
     def finish(self) -> None:

@@ -110,7 +110,6 @@ class ShardDone(HoldsPartials):
         cosine: sum and count of the cosines between input and output.
         activation: record of what left the layer, at its outputs or, backwards, at its inputs.
         inputs: of the inputs of its gradient samples.
-        labels: of those that were drawn.
         worker: who did it, and keeps the sums that the shard was added to.
     """
 
@@ -118,7 +117,6 @@ class ShardDone(HoldsPartials):
     activation: ArrayRecord | None
     tokens: int
     inputs: ArrayRecord | None = None
-    labels: ArrayRecord | None = None
     worker: str = ""
 
 
@@ -179,10 +177,6 @@ class Backward:
         emit: whether the gradients at the layer's inputs are those that the layer before it will go on with.
         store: whether these are written to the activation store.
         ahead: the layer to read next, if any.
-        packed: of a compressed model, the layers that `inputs` are of: gradients go back through these, while moments
-            are those of this layer's dense weights. Empty: the dense model.
-        labels: record of the labels to take; None: drawn from the model's own distribution.
-        keep_labels: whether those drawn are stored.
     """
 
     lineage: ClassVar[Lineage] = "gradient"
@@ -197,9 +191,6 @@ class Backward:
     store: bool = False
     base_record: ArrayRecord | None = None
     ahead: int | None = None
-    packed: tuple[StagedLayer | None, ...] = ()
-    labels: ArrayRecord | None = None
-    keep_labels: bool = False
 
     @property
     def base(self) -> int:
@@ -218,7 +209,7 @@ class Backward:
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
         """As of a `Forward`."""
-        return replace(self, moments=moments, sums=sums, emit=False, store=False, keep_labels=False)
+        return replace(self, moments=moments, sums=sums, emit=False, store=False)
 
 
 Summable = Forward | Pair | Backward  # whose worker adds its moments to its sums

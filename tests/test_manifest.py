@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from manifests.errors import InputError
 from manifests.loading import MAX_FILE_BYTES, dump_manifest, load_manifest, parse_manifest
 from manifests.methods import FlatLLM
-from manifests.schema import Budget, Manifest
+from manifests.schema import Budget, Manifest, completed
 from manifests.strict_yaml import read_yaml, write_yaml
 from manifests.sweep import parse_sweep
 
@@ -436,3 +436,17 @@ def test_semantic_fields_are_those_that_change_the_output() -> None:
     assert not changed(resume={"every": 5}, evaluation={"tasks": ["piqa"]})
     # The text counts by its token ids, which the fingerprint has beside these fields: a moved file changes nothing.
     assert not changed(calibration={"text": {"files": ["moved/a.txt"]}})
+
+
+def test_rounds_of_older_manifests() -> None:
+    """One round is all there is now; a stored fingerprint that says so fits a manifest that does not."""
+
+    def loss_aware(**fields: Any) -> dict[str, Any]:
+        return {"methods": [{"method": "loss_aware", **fields}], "calibration": {"text": {"files": ["a.txt"]}}}
+
+    now = parse_manifest(document(**loss_aware()))
+    assert parse_manifest(document(**loss_aware(rounds=1))) == now
+    stored = now.semantic()
+    assert completed({**stored, "methods": [{**stored["methods"][0], "rounds": 1}]}) == completed(stored)
+    (line,) = faults(**loss_aware(rounds=2))
+    assert "rounds: 2 is no longer supported; correct: output" in line

@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from pipeline.methods.method import Moment
 from pipeline.samples import GRID_TOKENS
 from pipeline.units import Backward
 from stores.activations import ActivationReader, ActivationStore
-from stores.statistics import StatisticsStore
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader
 from workers.differentiable import DifferentiableBlock, residual_dtype
@@ -38,13 +36,6 @@ Take = Callable[[Moment, Tensor], None]  # is given a sample's gradients (S, F) 
 GradientOf = Callable[[int, Tensor], Tensor]  # sample of the shard, layer output (S, D) -> gradient there (S, D)
 
 
-class BackwardFound(NamedTuple):
-    """Records of what was stored: the gradients at the layer's inputs, and labels."""
-
-    gradients: ArrayRecord | None
-    labels: ArrayRecord | None
-
-
 class BackwardPass:
     """Does `Backward` units for a worker, with its layer and its hidden states."""
 
@@ -54,32 +45,25 @@ class BackwardPass:
         layers: LayerReader,
         hidden: HiddenStates,
         activations: ActivationStore,
-        statistics: StatisticsStore,
         computing: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.setup = setup
         self.layers = layers
-        self.packed = LayerReader(setup, layers.device)
-        self.drawn: list[Tensor] = []  # labels (S,) of the unit's samples
         self.hidden = hidden
         self.activations = activations
-        self.statistics = statistics
         self.computing = computing
 
-    def run(self, unit: Backward, take: Take | None) -> BackwardFound:
-        """All samples of the unit's shard. `take`: what adds its moments, if they are wanted.
+    def run(self, unit: Backward, take: Take | None) -> ArrayRecord | None:
+        """Goes back with all samples of the unit's shard: the record of the gradients at the layer's inputs, if stored.
+
+        `take`: adds the unit's moments, if they are wanted.
 
         Raises:
             NumericsError: NaN or infinity, naming layer and point.
             CorruptError: stored inputs or gradients are damaged.
         """
         gradient_of = self._gradients_at_output(unit)
-        record = self._through(unit, unit.layer, gradient_of, take, emit=unit.emit, store=unit.store)
-        labels = None
-        if unit.keep_labels:
-            assert self.drawn, "labels are kept of the last layer, where they are drawn"
-            labels = self.statistics.write(unit.layer, f"labels-{unit.shard}", torch.stack(self.drawn).to(torch.int32))
-        return BackwardFound(record, labels)
+        return self._through(unit, unit.layer, gradient_of, take, emit=unit.emit, store=unit.store)
 
     def begin(self, unit: Backward, take: Take, enough: Callable[[], bool]) -> None:
         """The first tokens of a unit's first samples, until they are enough, for its moments alone. What later tokens
@@ -92,10 +76,6 @@ class BackwardPass:
         for _ in self._samples(unit, unit.layer, gradient_of, take, GRID_TOKENS):
             if enough():
                 return
-
-    def release(self) -> None:
-        """Lets go of the compressed layer."""
-        self.packed.release()
 
     def _gradients_at_output(self, unit: Backward) -> GradientOf:
         """Held, committed, or made from the nearest above that are; at the last layer's output, from the head."""
@@ -133,18 +113,11 @@ class BackwardPass:
     ) -> Iterator[Tensor]:
         """The gradients (S, D) at a layer's inputs, sample by sample, of so many tokens of each, or of all."""
         inputs = self._opened(unit, layer)
-        staged = unit.packed[layer - unit.layer] if unit.packed else None
-        packed = self.packed.differentiable_block(layer, staged) if staged is not None else None
-        block = self.layers.differentiable_block(layer) if take is not None or packed is None else packed
+        block = self.layers.differentiable_block(layer)
         for sample in range(inputs.shape[0]):
             hidden_SD = inputs.read(sample, sample + 1)[0, :tokens].to(self.layers.device)
             with self.computing():
-                if packed is None or packed is block:
-                    gradient_SD = _pull_back(block, hidden_SD, partial(gradient_of, sample), unit.moments, take)
-                else:
-                    gradient_SD = _pull_back_both(
-                        block, packed, hidden_SD, partial(gradient_of, sample), unit.moments, take
-                    )
+                gradient_SD = _pull_back(block, hidden_SD, partial(gradient_of, sample), unit.moments, take)
             yield gradient_SD
 
     def _opened(self, unit: Backward, layer: int) -> ActivationReader:
@@ -160,38 +133,31 @@ class BackwardPass:
     def _head_gradient(self, unit: Backward) -> GradientOf:
         """Of log p(ŷ), summed over the positions, at the output of the last layer."""
         logits = head(self.layers)
-        known_MS = self.statistics.read(unit.labels).long() if unit.labels is not None else None
-        self.drawn = []
 
         def gradient_of(sample: int, output_SD: Tensor) -> Tensor:
-            if known_MS is not None:
-                wanted_S = known_MS[sample][: len(output_SD)]
-            else:
-                generator = self._generator("labels", self.setup.sample_range(unit.shard)[0] + sample)
-                wanted_S = torch.rand(len(output_SD), generator=generator, dtype=torch.float64)
-            rows = zip(output_SD.split(ROWS_PER_HEAD), wanted_S.split(ROWS_PER_HEAD), strict=True)
-            gradients, labels = zip(*(self._log_likelihood_gradient(logits, *part) for part in rows), strict=True)
-            self.drawn.append(torch.cat(labels).cpu())
-            return torch.cat(gradients)
+            generator = self._generator("labels", self.setup.sample_range(unit.shard)[0] + sample)
+            uniform_S = torch.rand(len(output_SD), generator=generator, dtype=torch.float64)
+            rows = zip(output_SD.split(ROWS_PER_HEAD), uniform_S.split(ROWS_PER_HEAD), strict=True)
+            return torch.cat([self._log_likelihood_gradient(logits, *part) for part in rows])
 
         return gradient_of
 
     def _log_likelihood_gradient(
-        self, logits: Callable[[Tensor], Tensor], hidden_TD: Tensor, wanted_T: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(T, D), and the labels (T,). `wanted`: these, or the uniform numbers that draw them."""
+        self, logits: Callable[[Tensor], Tensor], hidden_TD: Tensor, uniform_T: Tensor
+    ) -> Tensor:
+        """The gradient (T, D) of log p(ŷ), for labels ŷ that the uniform numbers draw."""
         hidden_TD = hidden_TD.detach().requires_grad_()
         with torch.enable_grad():
             logits_TV = logits(hidden_TD.to(self.setup.dtype))
         try:
-            label_T = draw_labels(logits_TV, wanted_T) if wanted_T.is_floating_point() else wanted_T
+            label_T = draw_labels(logits_TV, uniform_T)
         except ValueError as error:
             raise NumericsError(f"head: {error}") from error
         label_T = label_T.to(logits_TV.device)
         residue_TV = -torch.softmax(logits_TV.detach(), dim=1)  # d log p(ŷ) / d logits = onehot(ŷ) − p
         residue_TV[torch.arange(len(label_T), device=label_T.device), label_T] += 1.0
         (gradient_TD,) = torch.autograd.grad(logits_TV, hidden_TD, residue_TV)
-        return gradient_TD, label_T
+        return gradient_TD
 
     def _probe(self, layer: int, sample: int, output_SD: Tensor) -> Tensor:
         """Normal random numbers, as large as makes an error count relative to the token's residual stream."""
@@ -218,26 +184,6 @@ def _pull_back(
     if take is not None:
         for moment in moments:
             take(moment, at[moment.point])
-    return gradient_SD
-
-
-def _pull_back_both(
-    dense: DifferentiableBlock,
-    packed: DifferentiableBlock,
-    hidden_SD: Tensor,
-    gradient_of: Callable[[Tensor], Tensor],
-    moments: tuple[Moment, ...],
-    take: Take | None,
-) -> Tensor:
-    """One sample back through the compressed layer; moments of the same gradients on the dense one's weights."""
-    received: list[Tensor] = []
-
-    def at_output(output_SD: Tensor) -> Tensor:
-        received.append(gradient_of(output_SD))
-        return received[0]
-
-    gradient_SD = _pull_back(packed, hidden_SD, at_output, (), None)
-    _pull_back(dense, hidden_SD, lambda _: received[0], moments, take)
     return gradient_SD
 
 

@@ -67,12 +67,12 @@ class LayerReader:
         assert isinstance(block, Block)
         return block
 
-    def differentiable_block(self, layer: int, staged: StagedLayer | None = None) -> DifferentiableBlock:
-        """The layer with its dense weights, or as staged, for the backward pass."""
-        _, name = _name(layer, staged)
+    def differentiable_block(self, layer: int) -> DifferentiableBlock:
+        """Builds the layer with its dense weights for the backward pass."""
+        _, name = _name(layer, None)
 
         def build() -> DifferentiableBlock:
-            block = DifferentiableBlock(self._built(layer, staged))
+            block = DifferentiableBlock(self._built(layer, None))
             if block.dtype != self.setup.dtype:
                 self.memory.release()  # it has made its weights anew
             return block

@@ -59,7 +59,6 @@ class Passed(NamedTuple):
     """Records of what was stored, and how many tokens went through."""
 
     outputs: ArrayRecord | None
-    inputs: ArrayRecord | None
     tokens: int
 
 
@@ -85,11 +84,10 @@ class ScorePass:
         """One shard through one layer. Raises as `Worker.execute` does."""
         shard = _Shard(self, unit)
         inputs = shard.inputs()
-        kept = shard.keep_inputs(inputs) if unit.keep_inputs else None
         record = shard.through(unit.layer, unit.staged, inputs, unit.store, (unit.ahead, unit.ahead_staged))
         if unit.store and unit.layer + 1 == self.setup.geometry.num_layers:
             self.hidden.release_shard(shard.lineage, unit.shard)
-        return Passed(record if unit.store else None, kept, shard.windows_M * shard.length)
+        return Passed(record if unit.store else None, shard.windows_M * shard.length)
 
     def score(self, unit: Score) -> Scored:
         """Of one shard. Raises as `Worker.execute` does."""
@@ -152,15 +150,6 @@ class _Shard:
                 yield output_BSD
 
         return self._keep(layer + 1, outputs(), store=store)
-
-    def keep_inputs(self, inputs: HiddenReader) -> ArrayRecord:
-        """Stores what goes into the unit's layer, a window at a time."""
-        shape_MSD = (self.windows_M, self.length, self.owner.setup.geometry.hidden)
-        phase, dtype = f"{self.lineage}-inputs", self.layers.setup.dtype
-        with self.owner.activations.writer(phase, self.unit.layer, self.unit.shard, shape_MSD, dtype) as writer:
-            for window in range(self.windows_M):
-                writer.append(inputs.read(window, window + 1))
-            return writer.commit()
 
     def logits(self, *outputs: tuple[HiddenReader, StagedLayer | None]) -> Iterator[LogitRows]:
         """Logits (T, V) behind each of some last layers' outputs, and the tokens that came; some rows at a time."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,30 +65,18 @@ class Totals:
         grid, named = self._summed(unit.summed)
         gradients, bands = unit.moment.kind == "gradient", _bands(named)
         name = unit.moment.key if gradients else f"{unit.lineage}-{unit.moment.key}"
-        before = None if unit.before is None else self.statistics.read(unit.before)
-
-        def rows(start: int, stop: int) -> Tensor:
-            found_Gnc = moment_rows(bands, grid, start, stop)
-            return found_Gnc if before is None else found_Gnc.add_(before[:, start:stop, start:])
-
         if unit.moment.diagonal:
-            squares_Gd = whole_diagonal(bands[0], grid)
-            record = self.statistics.write(unit.layer, name, squares_Gd if before is None else squares_Gd.add_(before))
+            record = self.statistics.write(unit.layer, name, whole_diagonal(bands[0], grid))
         else:
             groups, width = grid.exponents.shape
-            record = self.statistics.write_rows(unit.layer, name, groups, width, rows)
-        return self._of_gradients(record, named, unit.before) if gradients else record
+            record = self.statistics.write_rows(unit.layer, name, groups, width, partial(moment_rows, bands, grid))
+        return self._of_gradients(record, named) if gradients else record
 
-    def _of_gradients(
-        self, record: ArrayRecord, named: dict[str, Tensor], before: GradientRecord | None
-    ) -> GradientRecord:
+    def _of_gradients(self, record: ArrayRecord, named: dict[str, Tensor]) -> GradientRecord:
         """With what is known of the samples, each of one sequence; sums of theirs are rounded once."""
         norms_MG = torch.cat([norms for name, norms in sorted(named.items()) if name.startswith(NORMS)])
         squares = [math.fsum(norms_M) for norms_M in norms_MG.T.tolist()]
         sequences = len(norms_MG)
-        if before is not None:
-            squares = [first + second for first, second in zip(before.square_norms, squares, strict=True)]
-            sequences += before.sequences
         tokens = sequences * self.sequence
         return GradientRecord(**dict(record), square_norms=tuple(squares), sequences=sequences, tokens=tokens)
 

@@ -88,9 +88,7 @@ class Worker:
         self.copies, room = Copies(self.device), device_room(self.device, setup.gpu_share, setup.device_bytes)
         self.hidden = HiddenStates(self.activations, setup.hidden_bytes, self.copies, room)
         self.layers = LayerReader(setup, self.device)
-        self.backward = BackwardPass(
-            setup, self.layers, self.hidden, self.activations, self.statistics, self._computing
-        )
+        self.backward = BackwardPass(setup, self.layers, self.hidden, self.activations, self._computing)
         self.sums = LayerSums(self.transfer, self.device)
         self.totals = Totals(self.transfer, self.statistics, self.device, self._sequence)
         self.pairs = PairPass(setup, self.layers, self.hidden, self._tokens, self._computing)
@@ -149,8 +147,6 @@ class Worker:
         scoring = isinstance(unit, WindowForward | Score)
         if not isinstance(_passing(unit), Pair):
             self.pairs.release()
-        if not isinstance(_passing(unit), Backward):
-            self.backward.release()
         if isinstance(unit, SolveUnit):
             return_freed_pages()  # what forward passes left: a solve holds the most
         if scoring:
@@ -211,10 +207,10 @@ class Worker:
     def _backward(self, unit: Backward) -> ShardDone:
         add = self.sums.adder(unit)
         with tensor_cores(self.setup.dtype), self.sums.adding(unit):
-            record, labels = self.backward.run(unit, add)
+            record = self.backward.run(unit, add)
         stored = record if unit.store else None
         tokens = self.setup.gradient_count(unit.shard) * self._sequence
-        return ShardDone({}, None, stored, tokens, labels=labels, worker=self.name)
+        return ShardDone({}, None, stored, tokens, worker=self.name)
 
     def _pair(self, unit: Pair) -> ShardDone:
         add = self.sums.adder(unit)
@@ -352,7 +348,7 @@ class Worker:
 
     def _window_forward(self, unit: WindowForward) -> ShardDone:
         found = self.scores.forward(unit)
-        return ShardDone({}, None, found.outputs, found.tokens, found.inputs)
+        return ShardDone({}, None, found.outputs, found.tokens)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

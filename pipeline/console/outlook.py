@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 KINDS = {  # of work, by the first word of a phase's name; others are of their own
     "importance": "products", "statistics": "products", "gradient": "products",
-    "score": "products", "evaluate": "products", "draft": "products",
+    "score": "products", "evaluate": "products",
 }  # fmt: skip
 START = "start"  # waits rather than computes: its pace tells nothing of other work, and theirs nothing of it
 

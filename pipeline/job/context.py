@@ -26,12 +26,10 @@ from pipeline.job.calibration import calibration_tokens, evaluation_tokens
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.keys import COMPLETE, DRAFT, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES, draft_key
+from pipeline.keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
 from pipeline.plan.estimate import Plan, make_plan
 from pipeline.rounding.tasks import with_moments
-from pipeline.samples import gradient_count, shard_range
-from pipeline.score_units import Windows
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.run_directory import MANIFEST, RunDirectory
@@ -153,21 +151,7 @@ def driver_job(inputs: Inputs) -> Job:
         predicts=tuple(with_moments(task, manifest) for task in predict_tasks(inputs.methods, inputs.geometry)),
         gradient=calibration.gradient.kind if calibration else "model",
         gradient_shards=inputs.gradient_shards,
-        gradient_windows=_gradient_windows(inputs),
-        rounds=max((getattr(entry, "rounds", 1) for entry in manifest.methods), default=1),
     )
-
-
-def _gradient_windows(inputs: Inputs) -> Windows | None:
-    """The samples of the backward pass, among those that the workers are given."""
-    calibration = inputs.manifest.calibration
-    if calibration is None:
-        return None
-    samples, shards = calibration.samples, calibration.shards
-    firsts = [shard_range(shard, shards, samples)[0] for shard in inputs.gradient_shards]
-    counts = [gradient_count(shard, shards, samples, inputs.gradient_samples) for shard in inputs.gradient_shards]
-    ranges = tuple((first, first + count) for first, count in zip(firsts, counts, strict=True))
-    return Windows(ranges, str(inputs.dtype).removeprefix("torch."), calibration.micro_batch)
 
 
 def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
@@ -230,19 +214,11 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
         RANKS,
         TARGET,
         *ledger.keys("measured/"),
-        *ledger.keys("regradient/"),
-        *ledger.keys(f"{DRAFT}layer/"),
-        *ledger.keys(f"{DRAFT}inputs/"),
-        draft_key(RANKS),
     ]
-    of_two_rounds = bool(ledger.keys("regradient/"))
     if names != ["budget.max_loss"]:
         undone += ledger.keys(TRIES)
-    by_budget = all(name.startswith("budget") for name in names)
-    if of_two_rounds or not by_budget:
+    if not all(name.startswith("budget") for name in names):
         undone += ledger.keys("curves/")
-    if not by_budget:
-        undone += ledger.keys(f"{DRAFT}curves/")
     for key in undone:
         ledger.retract(key)
     return True

@@ -21,14 +21,11 @@ from manifests.entries import DenseEntry, LayerEntry
 from manifests.records import ArrayRecord, Key
 from pipeline.computation import Job, entered_scores
 from pipeline.console.summary import print_summary
-from pipeline.keys import DRAFT, RANKS, curves_key, measured_key
+from pipeline.keys import RANKS, curves_key, measured_key
 from pipeline.methods.registry import layers_of
 from stores.ledger import Ledger
 
 logger = logging.getLogger("lamina")
-
-
-BACKWARD = ("gradient", "regradient", "inputs")  # of the shards that hold samples of the backward pass
 
 
 def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
@@ -40,7 +37,7 @@ def check_entries(ledger: Ledger, job: Job, config: Mapping[str, Any]) -> None:
 
 
 def _fault(key: str, entry: Any, job: Job, config: Mapping[str, Any]) -> str | None:
-    kind = key.removeprefix(DRAFT).partition("/")[0]
+    kind = key.partition("/")[0]
     if kind == "complete":
         return _summary_fault(entry.summary)
     if kind == "layer":
@@ -48,7 +45,7 @@ def _fault(key: str, entry: Any, job: Job, config: Mapping[str, Any]) -> str | N
     if kind == "dense":
         shards = job.committed_shards("dense", len(entry.activations or ()))
         return _dense_fault(entry, job) or _activations_fault(entry.activations, len(shards))
-    if kind in BACKWARD:
+    if kind == "gradient":
         return _activations_fault(entry.activations, len(job.gradient_shards))
     return _activations_fault(entry.activations, job.shards) if kind == "activations" else None
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pipeline.console.outlook import Ahead, Outlook
 from pipeline.job.context import JobContext
 from pipeline.plan.passes import gradient_tokens, pass_of
 from pipeline.plan.phases import START_SECONDS, WORKERS_SECONDS, evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
-from pipeline.plan.work import BACK, BACK_AGAIN, layer_work, scoring_flops
+from pipeline.plan.work import layer_work, scoring_flops
 
 TRIES = 4  # at a size, where the smallest one within a loss is sought, about
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
@@ -41,12 +39,7 @@ def job_outlook(job: JobContext, rates: Rates) -> Outlook:
         passing, solving = passing + amount - last, [(phase, last)]
     planned = [("start", START_SECONDS)]
     planned += [(first, passing)] if first in seconds and has_moments else []
-    if any(getattr(entry, "rounds", 1) == 2 for entry in manifest.methods):
-        planned += _draft(seconds)
-        solving = [(name, amount / 2) for name, amount in solving]
-        planned += [("curves", seconds["curves"] / 2)] if "curves" in seconds else []
-    else:
-        planned += [(name, seconds[name]) for name in ("gradient", "curves") if name in seconds]
+    planned += [(name, seconds[name]) for name in ("gradient", "curves") if name in seconds]
     of_model = seconds.get("held-out", 0.0) / 2
     scored = job.held_out is not None and of_model > 0.0
     for number in range(1 if inputs.max_loss is None else TRIES):
@@ -59,12 +52,3 @@ def job_outlook(job: JobContext, rates: Rates) -> Outlook:
         scoring = evaluate_seconds(flops, rates, way.workers)
         planned += [("start", WORKERS_SECONDS), ("evaluate", scoring)] * (1 + manifest.evaluation.perplexity.dense)
     return Outlook([Ahead(*phase) for phase in planned], geometry.num_layers)
-
-
-def _draft(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The first of two rounds, and the gradients of the second. All that comes twice is half of what both take."""
-    gradient = seconds["gradient"] / BACK_AGAIN
-    curves = [("curves", seconds["curves"] / 2)] if "curves" in seconds else []
-    solving = (seconds["solve"] + seconds.get("round", 0.0)) / 2
-    forth, back = ("draft", gradient), ("gradient", (BACK_AGAIN - BACK - 1) * gradient)
-    return [("gradient", BACK * gradient), *curves, ("compress", solving), forth, back]

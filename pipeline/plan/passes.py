@@ -20,8 +20,7 @@ def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pa
     shards = calibration.shards if calibration else geometry.num_layers
     samples, length = (calibration.samples, calibration.sequence_length) if calibration else (1, 1)
     scores = frozenset(score for method in methods for score in method.scores)
-    rounds = max((getattr(entry, "rounds", 1) for entry in manifest.methods), default=1)
-    waits = bool(scores or predict_tasks(methods, geometry)) or rounds == 2
+    waits = bool(scores or predict_tasks(methods, geometry))
     alone = "importance" in scores and propagate == "compressed"
     keep = manifest.statistics.keep
     return Pass(

@@ -43,7 +43,7 @@ DIAGONAL_BYTES = 40  # for each number of a gradient of which the squares alone 
 BAND = 512  # rows of a moment's sum that are added at once, from the diagonal on
 RESIDUAL_BYTES = 4  # of a number of a gradient, as of the residual stream
 COSINE_BYTES = 48  # for each hidden number: read, widened to float64, scaled, multiplied
-BACK, BACK_AGAIN = 3, 3 + 7  # forward passes that a backward pass costs; with a second: once forth, and two blocks
+BACK = 3  # forward passes that a backward pass costs
 WALKED, WALKED_SHORT = 4, 4  # layers that a walk of corrections goes through, to the end and to their attention's
 BUILT_BYTES = 16  # of memory for each number of a layer that is built in float32: read, checked, widened
 COMPARED_TOKENS = 128  # that both models go through side by side, as `verify` does again
@@ -61,7 +61,7 @@ class LayerWork:
         grid_flops: of the tokens by which sums' grids are chosen, by one worker.
         added_bytes: of device memory that summing the moments moves.
         moment_bytes: what the sums of a layer take, one triangle each.
-        gradient_flops: of the backward pass, or of both where there are two rounds; 0 without one.
+        gradient_flops: of the backward pass; 0 without one.
         gradient_moment_flops, gradient_moved_bytes: of its moments and its samples' norms; of device memory.
         gradient_grid_flops: of the tokens by which their grids are chosen.
         curves: of each task whose sizes are compared by predicted loss, in every round.
@@ -135,7 +135,7 @@ def layer_work(
         added_bytes=float(sum(_added_bytes(moment, layer, manifest, itemsize) for moment in moments)),
         cosine_bytes=float(COSINE_BYTES * _measured_tokens(manifest) * layer.hidden),
         moment_bytes=8 * sum(triangle_numbers(moment, layer) for moment in moments),
-        **_gradient_work(layer, asked.gradients, forward, gradient_tokens, manifest, asked.rounds),
+        **_gradient_work(layer, asked.gradients, forward, gradient_tokens, manifest),
         solves=asked.solves(),
         curves=asked.curves(),
         gradient_bytes=8 * sum(triangle_numbers(moment, layer) for moment in asked.gradients),
@@ -182,27 +182,19 @@ class _Busiest:
         """What corrections are fitted to."""
         return sorted({moment for task in self.tasks for moment in task.corrections})
 
-    @property
-    def rounds(self) -> int:
-        """How often its tasks are solved."""
-        return 2 if any(getattr(entry, "rounds", 1) == 2 for entry in self.manifest.methods) else 1
-
     def solves(self) -> tuple[SolveWork, ...]:
-        """Of its tasks, in every round."""
+        """Of its tasks."""
         dense = self.manifest.calibration is not None and self.manifest.calibration.propagate == "dense"
         return tuple(
-            solve_work(task, self.layer, self.tokens, told=dense and task.name in self.predicted)
-            for task in self.tasks
-            for _ in range(self.rounds)
+            solve_work(task, self.layer, self.tokens, told=dense and task.name in self.predicted) for task in self.tasks
         )
 
     def curves(self) -> tuple[SolveWork, ...]:
-        """Of those that have them, in every round."""
+        """Of those that have them."""
         return tuple(
             curve_work(task, self.layer, self.tokens, _multiple(task, self.manifest, self.layer))
             for task in self.tasks
             if task.name in self.predicted
-            for _ in range(self.rounds)
         )
 
 
@@ -249,7 +241,6 @@ def _gradient_work(
     forward: float,
     gradient_tokens: int,
     manifest: Manifest,
-    rounds: int,
 ) -> dict[str, float]:
     """Of the backward pass, by the names of `LayerWork`; `forward`: operations of a forward pass for each token."""
     if not gradient_tokens or manifest.calibration is None:
@@ -270,10 +261,10 @@ def _gradient_work(
         moved += 2 * SCALED_PASSES * RESIDUAL_BYTES * gradient_tokens * moment.heads * width  # for sum and norm
         moved += SQUARED_BYTES * samples * moment.groups * smaller**2
     return {
-        "gradient_flops": float(gradient_tokens * ((BACK_AGAIN if rounds == 2 else BACK) * forward + rounds * pulled)),
-        "gradient_moment_flops": float(rounds * flops),
-        "gradient_moved_bytes": float(rounds * moved),
-        "gradient_grid_flops": float(rounds * min(GRID_TOKENS, sequence) * BACK * forward),
+        "gradient_flops": float(gradient_tokens * (BACK * forward + pulled)),
+        "gradient_moment_flops": flops,
+        "gradient_moved_bytes": moved,
+        "gradient_grid_flops": float(min(GRID_TOKENS, sequence) * BACK * forward),
     }
 
 

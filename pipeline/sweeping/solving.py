@@ -37,7 +37,7 @@ from pipeline.sweeping.together import stage_together
 
 DENSE, COMPRESSED = "evaluation-dense", "evaluation"  # as the ledger names what is scored
 PASSING = (  # what a point leaves when it is entered
-    "layer/", "activations/", "draft/", "regradient/", "compared", "held_out_score", "scored/",
+    "layer/", "activations/", "compared", "held_out_score", "scored/",
 )  # fmt: skip
 
 

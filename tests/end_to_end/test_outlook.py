@@ -20,7 +20,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "dense": {"calibration.propagate": "dense"},
     "data-free": {"methods": [{"method": "lorc"}], "calibration": None, "budget.keep": 0.9},
     "by loss": {"methods": [{"method": "loss_aware"}], "calibration.propagate": "dense"},
-    "two rounds": {"methods": [{"method": "loss_aware", "rounds": 2}], "calibration.propagate": "dense"},
     "within a loss": {
         "methods": [{"method": "loss_aware"}],
         "calibration.propagate": "dense",

@@ -166,7 +166,6 @@ def test_what_is_written(sweep: Callable[..., Sweep], inline_everywhere: None) -
     ("points", "changes", "said"),
     [
         ([{"methods": [{"method": "loss_aware", "correct": "output"}]}], {}, ["0.correct solves", "a job of its own"]),
-        ([{"methods": [{"method": "loss_aware", "rounds": 2}]}], {}, ["0.rounds takes", "a job of its own"]),
         (
             [{"methods": [{"method": "flat_llm"}]}],
             {"calibration": {"text": {"files": ["t"]}, "propagate": "compressed"}},

@@ -20,7 +20,7 @@ from pipeline.computation import Job
 from pipeline.curve_units import BeginCurve, CurvePieces, Predict
 from pipeline.driver import Driver
 from pipeline.methods.method import Group, Moment, Scores, Task
-from pipeline.score_units import Score, Scored, WindowForward, Windows
+from pipeline.score_units import Score, Scored, WindowForward
 from pipeline.sum_units import (
     SUMMED,
     Add,
@@ -445,8 +445,6 @@ class SimulatedPool:
         gradients = unit.moment.kind == "gradient"
         assert (unit.lineage == "gradient") == gradients
         value = self._sum(unit.layer, unit.moment, unit.summed)
-        if unit.before is not None:
-            value = digest("sum", self.world.load("statistic", unit.before), value)
         record = self.world.store("statistic", value)
         return GradientRecord(**dict(record), square_norms=(1.0,), sequences=1, tokens=1) if gradients else record
 
@@ -489,9 +487,8 @@ class SimulatedPool:
             hidden = self._through(before, staged, hidden)
         if isinstance(unit, WindowForward):
             output = self._through(unit.layer, unit.staged, hidden)
-            kept = self.world.store("activation", hidden) if unit.keep_inputs else None
             stored = self.world.store("activation", output) if unit.store else None
-            return ShardDone(partials={}, cosine=None, activation=stored, tokens=1, inputs=kept)
+            return ShardDone(partials={}, cosine=None, activation=stored, tokens=1)
         dense = self.world.load("activation", unit.dense) if unit.dense is not None else ""
         return Scored(float(int(digest("loss", hidden, dense)[:6], 16)), 1)
 
@@ -504,26 +501,19 @@ class SimulatedPool:
             gradient = digest("probe", unit.layer, unit.shard)
         elif unit.base_record is not None:
             gradient = self.world.load("activation", unit.base_record)
-        elif unit.packed:
-            assert unit.labels is not None, "a draft is judged by the dense model's labels"
-            gradient = digest("head", self.world.load("statistic", unit.labels))
         else:
             gradient = digest("head", unit.shard)
-        weights = [self._weights(layer, staged) for layer, staged in enumerate(unit.packed, unit.layer)]
-        assert len(weights) in (0, len(read))
-        weights = weights or ["dense"] * len(read)
         for layer, hidden in reversed(list(enumerate(read[1:], unit.layer + 1))):
-            gradient = digest("back", layer, hidden, gradient, weights[layer - unit.layer])
+            gradient = digest("back", layer, hidden, gradient)
         moments = {moment: digest("gradient", moment.key, unit.layer, read[0], gradient) for moment in unit.moments}
         assert (unit.sums is not None) == bool(moments)
         return ShardDone(
             partials={},
             cosine=None,
-            activation=self.world.store("activation", digest("back", unit.layer, read[0], gradient, weights[0]))
+            activation=self.world.store("activation", digest("back", unit.layer, read[0], gradient))
             if unit.store
             else None,
             tokens=1,
-            labels=self.world.store("statistic", digest("labels", unit.shard)) if unit.keep_labels else None,
             worker=self._add(unit, {moment.key: value for moment, value in moments.items()}),
         )
 
@@ -635,9 +625,6 @@ def make_gradient_job(
         "predicts": tuple(task for task in tasks if task.moments),
         **settings,
     }
-    if given.get("rounds") == 2:
-        ranges = tuple((shard, shard + 1) for shard in given["gradient_shards"])
-        given["gradient_windows"] = Windows(ranges, "float32", 1)
     if given["propagate"] == "compressed":
         given["predicts"] = ()  # of dense statistics only
     return make_job(tasks, **given)
@@ -705,10 +692,6 @@ JOBS: dict[str, Callable[[], Job]] = {
     "gradient-local": lambda: make_gradient_job(ALL, gradient="local", every=2),
     "gradient-pieces": lambda: make_pieces_job(range(3)),
     "gradient-behind-compressed": lambda: make_gradient_job(ALL, propagate="compressed"),
-    "rounds": lambda: make_gradient_job(ALL, shards=3, gradient_shards=(0, 2), rounds=2),
-    "rounds-dropped": lambda: make_gradient_job(range(3), keep_statistics=False, rounds=2),
-    "rounds-every-2": lambda: make_gradient_job(range(5), every=2, rounds=2),
-    "rounds-some": lambda: make_gradient_job([1, 3], groups=["free", "loss-mlp"], num_layers=5, rounds=2),
     "corrected": lambda: make_corrected_job(range(3), ["first"], shards=1),
     "corrected-two": lambda: make_corrected_job(range(2), shards=1, keep_statistics=False),
     "corrected-every-2": lambda: make_corrected_job(range(4), ["second"], every=2, shards=1),

@@ -232,9 +232,7 @@ def compressed_and_scored(name: str, world: World, aside: bool, order: str | int
 
 
 @pytest.mark.parametrize("order", ["first", "last", 3])
-@pytest.mark.parametrize(
-    "name", ["dense", "compressed-every-2", "compressed-some", "gradient", "rounds", "corrected-two"]
-)
+@pytest.mark.parametrize("name", ["dense", "compressed-every-2", "compressed-some", "gradient", "corrected-two"])
 def test_a_model_is_scored_while_it_is_compressed(name: str, order: str | int) -> None:
     """With the same figures and entries as afterwards, and in part before the last layer is written."""
     after, beside = World(), World()

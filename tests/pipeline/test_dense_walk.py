@@ -82,12 +82,11 @@ def test_layers_are_what_one_pass_after_another_gives(name: str, workers: int) -
         {"scores": IMPORTANCE},
         {"propagate": "compressed"},
         {"predicts": make_tasks(ALL)},
-        {"rounds": 2},
         {"tasks": make_tasks(ALL, ["free"])},
         {"tasks": make_tasks(ALL, ["loss-mlp"])},
         {"tasks": tuple(replace(task, corrections=(PAIRS["o.in"],)) for task in make_tasks(ALL))},
     ],
-    ids=["importance", "compressed", "curves", "rounds", "data-free", "gradients", "corrections"],
+    ids=["importance", "compressed", "curves", "data-free", "gradients", "corrections"],
 )
 def test_what_must_be_known_of_all_layers_before_the_first_is_solved(settings: dict[str, Any]) -> None:
     job = make_uniform(4)

@@ -152,13 +152,8 @@ def test_what_following_the_loss_takes() -> None:
     assert max(curve.steps for curve in one.curves) == 15 * 3 * 14 * 2
     assert seen == pytest.approx([0, 320 * tokens, 0])
     assert (one.curves[1].pieces, one.curves[1].begun.flops if one.curves[1].begun else None) == (8, begun)
-    again = manifest({"method": "loss_aware", "rounds": 2, "correct": "output"}, keep=0.8, calibration=dense)
+    again = manifest({"method": "loss_aware", "correct": "output"}, keep=0.8, calibration=dense)
     two = layer_work(again, llama(), claim_tasks(build_methods(again), llama()), 2, gradient_tokens=100)
-    assert (two.gradient_flops, two.gradient_moment_flops) == (
-        100 * (10 * forward + 2 * through),
-        2 * one.gradient_moment_flops,
-    )
-    assert len(two.curves) == len(two.solves) == 2 * len(one.curves)
     pairs = sum(f * (f + 4 * 48) for f in (48, 64, 48, 80))
     short = forward - 2 * 3 * 48 * 80
     assert two.correction_flops == 320 * (4 * forward + 4 * short + pairs)
