@@ -100,7 +100,7 @@ def _named(
     replaced = tuple(f"{geometry.path(role)}." for role in group.roles if _changes(solution, role))
     factors = {name: tensor for name, tensor in before.items() if not name.startswith(replaced)}
     for key, tensor in solution.tensors.items():
-        factors[geometry.tensor_name(key, group.roles)] = tensor.to(stored_dtype(key, tensor, weights))
+        factors[geometry.tensor_name(key, group.roles)] = tensor.to(stored_dtype(key, tensor, weights, solution.forms))
     if refitted := _refitted(group, geometry, weights, factors, solution):
         solution = replace(solution, report={**solution.report, "refitted": refitted})
     return factors, solution, rounded

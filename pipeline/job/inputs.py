@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -188,15 +189,17 @@ def check_copied(inputs: Inputs) -> None:
 
 
 def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
-    """The dtype of the forward pass: the one that most layer tensors are stored in."""
-    names = [name for layer in geometry.layers for name, _ in layer.tensors().values()]
-    counts = Counter(source.tensors[name].dtype for name in names)  # buffers of old checkpoints may be bytes
-    unsupported = sorted(set(counts) - set(FORWARD_DTYPES))
+    """The dtype of the forward pass, and of config.json: that of most numbers of the layers; of two, the wider."""
+    numbers: Counter[str] = Counter()  # buffers of old checkpoints may be bytes
+    for layer in geometry.layers:
+        for name, shape in layer.tensors().values():
+            numbers[source.tensors[name].dtype] += math.prod(shape)
+    unsupported = sorted(set(numbers) - set(FORWARD_DTYPES))
     if unsupported:
         raise InputError(
             f"model: layer tensors are stored as {unsupported}; supported are {FORWARD_DTYPES}, not quantised ones"
         )
-    return DTYPES[counts.most_common(1)[0][0]]
+    return DTYPES[max(numbers, key=lambda name: (numbers[name], DTYPES[name].itemsize, name))]
 
 
 def _check_max_loss(inputs: Inputs) -> None:

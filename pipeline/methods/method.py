@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -181,11 +182,26 @@ class Solution:
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
-def stored_dtype(key: str, tensor: Tensor, weights: Weights) -> torch.dtype:
-    """A factor is stored in the dtype of its role's weight, a group's in that of its first one; integers stay."""
+def stored_dtype(key: str, tensor: Tensor, weights: Weights, forms: Mapping[str, FormSpec]) -> torch.dtype:
+    """The dtype in which a solution's tensor is stored: a bias keeps its own; a factor has that of the weights that it
+    stands for, of several the widest; integers stay. `forms`: of the solution."""
     if not tensor.is_floating_point():
         return tensor.dtype
-    return weights.get(f"{key.partition('.')[0]}.weight", next(iter(weights.values()))).dtype
+    if key.endswith(".bias") and key in weights:
+        return weights[key].dtype
+    matrices = {name: weight.dtype for name, weight in weights.items() if name.endswith(".weight")}
+    served = [f"{role}.weight" for role in served_roles(key, forms)]
+    dtypes = [dtype for name, dtype in matrices.items() if name in served] or [*matrices.values()]
+    return reduce(torch.promote_types, dtypes)
+
+
+def served_roles(key: str, forms: Mapping[str, FormSpec]) -> tuple[str, ...]:
+    """The roles whose outputs a solution's tensor is for: its own, those that share its first factor, or those whose
+    forms name the group that it belongs to."""
+    owner, _, part = key.partition(".")
+    group = forms[owner].group if owner in forms and part.startswith("first") else None
+    sharing = [role for role, form in forms.items() if form.group and form.group in (group, owner)]
+    return tuple(dict.fromkeys((owner, *sharing)))
 
 
 class Method(Protocol):

@@ -113,9 +113,9 @@ def round_solution(
     found: dict[str, Rounded] = {}
     nearest: list[str] = []
     feedbacks, fed = Feedbacks() if feedbacks is None else feedbacks, quantize.feedback is not False
-    for together in _reading_the_same(_matrices(solution, quantize.skip), solution):
+    for together in _reading_the_same(_matrices(solution, quantize.skip), solution, weights):
         first = together[0]
-        dtype = stored_dtype(first.key, solution.tensors[first.key], weights)
+        dtype = stored_dtype(first.key, solution.tensors[first.key], weights, solution.forms)
         read = [
             _as_read(matrix, solution, moments, found) if fed else (solution.tensors[matrix.key], None)
             for matrix in together
@@ -242,13 +242,14 @@ def _error(weight_OI: Tensor, rounded: Rounded, moment_II: Tensor | None) -> flo
     return rounding_error(weight_OI[rows], stored_oI, moment_II)
 
 
-def _reading_the_same(matrices: Sequence[Matrix], solution: Solution) -> list[list[Matrix]]:
-    """In order, those together that read the same calibration moment, and are as wide as it is: their columns are
-    rounded at once."""
+def _reading_the_same(matrices: Sequence[Matrix], solution: Solution, weights: Weights) -> list[list[Matrix]]:
+    """In order, those together that read the same calibration moment, are as wide as it is, and are stored in one
+    dtype: their columns are rounded at once."""
     found: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
         tensor, point = solution.tensors[matrix.key], _read_by(matrix, solution)
-        found.setdefault((point, tensor.shape[1], tensor.dtype) if point else matrix.key, []).append(matrix)
+        dtypes = tensor.dtype, stored_dtype(matrix.key, tensor, weights, solution.forms)
+        found.setdefault((point, tensor.shape[1], *dtypes) if point else matrix.key, []).append(matrix)
     return list(found.values())
 
 

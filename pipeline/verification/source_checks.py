@@ -8,18 +8,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
 
 from lamina import MODELLING_FILES
+from manifests.records import FormSpec
 from pipeline.checkpoint.assembling import CARD_FILE, TOKENIZER_FILE, without_code
 from pipeline.checkpoint.compression_record import describe_bytes, file_fault
+from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import sample_tokens
+from pipeline.methods.method import served_roles
 from pipeline.methods.unchanged import Unchanged
 from pipeline.rounding.schemes import packed_dtype, packed_names
 from pipeline.verification.output_checks import Finding
+from stores.headers import DTYPE_NAMES
 from stores.source import INDEX_FILE, SourceCheckpoint
 from stores.storage import Storage
 from workers.comparing import compare_models, deviation
@@ -105,7 +110,7 @@ def check_coverage(
             kept += 1
             faults += _copy_faults(original, checkpoint, compression, name, claimed[name])
         else:
-            faults += _factor_faults(original, compression, name, f"{layer.path(role)}.", form, claimed[name])
+            faults += _factor_faults(original, compression, name, (layer, role), described["forms"], claimed[name])
     faults += [f"{name}: claimed by {claimed[name]}, but no tensor of the source" for name in claimed - roles.keys()]
     faults += _stray_faults(original, compression, methods)
     named = ", ".join(sorted(set(claimed.values()))) or "nobody"
@@ -138,18 +143,27 @@ def _factor_faults(
     original: SourceCheckpoint,
     compression: Mapping[str, Any],
     name: str,
-    path: str,
-    form: Mapping[str, Any],
+    place: tuple[LayerGeometry, str],
+    forms: Mapping[str, Mapping[str, Any]],
     method: str,
 ) -> Iterator[str]:
-    """What is stored below a factored role's path says so, and has the dtype that the source has there."""
+    """What is stored in place of one tensor of a factored role says so, and has the dtype that follows from it: a bias
+    that of the source's, a factor that of the weights that it stands for."""
+    layer, role = place
+    path, form = f"{layer.path(role)}.", forms[role]
+    specs = {other: FormSpec(**spec) for other, spec in forms.items()}
     for stored, entry in compression["tensors"].items():
-        if not stored.startswith(path):
+        part = stored.removeprefix(path)
+        is_bias = stored == f"{path}bias" and stored in original.tensors
+        if part == stored or is_bias != (name == f"{path}bias"):
             continue
+        served = (layer.path(other) for other in served_roles(f"{role}.{part}", specs))
+        names = [name] if is_bias else [f"{other}.weight" for other in served]
+        dtype = DTYPE_NAMES[reduce(torch.promote_types, (original.tensors[each].torch_dtype for each in names))]
         if entry["origin"] != method or entry["form"] != form["form"]:
             yield f"{stored}: {entry['form']} by {entry['origin']}, but {name} is claimed as {form['form']} by {method}"
-        elif entry["dtype"] not in (original.tensors[name].dtype, "U8") and packed_dtype(stored).is_floating_point:
-            yield f"{stored}: {entry['dtype']} numbers, the source's {name} has {original.tensors[name].dtype}"
+        elif entry["dtype"] not in (dtype, "U8") and packed_dtype(stored).is_floating_point:
+            yield f"{stored}: {entry['dtype']} numbers, by the source's {' and '.join(names)} {dtype}"
 
 
 def _packed_faults(compression: Mapping[str, Any], names: set[str], method: str) -> Iterator[str]:

@@ -1,0 +1,121 @@
+"""Models that store their tensors in several dtypes: each keeps its own, in every count, budget and check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests import factories
+from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.sources import FAMILIES
+
+pytestmark = pytest.mark.usefixtures("inline_everywhere")
+MakeJob = Callable[..., Job]
+
+BFLOAT, FLOAT, HALF = torch.bfloat16, torch.float32, torch.float16
+MIXTURES: dict[str, Callable[[str, Tensor], torch.dtype]] = {
+    "vectors float32": lambda name, tensor: BFLOAT if tensor.ndim > 1 else FLOAT,
+    "vectors float16": lambda name, tensor: FLOAT if tensor.ndim > 1 else HALF,
+    "a layer float32": lambda name, tensor: FLOAT if ".1." in name else BFLOAT,
+    "embeddings float32": lambda name, tensor: FLOAT if "embed_tokens" in name or "lm_head" in name else BFLOAT,
+    "queries float32": lambda name, tensor: FLOAT if "q_proj.weight" in name else BFLOAT,
+}
+MOST = dict.fromkeys(MIXTURES, "bfloat16") | {"vectors float16": "float32"}  # of the numbers
+METHODS: dict[str, dict[str, Any]] = {
+    "flat_llm": {"method": "flat_llm", "query_key": "head_pca"},
+    "flat_llm by loss": {"method": "flat_llm", "allocation": "loss"},
+    "joint_rank_k": {"method": "joint_rank_k"},
+    "lorc": {"method": "lorc"},
+    "lestd": {"method": "lestd", "target": "both"},
+    "loss_aware": {"method": "loss_aware", "widths": 3},
+    "loss_aware plain": {"method": "loss_aware", "widths": 3, "factors": "plain"},
+    "magnitude": {"method": "magnitude"},
+    "svd_llm": {"method": "svd_llm"},
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A source of a family in one of MIXTURES, written once."""
+    written: dict[str, Path] = {}
+
+    def make(family: str, mixture: str, **overrides: Any) -> Path:
+        name = f"{family} {mixture} {sorted(overrides)}"
+        if name not in written:
+            written[name] = factories.make_model(tmp_path_factory.mktemp("mixed") / "source", family, **overrides)
+            for file in written[name].glob("*.safetensors"):
+                tensors = {name: tensor.to(MIXTURES[mixture](name, tensor)) for name, tensor in load_file(file).items()}
+                save_file(tensors, file, {"format": "pt"})
+        return written[name]
+
+    return make
+
+
+def check_dtypes(run: Job, source: Path) -> None:
+    """A tensor of the source that is stored keeps its dtype; a factor has that of a weight of its layer."""
+    before = {name: tensor.dtype for name, tensor in read_tensors(source).items()}
+    for name, tensor in read_tensors(run.output).items():
+        if name in before:
+            assert tensor.dtype == before[name], name
+        elif tensor.is_floating_point():
+            layer = ".".join(name.split(".")[: name.split(".").index("1") + 1]) if ".1." in name else ""
+            assert tensor.dtype in {dtype for other, dtype in before.items() if other.startswith(layer)}, name
+
+
+def check_job(run: Job, source: Path, mixture: str) -> None:
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    check_dtypes(run, source)
+    assert json.loads((run.output / "config.json").read_text())["dtype"] == MOST[mixture]
+    verified = command("verify", str(run.output), "--source", str(source))
+    assert verified.code == 0, verified.out + verified.err
+
+
+@pytest.mark.parametrize("mixture", ["vectors float32", "vectors float16", "a layer float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, mixture: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
+    """All roles, with and without biases."""
+    source = mixed(family, mixture)
+    run = job(source, methods=[{"method": "svd"}], calibration=None)
+    check_job(run, source, mixture)
+
+
+SLOW = ("flat_llm by loss", "loss_aware", "loss_aware plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "mixture"),
+    [
+        *(pytest.param(name, "vectors float32", marks=[pytest.mark.slow] * (name in SLOW)) for name in METHODS),
+        ("joint_rank_k", "queries float32"),
+        ("lestd", "queries float32"),
+    ],
+)
+def test_every_method(name: str, mixture: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
+    """A factor that several roles share has the widest of their dtypes."""
+    source = mixed("qwen2", mixture)
+    changes: dict[str, Any] = {"calibration.propagate": "dense", "budget.keep": 0.9}
+    check_job(job(source, methods=[METHODS[name]], **changes), source, mixture)
+
+
+@pytest.mark.parametrize("name", ["flat_llm", "lestd"])
+def test_at_full_rank(name: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
+    source = mixed("qwen2", "vectors float16")
+    run = job(source, methods=[{**METHODS[name], "keep": 1.0}], budget=None)
+    check_job(run, source, "vectors float16")
+    ids = some_tokens(320)
+    expected = logits_of(load(source, dtype=FLOAT), ids)
+    assert relative_error(logits_of(load(run.output, trust_remote_code=True, dtype=FLOAT), ids), expected) < 1e-3
+
+
+def test_tied_embeddings_of_another_dtype(job: MakeJob, mixed: Callable[..., Path]) -> None:
+    """They are copied as they are, and exported and scored."""
+    source = mixed("llama", "embeddings float32", tie_word_embeddings=True)
+    check_job(job(source, methods=[{"method": "flat_llm"}]), source, "embeddings float32")
