@@ -14,7 +14,7 @@ from manifests.entries import PointEntry
 from manifests.errors import StorageError
 from manifests.records import Key
 from pipeline.console.arguments import parser, run_command
-from pipeline.keys import COMPLETE, POINTS, RESULT, point_part
+from pipeline.driver.ledger_keys import COMPLETE, POINTS, RESULT, point_part
 from stores.ledger import Ledger
 from stores.lock import read_lock
 from stores.run_directory import ENDED, MANIFEST, existing_run

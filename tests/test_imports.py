@@ -52,7 +52,14 @@ class Layer:
 
 LAYERS = {  # the longest name that fits a module is its layer
     "manifests": Layer(("manifests",), never=frozenset({"torch", "ray", "zarr", "transformers"})),
-    "pipeline": Layer(("manifests", "pipeline.methods", "pipeline.families"), never=frozenset({"ray"})),
+    "pipeline": Layer(
+        ("manifests", "pipeline.methods", "pipeline.families", "pipeline.units", "pipeline.driver"),
+        never=frozenset({"ray"}),
+    ),
+    "pipeline.units": Layer(("manifests", "pipeline.methods", "pipeline.units"), never=frozenset({"ray"})),
+    "pipeline.driver": Layer(
+        ("manifests", "pipeline.methods", "pipeline.units", "pipeline.driver"), never=frozenset({"ray"})
+    ),
     "pipeline.kernels": Layer(("pipeline.kernels",), only=frozenset({"torch"})),
     "pipeline.ranks": Layer(("manifests", "pipeline.ranks"), never=frozenset({"ray"})),
     "pipeline.families": Layer(("manifests", "pipeline.families"), never=frozenset({"ray"})),
@@ -144,7 +151,7 @@ def _method(module: str) -> str | None:
 def _allowed_own(module: str, target: str) -> bool:
     if any(_under(target, prefix) for prefix in _layer(module).own):
         return True
-    # plan, driver, ports and their like (anything of pipeline outside its folders) know each other.
+    # plan and its like (anything of pipeline outside its folders) know each other.
     beside = target == "pipeline" or (target.startswith("pipeline.") and target.split(".")[1] not in PIPELINE_FOLDERS)
     return _layer(module) is LAYERS["pipeline"] and beside
 
@@ -161,7 +168,7 @@ def _fault(module: str, target: str) -> str | None:
         if not _allowed_own(module, target):
             return "not in the table of docs/architecture.md#who-imports-whom"
         method = _method(target)
-        if method and _layer(module) is LAYERS["pipeline"]:
+        if method and _layer(module) in (LAYERS["pipeline"], LAYERS["pipeline.units"], LAYERS["pipeline.driver"]):
             return "plan and driver name no method: go through the registry"
         if method and _method(module) not in (None, method):
             return "a method imports no other method"
@@ -229,11 +236,14 @@ SOUND = {
     "pipeline.methods.flat_llm.mlp": "from .value import solve\nfrom pipeline.kernels import spectra",
     "pipeline.methods.flat_llm.value": "import torch",
     "pipeline.methods.lorc": "from pipeline.ranks import budget",
-    "pipeline.plan": "from pipeline import methods, ports",
+    "pipeline.plan": "from pipeline import methods\nfrom pipeline.driver import interfaces",
     "pipeline.plan.__main__": "from pipeline.console import arguments\nfrom pipeline import plan\nimport ray",
     "pipeline.console.arguments": "import rich",
-    "pipeline.driver": "from . import plan\nfrom pipeline.families import FAMILIES",
-    "pipeline.ports": "",
+    "pipeline.driver.driver": "from . import interfaces\nfrom pipeline.units import units",
+    "pipeline.driver.interfaces": "",
+    "pipeline.units": "",
+    "pipeline.units.units": "from pipeline.methods import method",
+    "pipeline.methods.method": "",
     "pipeline.run": "import ray\nfrom workers import pool\nimport stores\nfrom pipeline.console.arguments import main",
     "stores": "import zarr\nfrom manifests.errors import CorruptError",
     "workers": "",
@@ -246,7 +256,7 @@ SOUND = {
 }
 PACKAGES = frozenset(
     {"manifests", "pipeline", "pipeline.kernels", "pipeline.families", "pipeline.methods", "pipeline.methods.flat_llm"}
-    | {"pipeline.plan", "stores", "workers", "lamina"}
+    | {"pipeline.driver", "pipeline.units", "pipeline.plan", "stores", "workers", "lamina"}
 )
 
 
@@ -258,7 +268,11 @@ def test_sound_tree_has_no_violation() -> None:
     ("module", "source", "expected"),
     [
         ("manifests.schema", "import torch", "manifests.schema imports torch: forbidden here"),
-        ("manifests.schema", "from pipeline import ports", "manifests.schema imports pipeline.ports: not in the table"),
+        (
+            "manifests.schema",
+            "from pipeline.driver import interfaces",
+            "driver.interfaces: not in the table",
+        ),
         ("pipeline.kernels.lowrank", "import numpy", "imports numpy: forbidden here"),
         ("pipeline.kernels.lowrank", "from manifests.errors import InputError", "manifests.errors: not in the table"),
         ("pipeline.kernels.lowrank", "from ..ranks import budget", "imports pipeline.ranks.budget: not in the table"),
@@ -269,27 +283,47 @@ def test_sound_tree_has_no_violation() -> None:
         ("pipeline.methods.lorc", "from stores import Shards", "imports stores: not in the table"),
         ("pipeline.methods.lorc", "from pipeline.methods.flat_llm.value import f", "imports no other method"),
         ("pipeline.methods.lestd", "from . import lorc", "a method imports no other method"),
-        ("pipeline.methods.lorc", "import pipeline.driver", "imports pipeline.driver: not in the table"),
+        ("pipeline.methods.lorc", "import pipeline.driver.driver", "imports pipeline.driver.driver: not in the table"),
         ("pipeline.plan", "import importlib\nimportlib.import_module('stores')", "stores: not in the table"),
-        ("pipeline.driver", "from pipeline.methods import lorc", "plan and driver name no method"),
-        ("pipeline.driver", "if TYPE_CHECKING:\n    from ray.actor import ActorHandle", "ray.actor: forbidden here"),
-        ("pipeline.driver", "from pipeline.kernels import moments", "pipeline.kernels.moments: not in the table"),
-        ("pipeline.driver", "import pipeline.run", "imports pipeline.run: nobody imports a command"),
-        ("pipeline.driver", "from pipeline.plan import __main__", "plan.__main__: nobody imports a command"),
+        ("pipeline.driver.driver", "from pipeline.methods import lorc", "plan and driver name no method"),
         (
-            "pipeline.ports",
+            "pipeline.driver.driver",
+            "if TYPE_CHECKING:\n    from ray.actor import ActorHandle",
+            "ray.actor: forbidden here",
+        ),
+        (
+            "pipeline.driver.driver",
+            "from pipeline.kernels import moments",
+            "pipeline.kernels.moments: not in the table",
+        ),
+        ("pipeline.driver.driver", "import pipeline.run", "imports pipeline.run: nobody imports a command"),
+        ("pipeline.driver.driver", "from pipeline.plan import __main__", "nobody imports a command"),
+        (
+            "pipeline.driver.interfaces",
             "from pipeline.console import arguments",
             "imports pipeline.console.arguments: nobody imports a command",
         ),
         ("pipeline.verify", "from pipeline.run import main", "imports pipeline.run: nobody imports a command"),
-        ("stores.zarrs", "from pipeline.ports import Store", "imports pipeline.ports: not in the table"),
+        (
+            "stores.zarrs",
+            "from pipeline.driver.interfaces import Store",
+            "imports pipeline.driver.interfaces: not in the table",
+        ),
         ("stores.zarrs", "__import__('ray')", "stores.zarrs imports ray: forbidden here"),
         ("workers.more", "from ray.util import metrics", "ray is imported by 4 files of workers, 3 allowed"),
         ("workers.block", "from pipeline.run import main", "imports pipeline.run: nobody imports a command"),
         ("lamina.config", "import zarr", "lamina.config imports zarr: forbidden here"),
         ("lamina.config", "from manifests import errors", "imports manifests.errors: not in the table"),
-        ("deploy.quickstart.model", "import pipeline.ports", "imports pipeline.ports: not in the table"),
-        ("pipeline.ports", "from pipeline.driver import step", "import cycle: pipeline.driver -> pipeline.plan"),
+        (
+            "deploy.quickstart.model",
+            "import pipeline.driver.interfaces",
+            "imports pipeline.driver.interfaces: not in the table",
+        ),
+        (
+            "pipeline.driver.interfaces",
+            "from pipeline.driver.driver import step",
+            "import cycle: pipeline.driver.driver -> pipeline.driver.interfaces",
+        ),
         ("pipeline.methods.lorc", "from pipeline.methods import METHODS", "import cycle: pipeline.methods -> "),
     ],
 )

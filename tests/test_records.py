@@ -34,7 +34,7 @@ from manifests.records import (
     StagedLayer,
     StagedRecord,
 )
-from pipeline.keys import COMPLETE, RANKS, dense_key, layer_key, rest_key, score_key
+from pipeline.driver.ledger_keys import COMPLETE, RANKS, dense_key, layer_key, rest_key, score_key
 from stores.activations import ActivationStore
 from stores.arrays import DTYPES as STORED_ARRAYS
 from stores.checkpoint import describe_shard

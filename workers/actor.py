@@ -23,7 +23,7 @@ with quick_imports():  # the first that a worker's process imports
     from torch import Tensor
 
     from manifests.errors import LaminaError, LostInputError, WorkerError
-    from pipeline.units import BesideUnit, ShardUnit, Unit
+    from pipeline.units.units import BesideUnit, ShardUnit, Unit
     from workers.config import WorkerConfig
     from workers.device_settings import settle_device
     from workers.hardware import describe_hardware, software_versions

@@ -20,8 +20,8 @@ from manifests.errors import NumericsError
 from manifests.records import ArrayRecord
 from pipeline.kernels.gradients import draw_labels
 from pipeline.methods.method import Moment
-from pipeline.samples import GRID_TOKENS
-from pipeline.units import Backward
+from pipeline.units.sharding import GRID_TOKENS
+from pipeline.units.units import Backward
 from stores.activations import ActivationReader, ActivationStore
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader

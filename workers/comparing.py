@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import StagedLayer
-from pipeline.score_units import Compare, CompareDone
+from pipeline.units.scores import Compare, CompareDone
 from workers.config import WorkerConfig
 from workers.embedding_and_head import embedding, head
 from workers.layers import LayerReader

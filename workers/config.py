@@ -11,7 +11,7 @@ import torch
 from manifests.records import ArrayRecord
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.samples import gradient_count, shard_range
+from pipeline.units.sharding import gradient_count, shard_range
 from stores.source import SourceCheckpoint
 from stores.storage import Place
 
@@ -65,7 +65,7 @@ class WorkerConfig:
         return samples, sequence
 
     def sample_range(self, shard: int) -> tuple[int, int]:
-        """Which of all calibration samples a shard is; see `pipeline.samples.shard_range`."""
+        """Which of all calibration samples a shard is; see `pipeline.units.sharding.shard_range`."""
         return shard_range(shard, self.shards, self.tokens_shape[0])
 
     def samples_of(self, shard: int) -> int:

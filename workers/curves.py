@@ -11,10 +11,10 @@ from torch import Tensor
 
 from manifests.quantize import Quantize
 from manifests.records import ArrayRecord, Curve
-from pipeline.curve_units import BeginCurve, CurvePieces, CurveUnit, Predict
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Dividing, Method, Moment, Predicting, Statistics
 from pipeline.rounding.choices import with_bits
+from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 
 Read = Callable[[Mapping[Moment, ArrayRecord]], Statistics]
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from manifests.errors import InputError, StorageError, WorkerError
-from pipeline.sum_units import Collect
-from pipeline.units import Unit
+from pipeline.units.sums import Collect
+from pipeline.units.units import Unit
 
 START = "start"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.units import Onward
+from pipeline.units.units import Onward
 from stores.activations import ActivationStore
 from stores.background import Background
 from workers.copies import Copies, HiddenReader

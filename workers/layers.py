@@ -20,7 +20,7 @@ from manifests.records import Scheme, StagedLayer
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_modules, packed_names, rounded_modules, unpacked
-from pipeline.units import Unwritten
+from pipeline.units.units import Unwritten
 from stores.source import SourceCheckpoint
 from stores.staging import read_staged
 from stores.threads import side_by_side

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import psutil
 
-from pipeline.units import ShardDone, Unit
+from pipeline.units.units import ShardDone, Unit
 from workers.config import WorkerConfig
 from workers.trace import unit_kind
 

@@ -16,8 +16,8 @@ from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.kernels.checks import require_finite
 from pipeline.methods.method import Moment
-from pipeline.samples import GRID_TOKENS
-from pipeline.units import Pair
+from pipeline.units.sharding import GRID_TOKENS
+from pipeline.units.units import Pair
 from workers.block import Block, overflow_advice
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader

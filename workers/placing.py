@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from pipeline.score_units import Score, WindowForward, shards_each
-from pipeline.sum_units import Add, Collect
-from pipeline.units import BesideUnit, ReadLayer, ShardUnit, Unit
+from pipeline.units.scores import Score, WindowForward, shards_each
+from pipeline.units.sums import Add, Collect
+from pipeline.units.units import BesideUnit, ReadLayer, ShardUnit, Unit
 
 Held = tuple[str, int]  # a shard, and of which windows
 

@@ -28,8 +28,8 @@ from ray.util import metrics
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
-from pipeline.sum_units import Collect
-from pipeline.units import BesideUnit, ShardUnit, Summable, Unit
+from pipeline.units.sums import Collect
+from pipeline.units.units import BesideUnit, ShardUnit, Summable, Unit
 from workers.actor import BESIDE, Outcome, WorkerActor
 from workers.cluster import declared_memory, watch_ray, why_unplaceable
 from workers.config import WorkerConfig
@@ -79,7 +79,7 @@ class _Member:
 
 
 class RayPool:
-    """See `pipeline.ports.Pool`."""
+    """See `pipeline.driver.interfaces.Pool`."""
 
     def __init__(
         self, setup: WorkerConfig, workers: Workers, stop: threading.Event, note: Callable[[str], None]
@@ -155,7 +155,7 @@ class RayPool:
         self.waiting.append(unit)
 
     def wait(self) -> tuple[Unit, Any]:
-        """The next finished unit. See `pipeline.ports.Pool.wait`."""
+        """The next finished unit. See `pipeline.driver.interfaces.Pool.wait`."""
         while True:
             if self.stop.is_set():
                 raise Interrupted("stopped by a signal; run the same command again to go on")

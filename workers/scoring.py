@@ -19,7 +19,7 @@ from torch.nn import functional
 from manifests.errors import NumericsError
 from manifests.records import ArrayRecord, StagedLayer
 from pipeline.kernels.checks import all_finite
-from pipeline.score_units import Score, Scored, WindowForward, Windows
+from pipeline.units.scores import Score, Scored, WindowForward, Windows
 from stores.activations import ActivationStore
 from workers.config import WorkerConfig
 from workers.copies import HiddenReader

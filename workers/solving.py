@@ -25,7 +25,7 @@ from pipeline.methods.method import (
 from pipeline.methods.unchanged import BITS
 from pipeline.rounding.schemes import WEIGHT
 from pipeline.rounding.solutions import at_correction, round_solution
-from pipeline.units import SolveDone, Write
+from pipeline.units.units import SolveDone, Write
 from workers.config import WorkerConfig
 from workers.tensor_transfer import TensorTransfer, get_all
 

@@ -19,8 +19,8 @@ from pipeline.kernels.exact_pairs import PairSum, choose_pair_grid
 from pipeline.kernels.exact_sums import DiagonalSum, Grid, MomentSum, choose_grid, product_tokens, sample_squares
 from pipeline.kernels.gradients import sample_square_norms
 from pipeline.methods.method import Moment
-from pipeline.sum_units import SUMMED, Collect, CollectDone
-from pipeline.units import Forward, Summable
+from pipeline.units.sums import SUMMED, Collect, CollectDone
+from pipeline.units.units import Forward, Summable
 from workers.block import Tap, overflow_advice
 from workers.tensor_transfer import TensorTransfer
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import LostInputError
-from pipeline.units import TensorUnit, Unit
+from pipeline.units.units import TensorUnit, Unit
 
 Packed = dict[str, tuple[str, Any]]
 

@@ -20,7 +20,7 @@ from manifests.records import ArrayRecord, GradientRecord
 from pipeline.kernels.exact_pairs import whole_pair
 from pipeline.kernels.exact_sums import Grid, exceeding, moment_rows, whole_diagonal, whole_moment
 from pipeline.methods.method import Moment
-from pipeline.sum_units import Add, AddDone, CheckGrids, CheckGridsDone, Summed, Total
+from pipeline.units.sums import Add, AddDone, CheckGrids, CheckGridsDone, Summed, Total
 from stores.statistics import StatisticsStore
 from workers.copies import Copies
 from workers.sums import NORMS

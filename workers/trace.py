@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pipeline.units import ShardDone, Unit
+from pipeline.units.units import ShardDone, Unit
 
 
 def unit_kind(unit: Unit) -> str:

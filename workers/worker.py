@@ -18,17 +18,17 @@ from torch import Tensor
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, GradientRecord, StagedLayer
-from pipeline.curve_units import BeginCurve, CurvePieces, CurveUnit, Predict
 from pipeline.families.family import LayerGeometry
 from pipeline.kernels.moments import cosine_sums
 from pipeline.kernels.refit import evenly_spread
 from pipeline.kernels.shrinkage import shrink
 from pipeline.methods.method import Group, Measuring, Moment, Statistics
 from pipeline.methods.registry import build_methods
-from pipeline.samples import GRID_TOKENS
-from pipeline.score_units import Compare, CompareDone, Score, WindowForward
-from pipeline.sum_units import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
-from pipeline.units import (
+from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
+from pipeline.units.scores import Compare, CompareDone, Score, WindowForward
+from pipeline.units.sharding import GRID_TOKENS
+from pipeline.units.sums import Add, CheckGrids, ChooseGrids, ChooseGridsDone, Collect, Summed, Total
+from pipeline.units.units import (
     Backward,
     BesideUnit,
     Forward,

@@ -28,11 +28,11 @@ from pipeline.checkpoint.counting import claimed_tensors, count
 from pipeline.checkpoint.decoding_cost import decoding_costs
 from pipeline.checkpoint.model_card import model_card
 from pipeline.checkpoint.reading import linear_modules
+from pipeline.driver.interfaces import Journal
+from pipeline.driver.ledger_keys import COMPARED, layer_key, rest_key
 from pipeline.families.registry import checkpoint_config
 from pipeline.job.inputs import Inputs
-from pipeline.keys import COMPARED, layer_key, rest_key
 from pipeline.methods.registry import config_fields, layers_of
-from pipeline.ports import Journal
 from pipeline.rounding.schemes import FIELD, quantization_config
 from stores.checkpoint import (
     copy_shard,

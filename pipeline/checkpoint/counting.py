@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lamina import LayersConfig
+from pipeline.driver.interfaces import Journal
+from pipeline.driver.ledger_keys import layer_key
 from pipeline.job.inputs import Inputs
-from pipeline.keys import layer_key
-from pipeline.ports import Journal
 from stores.headers import DTYPES
 
 

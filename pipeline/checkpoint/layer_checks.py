@@ -9,8 +9,8 @@ from typing import Any, Self
 from manifests.entries import LayerEntry
 from manifests.errors import CorruptError
 from manifests.records import E, Key, StagedRecord
-from pipeline.keys import layer_key
-from pipeline.ports import Journal
+from pipeline.driver.interfaces import Journal
+from pipeline.driver.ledger_keys import layer_key
 from stores.checkpoint import verify_shard
 from stores.storage import Place, open_storage
 from stores.threads import THREADS
@@ -32,17 +32,17 @@ class LayerChecks:
             self._check(self.journal.get(key))
 
     def commit(self, key: Key[E], record: E) -> None:
-        """See `pipeline.ports.Journal`."""
+        """See `pipeline.driver.interfaces.Journal`."""
         self.journal.commit(key, record)
         if key in self.keys:
             self._check(record)
 
     def get(self, key: Key[E]) -> E | None:
-        """See `pipeline.ports.Journal`."""
+        """See `pipeline.driver.interfaces.Journal`."""
         return self.journal.get(key)
 
     def retract(self, key: str) -> None:
-        """See `pipeline.ports.Journal`."""
+        """See `pipeline.driver.interfaces.Journal`."""
         self.journal.retract(key)
 
     def damaged(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ from manifests.entries import AssemblingEntry
 from manifests.errors import CorruptError, InputError, StorageError
 from manifests.records import StagedRecord
 from pipeline.checkpoint.compression_record import RECORD_FILE, SEAL, read_record
-from pipeline.keys import ASSEMBLING, COMPLETE
+from pipeline.driver.ledger_keys import ASSEMBLING, COMPLETE
 from stores.durable import is_hidden
 from stores.ledger import Ledger
 from stores.lock import RunLock

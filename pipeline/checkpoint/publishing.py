@@ -18,8 +18,8 @@ from pipeline.checkpoint.compression_record import (
     read_record,
     sealed,
 )
+from pipeline.driver.ledger_keys import COMPLETE
 from pipeline.evaluation.tasks import read_scores
-from pipeline.keys import COMPLETE
 from stores.hub_upload import upload_model
 from stores.run_directory import existing_run
 from stores.source import INDEX_FILE, is_hub_id

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.entries import GroupReport
 from pipeline.console.outlook import Outlook
-from pipeline.curve_units import Predict
-from pipeline.score_units import WindowForward
-from pipeline.units import Backward, Forward, Measure, Pair, ShardDone, Solve, SolveSizes, Unit
+from pipeline.units.curves import Predict
+from pipeline.units.scores import WindowForward
+from pipeline.units.units import Backward, Forward, Measure, Pair, ShardDone, Solve, SolveSizes, Unit
 
 LOG = logging.getLogger("lamina")
 COUNTED: dict[str, Any] = {  # in phases without forward units
@@ -28,7 +28,7 @@ SHOWN = {"walk": "compress layer by layer"}  # phases whose name says too little
 
 
 class JobObserver:
-    """See `pipeline.ports.Observer`. Use as a context manager, which starts and ends the display."""
+    """See `pipeline.driver.interfaces.Observer`. Use as a context manager, which starts and ends the display."""
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
         """`quiet` shows nothing."""

@@ -15,14 +15,14 @@ from manifests.errors import InputError
 from manifests.schema import Text, Workers
 from pipeline.checkpoint.reading import expected_tensors, read_checkpoint
 from pipeline.console.progress import JobObserver
+from pipeline.driver.interfaces import Pool
+from pipeline.driver.scheduler import do_units
+from pipeline.driver.scoring import window_units
 from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import window_tokens
 from pipeline.job.inputs import layer_dtype
 from pipeline.job.pool import worker_pool
-from pipeline.ports import Pool
-from pipeline.score_units import Score, Scored, Windows
-from pipeline.scoring import window_units
-from pipeline.steps import do_units
+from pipeline.units.scores import Score, Scored, Windows
 from stores.source import SourceCheckpoint
 from stores.storage import Storage
 from workers.config import WorkerConfig

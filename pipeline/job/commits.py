@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from manifests.entries import ScheduleEntry
+from pipeline.driver.ledger_keys import SCHEDULE
 from pipeline.job.context import JobContext
-from pipeline.keys import SCHEDULE
 from pipeline.plan.passes import pass_of
 from pipeline.plan.phases import layers_per_commit
 from pipeline.plan.probe import LayerShape, measured_rates

@@ -18,28 +18,27 @@ from pipeline.checkpoint.assembling import Assembler
 from pipeline.checkpoint.decoding_cost import count_dense
 from pipeline.checkpoint.layer_checks import LayerChecks
 from pipeline.checkpoint.output_directory import claim_files, survey_output
-from pipeline.computation import Job, LayersEntered
 from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
-from pipeline.driver import Driver
+from pipeline.driver.background_pool import Aside
+from pipeline.driver.driver import Driver
+from pipeline.driver.interfaces import Journal
+from pipeline.driver.job_spec import Job, LayersEntered
+from pipeline.driver.ledger_keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
+from pipeline.driver.pool_proxy import BusyPool
+from pipeline.driver.recovery import REPAIRS
+from pipeline.driver.scheduler import Course
+from pipeline.driver.scoring import Scorer
 from pipeline.evaluation.perplexity import sweep_scratch
-from pipeline.job.aside import Aside
 from pipeline.job.calibration import sample_tokens
 from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.outlook import job_outlook
 from pipeline.job.pool import worker_pool
-from pipeline.job.pool_around import BusyPool
 from pipeline.job.unit_log import units_logged
-from pipeline.keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.methods.registry import layers_of
-from pipeline.plan.phases import COMPARED_LAYERS
 from pipeline.plan.rates import known_rates
-from pipeline.ports import Journal
-from pipeline.repair import REPAIRS
-from pipeline.score_units import Compare
-from pipeline.scoring import Scorer
-from pipeline.steps import Course
+from pipeline.units.scores import COMPARED_LAYERS, Compare
 from stores.activations import ActivationStore
 from stores.background import Background
 from stores.ledger import Ledger
@@ -69,7 +68,7 @@ class Effort:
 
 
 class StoreCleaner:
-    """See `pipeline.ports.Cleaner`; the arrays of `always` stay.
+    """See `pipeline.driver.interfaces.Cleaner`; the arrays of `always` stay.
 
     Where nothing is to be retained, and at first, everything that nobody names is looked for, such as what a dead
     worker had written, unless others may be writing there; otherwise what was retained before is dropped, for which

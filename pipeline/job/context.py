@@ -20,13 +20,13 @@ from manifests.loading import dump_manifest
 from manifests.records import Key, SourceFile
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
-from pipeline.computation import Job
 from pipeline.console.progress import JobObserver
+from pipeline.driver.job_spec import Job
+from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
 from pipeline.job.calibration import calibration_tokens, evaluation_tokens
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
-from pipeline.keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
 from pipeline.plan.estimate import Plan, make_plan
 from pipeline.rounding.tasks import with_moments

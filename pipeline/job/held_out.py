@@ -14,16 +14,16 @@ import torch
 from manifests.entries import HeldOutEntry, HeldOutScoreEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, Key
-from pipeline.computation import LayersEntered, staged_layer
 from pipeline.console.summary import held_out_line
-from pipeline.job.aside import Aside
+from pipeline.driver.background_pool import Aside
+from pipeline.driver.job_spec import LayersEntered, staged_layer
+from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, TRIES
+from pipeline.driver.recovery import Repairs
+from pipeline.driver.scheduler import Course
+from pipeline.driver.scoring import Scorer
 from pipeline.job.compressing import JobWorkers
 from pipeline.job.context import JobContext, driver_job
-from pipeline.keys import HELD_OUT, HELD_OUT_SCORE, TRIES
-from pipeline.repair import Repairs
-from pipeline.score_units import Scored, Windows
-from pipeline.scoring import Scorer
-from pipeline.steps import Course
+from pipeline.units.scores import Scored, Windows
 
 DENSE, COMPRESSED = "held-out-dense", "held-out"  # as the ledger names what is scored
 

@@ -29,7 +29,7 @@ from pipeline.methods.registry import (
 )
 from pipeline.plan.estimate import rank_remarks
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
-from pipeline.samples import gradient_count, gradient_samples, importance_shards
+from pipeline.units.sharding import gradient_count, gradient_samples, importance_shards
 from stores.headers import DTYPES
 from stores.run_directory import FOLDERS
 from stores.source import SourceCheckpoint, is_hub_id, open_source

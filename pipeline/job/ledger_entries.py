@@ -19,9 +19,9 @@ from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
 from manifests.entries import DenseEntry, LayerEntry
 from manifests.records import ArrayRecord, Key
-from pipeline.computation import Job, entered_scores
 from pipeline.console.summary import print_summary
-from pipeline.keys import RANKS, curves_key, measured_key
+from pipeline.driver.job_spec import Job, entered_scores
+from pipeline.driver.ledger_keys import RANKS, curves_key, measured_key
 from pipeline.methods.registry import layers_of
 from stores.ledger import Ledger
 

@@ -18,11 +18,11 @@ from manifests.entries import ScoreEntry, TaskScoreEntry
 from manifests.records import Key
 from pipeline.console.signals import catch_signals
 from pipeline.console.summary import SEEN_LIMIT, seen_warning
+from pipeline.driver.ledger_keys import COMPLETE, score_key, task_score_key
 from pipeline.evaluation.perplexity import score_tokens, sweep_scratch
 from pipeline.evaluation.tasks import score_tasks, tasks_digest
 from pipeline.job.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext
-from pipeline.keys import COMPLETE, score_key, task_score_key
 
 
 def missing_scores(job: JobContext) -> list[str]:

@@ -8,13 +8,13 @@ from typing import Any
 from manifests.entries import CompleteEntry
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.console.signals import deferred_signals
+from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED
 from pipeline.job.compressing import Effort, assemble_output
 from pipeline.job.context import JobContext, begin, open_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.run_record import recorded
 from pipeline.job.scoring import missing_scores, score_output, scores
 from pipeline.job.sizing import compress_to_budget, tries_of
-from pipeline.keys import COMPLETE, HELD_OUT_SCORE, REUSED
 from workers.cluster import connect
 from workers.memory import peak_bytes
 

@@ -1,6 +1,6 @@
 """Units of a job that follows the loss, for the simulator: gradients, curves, corrections, held-out text.
 
-As `pipeline.gradient_pass`, `curve_taking`, `correction` and `scoring` hand them out. docs/plan.md.
+As `pipeline.driver.backward_pass`, `curve_taking`, `correction` and `scoring` hand them out. docs/plan.md.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
+from pipeline.driver.in_flight import AHEAD
 from pipeline.plan.phases import (
-    AHEAD,
-    COMPARED_LAYERS,
     THREADS,
     Pass,
     add_seconds,
@@ -30,6 +29,7 @@ from pipeline.plan.phases import (
 from pipeline.plan.rates import Rates
 from pipeline.plan.solve_work import SolveWork
 from pipeline.plan.work import LayerWork
+from pipeline.units.scores import COMPARED_LAYERS
 
 FORGOTTEN = 1_000_000  # more than there are shards: workers forget those of a model before the next is scored
 CORRECTED = 5  # passes of both layers: to each of four points, and to the end

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manifests.schema import Manifest
-from pipeline.computation import solves_in_pass
+from pipeline.driver.job_spec import solves_in_pass
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, layer_gradients, layers_of, predict_tasks
 from pipeline.plan.phases import Pass
-from pipeline.samples import gradient_samples, held_out_windows, importance_shards
+from pipeline.units.sharding import gradient_samples, held_out_windows, importance_shards
 
 
 def pass_of(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task]) -> Pass:

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.driver.in_flight import AHEAD
 from pipeline.plan.rates import Rates
 from pipeline.plan.rounding_work import round_seconds
 from pipeline.plan.solve_work import SolveWork
 from pipeline.plan.work import LayerWork
-from pipeline.score_units import scorers, shards_each
+from pipeline.units.scores import scorers, shards_each
 
 START_SECONDS = 5.0  # of a local Ray and its workers, as measured on a CPU
 WORKERS_SECONDS = 3.0  # of these, the workers': again for each model that is evaluated
@@ -18,9 +19,7 @@ ASSEMBLE_SECONDS = 0.5  # besides the last layer: the rest; what counts decoding
 COMMIT_SHARE = 0.05  # of the time of a pass, for writing its hidden states
 REPEATED_SECONDS = 600.0  # of work that is lost at most between two commits
 THREADS = 16  # of the driver, that take digests
-COMPARED_LAYERS = 4  # that both models go through side by side in one unit
-AHEAD = 3  # workers; for every so many, one layer's sums more may be on their way to the store
-READ_FOR_ALL = 3  # layers: the one at hand, and two ahead (`pipeline.layer_reading`)
+READ_FOR_ALL = 3  # layers: the one at hand, and two ahead (`pipeline.driver.layer_reading`)
 BYTES_OF_READING = 2  # a shard's hidden states go in and out
 
 
@@ -34,7 +33,7 @@ class Pass:
         compressed: whether layers go on with the compressed one's outputs.
         offload: whether hidden states leave the device between layers.
         cached: whether what was read or stored once is still in the nodes' memory (page cache) when it is read again.
-        in_pass: whether layers of a dense pass are solved while it goes on, from memory (`pipeline.dense_walk`).
+        in_pass: whether layers of a dense pass are solved while it goes on, from memory (`pipeline.driver.dense_walk`).
         kept: whether a dense pass stores its moments though layers are solved from memory.
         every: layers between two commits of hidden states; 0: not known yet, or so many that they take little.
         gradient_shards, held_out_shards: those of the backward pass's samples, and of held-out text.

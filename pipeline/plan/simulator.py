@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 
 from pipeline.plan.loss_units import FORGOTTEN
 from pipeline.plan.phases import START_SECONDS
-from pipeline.score_units import shards_each
+from pipeline.units.scores import shards_each
 
 WORKER = "worker"
-LEAVE_WORKERS = {"solve", "write"}  # while the driver waits for these alone, other courses go on (`pipeline.job.aside`)
+LEAVE_WORKERS = {
+    "solve",
+    "write",
+}  # while the driver waits for these alone, other courses go on (`pipeline.driver.background_pool`)
 UNSEEN = {"read", "reread", "verify", "barrier"}  # what the driver does not wait for
 
 

@@ -31,7 +31,7 @@ from pipeline.plan.solve_work import (
     solve_work,
     triangle_numbers,
 )
-from pipeline.samples import GRID_TOKENS, held_out_windows, importance_shards
+from pipeline.units.sharding import GRID_TOKENS, held_out_windows, importance_shards
 
 ROWS_PER_PRODUCT = 4096  # tokens whose product is rounded and added at once
 ADDED_BYTES = 32  # of device memory for each number: the product written, rounded, added to a float64 sum

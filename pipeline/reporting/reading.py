@@ -16,10 +16,10 @@ from manifests.entries import CurvesEntry, DenseEntry, GradientEntry, LayerEntry
 from manifests.errors import InputError, StorageError
 from manifests.records import Curve, TensorDescription
 from manifests.schema import Manifest
+from pipeline.driver.ledger_keys import COMPLETE, RANKS
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.unit_log import SUFFIX
-from pipeline.keys import COMPLETE, RANKS
 from pipeline.methods.method import Task, task_key
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.estimate import MOMENT_BYTES, Plan, make_plan

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from pipeline.reporting.drawing import DASHES, INK, MARKERS, MUTED, SERIES, Plot, draw, legend_below
 from pipeline.reporting.reading import Run
-from pipeline.units import BesideUnit
+from pipeline.units.units import BesideUnit
 
 COMMITTED = {
     "dense": "dense pass",

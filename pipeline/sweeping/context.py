@@ -21,12 +21,12 @@ from manifests.sweep import SWEEP_VERSION, Point, Sweep
 from pipeline.checkpoint.compression_record import quick_faults
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.console.progress import JobObserver
+from pipeline.driver.ledger_keys import POINTS, RESULT, SOURCE
 from pipeline.job.calibration import calibration_tokens, evaluation_tokens, tokens_digest
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import check_copied
 from pipeline.job.ledger_entries import check_entries
-from pipeline.keys import POINTS, RESULT, SOURCE
 from pipeline.plan.estimate import make_plan
 from pipeline.sweeping.planning import run_dir_bytes
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, shared_inputs

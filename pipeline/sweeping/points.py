@@ -13,11 +13,11 @@ from typing import Any
 from manifests.errors import InputError
 from manifests.schema import Budget, Manifest
 from manifests.sweep import Point
+from pipeline.driver.ledger_keys import point_part
 from pipeline.job.fingerprint import semantic_fields
 from pipeline.job.inputs import Inputs, check_inputs, opened_model
-from pipeline.keys import point_part
 from pipeline.methods.method import Task
-from pipeline.samples import gradient_samples
+from pipeline.units.sharding import gradient_samples
 from stores.ledger import Ledger, LedgerPart
 from stores.source import SourceCheckpoint
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.curve_units import BeginCurve, CurvePieces, Predict
-from pipeline.job.pool_around import BusyPool, PoolAround
+from pipeline.driver.pool_proxy import BusyPool, PoolAround
 from pipeline.sweeping.points import shifted
-from pipeline.units import Measure, Solve, SolveSizes, Unit
+from pipeline.units.curves import BeginCurve, CurvePieces, Predict
+from pipeline.units.units import Measure, Solve, SolveSizes, Unit
 
 
 class PointPool(PoolAround):

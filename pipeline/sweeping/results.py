@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from manifests import VERSION
+from pipeline.driver.ledger_keys import RANKS, RESULT
 from pipeline.job.scoring import dense_score_key
-from pipeline.keys import RANKS, RESULT
 from pipeline.sweeping.context import SweepContext
 from pipeline.sweeping.page import render_sweep
 from pipeline.sweeping.points import SweptPoint

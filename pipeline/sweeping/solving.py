@@ -16,8 +16,9 @@ from manifests.errors import CorruptError
 from manifests.records import ArrayRecord
 from pipeline.checkpoint.compression_record import SEAL
 from pipeline.checkpoint.counting import count, stored_tensors
-from pipeline.computation import entered_scores, staged_layer
 from pipeline.console.signals import catch_signals
+from pipeline.driver.job_spec import entered_scores, staged_layer
+from pipeline.driver.ledger_keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RANKS, RESULT
 from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS
 from pipeline.job.compressing import JobWorkers, StoreCleaner, assemble_output, job_workers, staged_layers
 from pipeline.job.context import JobContext, driver_job
@@ -25,15 +26,14 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
 from pipeline.job.scoring import dense_score_key, score_entry
 from pipeline.job.sizing import compress_and_score
-from pipeline.keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RANKS, RESULT
 from pipeline.plan.rates import known_rates
 from pipeline.ranks.curves import predicted_loss
-from pipeline.score_units import Scored, Windows
 from pipeline.sweeping.context import SweepContext
 from pipeline.sweeping.planning import sweep_outlook
 from pipeline.sweeping.points import SweptPoint, series_of
 from pipeline.sweeping.pool import PointPool
 from pipeline.sweeping.together import stage_together
+from pipeline.units.scores import Scored, Windows
 
 DENSE, COMPRESSED = "evaluation-dense", "evaluation"  # as the ledger names what is scored
 PASSING = (  # what a point leaves when it is entered

@@ -9,16 +9,16 @@ from typing import Any
 
 from manifests.errors import Interrupted, LaminaError
 from manifests.records import StagedRecord
-from pipeline.computation import RanksOf, staged_layer
-from pipeline.driver import Driver
+from pipeline.driver.driver import Driver
+from pipeline.driver.job_spec import RanksOf, staged_layer
+from pipeline.driver.layer_solving import LayerSolves, solve_layers
+from pipeline.driver.ledger_keys import layer_key
+from pipeline.driver.scheduler import layer_entry, write_unit
 from pipeline.job.compressing import JobWorkers
-from pipeline.keys import layer_key
-from pipeline.layer_solving import LayerSolves, solve_layers
 from pipeline.methods.registry import layers_of
-from pipeline.steps import layer_entry, write_unit
 from pipeline.sweeping.context import SweepContext
 from pipeline.sweeping.points import SweptPoint
-from pipeline.units import SizesSolved, Solve, SolveDone, SolveSizes, Write
+from pipeline.units.units import SizesSolved, Solve, SolveDone, SolveSizes, Write
 
 
 def stage_together(sweep: SweepContext, points: Sequence[SweptPoint], workers: JobWorkers) -> None:

@@ -60,7 +60,7 @@ def test_what_the_code_cites_is_there() -> None:
 
 
 def test_paths_that_the_pages_name_exist() -> None:
-    """`pipeline/driver.py` in backticks, and what a tutorial adds aside, is a file or a folder."""
+    """`pipeline/driver/driver.py` in backticks, and what a tutorial adds aside, is a file or a folder."""
     named = re.compile(r"`((?:manifests|pipeline|stores|workers|deploy|tools|tests|docs)/[\w./-]*)(?::[^`]*)?`")
     missing = [
         f"{page.relative_to(ROOT)}: {path}"

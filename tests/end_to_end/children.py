@@ -30,7 +30,7 @@ import pipeline.job.stages
 import workers.cluster
 from manifests.errors import Interrupted, LaminaError
 from manifests.schema import Workers
-from pipeline.units import Unit
+from pipeline.units.units import Unit
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
 from tests.end_to_end.jobs import COMMANDS, Job
@@ -49,7 +49,7 @@ WAIT_S = 120.0
 
 
 class InlinePool:
-    """See `pipeline.ports.Pool`; what `RayPool` offers, in this process."""
+    """See `pipeline.driver.interfaces.Pool`; what `RayPool` offers, in this process."""
 
     def __init__(
         self, setup: WorkerConfig, workers: Workers, stop: threading.Event, note: Callable[[str], None]

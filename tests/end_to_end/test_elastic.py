@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 import pipeline.job.pool
 import pipeline.scale
 from manifests.schema import Workers
-from pipeline.units import Forward, Unit
+from pipeline.units.units import Forward, Unit
 from stores.run_directory import RunDirectory
 from tests import factories
 from tests.end_to_end.children import Child

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pipeline.job.pool
-from pipeline.keys import HARDWARE
+from pipeline.driver.ledger_keys import HARDWARE
 from stores.ledger import Ledger
 from tests.end_to_end.jobs import Job, file_digests
 from workers.hardware import describe_hardware

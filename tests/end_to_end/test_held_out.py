@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pipeline.job.pool
 from manifests.schema import Text
-from pipeline.keys import HELD_OUT
+from pipeline.driver.ledger_keys import HELD_OUT
 from stores.activations import ActivationStore
 from stores.corpus import draw_samples, read_documents
 from stores.ledger import Ledger

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import pipeline.job.pool
-from pipeline.units import Forward, Unit
+from pipeline.units.units import Forward, Unit
 from stores.durable import is_hidden
 from tests import factories
 from tests.end_to_end.children import Child, Hook, wait_for

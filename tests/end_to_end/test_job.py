@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pipeline.job.pool
 from manifests.schema import Text
-from pipeline.units import Unit
+from pipeline.units.units import Unit
 from stores.corpus import draw_samples, read_documents
 from tests.end_to_end.jobs import (
     FLAT_LLM,

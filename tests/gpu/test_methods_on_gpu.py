@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from manifests.quantize import Quantize
-from pipeline.curve_units import Predict
 from pipeline.families.family import Geometry
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Method, Statistics, Task
@@ -18,6 +17,7 @@ from pipeline.methods.registry import build_methods
 from pipeline.ranks.curves import from_columns
 from pipeline.rounding.choices import gradient_moments
 from pipeline.rounding.solutions import input_moments
+from pipeline.units.curves import Predict
 from tests.emulated_device import EmulatedDevice
 from tests.pipeline.geometries import llama
 from tests.pipeline.loss_aware_weights import make_statistics

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pipeline import half_precision
 from pipeline.methods.method import Moment
-from pipeline.score_units import Compare, Score, WindowForward
-from pipeline.sum_units import ChooseGrids, Sums
-from pipeline.units import Backward, Forward, Pair
+from pipeline.units.scores import Compare, Score, WindowForward
+from pipeline.units.sums import ChooseGrids, Sums
+from pipeline.units.units import Backward, Forward, Pair
 from stores.staging import read_staged
 from tests.emulated_device import EmulatedDevice
 from tests.workers.bench import (

@@ -16,12 +16,12 @@ from typing import Any
 from manifests.entries import KINDS
 from manifests.errors import CorruptError, Interrupted, LostInputError
 from manifests.records import ArrayRecord, Curve, FormSpec, GradientRecord, Record, StagedLayer, StagedRecord
-from pipeline.computation import Job
-from pipeline.curve_units import BeginCurve, CurvePieces, Predict
-from pipeline.driver import Driver
+from pipeline.driver.driver import Driver
+from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Group, Moment, Scores, Task
-from pipeline.score_units import Score, Scored, WindowForward
-from pipeline.sum_units import (
+from pipeline.units.curves import BeginCurve, CurvePieces, Predict
+from pipeline.units.scores import Score, Scored, WindowForward
+from pipeline.units.sums import (
     SUMMED,
     Add,
     AddDone,
@@ -34,7 +34,7 @@ from pipeline.sum_units import (
     Summed,
     Total,
 )
-from pipeline.units import (
+from pipeline.units.units import (
     Backward,
     Forward,
     Measure,

@@ -10,15 +10,15 @@ import pytest
 
 from manifests.errors import CorruptError, LaminaError, StorageError
 from manifests.records import ArrayRecord
-from pipeline.computation import LayersEntered
-from pipeline.driver import Driver
-from pipeline.job.aside import Aside
+from pipeline.driver.background_pool import Aside
+from pipeline.driver.driver import Driver
+from pipeline.driver.job_spec import LayersEntered
+from pipeline.driver.scheduler import Course
+from pipeline.driver.scoring import Scorer
 from pipeline.methods.method import Task
 from pipeline.methods.registry import layers_of
-from pipeline.score_units import Compare, Scored, WindowForward, Windows
-from pipeline.scoring import Scorer
-from pipeline.steps import Course
-from pipeline.units import Forward, Solve, Unit, Write
+from pipeline.units.scores import Compare, Scored, WindowForward, Windows
+from pipeline.units.units import Forward, Solve, Unit, Write
 from tests.pipeline.simulation import (
     JOBS,
     Killed,
@@ -38,7 +38,7 @@ def windows(layer: int, count: int) -> list[Unit]:
 
 
 class Pool:
-    """See `pipeline.ports.Pool`: a result is its unit's key; `errors` are raised, once, for their units."""
+    """See `pipeline.driver.interfaces.Pool`: a result is its unit's key; `errors` are raised, once, for their units."""
 
     nodes = (("one",),)
     seconds: dict[str, list[float]] = {}  # noqa: RUF012 - nobody writes to it

@@ -18,8 +18,8 @@ from manifests.schema import Manifest
 from pipeline.checkpoint import assembling
 from pipeline.checkpoint.assembling import Assembler, plan_shards
 from pipeline.checkpoint.layer_checks import LayerChecks
+from pipeline.driver.ledger_keys import layer_key
 from pipeline.job.inputs import Inputs, read_inputs
-from pipeline.keys import layer_key
 from stores.disk import Disk
 from stores.durable import partial_path
 from stores.ledger import Ledger

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from manifests.schema import Manifest
+from pipeline.driver.ledger_keys import SCHEDULE
 from pipeline.job import commits
 from pipeline.job.commits import commit_interval
-from pipeline.keys import SCHEDULE
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan.phases import (
     REPEATED_SECONDS,

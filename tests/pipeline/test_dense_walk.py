@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from manifests.errors import LostInputError
-from pipeline.computation import Job
-from pipeline.driver import Driver
+from pipeline.driver.driver import Driver
+from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment
-from pipeline.sum_units import Add, Collect, Summed, Total
-from pipeline.units import Forward, Solve, Unit, Write
+from pipeline.units.sums import Add, Collect, Summed, Total
+from pipeline.units.units import Forward, Solve, Unit, Write
 from tests.pipeline.simulation import (
     ALL,
     IMPORTANCE,

@@ -12,12 +12,12 @@ import pytest
 
 from manifests.entries import GroupReport
 from manifests.records import FormSpec
-from pipeline.computation import Job
-from pipeline.driver import Driver
+from pipeline.driver.driver import Driver
+from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_moments
-from pipeline.sum_units import Add, Collect, Total
-from pipeline.units import Forward, Reduce, Solve, Unit, Write
+from pipeline.units.sums import Add, Collect, Total
+from pipeline.units.units import Forward, Reduce, Solve, Unit, Write
 from tests.pipeline.simulation import (
     ALL,
     IMPORTANCE,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from manifests.errors import NumericsError
-from pipeline.sum_units import Collect, Total
-from pipeline.units import Pair, Reduce, Unit, Write
+from pipeline.units.sums import Collect, Total
+from pipeline.units.units import Pair, Reduce, Unit, Write
 from tests.pipeline.simulation import JOBS, SimulatedPool, World, commits, make_corrected_job, run
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from manifests.errors import LostInputError
-from pipeline.computation import Job
-from pipeline.curve_units import CurvePieces, Predict
-from pipeline.driver import Driver
+from pipeline.driver.driver import Driver
+from pipeline.driver.job_spec import Job
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_gradients, layer_moments
-from pipeline.sum_units import Collect
-from pipeline.units import Forward, Solve, Unit
+from pipeline.units.curves import CurvePieces, Predict
+from pipeline.units.sums import Collect
+from pipeline.units.units import Forward, Solve, Unit
 from tests.pipeline.simulation import (
     ALL,
     JOBS,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from manifests.errors import CorruptError, Interrupted, LostInputError, NumericsError, WorkerError
-from pipeline.computation import Job
-from pipeline.dense_walk import layers_behind
-from pipeline.sum_units import Add, Total
-from pipeline.units import Forward, Solve, SumUnit, Unwritten
+from pipeline.driver.dense_walk import layers_behind
+from pipeline.driver.job_spec import Job
+from pipeline.units.sums import Add, Total
+from pipeline.units.units import Forward, Solve, SumUnit, Unwritten
 from tests.pipeline.simulation import (
     ALL,
     IMPORTANCE,

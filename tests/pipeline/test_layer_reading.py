@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from manifests.errors import LostInputError
-from pipeline.sum_units import ChooseGrids
-from pipeline.units import ReadLayer, Unit
+from pipeline.units.sums import ChooseGrids
+from pipeline.units.units import ReadLayer, Unit
 from tests.pipeline.simulation import SimulatedPool, World, forwards, make_job, make_tasks, run
 
 LAYERS = range(5)

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.console.outlook import Ahead, Outlook
 from pipeline.console.progress import JobObserver
-from pipeline.units import Forward, ShardDone
+from pipeline.units.units import Forward, ShardDone
 
 
 def ahead(*phases: tuple[str, float]) -> list[Ahead]:

@@ -26,7 +26,7 @@ from pipeline.plan.rounding_work import round_seconds
 from pipeline.plan.solve_work import SolveWork, point_features
 from pipeline.plan.work import layer_work
 from pipeline.rounding.tasks import with_moments
-from pipeline.samples import held_out_windows
+from pipeline.units.sharding import held_out_windows
 from tests.pipeline.geometries import llama, manifest, other
 from workers import cluster
 

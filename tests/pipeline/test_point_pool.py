@@ -6,9 +6,9 @@ from collections import deque
 from typing import Any
 
 from pipeline.methods.method import Task
-from pipeline.score_units import Compare
 from pipeline.sweeping.pool import PointPool
-from pipeline.units import Solve, Unit
+from pipeline.units.scores import Compare
+from pipeline.units.units import Solve, Unit
 
 
 class Recording:

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from manifests.entries import GroupReport
 from pipeline.console.progress import JobObserver
-from pipeline.curve_units import Predict
 from pipeline.methods.method import Task
-from pipeline.units import Forward, ShardDone
+from pipeline.units.curves import Predict
+from pipeline.units.units import Forward, ShardDone
 
 LONG = {"LAYER": GroupReport(ranks={"value": 48, "mlp": 4864, "query_key": 40}, error=0.0123)}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.samples import IMPORTANCE_TOKENS, LEAST_SHARDS, importance_shards, shard_range
+from pipeline.units.sharding import IMPORTANCE_TOKENS, LEAST_SHARDS, importance_shards, shard_range
 
 
 def test_fixed_parts() -> None:

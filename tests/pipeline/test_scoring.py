@@ -8,9 +8,9 @@ import pytest
 
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, FormSpec, StagedLayer
-from pipeline.keys import scored_key
-from pipeline.score_units import Score, Scored, WindowForward, Windows
-from pipeline.scoring import Scorer
+from pipeline.driver.ledger_keys import scored_key
+from pipeline.driver.scoring import Scorer
+from pipeline.units.scores import Score, Scored, WindowForward, Windows
 from tests.pipeline.simulation import (
     Killed,
     MemoryJournal,

@@ -40,7 +40,14 @@ MODELS = (
     "torch._dynamo",
     "sympy",
 )
-OF_THE_DRIVER = ("rich", "pipeline.driver", "pipeline.job", "pipeline.console", "pipeline.checkpoint", "pipeline.plan")
+OF_THE_DRIVER = (
+    "rich",
+    "pipeline.driver.driver",
+    "pipeline.job",
+    "pipeline.console",
+    "pipeline.checkpoint",
+    "pipeline.plan",
+)
 COMMANDS = ("run", "plan.__main__", "status", "scale", "verify", "evaluate", "report", "export")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from manifests.entries import MeasuredEntry, RanksEntry
 from manifests.errors import InputError, StorageError
-from pipeline.keys import RANKS, measured_key
+from pipeline.driver.ledger_keys import RANKS, measured_key
 from stores.disk import Disk
 from stores.durable import partial_path
 from stores.ledger import Ledger, LedgerPart

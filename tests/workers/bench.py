@@ -21,8 +21,8 @@ from manifests.records import StagedLayer
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.sum_units import SUMMED, ChooseGrids, Collect, Summed, Sums, Total
-from pipeline.units import Backward, Forward, Reduce, Solve, SolveDone, Summable, Write
+from pipeline.units.sums import SUMMED, ChooseGrids, Collect, Summed, Sums, Total
+from pipeline.units.units import Backward, Forward, Reduce, Solve, SolveDone, Summable, Write
 from stores.activations import ActivationStore
 from stores.source import open_source
 from tests.pipeline.geometries import manifest

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from manifests.errors import CorruptError, NumericsError
 from pipeline.kernels.gradients import draw_labels
 from pipeline.methods.method import Moment
-from pipeline.samples import gradient_count, gradient_samples
-from pipeline.sum_units import ChooseGrids, Total
-from pipeline.units import Backward, Forward
+from pipeline.units.sharding import gradient_count, gradient_samples
+from pipeline.units.sums import ChooseGrids, Total
+from pipeline.units.units import Backward, Forward
 from tests.workers.bench import (
     FAMILIES,
     SEQUENCE,

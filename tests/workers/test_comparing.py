@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.score_units import Compare
+from pipeline.units.scores import Compare
 from tests.workers.bench import LOW, make_setup, make_worker, solve_layer
 
 

@@ -11,9 +11,9 @@ import workers.curves
 from manifests.methods import LossAware
 from manifests.quantize import Quantize
 from manifests.records import Curve
-from pipeline.curve_units import BeginCurve, CurvePieces, CurveUnit, Predict
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Statistics, Task
+from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
 from tests.pipeline.geometries import llama, other
 from tests.pipeline.loss_aware_weights import make_statistics, make_weights
 from workers.curves import made_of_curve

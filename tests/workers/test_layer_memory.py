@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline import half_precision
-from pipeline.score_units import Compare
+from pipeline.units.scores import Compare
 from tests.workers.bench import SAMPLES, SEQUENCE, layer_names, make_setup, make_worker, save_source, solve_layer
 from workers.layer_memory import LayerMemory
 from workers.layers import LayerReader

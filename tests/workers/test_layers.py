@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manifests.errors import LostInputError, NumericsError
-from pipeline.units import Forward, ReadLayer
+from pipeline.units.units import Forward, ReadLayer
 from stores.source import SourceCheckpoint
 from tests.workers.bench import held, layer_names, make_setup, make_worker, save_source, solve_layer
 from workers.layers import LayerReader

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.units import Score, Solve
+from pipeline.units.units import Score, Solve
 from workers.actor import WorkerActor, memory_advice
 
 

@@ -14,7 +14,7 @@ from ray.util import metrics as ray_metrics
 
 from manifests.errors import NumericsError
 from manifests.schema import Workers
-from pipeline.units import Forward, ShardDone, Unit
+from pipeline.units.units import Forward, ShardDone, Unit
 from tests.workers.fake_ray import FakeRay, Watch
 from workers import metrics as names
 from workers import pool as pool_module

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from manifests.errors import CorruptError
 from pipeline.methods.method import Moment
-from pipeline.units import Pair, ShardDone
+from pipeline.units.units import Pair, ShardDone
 from tests.workers.bench import (
     LOW,
     SAMPLES,

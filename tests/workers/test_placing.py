@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.methods.method import Moment, Task
-from pipeline.score_units import WindowForward, Windows
-from pipeline.sum_units import Add, Collect
-from pipeline.units import Forward, ReadLayer, Solve, Unit, Write
+from pipeline.units.scores import WindowForward, Windows
+from pipeline.units.sums import Add, Collect
+from pipeline.units.units import Forward, ReadLayer, Solve, Unit, Write
 from workers.placing import choose
 
 WRITE, COLLECT = Write(0, (), (), {}), Collect("compressed", 0, "worker", "pass-0", ())

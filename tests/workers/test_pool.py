@@ -22,8 +22,8 @@ from ray.exceptions import (
 from manifests.errors import InputError, Interrupted, NumericsError, StorageError, WorkerError
 from manifests.schema import Workers
 from pipeline.methods.method import Moment
-from pipeline.score_units import Score, Windows
-from pipeline.sum_units import (
+from pipeline.units.scores import Score, Windows
+from pipeline.units.sums import (
     Add,
     AddDone,
     CheckGrids,
@@ -34,7 +34,7 @@ from pipeline.sum_units import (
     CollectDone,
     Sums,
 )
-from pipeline.units import Forward, Pair, Reduce, ShardDone, Unit, Write
+from pipeline.units.units import Forward, Pair, Reduce, ShardDone, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay, Watch
 from workers import pool as pool_module
 from workers import shortage

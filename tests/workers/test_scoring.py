@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifests.errors import CorruptError
-from pipeline.score_units import Score, WindowForward, Windows
-from pipeline.scoring import window_units
-from pipeline.units import Forward
+from pipeline.driver.scoring import window_units
+from pipeline.units.scores import Score, WindowForward, Windows
+from pipeline.units.units import Forward
 from stores.activations import ActivationStore
 from tests.workers.bench import (
     EVERYTHING,

@@ -15,8 +15,8 @@ from torch import Tensor
 from manifests.errors import NumericsError
 from pipeline.kernels import exact_sums
 from pipeline.methods.method import Moment
-from pipeline.sum_units import Add, CheckGrids, ChooseGrids, Summed, Sums, Total
-from pipeline.units import Forward
+from pipeline.units.sums import Add, CheckGrids, ChooseGrids, Summed, Sums, Total
+from pipeline.units.units import Forward
 from stores.statistics import StatisticsStore
 from tests.workers.bench import collect, make_setup, make_worker, rewrite
 from workers import sums

@@ -15,8 +15,8 @@ from manifests.errors import NumericsError
 from manifests.quantize import Quantize
 from manifests.records import FormSpec, StagedLayer
 from pipeline.methods.method import Moment
-from pipeline.sum_units import ChooseGrids, Summed, Sums, Total
-from pipeline.units import Forward, Reduce, ShardDone, Solve, Unwritten
+from pipeline.units.sums import ChooseGrids, Summed, Sums, Total
+from pipeline.units.units import Forward, Reduce, ShardDone, Solve, Unwritten
 from stores.staging import read_staged
 from tests.workers.bench import (
     EVERYTHING,

@@ -10,8 +10,8 @@ import torch
 
 from manifests.errors import CorruptError, LostInputError, NumericsError
 from pipeline.methods.method import Moment
-from pipeline.sum_units import ChooseGrids
-from pipeline.units import Forward, Solve, Write
+from pipeline.units.sums import ChooseGrids
+from pipeline.units.units import Forward, Solve, Write
 from tests.workers.bench import (
     LOW,
     Reference,

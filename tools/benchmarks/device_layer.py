@@ -38,9 +38,9 @@ from pipeline.plan.phases import (
 )
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.work import LayerWork, layer_work
-from pipeline.samples import importance_shards
-from pipeline.sum_units import ChooseGrids, Collect
-from pipeline.units import Forward, Solve, Unit, Write
+from pipeline.units.sharding import importance_shards
+from pipeline.units.sums import ChooseGrids, Collect
+from pipeline.units.units import Forward, Solve, Unit, Write
 from tools.benchmarks.jobs import end_on_sigterm, print_table
 from tools.benchmarks.memory_over_layers import write_model
 from tools.benchmarks.where_time_goes import LocalPool, run_here

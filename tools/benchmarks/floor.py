@@ -39,7 +39,7 @@ from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.plan.work import COMPARED_TOKENS
-from pipeline.samples import held_out_windows, shard_range
+from pipeline.units.sharding import held_out_windows, shard_range
 from tools.benchmarks.jobs import end_on_sigterm, environment, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
 from tools.benchmarks.predictions import ITEMSIZE, JOBS, STARTING, manifest_of

@@ -41,7 +41,7 @@ from manifests.loading import parse_manifest
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.console.summary import compute_share
 from pipeline.kernels.exact_sums import MomentSum
-from pipeline.units import Unit
+from pipeline.units.units import Unit
 from stores.activations import ActivationReader, ActivationStore, ActivationWriter
 from stores.arrays import ArrayStore
 from stores.ledger import Ledger

@@ -14,18 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from manifests.records import ArrayRecord, StagedRecord
-from pipeline.computation import Job, RanksOf, staged_layer
-from pipeline.forward_pass import ForwardPass, dense_entry
-from pipeline.keys import dense_key
-from pipeline.layer_reading import LayerReading
-from pipeline.layer_solving import LayersInHand, Solved
+from pipeline.driver.forward_pass import ForwardPass, dense_entry
+from pipeline.driver.interfaces import Cleaner
+from pipeline.driver.job_spec import Job, RanksOf, staged_layer
+from pipeline.driver.layer_reading import LayerReading
+from pipeline.driver.layer_solving import LayersInHand, Solved
+from pipeline.driver.ledger_keys import dense_key
+from pipeline.driver.reduction import Summing, Taken
+from pipeline.driver.scheduler import Steps, solve_units
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_moments, layers_of
-from pipeline.ports import Cleaner
-from pipeline.steps import Steps, solve_units
-from pipeline.sum_units import Summed
-from pipeline.summing import Summing, Taken
-from pipeline.units import Solve
+from pipeline.units.sums import Summed
+from pipeline.units.units import Solve
 
 
 def layers_behind(workers: int) -> int:

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from manifests.entries import ScoredEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.computation import LayersEntered
-from pipeline.keys import scored_key
-from pipeline.ports import Cleaner, Journal, Observer, Pool
-from pipeline.repair import Repairs
-from pipeline.score_units import Score, Scored, WindowForward, Windows
-from pipeline.steps import Course, do_units, follow
-from pipeline.units import ShardDone, Unit
+from pipeline.driver.interfaces import Cleaner, Journal, Observer, Pool
+from pipeline.driver.job_spec import LayersEntered
+from pipeline.driver.ledger_keys import scored_key
+from pipeline.driver.recovery import Repairs
+from pipeline.driver.scheduler import Course, do_units, follow
+from pipeline.units.scores import Score, Scored, WindowForward, Windows
+from pipeline.units.units import ShardDone, Unit
 
 Layers = Sequence[StagedLayer | None]
 Outputs = Callable[[], Sequence[ArrayRecord] | None]  # by shard, of another model; none: of no other; None: not yet

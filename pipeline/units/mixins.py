@@ -1,4 +1,4 @@
-"""What several units, and several of their results, say alike. See `pipeline.units`."""
+"""What several units, and several of their results, say alike. See `pipeline.units.units`."""
 
 from __future__ import annotations
 

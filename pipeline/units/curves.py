@@ -1,6 +1,6 @@
 """The units that take the curve of a group of matrices: what each size is predicted to cost the loss.
 
-See `pipeline.units`.
+See `pipeline.units.units`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from manifests.entries import GroupReport
 from manifests.records import ArrayRecord, E, Key, StagedRecord
-from pipeline.units import Unit
+from pipeline.units.units import Unit
 
 
 class Pool(Protocol):

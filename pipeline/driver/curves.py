@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manifests.records import ArrayRecord, Curve
-from pipeline.curve_units import BeginCurve, CurvePieces, Predict
+from pipeline.driver.scheduler import Steps
 from pipeline.methods.method import Moment, Task
-from pipeline.steps import Steps
+from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 
 Found = Mapping[Moment, ArrayRecord]
 

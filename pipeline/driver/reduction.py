@@ -15,9 +15,9 @@ from typing import Any
 
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord
+from pipeline.driver.scheduler import Steps
 from pipeline.methods.method import Moment
-from pipeline.steps import Steps
-from pipeline.sum_units import (
+from pipeline.units.sums import (
     SUMMED,
     Add,
     AddDone,
@@ -31,7 +31,7 @@ from pipeline.sum_units import (
     Sums,
     Total,
 )
-from pipeline.units import ShardDone, Summable
+from pipeline.units.units import ShardDone, Summable
 
 Parts = Mapping[Moment, tuple[Any, ...]]  # handles
 

@@ -9,8 +9,8 @@ from typing import Any
 from manifests.entries import GradientEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import Key, Record
-from pipeline.keys import activations_key, dense_key, gradient_key, layer_key, statistics_key
-from pipeline.ports import Journal, Observer
+from pipeline.driver.interfaces import Journal, Observer
+from pipeline.driver.ledger_keys import activations_key, dense_key, gradient_key, layer_key, statistics_key
 
 REPAIRS = 3
 

@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from manifests.records import ArrayRecord
+from pipeline.driver.interfaces import Cleaner
+from pipeline.driver.reduction import Summing, Taken
 from pipeline.methods.method import Moment
-from pipeline.plan.phases import AHEAD
-from pipeline.ports import Cleaner
-from pipeline.summing import Summing, Taken
-from pipeline.units import Summable
+from pipeline.units.units import Summable
+
+AHEAD = 3  # for every so many workers, the sums of one more layer may be on their way to the store
 
 
 class UnderWay:

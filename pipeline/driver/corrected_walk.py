@@ -16,15 +16,15 @@ from dataclasses import replace
 from manifests.entries import ActivationsEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.computation import Job, RanksOf, staged_layer
-from pipeline.keys import activations_key
+from pipeline.driver.interfaces import Cleaner
+from pipeline.driver.job_spec import Job, RanksOf, staged_layer
+from pipeline.driver.ledger_keys import activations_key
+from pipeline.driver.reduction import Summing
+from pipeline.driver.scheduler import Steps, write_unit
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layers_of
-from pipeline.ports import Cleaner
-from pipeline.steps import Steps, write_unit
-from pipeline.sum_units import Summed
-from pipeline.summing import Summing
-from pipeline.units import Pair, Solve, SolveDone, Write
+from pipeline.units.sums import Summed
+from pipeline.units.units import Pair, Solve, SolveDone, Write
 
 POINTS = ("attention.in", "o.in", "mlp.in", "down.in")  # in the order of the forward pass
 Solved = dict[Task, tuple[Solve, SolveDone]]

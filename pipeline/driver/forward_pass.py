@@ -7,11 +7,11 @@ from typing import Any
 
 from manifests.entries import DenseEntry
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.computation import Job, staged_layer
-from pipeline.keys import activations_key, dense_key
+from pipeline.driver.interfaces import Journal
+from pipeline.driver.job_spec import Job, staged_layer
+from pipeline.driver.ledger_keys import activations_key, dense_key
 from pipeline.methods.method import Moment
-from pipeline.ports import Journal
-from pipeline.units import Forward, Lineage, ShardDone, Unwritten
+from pipeline.units.units import Forward, Lineage, ShardDone, Unwritten
 
 
 class ForwardPass:

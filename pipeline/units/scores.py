@@ -1,4 +1,4 @@
-"""The units that score a model on windows of tokens, or hold it against the dense one. See `pipeline.units`."""
+"""The units that score a model on windows of tokens, or hold it against the dense one. See `pipeline.units.units`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.samples import shard_range
-from pipeline.unit_parts import Replaying
+from pipeline.units.mixins import Replaying
+from pipeline.units.sharding import shard_range
+
+COMPARED_LAYERS = 4  # layers of both models in one `Compare`
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,11 @@ def shards_each(shards: int, workers: int) -> int:
 
 @dataclass(frozen=True)
 class WindowForward(Replaying):
-    """One shard of windows through one layer, for its outputs alone: a `pipeline.units.ShardDone`.
+    """One shard of windows through one layer, for its outputs alone: a `pipeline.units.units.ShardDone`.
 
     Attributes:
         model: names what is scored among all that the same windows go through.
-        staged, store, ahead: as in `pipeline.units.Forward`.
+        staged, store, ahead: as in `pipeline.units.units.Forward`.
         ahead_staged: the layer that is read ahead, where it is no dense one.
     """
 

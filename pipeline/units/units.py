@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
 from manifests.records import ArrayRecord, FormSpec, Scheme, StagedLayer
-from pipeline.curve_units import CurveUnit
 from pipeline.methods.method import Moment, Task
-from pipeline.score_units import Compare, Score, WindowForward
-from pipeline.sum_units import Add, CheckGrids, ChooseGrids, Collect, Summed, Sums, Total
-from pipeline.unit_parts import HoldsPartials, Replaying
+from pipeline.units.curves import CurveUnit
+from pipeline.units.mixins import HoldsPartials, Replaying
+from pipeline.units.scores import Compare, Score, WindowForward
+from pipeline.units.sums import Add, CheckGrids, ChooseGrids, Collect, Summed, Sums, Total
 
 Lineage = Literal["dense", "compressed", "paired", "gradient"]
 

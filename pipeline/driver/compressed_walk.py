@@ -14,15 +14,15 @@ from typing import NamedTuple
 from manifests.entries import ActivationsEntry, StatisticsEntry
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.computation import Job, RanksOf, staged_layer
-from pipeline.forward_pass import ForwardPass
-from pipeline.keys import activations_key, statistics_key
+from pipeline.driver.forward_pass import ForwardPass
+from pipeline.driver.interfaces import Cleaner
+from pipeline.driver.job_spec import Job, RanksOf, staged_layer
+from pipeline.driver.ledger_keys import activations_key, statistics_key
+from pipeline.driver.reduction import Summing
+from pipeline.driver.scheduler import Steps, solve_units, write_units
 from pipeline.methods.registry import layer_moments, layers_of
-from pipeline.ports import Cleaner
-from pipeline.steps import Steps, solve_units, write_units
-from pipeline.sum_units import Summed
-from pipeline.summing import Summing
-from pipeline.units import Forward, Solve, SolveDone, Unwritten, Write
+from pipeline.units.sums import Summed
+from pipeline.units.units import Forward, Solve, SolveDone, Unwritten, Write
 
 
 class _Onward(NamedTuple):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from manifests.records import Curve, Key, StagedLayer
-from pipeline.keys import curves_key, dense_key, layer_key, measured_key
+from pipeline.driver.interfaces import Journal
+from pipeline.driver.ledger_keys import curves_key, dense_key, layer_key, measured_key
 from pipeline.methods.method import Scores, Task
 from pipeline.methods.registry import layer_gradients, layer_importance, layers_of
-from pipeline.ports import Journal
 
 RanksOf = Mapping[str, Mapping[str, int]]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from manifests.errors import CorruptError, LaminaError, LostInputError
-from pipeline.job.pool_around import BusyPool, PoolAround
-from pipeline.steps import Course
-from pipeline.units import BesideUnit, SolveUnit, Unit, Write
+from pipeline.driver.pool_proxy import BusyPool, PoolAround
+from pipeline.driver.scheduler import Course
+from pipeline.units.units import BesideUnit, SolveUnit, Unit, Write
 
 LEAVES_WORKERS = SolveUnit | Write  # few at a time, and longer than what is done aside
 DEPTH = 2  # units of its own for each worker, when nothing else is under way

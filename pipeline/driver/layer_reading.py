@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.steps import Steps
-from pipeline.units import ReadDone, ReadLayer
+from pipeline.driver.scheduler import Steps
+from pipeline.units.units import ReadDone, ReadLayer
 
 Handles = tuple[Any, ...]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pipeline.ports import Pool
-from pipeline.units import Unit
+from pipeline.driver.interfaces import Pool
+from pipeline.units.units import Unit
 
 
 class BusyPool(Pool, Protocol):

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, E, FormSpec, Key, StagedRecord
-from pipeline.computation import RanksOf
-from pipeline.keys import layer_key
+from pipeline.driver.interfaces import Journal, Observer, Pool
+from pipeline.driver.job_spec import RanksOf
+from pipeline.driver.ledger_keys import layer_key
+from pipeline.driver.recovery import Repairs
 from pipeline.methods.method import Moment, Task
-from pipeline.ports import Journal, Observer, Pool
-from pipeline.repair import Repairs
-from pipeline.sum_units import Summed
-from pipeline.units import Lineage, Reduce, ShardDone, Solve, SolveDone, Unit, Write
+from pipeline.units.sums import Summed
+from pipeline.units.units import Lineage, Reduce, ShardDone, Solve, SolveDone, Unit, Write
 
 T = TypeVar("T")
 # Gives units that are due and is sent their results, in their order, until it returns; none are due: not yet.

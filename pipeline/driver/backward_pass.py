@@ -14,14 +14,14 @@ from typing import cast
 
 from manifests.entries import GradientEntry
 from manifests.records import ArrayRecord, GradientRecord
-from pipeline.computation import Job
-from pipeline.keys import dense_key, gradient_key
+from pipeline.driver.in_flight import UnderWay
+from pipeline.driver.interfaces import Cleaner
+from pipeline.driver.job_spec import Job
+from pipeline.driver.ledger_keys import dense_key, gradient_key
+from pipeline.driver.reduction import Summing, Taken
+from pipeline.driver.scheduler import Steps
 from pipeline.methods.registry import layer_gradients
-from pipeline.ports import Cleaner
-from pipeline.steps import Steps
-from pipeline.summing import Summing, Taken
-from pipeline.under_way import UnderWay
-from pipeline.units import Backward
+from pipeline.units.units import Backward
 
 
 class GradientPass:

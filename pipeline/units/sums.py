@@ -1,6 +1,6 @@
 """The units that make one sum of what workers have summed of a layer's moments, and their results.
 
-See `pipeline.units`.
+See `pipeline.units.units`.
 """
 
 from __future__ import annotations

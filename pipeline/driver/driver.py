@@ -1,8 +1,8 @@
 """The loop over layers: which units are due, in which order they are committed, where an interrupted job goes on.
 
-No I/O and no tensors: units go to a pool, what is done goes to a journal (`pipeline.keys`). Order of durability: a
-layer's statistics are entered before its factors, its factors before the hidden states that follow from them; replaced
-data is dropped last.
+No I/O and no tensors: units go to a pool, results go to a journal (`pipeline.driver.ledger_keys`). Order of durability:
+a layer's statistics are entered before its factors, its factors before the hidden states that follow from them;
+replaced data is dropped last.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from manifests.entries import (
 )
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, StagedRecord
-from pipeline.compressed_walk import CompressedWalk
-from pipeline.computation import Job, RanksOf, entered_importance, entered_scores, staged_layer
-from pipeline.correction import CorrectedWalk
-from pipeline.curve_taking import take_curves
-from pipeline.dense_walk import DenseWalk
-from pipeline.forward_pass import ForwardPass, dense_entry
-from pipeline.gradient_pass import GradientPass
-from pipeline.keys import (
+from pipeline.driver.backward_pass import GradientPass
+from pipeline.driver.compressed_walk import CompressedWalk
+from pipeline.driver.corrected_walk import CorrectedWalk
+from pipeline.driver.curves import take_curves
+from pipeline.driver.dense_walk import DenseWalk
+from pipeline.driver.forward_pass import ForwardPass, dense_entry
+from pipeline.driver.in_flight import UnderWay
+from pipeline.driver.interfaces import Cleaner, Journal, Observer, Pool
+from pipeline.driver.job_spec import Job, RanksOf, entered_importance, entered_scores, staged_layer
+from pipeline.driver.layer_reading import LayerReading
+from pipeline.driver.layer_solving import LayerSolves, solve_layers
+from pipeline.driver.ledger_keys import (
     RANKS,
     curves_key,
     dense_key,
@@ -34,16 +38,12 @@ from pipeline.keys import (
     measured_key,
     statistics_key,
 )
-from pipeline.layer_reading import LayerReading
-from pipeline.layer_solving import LayerSolves, solve_layers
+from pipeline.driver.recovery import Repairs, computed_keys
+from pipeline.driver.reduction import Summing, Taken
+from pipeline.driver.scheduler import Steps, solve_units, write_units
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
-from pipeline.ports import Cleaner, Journal, Observer, Pool
-from pipeline.repair import Repairs, computed_keys
-from pipeline.steps import Steps, solve_units, write_units
-from pipeline.summing import Summing, Taken
-from pipeline.under_way import UnderWay
-from pipeline.units import Forward, Measure, Solve, SolveDone
+from pipeline.units.units import Forward, Measure, Solve, SolveDone
 
 
 class Driver:

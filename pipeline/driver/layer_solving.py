@@ -10,8 +10,8 @@ from math import inf
 from typing import Any, NamedTuple
 
 from manifests.records import StagedRecord
-from pipeline.steps import Steps, write_unit
-from pipeline.units import Solve, SolveDone, SolveSizes, Write
+from pipeline.driver.scheduler import Steps, write_unit
+from pipeline.units.units import Solve, SolveDone, SolveSizes, Write
 
 
 class LayerSolves(NamedTuple):

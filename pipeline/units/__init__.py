@@ -1,0 +1,1 @@
+"""The units of work: messages between the driver and the workers."""
