@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pipeline.console.arguments import parser, run_command
+from pipeline.console.signals import interrupt_on_signals
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,12 +29,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
+    interrupt_on_signals(threading.Event())  # so that what was begun is removed
     from pipeline.checkpoint.exporting import export_checkpoint  # takes seconds, which --help need not
     from pipeline.checkpoint.gguf_file import export_gguf
 
     say = partial(print, file=sys.stderr)
     if arguments.to == "gguf":
-        written = export_gguf(arguments.output, Path(arguments.destination), say)
+        written = export_gguf(arguments.output, arguments.destination, say)
     else:
         written = export_checkpoint(arguments.output, arguments.to, arguments.destination, say)
     if arguments.json:

@@ -8,10 +8,8 @@ from typing import Any
 from lamina import LayersConfig
 from lamina.checking_lamina import READER, READER_VERSION
 from lamina.configuration_lamina import tensor_parallel_plan
+from pipeline.checkpoint.targets import export_faults, mlp_widths
 from pipeline.rounding.schemes import FIELD
-
-GGUF_FAMILIES = ("llama", "mistral")  # RMS norms, gated SiLU, no biases, halves rotated
-GGUF_ROPE_TYPES = ("default", "linear", "llama3")  # those that scale frequencies and nothing else
 
 
 def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
@@ -27,14 +25,14 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
     export, widths = "python -m pipeline.export PATH", mlp_widths(described)
     sizes = zip(widths, (described.layer_shape(i).intermediate_size for i in range(len(widths))), strict=True)
     cut = "channels of MLPs" if any(kept < whole for kept, whole in sizes) else "nothing"
-    if not gguf_faults(described):
+    if not export_faults(config, "gguf"):
         codes = "; codes of 8 and 4 bits of what is not factored" if rounded else ""
         rows.append(("llama.cpp", f"`{export} --to gguf FILE`", cut + codes))
-    if not described.layer_sizes:
-        target = "stock" if len(set(widths)) == 1 else "dense"
+    if not export_faults(config, "stock"):
         codes = "; codes of what is not factored" if rounded else ""
-        saved = "nothing" if target == "dense" else cut + codes
-        rows.append(("any other", f"`{export} --to {target} DEST`", saved))
+        rows.append(("any other", f"`{export} --to stock DEST`", cut + codes))
+    elif not export_faults(config, "dense"):
+        rows.append(("any other", f"`{export} --to dense DEST`", "nothing"))
     return "\n".join(f"| {' | '.join(cells)} |" if cells[0] != "---" else "|---|---|---|" for cells in rows)
 
 
@@ -66,24 +64,3 @@ def _backend(described: LayersConfig, rounded: bool) -> str:
         return "not served: values of more numbers than keys"
     weights = "weights; an error where vLLM has no kernel for their bits and widths" if rounded else "weights"
     return f"{weights}; of the cache nothing" + ("" if tensor_parallel_plan(described) else "; one device")
-
-
-def mlp_widths(described: LayersConfig) -> list[int]:
-    """The channels that the MLP of each layer has, before it is factored."""
-    forms = (described.form_of(layer, "up") for layer in range(described.num_hidden_layers))
-    return [form.inner_width(described.layer_shape(layer), spec) for layer, (form, spec) in enumerate(forms)]
-
-
-def gguf_faults(described: LayersConfig) -> list[str]:
-    """What llama.cpp's architectures `llama` and `deci` have no place for."""
-    family, rope = described.source_model_type, described.rope_parameters or {}
-    faults = [f"a {family} model; known are {', '.join(GGUF_FAMILIES)}"] if family not in GGUF_FAMILIES else []
-    if described.block["biases"]:
-        faults.append(f"biases on {', '.join(described.block['biases'])}")
-    if any(described.layer_sizes):
-        faults.append("layers of different sizes (layer_sizes)")
-    if "sliding_attention" in described.layer_types:
-        faults.append("a sliding window, which both forget")
-    if rope.get("rope_type") not in GGUF_ROPE_TYPES:
-        faults.append(f"rope_type {rope.get('rope_type')}; known are {', '.join(GGUF_ROPE_TYPES)}")
-    return faults

@@ -8,21 +8,23 @@ keeps their codes where the projection is whole, or has fewer channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from lamina import MODELLING_FILES, LayersConfig
-from manifests.errors import InputError
+from manifests.errors import InputError, StorageError
 from manifests.records import Scheme
 from pipeline.checkpoint.assembling import CARD_FILE, SHARD_SUFFIX
 from pipeline.checkpoint.compression_record import RECORD_FILE, encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
-from pipeline.checkpoint.engines import mlp_widths
 from pipeline.checkpoint.reading import read_checkpoint
+from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
 from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
-from pipeline.families.registry import geometry_of, source_config
+from pipeline.families.registry import geometry_of
 from pipeline.rounding.schemes import (
     FIELD,
     WEIGHT,
@@ -34,10 +36,8 @@ from pipeline.rounding.schemes import (
 from stores.checkpoint import copy_shard, write_index, write_shard
 from stores.hub import COMPANIONS
 from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
-from stores.storage import Place, holds, matching, open_storage
+from stores.storage import Place, Storage, holds, matching, open_storage
 from workers.layers import cpu_reader
-
-Target = Literal["dense", "stock"]
 
 
 def export_checkpoint(output: Place, target: Target, destination: Place, say: Callable[[str], None]) -> dict[str, Any]:
@@ -51,9 +51,22 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     written_to = open_storage(destination)
     if written_to.fault() or written_to.children():
         raise InputError(f"{written_to.at()}: holds something; give a directory that does not, or is not there yet")
+    refuse_faults(config, target)
+    with all_or_nothing(written_to):
+        return _write(checkpoint, config, target, written_to, say)
+
+
+def _write(
+    checkpoint: SourceCheckpoint,
+    config: Mapping[str, Any],
+    target: Target,
+    written_to: Storage,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """`export_checkpoint`, once nothing speaks against it."""
     geometry, stored = geometry_of(config), getattr(torch, config["dtype"])
-    width = config["intermediate_size"] if target == "dense" else common_width(config)
-    written = source_config({**config, "intermediate_size": width}, config["dtype"])
+    width = config["intermediate_size"] if target == "dense" else mlp_widths(LayersConfig(**config))[0]
+    written = written_config(config, width)
     reader = cpu_reader(checkpoint, config, torch.float64)
     total, numbers = geometry.num_layers + 1, 0
     packed = rounded_modules(config, packed_modules(checkpoint.tensors)) if target == "stock" else {}
@@ -96,6 +109,23 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": written_to.at(INDEX_FILE)}
 
 
+@contextmanager
+def all_or_nothing(place: Storage) -> Iterator[None]:
+    """A block that writes to an empty place: if it ends by an error, it leaves nothing there, nor folders it made."""
+    folders = [] if place.folder is None else [Path(place.folder), *Path(place.folder).parents]
+    missing = [folder for folder in folders if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(StorageError):  # the error that ended the block is the one to show
+            place.delete(place.names())
+            place.sweep()
+        for folder in missing:
+            with suppress(OSError):  # it was never made, or another put something there
+                folder.rmdir()
+        raise
+
+
 def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:
     """What is stored as one matrix of the family's own shape, but for the channels of an MLP."""
     forms = config["forms"][layer.index]
@@ -117,16 +147,3 @@ def compressed_checkpoint(output: Place, destination: Place) -> tuple[SourceChec
     if holds(checkpoint.storage.address, open_storage(destination).address):
         raise InputError(f"{destination}: in {checkpoint.place}, which would no longer verify; give another place")
     return checkpoint, {**config, "core": "dense"}
-
-
-def common_width(config: Mapping[str, Any]) -> int:
-    """The MLP width that all layers have. Raises InputError naming those that differ, and what would change it."""
-    widths = mlp_widths(LayersConfig(**config))
-    if len(set(widths)) > 1:
-        raise InputError(
-            f"--to stock: the layers' MLPs are {min(widths)} to {max(widths)} wide, and an ordinary "
-            f"{config['source_model_type']} model has one width; compress with {{method: "
-            "flat_llm, uniform: true}, with `allocation: loss`, too, or with ranks: {mlp: WIDTH} in its entry; --to "
-            "dense fills up with zeros"
-        )
-    return int(widths[0])

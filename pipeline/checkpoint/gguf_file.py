@@ -11,6 +11,7 @@ Legend: D hidden, n heads, d head_dim.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,15 @@ from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import InputError
 from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
-from pipeline.checkpoint.engines import gguf_faults, mlp_widths
 from pipeline.checkpoint.exporting import compressed_checkpoint, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
+from pipeline.checkpoint.targets import mlp_widths, refuse_faults
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.packing import unpack
 from pipeline.rounding.schemes import PACKED, SCALE, SHAPE, packed_modules, rounded_modules
+from stores.durable import partial_path, storage_errors
 from stores.source import SourceCheckpoint
+from stores.storage import is_address
 from workers.layers import cpu_reader
 
 LAYER_NAMES = {
@@ -40,28 +43,46 @@ LAYER_NAMES = {
 }  # fmt: skip
 
 
-def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Writes OUTPUT to a file, a layer in memory at a time; it appears complete. Returns what it stores.
+def export_gguf(output: str, destination: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Writes OUTPUT to a file, a layer in memory at a time; it appears complete, or not at all. Returns what it stores.
 
     The vocabulary is left out (`no_vocab`): llama.cpp then takes and gives token ids.
 
     Raises:
-        InputError: no Lamina checkpoint, no package gguf, a file that is there, or a model that llama.cpp's two
-            architectures cannot be.
+        InputError: no Lamina checkpoint, no package gguf, a file that is there, no folder for it, or a model that
+            llama.cpp's two architectures cannot be.
+        StorageError: a file cannot be read or written.
     """
     if importlib.util.find_spec("gguf") is None:
         raise InputError("--to gguf: the package gguf is not installed; pip install 'lamina-pipeline[gguf]'")
     checkpoint, config = compressed_checkpoint(output, destination)
-    if destination.exists():
+    path = Path(destination)
+    if is_address(destination) or not path.parent.is_dir():
+        raise InputError(f"{destination}: its folder is no directory of this machine; make it, or give another file")
+    if os.path.lexists(path):
         raise InputError(f"{destination}: is there already; give a file that is not")
-    described = LayersConfig(**config)
-    _check_family(described)
+    refuse_faults(config, "gguf")
+    partial = partial_path(path)
+    try:
+        with storage_errors("writing", path):
+            written = _write(checkpoint, config, partial, say)
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    before = sum(record.num_bytes for record in checkpoint.tensors.values())
+    return {**written, "bytes": path.stat().st_size, "bytes_before": before}
+
+
+def _write(
+    checkpoint: SourceCheckpoint, config: Mapping[str, Any], path: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Writes the file. Returns its architecture, and how many numbers it stores."""
     import gguf
 
+    described = LayersConfig(**config)
     widths, stored = mlp_widths(described), getattr(torch, config["dtype"])
     uniform = len(set(widths)) == 1
-    partial = destination.with_name(destination.name + ".partial")
-    writer = gguf.GGUFWriter(str(partial), "llama" if uniform else "deci")
+    writer = gguf.GGUFWriter(str(path), "llama" if uniform else "deci")
     _describe_(writer, described, widths[0] if uniform else widths)
     numbers = 0
     rounded = _rounded(checkpoint, config)
@@ -74,21 +95,20 @@ def export_gguf(output: str, destination: Path, say: Callable[[str], None]) -> d
             bytes_shape = (*shape[:-1], shape[-1] * itemsize)
         writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), int(np.prod(bytes_shape)), raw_dtype=kind)
         numbers += int(np.prod(shape))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    tensors = _tensors(checkpoint, config, described, stored, say)
-    for (name, _), tensor in zip(_shapes(described, widths), tensors, strict=True):
-        if name in rounded:
-            kept = rounded[name].read(checkpoint)
-        else:
-            kept = tensor.to(torch.float32 if tensor.ndim == 1 else stored).contiguous()
-        writer.write_tensor_data(kept.view(torch.uint8).numpy())
-    writer.close()
-    partial.replace(destination)
-    before = sum(record.num_bytes for record in checkpoint.tensors.values())
-    size = destination.stat().st_size
-    return {"parameters": numbers, "bytes": size, "bytes_before": before, "architecture": writer.arch}
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        tensors = _tensors(checkpoint, config, described, stored, say)
+        for (name, _), tensor in zip(_shapes(described, widths), tensors, strict=True):
+            if name in rounded:
+                kept = rounded[name].read(checkpoint)
+            else:
+                kept = tensor.to(torch.float32 if tensor.ndim == 1 else stored).contiguous()
+            writer.write_tensor_data(kept.view(torch.uint8).numpy())
+    finally:
+        writer.close()
+    return {"parameters": numbers, "architecture": writer.arch}
 
 
 @dataclass(frozen=True)
@@ -131,14 +151,6 @@ def _rounded(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[st
             name, rows_of = named[path]
             found[name] = _Rounded(path, scheme, kind, rows_of)
     return found
-
-
-def _check_family(described: LayersConfig) -> None:
-    if faults := gguf_faults(described):
-        raise InputError(
-            f"--to gguf: llama.cpp's architectures llama and deci have no place for {'; for '.join(faults)}; --to "
-            "stock or --to dense, then llama.cpp's own converter"
-        )
 
 
 def _describe_(writer: Any, described: LayersConfig, width: int | list[int]) -> None:

@@ -17,6 +17,9 @@ NORM_ROLES = ("input_norm", "mlp_norm")
 HEAD_NORM_ROLES = ("q_norm", "k_norm")
 
 
+TRAINING = "training alone"
+
+
 @dataclass(frozen=True)
 class Family:
     """One family of decoder models. A new family is one such value in a file of its own, listed in `registry.py`.
@@ -27,6 +30,9 @@ class Family:
             the config field that says whether the module has a bias.
         fields: standard config name -> this family's name for it, or a constant (`= value` when not a string).
         requires: config field -> the only value that is supported.
+        equal: config field -> another one that it must equal.
+        unread: config field -> why it changes no logits. `config_fields` has those of all families.
+        unlisted: fields that the family's model in transformers reads though its config class does not list them.
         windows: which of `sliding_window` and `layer_types` the family heeds; others carry them without effect.
     """
 
@@ -34,6 +40,9 @@ class Family:
     block: Mapping[str, Any]
     fields: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Any] = field(default_factory=dict)
+    equal: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
+    unlisted: tuple[str, ...] = ()
     windows: tuple[str, ...] = ()
 
 

@@ -1,6 +1,6 @@
 """GPT-J: attention and MLP in parallel behind one LayerNorm, interleaved partial rotation, biases in the MLP."""
 
-from pipeline.families.family import Family
+from pipeline.families.family import TRAINING, Family
 
 FAMILY = Family(
     model_type="gptj",
@@ -30,6 +30,6 @@ FAMILY = Family(
         "hidden_act": "activation_function",
         "num_key_value_heads": "num_attention_heads",
         "norm_eps": "layer_norm_epsilon",
-        "attention_dropout": "attn_pdrop",
     },
+    unread=dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), TRAINING),
 )

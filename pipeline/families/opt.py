@@ -1,6 +1,6 @@
 """OPT: LayerNorm before each half, learned positions, ReLU MLP without gate, biases everywhere."""
 
-from pipeline.families.family import Family
+from pipeline.families.family import TRAINING, Family
 
 BIASED = ("q", "k", "v", "o", "up", "down")
 
@@ -36,4 +36,6 @@ FAMILY = Family(
         "norm_eps": 1e-5,
     },
     requires={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
+    equal={"word_embed_proj_dim": "hidden_size"},
+    unread=dict.fromkeys(("dropout", "attention_dropout", "layerdrop"), TRAINING),
 )

@@ -15,23 +15,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from manifests.errors import InputError
 from pipeline.families import gptj, llama, mistral, opt, qwen2, qwen3
+from pipeline.families.config_fields import (
+    COPIED_FIELDS,
+    RENAMED_FIELDS,
+    kept_fields,
+    own_name,
+    refuse_other_values,
+)
 from pipeline.families.family import Family, Geometry, LayerGeometry
 from pipeline.families.light_imports import without_kernels
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, opt, gptj)
 }
-COPIED_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
 POSITIVE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
@@ -56,10 +52,11 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family, source = _load(config)
     standard = {name: getattr(source, name) for name in COPIED_FIELDS}
-    for name in ("intermediate_size", "num_key_value_heads", "hidden_act", "norm_eps", "initializer_range"):
-        standard[name] = _field(family, source, name, "rms_norm_eps" if name == "norm_eps" else name)
+    for name in RENAMED_FIELDS:
+        own = own_name(family, name)
+        standard[name] = getattr(source, own) if isinstance(own, str) else own
     standard["attention_dropout"] = 0.0
-    standard["head_dim"] = getattr(source, "head_dim", None) or source.hidden_size // max(1, source.num_attention_heads)
+    standard["head_dim"] = _head_dim(family, source) or source.hidden_size // max(1, source.num_attention_heads)
     if standard["intermediate_size"] is None:  # GPT-J writes null for four times the hidden size
         standard["intermediate_size"] = 4 * source.hidden_size
     if sizes := _layer_sizes(family, source, config.get(BY_LAYER) or {}, standard):
@@ -74,43 +71,6 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     standard["block"] = _block(family, source)
     standard["forms"] = [{} for _ in range(source.num_hidden_layers)]
     return standard
-
-
-def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config.json, in the family's own words, of the dense model with this standard config: `standard_config` the
-    other way round.
-
-    Raises:
-        InputError: the family's config cannot say all of it.
-    """
-    if standard.get("layer_sizes"):
-        raise InputError(
-            f"the layers of this {standard['source_model_type']} model differ in {_differing(standard)}; a dense model "
-            "whose layers differ is not written"
-        )
-    family = FAMILIES[standard["source_model_type"]]
-    given = {name: standard[name] for name in (*COPIED_FIELDS, "head_dim", "sliding_window", "layer_types")}
-    for name in ("intermediate_size", "num_key_value_heads", "hidden_act", "norm_eps", "initializer_range"):
-        own = family.fields.get(name, "rms_norm_eps" if name == "norm_eps" else name)
-        if isinstance(own, str):
-            given[own] = standard[name]
-    if family.block["rotary"] == "interleaved":
-        given["rotary_dim"] = round(standard["rope_parameters"]["partial_rotary_factor"] * standard["head_dim"])
-    elif family.block["rotary"]:
-        given["rope_parameters"] = standard["rope_parameters"]
-    biases = family.block["biases"]
-    given |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
-    # Null says something only of a window: a family's own default may be one.
-    known = {name: value for name, value in given.items() if value is not None or name in family.windows}
-    modeling_auto: Any = transformers.models.auto.modeling_auto
-    config = {**transformers.AutoConfig.for_model(family.model_type, **known).to_dict(), "dtype": dtype}
-    config["architectures"] = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
-    back = standard_config(config)
-    lost = [name for name in back if name != "forms" and back[name] != standard[name]]
-    if lost:
-        faults = [f"{name}: {standard[name]!r} would be read as {back[name]!r}" for name in lost]
-        raise InputError(f"no {family.model_type} config says this:\n  " + "\n  ".join(faults))
-    return config
 
 
 def geometry_of(standard: Mapping[str, Any], bits: int = 16) -> Geometry:
@@ -218,18 +178,13 @@ def _load(config: Mapping[str, Any]) -> tuple[Family, PreTrainedConfig]:
         sizes = [f"{name}: {config[name]!r}" for name in POSITIVE_FIELDS if config.get(name) in (0, False)]
         cause = f"{error}{'; zero: ' if sizes else ''}{', '.join(sizes)}"
         raise InputError(f"config.json: not a valid {family.model_type} config: {cause}") from error
-    for name, needed in family.requires.items():
-        given = getattr(source, name, needed)
-        if given != needed:
-            raise InputError(f"config.json: {name} is {given!r}; for {family.model_type} only {needed!r} is supported")
-    if getattr(source, "word_embed_proj_dim", source.hidden_size) != source.hidden_size:
-        raise InputError("config.json: word_embed_proj_dim differs from hidden_size, which is not supported")
+    refuse_other_values(family, source, config)
     return family, source
 
 
-def _field(family: Family, source: PreTrainedConfig, name: str, default_name: str) -> Any:
-    given = family.fields.get(name, default_name)
-    return getattr(source, given) if isinstance(given, str) else given
+def _head_dim(family: Family, source: PreTrainedConfig) -> int | None:
+    """As the config says it; None where it does not, or where the family's model does not read it."""
+    return getattr(source, "head_dim", None) if "head_dim" in kept_fields(family) else None
 
 
 def _layer_sizes(
@@ -250,14 +205,10 @@ def _layer_sizes(
                 f"supported are {', '.join(dict.fromkeys(names.values()))}"
             )
         sizes = {name: fields[own] for name, own in names.items() if own in fields}
-        if "num_attention_heads" in sizes and getattr(source, "head_dim", None) is None:
+        if "num_attention_heads" in sizes and _head_dim(family, source) is None:
             sizes["head_dim"] = source.hidden_size // max(1, sizes["num_attention_heads"])
         found[int(layer)] = {name: size for name, size in sizes.items() if size != standard[name]}
     return found if any(found) else []
-
-
-def _differing(standard: Mapping[str, Any]) -> str:
-    return ", ".join(sorted({name for sizes in standard["layer_sizes"] for name in sizes}))
 
 
 def check_fields(standard: Mapping[str, Any]) -> None:
@@ -309,12 +260,12 @@ def _size_faults(sizes: Mapping[str, Any]) -> list[str]:
 def _rope_parameters(family: Family, source: PreTrainedConfig, head_dim: int) -> dict[str, Any] | None:
     if family.block["rotary"] is None:
         return None
-    rope = getattr(source, "rope_parameters", None)
-    if not rope:
-        rotary_dim = getattr(source, "rotary_dim", head_dim)
+    if family.block["rotary"] == "interleaved":
+        rotary_dim = source.rotary_dim
         if not 1 <= rotary_dim <= head_dim or rotary_dim % 2:
             raise InputError(f"config.json: rotary_dim: {rotary_dim} is not even and within 2 to {head_dim}")
         return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary_dim / head_dim}
+    rope = source.rope_parameters
     if rope.get("rope_type") not in ("default", *ROPE_INIT_FUNCTIONS):
         raise InputError(
             f"config.json: rope_type: {rope.get('rope_type')!r} is not one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,9 @@ def test_dense_gives_the_same_logits(name: str, llama: Path, job: MakeJob) -> No
         ("mistral", {"sliding_window": 16}),
         ("mistral", {"sliding_window": None}),  # which is not the family's default
         ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
         ("qwen3", {"head_dim": 32}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
         ("opt", {}),
         ("gptj", {}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -79,6 +82,10 @@ def test_dense_of_every_family(
     assert ended.code == 0, ended.err
     ids_BT = some_tokens(320, length=30)
     assert relative_error(logits_of(stock(destination), ids_BT), logits_of(load(made.output), ids_BT)) < 1e-5
+    offered = re.findall(r"--to (\w+)", (made.output / "README.md").read_text())
+    for target in offered:
+        ended, _ = export(made, target, f"{target}.out")
+        assert ended.code == 0, ended.err
 
 
 @pytest.mark.usefixtures("inline")

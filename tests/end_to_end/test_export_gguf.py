@@ -32,17 +32,22 @@ BY_LAYER = {"methods": [{"method": "flat_llm", "layers": [1], "ranks": {"mlp": 3
 
 def written(made: Job, name: str = "model.gguf") -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     """(what the command said, the fields, the tensors) of an export."""
-    import gguf
-
     ended, destination = export(made, "gguf", name)
     assert ended.code == 0, ended.err
-    reader = gguf.GGUFReader(destination)
+    return (ended.json, *read_gguf(destination))
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The fields and the tensors of a file."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
     fields = {key: field.contents() for key, field in reader.fields.items()}
     tensors = {
         tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         for tensor in reader.tensors
     }
-    return ended.json, fields, tensors
+    return fields, tensors
 
 
 def as_llama(fields: dict[str, Any], tensors: dict[str, Tensor], rope: dict[str, Any] | None = None) -> Any:

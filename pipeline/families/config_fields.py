@@ -1,0 +1,115 @@
+"""Every field of a family's config class in transformers, and what Lamina does with it.
+
+A field is *kept* (the standard config holds it, and `source_config` writes it back), *fixed* (one value is supported,
+any other is refused by name) or *unread* (it changes no logits). A field of the class that is none of these is refused
+where config.json sets it: a newer transformers may have more of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers.configuration_utils import PreTrainedConfig
+
+from manifests.errors import InputError
+from pipeline.families.family import Family
+from pipeline.families.light_imports import without_kernels
+
+COPIED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+RENAMED_FIELDS = ("intermediate_size", "num_key_value_heads", "hidden_act", "norm_eps", "initializer_range")
+SWITCH_FIELDS = ("use_sliding_window", "max_window_layers")  # of which transformers makes the window and layer types
+FIXED_FIELDS: Mapping[str, Any] = {"is_encoder_decoder": False}
+UNREAD_FIELDS: Mapping[str, str] = {
+    "transformers_version": "the version that wrote the file",
+    "architectures": "refused elsewhere unless it is a causal model; exports name the family's",
+    "dtype": "the stored tensors say it; exports write theirs",
+    "output_hidden_states": "what a call returns",
+    "return_dict": "what a call returns",
+    "use_cache": "speed of generation",
+    "chunk_size_feed_forward": "no supported model reads it",
+    "id2label": "labels of a classifier",
+    "label2id": "labels of a classifier",
+    "problem_type": "the loss of a classifier",
+}
+
+
+def config_class(family: Family) -> type[PreTrainedConfig]:
+    """The family's config class in transformers."""
+    with without_kernels():
+        classes: Any = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+        found: type[PreTrainedConfig] = classes[family.model_type]
+    return found
+
+
+def listed_fields(family: Family) -> dict[str, Any]:
+    """Field of the config class → its default."""
+    fields = dataclasses.fields(config_class(family))
+    return {field.name: field.default for field in fields}
+
+
+def standard_fields(family: Family) -> dict[str, str]:
+    """The family's own name of a field → the standard name of the same value."""
+    listed = listed_fields(family)
+    copied = {config_class(family).attribute_map.get(name, name): name for name in COPIED_FIELDS}
+    renamed = {own_name(family, name): name for name in RENAMED_FIELDS}
+    fields = copied | {own: name for own, name in renamed.items() if isinstance(own, str) and own not in COPIED_FIELDS}
+    if "head_dim" in listed or "head_dim" in family.unlisted:
+        fields["head_dim"] = "head_dim"
+    return fields | {name: name for name in family.windows}
+
+
+def kept_fields(family: Family) -> dict[str, str]:
+    """Every field that the standard config holds, by the family's own name → the standard field that holds it."""
+    rotary = {"interleaved": "rotary_dim", "half": "rope_parameters"}.get(family.block["rotary"])
+    switches = [name for name in SWITCH_FIELDS if "layer_types" in family.windows]
+    biases = [name for name in family.block["biases"].values() if isinstance(name, str)]
+    fields = {**standard_fields(family), **dict.fromkeys(switches, "layer_types"), **dict.fromkeys(biases, "block")}
+    return fields | ({rotary: "rope_parameters"} if rotary else {})
+
+
+def fixed_fields(family: Family) -> dict[str, Any]:
+    """Field → the only value that is supported; for fields of `family.equal`, the name of the field that says it."""
+    return {**FIXED_FIELDS, **family.requires, **family.equal}
+
+
+def unread_fields(family: Family) -> dict[str, str]:
+    """Field → why its value changes no logits."""
+    return {**UNREAD_FIELDS, **family.unread}
+
+
+def own_name(family: Family, standard_name: str) -> Any:
+    """The family's own name of a standard field; a constant where it is no string."""
+    return family.fields.get(standard_name, "rms_norm_eps" if standard_name == "norm_eps" else standard_name)
+
+
+def refuse_other_values(family: Family, source: PreTrainedConfig, config: Mapping[str, Any]) -> None:
+    """Raises InputError where a fixed field has another value, or a field of the class is set that nobody here knows.
+
+    `source`: the config that transformers makes of `config`, the content of config.json.
+    """
+    for name, needed in {**FIXED_FIELDS, **family.requires}.items():
+        if (value := getattr(source, name, needed)) != needed:
+            raise InputError(f"config.json: {name} is {value!r}; for {family.model_type} only {needed!r} is supported")
+    for name, other in family.equal.items():
+        if (value := getattr(source, name)) != (needed := getattr(source, other)):
+            raise InputError(f"config.json: {name}: {value} differs from {other}: {needed}, which is not supported")
+    known = {*kept_fields(family), *fixed_fields(family), *unread_fields(family)}
+    for name, default in listed_fields(family).items():
+        if name not in known and config.get(name, default) != default:
+            raise InputError(
+                f"config.json: {name} is {config[name]!r:.80}, a field of {family.model_type} in transformers "
+                f"{transformers.__version__} that this version of Lamina does not know; a newer Lamina may"
+            )

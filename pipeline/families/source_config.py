@@ -1,0 +1,56 @@
+"""The config.json of a dense model in its family's own words: `standard_config` the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+
+from manifests.errors import InputError
+from pipeline.families.config_fields import SWITCH_FIELDS, kept_fields, standard_fields
+from pipeline.families.registry import FAMILIES, standard_config
+
+SLIDING = "sliding_attention"
+
+
+def source_config(standard: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config.json of the dense model with this standard config.
+
+    Raises:
+        InputError: the family's config cannot say all of it.
+    """
+    kind = standard["source_model_type"]
+    if standard.get("layer_sizes"):
+        differing = ", ".join(sorted({name for sizes in standard["layer_sizes"] for name in sizes}))
+        raise InputError(
+            f"the layers of this {kind} model differ in {differing}; a dense model whose layers differ is not written"
+        )
+    family = FAMILIES[kind]
+    fields = {own: standard[name] for own, name in standard_fields(family).items()}
+    if family.block["rotary"] == "interleaved":
+        fields["rotary_dim"] = round(standard["rope_parameters"]["partial_rotary_factor"] * standard["head_dim"])
+    elif family.block["rotary"]:
+        fields["rope_parameters"] = standard["rope_parameters"]
+    if not {*SWITCH_FIELDS}.isdisjoint(kept_fields(family)):
+        fields |= _window_switches(standard)
+    biases = family.block["biases"]
+    fields |= {field: role in standard["block"]["biases"] for role, field in biases.items() if isinstance(field, str)}
+    modeling_auto: Any = transformers.models.auto.modeling_auto
+    config = {**transformers.AutoConfig.for_model(kind, **fields).to_dict(), "dtype": dtype}
+    config["architectures"] = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    back = standard_config(config)
+    lost = [name for name in back if name != "forms" and back[name] != standard[name]]
+    if lost:
+        faults = [f"{name}: {standard[name]!r} would be read as {back[name]!r}" for name in lost]
+        raise InputError(f"no {kind} config says this:\n  " + "\n  ".join(faults))
+    return config
+
+
+def _window_switches(standard: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether layers slide, and from which on: `layer_types` says it of each, but some engines read these alone."""
+    if standard["sliding_window"] is None:
+        return {"use_sliding_window": False}
+    types = standard["layer_types"]
+    first = types.index(SLIDING) if SLIDING in types else len(types)
+    return {"use_sliding_window": True, "max_window_layers": first}

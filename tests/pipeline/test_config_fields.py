@@ -1,0 +1,185 @@
+"""Every field of every family's config class is read and written back, fixed, or changes no logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from transformers.configuration_utils import PreTrainedConfig
+
+from lamina import LayersConfig
+from lamina.block_lamina import BLOCK_DEFAULTS, DEFAULT_BLOCK
+from manifests.errors import InputError
+from pipeline.checkpoint.targets import BLOCK, FIELDS, export_faults
+from pipeline.families import registry
+from pipeline.families.config_fields import fixed_fields, kept_fields, listed_fields, unread_fields
+from pipeline.families.registry import FAMILIES, checkpoint_config, standard_config
+from pipeline.families.source_config import source_config
+from tests.pipeline.test_families import GPTJ, OPT, SMALL
+
+SIZES = {"opt": OPT, "gptj": GPTJ}
+TOKENS = {"bos_token_id": None, "eos_token_id": [3, 4], "pad_token_id": 7}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+COMMON: dict[str, Any] = {
+    "vocab_size": 77, "hidden_size": 56, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "max_position_embeddings": 44, "tie_word_embeddings": True, "initializer_range": 0.3, **TOKENS,
+}  # fmt: skip
+GATED: dict[str, Any] = {
+    **COMMON, "intermediate_size": 33, "num_key_value_heads": 1, "hidden_act": "relu", "rms_norm_eps": 0.5,
+    "head_dim": 18, "rope_parameters": LLAMA3,
+}  # fmt: skip
+SLIDING = ["sliding_attention", "full_attention"]
+WINDOWS: dict[str, Any] = {
+    "sliding_window": {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    "use_sliding_window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+    "max_window_layers": {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 6},
+    "layer_types": {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+}
+# Family → field → another value than SMALL's, or all the fields that it needs beside it.
+ODD: dict[str, dict[str, Any]] = {
+    "llama": {**GATED, "attention_bias": True, "mlp_bias": True},
+    "mistral": {**GATED, "sliding_window": 5},
+    "qwen2": {**GATED, **WINDOWS},
+    "qwen3": {**GATED, **WINDOWS, "attention_bias": True},
+    "opt": {
+        **{name: value for name, value in COMMON.items() if name not in ("initializer_range", "tie_word_embeddings")},
+        "hidden_size": {"hidden_size": 56, "word_embed_proj_dim": 56}, "tie_word_embeddings": False, "ffn_dim": 33,
+        "activation_function": "gelu", "init_std": 0.3, "enable_bias": False,
+    },
+    "gptj": {
+        "vocab_size": 77, "n_embd": 56, "n_layer": 3, "n_head": 2, "n_positions": 44, "rotary_dim": 4, "n_inner": 33,
+        "activation_function": "relu", "layer_norm_epsilon": 0.5, "initializer_range": 0.3, "tie_word_embeddings": True,
+        **TOKENS,
+    },
+}  # fmt: skip
+OTHER: dict[str, Any] = {
+    "is_encoder_decoder": True, "layer_types": SLIDING, "do_layer_norm_before": False, "_remove_final_layer_norm": True,
+    "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 24,
+}  # fmt: skip
+UNREAD: dict[str, Any] = {
+    "transformers_version": "4.0", "architectures": ["XForCausalLM"], "dtype": "float16", "output_hidden_states": True,
+    "return_dict": False, "use_cache": False, "chunk_size_feed_forward": 4, "id2label": {0: "a"}, "label2id": {"a": 0},
+    "problem_type": "regression", "attention_dropout": 0.5, "pretraining_tp": 2, "dropout": 0.5, "layerdrop": 0.5,
+    "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5,
+}  # fmt: skip
+
+
+def config_of(family: str, **fields: Any) -> dict[str, Any]:
+    return {"model_type": family, **SIZES.get(family, SMALL), **fields}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_the_class_is_in_one_part_of_the_table(family: str) -> None:
+    value = FAMILIES[family]
+    kept, fixed, unread = set(kept_fields(value)), set(fixed_fields(value)), set(unread_fields(value))
+    assert not kept & fixed
+    assert not kept & unread
+    assert not fixed & unread
+    assert set(listed_fields(value)) <= kept | fixed | unread, "a field that pipeline.families does not name"
+    others = (kept | fixed | unread) - set(listed_fields(value))
+    assert others == {"qwen2": {"head_dim"}, "mistral": {"layer_types"}}.get(family, set())
+    assert set(ODD[family]) == kept
+    assert fixed <= set(OTHER)
+    assert unread <= set(UNREAD)
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in ODD for name in ODD[family]])
+def test_a_kept_field_is_read_and_written_back(family: str, name: str) -> None:
+    value = ODD[family][name]
+    fields = value if isinstance(value, dict) and name in value else {name: value}
+    standard, usual = standard_config(config_of(family, **fields)), standard_config(config_of(family))
+    held = kept_fields(FAMILIES[family])[name]
+    assert standard[held] != usual[held]
+    written = source_config(standard, "float32")
+    assert {field: written[field] for field in fields} == fields
+    assert {**standard_config(written), "forms": []} == {**standard, "forms": []}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_value_of_a_fixed_field_is_refused_by_name(family: str) -> None:
+    for name in fixed_fields(FAMILIES[family]):
+        with pytest.raises(InputError, match=rf"config.json: {name}\b.* supported"):
+            standard_config(config_of(family, **{name: OTHER[name]}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_unread_field_changes_nothing(family: str) -> None:
+    unread = {name: UNREAD[name] for name in unread_fields(FAMILIES[family])}
+    assert standard_config(config_of(family, **unread)) == standard_config(config_of(family))
+
+
+def test_a_field_that_only_a_newer_class_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = dataclasses.replace(FAMILIES["llama"], unread={"pretraining_tp": ""})
+    monkeypatch.setitem(registry.FAMILIES, "llama", older)
+    assert standard_config(config_of("llama", attention_dropout=0.0))["hidden_act"] == "silu"
+    with pytest.raises(InputError, match=r"attention_dropout is 0.5, a field of llama in transformers .* not know"):
+        standard_config(config_of("llama", attention_dropout=0.5))
+
+
+@pytest.mark.parametrize(
+    ("family", "stray"),
+    [
+        ("gptj", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+        ("gptj", {"head_dim": 32}),
+        ("opt", {"head_dim": 32}),
+    ],
+)
+def test_a_field_that_the_family_s_model_does_not_read_is_not_read(family: str, stray: dict[str, Any]) -> None:
+    assert standard_config(config_of(family, **stray)) == standard_config(config_of(family))
+
+
+def test_every_field_of_a_checkpoint_has_a_rule_for_gguf() -> None:
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"dtype"}  # type: ignore[arg-type]
+    assert set(FIELDS) == {field.name for field in dataclasses.fields(LayersConfig)} - common  # type: ignore[arg-type]
+    assert set(BLOCK) == {*DEFAULT_BLOCK, *BLOCK_DEFAULTS}
+
+
+QWEN_WINDOW = WINDOWS["layer_types"]
+SCALED: dict[str, Any] = {"rope_theta": 10000.0, "factor": 2.0}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_act": "relu"}, "hidden_act relu; known are silu, swish"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
+    ("llama", {"attention_bias": True}, "biases on q, k, v, o"),
+    ("llama", {"mlp_bias": True}, "biases on gate, up, down"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", **SCALED}}, "rope_type dynamic"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 8, **SCALED}}, "yarn"),
+    ("llama", {"rope_parameters": {"rope_type": "proportional", **SCALED}}, "rope_type proportional"),
+    ("llama", {"per_layer_config": {"1": {"intermediate_size": 40}}}, "layers of different sizes"),
+    ("mistral", {"sliding_window": 8}, "a sliding window, which both forget"),
+    ("qwen2", {}, "a qwen2 model; known are llama, mistral"),
+    ("qwen2", QWEN_WINDOW, "a sliding window, which both forget"),
+    ("qwen3", QWEN_WINDOW, "a sliding window, which both forget"),
+    ("qwen3", {}, "layers that differ from Llama's in k_norm, q_norm"),
+    ("opt", {}, "block.norm 'layer'; known is 'rms'"),
+    ("opt", {}, "block.positions {"),
+    ("gptj", {}, "block.rotary 'interleaved'; known is 'half'"),
+    ("gptj", {}, "block.parallel True"),
+    ("gptj", {}, "block.head_bias True"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "said"), REFUSED)
+def test_a_gguf_file_s_limits_are_named(family: str, fields: dict[str, Any], said: str) -> None:
+    standard = standard_config(config_of(family, **fields))
+    assert said in "; ".join(export_faults(checkpoint_config(standard, standard["forms"], "float32"), "gguf"))
+
+
+def test_float64_is_no_type_of_llama_cpp_s() -> None:
+    standard = standard_config(config_of("llama"))
+    config = checkpoint_config(standard, standard["forms"], "float64")
+    assert export_faults(config, "gguf") == ["numbers of float64; known are float32, bfloat16, float16"]
+    assert not export_faults(config, "dense")
+    assert not export_faults(config, "stock")
+
+
+@pytest.mark.parametrize(("key", "value"), [("embed_scale", 2.0), ("norm_offset", 1.0), ("parallel", True)])
+def test_a_block_that_is_not_llama_s_is_refused_everywhere(key: str, value: Any) -> None:
+    standard = standard_config(config_of("llama"))
+    config = checkpoint_config({**standard, "block": {**standard["block"], key: value}}, standard["forms"], "float32")
+    assert any(f"block.{key}" in fault for fault in export_faults(config, "gguf"))
+    assert export_faults(config, "dense")
+    assert export_faults(config, "stock")
