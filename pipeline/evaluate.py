@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--beside", metavar="MODEL", help="of --tasks: another model in the same table, the dense one")
     options.add_argument("--limit", type=int, help="of --tasks: so many documents each, the first ones")
     options.add_argument("--batch", type=int, default=1, help="of --tasks: sequences at a time")
+    options.add_argument(
+        "--trust-remote-code", action="store_true", help="a tokenizer may be Python that lies in the checkpoint: run it"
+    )
     options.add_argument("--field", help="the column of .jsonl, .json or .parquet that holds the text")
     options.add_argument(
         "--window", type=int, default=2048, help="tokens a window; every token but its first is scored"
@@ -72,6 +75,7 @@ def _body(arguments: Any) -> int:
                 dtype="auto" if arguments.dtype == "stored" else arguments.dtype,
                 batch=arguments.batch,
                 limit=arguments.limit,
+                trust_remote_code=arguments.trust_remote_code,
             )
     if arguments.json:
         tasks = {"tasks": scores} if scores else {}
@@ -108,7 +112,16 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
     with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints, too
         dtype = None if arguments.dtype == "stored" else getattr(torch, arguments.dtype)
         return measure_perplexity(
-            arguments.model, text, arguments.window, workers, dtype, stop, observer, arguments.scratch, start
+            arguments.model,
+            text,
+            arguments.window,
+            workers,
+            dtype,
+            stop,
+            observer,
+            arguments.scratch,
+            start,
+            trust_remote_code=arguments.trust_remote_code,
         )
 
 

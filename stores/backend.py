@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from manifests.errors import LaminaError, StorageError
@@ -292,6 +293,23 @@ class Storage(ABC):
     def address(self) -> str:
         """The place, spelled in the one way that all who mean it spell it."""
         return self.at()
+
+
+def matching(storage: Storage, patterns: Sequence[str]) -> list[str]:
+    """The names that fit any of the patterns, ascending: `*.model` at the place itself, `FOLDER/*.jinja` in a folder.
+
+    A pattern's last part is as a shell has it.
+    """
+    parts: dict[str, list[str]] = {}
+    for pattern in patterns:
+        folder, _, last = pattern.rpartition("/")
+        parts.setdefault(folder, []).append(last)
+    return sorted(
+        f"{folder}/{name}" if folder else name
+        for folder, lasts in parts.items()
+        for name in storage.files(folder)
+        if any(fnmatchcase(name, last) for last in lasts)
+    )
 
 
 class Ranges(Readable):

@@ -17,8 +17,8 @@ import torch
 from manifests.errors import InputError
 from manifests.schema import Text
 from stores.backend import PIECE_BYTES
-from stores.hub import CODE, COMPANIONS, CONFIG_FILE
-from stores.storage import Place, Readable, Storage, on_this_machine, open_file, open_storage
+from stores.model_files import CONFIG_FILE, TOKENIZERS, companions
+from stores.storage import Place, Readable, Storage, matching, on_this_machine, open_file, open_storage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,10 @@ DEFAULT_FIELD = "text"
 PIECE_CHARACTERS = 1 << 20
 POOL_FACTOR = 32
 BYTE_ORDER_MARK = "\ufeff"
+TRUST_ADVICE = (
+    "where it is Python of a checkpoint that you trust, say so: model.trust_remote_code: true in the manifest, "
+    "--trust-remote-code of `evaluate`"
+)
 
 
 def read_documents(text: Text) -> Iterator[str]:
@@ -66,22 +70,48 @@ def _check_there(path: str, storage: Storage, name: str) -> None:
 
 
 def load_tokenizer(place: Place, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer saved beside the model; nothing is fetched from the hub. Raises InputError.
+    """The tokenizer saved beside the model; nothing is fetched from the hub. Raises InputError and StorageError.
 
     `trust_remote_code`: whether code that lies beside it may be run.
     """
+
+    def needed(storage: Storage) -> list[str]:
+        return [CONFIG_FILE, *companions(storage, trust_remote_code)]
+
+    with on_this_machine(place, needed) as folder:
+        return open_tokenizer(folder, open_storage(place).at(), trust_remote_code, local_files_only=True)
+
+
+def tokenizer_class(place: Place, trust_remote_code: bool = False) -> str | None:
+    """The class of transformers that the tokenizer beside a model is loaded as.
+
+    It may follow from the model's type in config.json, which in OUTPUT is another: there the tokenizer's settings must
+    name it. None: there is no tokenizer that could be loaded, or its class is code of the checkpoint.
+    """
+    if not matching(open_storage(place), TOKENIZERS):
+        return None  # of some models transformers then makes an empty one
+    try:
+        loaded = type(load_tokenizer(place, trust_remote_code))
+    except InputError:
+        return None
+    return loaded.__name__ if loaded.__module__.startswith("transformers.") else None
+
+
+def open_tokenizer(
+    model: str, where: str, trust_remote_code: bool = False, local_files_only: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or a hub id, which errors call `where`. Raises InputError."""
     from transformers import AutoTokenizer
 
-    patterns = (CONFIG_FILE, *COMPANIONS, *(CODE if trust_remote_code else ()))
     try:
-        with on_this_machine(place, patterns) as folder:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
-            )
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model, local_files_only=local_files_only, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # whatever a damaged file makes of it: transformers and tokenizers raise plain Exception
+        trust = "" if trust_remote_code else f"; {TRUST_ADVICE}"
         raise InputError(
-            f"{open_storage(place).at()}: no usable tokenizer: {type(error).__name__}: {error}; "
-            "the tokenizer files (tokenizer.json, tokenizer_config.json) belong beside the weights"
+            f"{where}: no usable tokenizer: {type(error).__name__}: {error}; "
+            f"the tokenizer files (tokenizer.json, tokenizer_config.json) belong beside the weights{trust}"
         ) from error
     return tokenizer
 

@@ -1,7 +1,8 @@
 """A model on the hub as a storage: which of its files travel, and how they come to the nodes that read them.
 
-Weights are the safetensors files of the index, or the single one; pickles, other formats' copies of the weights and
-folders stay where they are. Everything comes from the one commit that the revision meant at first.
+Weights are the safetensors files of the index, or the single one; `model_files` says what travels beside them. Pickles
+and other formats' copies of the weights stay where they are. Everything comes from the one commit that the revision
+meant at first.
 """
 
 from __future__ import annotations
@@ -19,19 +20,11 @@ from manifests.errors import InputError, LaminaError, StorageError
 from stores.backend import Readable, Storage
 from stores.disk import Disk
 from stores.durable import sha256_file
+from stores.model_files import CONFIG_FILE, companions, download_patterns
 
 HUB = "hub://"
 ADDRESS = re.compile(rf"{HUB}(?P<repository>[\w.-]+(/[\w.-]+)?)@(?P<commit>[0-9a-f]{{40}})")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-CONFIG_FILE = "config.json"
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-COMPANIONS = (  # what travels with the weights, from the hub and to OUTPUT
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
-)  # fmt: skip
-CODE = ("*.py",)  # travels where the manifest says trust_remote_code
 TIMEOUT_S = 30.0
 
 
@@ -48,20 +41,22 @@ class Hub(Storage):
 
     @cached_property
     def listing(self) -> Mapping[str, tuple[int, str]]:
-        """Name -> size and entity tag, which of large files is their sha256; folders left out.
+        """Name -> size and entity tag, which of large files is their sha256; in folders, too.
 
         Where the hub is out of reach, of the files that are here: a model that was fetched whole serves as a directory.
         """
         import huggingface_hub
 
         try:
-            tree = huggingface_hub.HfApi().list_repo_tree(self.repository, revision=self.commit)
+            tree = huggingface_hub.HfApi().list_repo_tree(self.repository, revision=self.commit, recursive=True)
             files: list[Any] = [entry for entry in tree if isinstance(entry, huggingface_hub.RepoFile)]
             return {file.path: (file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in files}
         except Exception:  # as in `hub_errors`
-            config = self._here(CONFIG_FILE)
-            paths = config.parent.iterdir() if config else ()
-            return {path.name: (path.stat().st_size, path.resolve().name) for path in paths if path.is_file()}
+            if (config := self._here(CONFIG_FILE)) is None:
+                return {}
+            folder = config.parent
+            named = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+            return {name: (path.stat().st_size, path.resolve().name) for name, path in named.items()}
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         size = self.size(name)
@@ -74,7 +69,7 @@ class Hub(Storage):
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Readable]:
-        path = self._here(name) or self._fetched(name)
+        path = self.fetch(name)
         with Disk(path.parent).reader(path.name) as file:
             yield file
 
@@ -89,7 +84,8 @@ class Hub(Storage):
         return tag if SHA256.fullmatch(tag) else super().sha256(name)
 
     def written(self, folder: str = "") -> dict[str, float]:
-        return {} if folder else dict.fromkeys(sorted(self.listing), 0.0)
+        start = f"{folder}/" if folder else ""
+        return dict.fromkeys(sorted(name for name in self.listing if name.startswith(start)), 0.0)
 
     def below(self, folder: str) -> Storage:
         raise StorageError(f"{self.at(folder)}: folders of a model on the hub are not read")
@@ -108,6 +104,10 @@ class Hub(Storage):
 
         found = huggingface_hub.try_to_load_from_cache(self.repository, name, revision=self.commit)
         return Path(found) if isinstance(found, str) else None
+
+    def fetch(self, name: str) -> Path:
+        """The file on this machine. Raises StorageError."""
+        return self._here(name) or self._fetched(name)
 
     def _fetched(self, name: str) -> Path:
         """One process of a machine fetches it, while the others wait. Raises StorageError."""
@@ -133,11 +133,14 @@ def open_hub(source: str, revision: str | None, code: bool) -> Hub:
     them where `code` is wanted. Raises InputError."""
     import huggingface_hub
 
-    patterns = [CONFIG_FILE, INDEX_FILE, *COMPANIONS, *(CODE if code else ())]
+    wanted, unwanted = download_patterns(code)
     fetch: Callable[..., str] = huggingface_hub.snapshot_download
     with _asking(source, revision):
-        folder = fetch(source, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
-    return Hub(source, Path(folder).name)
+        folder = fetch(source, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted)
+    hub = Hub(source, Path(folder).name)
+    for name in companions(hub, code):
+        hub.fetch(name)  # now: a later job may be without network
+    return hub
 
 
 def hub_at(address: str) -> Hub:

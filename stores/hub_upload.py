@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import CorruptError, InputError
-from stores.hub import PICKLE_SUFFIXES, hub_errors
+from stores.hub import hub_errors
+from stores.model_files import PICKLE_SUFFIXES
 from stores.storage import Storage, on_this_machine
 
 WEIGHTS = (".safetensors", *PICKLE_SUFFIXES)
@@ -34,8 +36,8 @@ def upload_model(
         storage: where the weights are.
         weights: file of weights -> its sha256.
         small: name -> content of all other files.
-        record_file: which of these lists, under `shards`, the weights of a model; what an earlier one has there beyond
-            `weights` goes.
+        record_file: which of these lists the files of a model, under `shards` and `files`; files that an earlier one
+            lists there, and that do not come now, are deleted.
         repository: ORGANISATION/NAME; made, `private` or not, where it is not there.
         revision: a branch, made where it is not there; None: the main one.
         say: takes a line of progress.
@@ -51,11 +53,11 @@ def upload_model(
         api.create_repo(repository, private=private, exist_ok=True)
         if revision:
             api.create_branch(repository, branch=revision, exist_ok=True)
-        stale = _stale_weights(api, repository, revision, record_file, set(weights))
+        stale = _stale_files(api, repository, revision, record_file, {*weights, *small})
     additions: list[CommitOperationAdd] = []
     for number, (name, sha256) in enumerate(weights.items(), 1):
         say(f"{name} ({number} of {len(weights)})")
-        with on_this_machine(storage, [name]) as folder, _sending(repository):
+        with on_this_machine(storage, partial(_only, name)) as folder, _sending(repository):
             addition = CommitOperationAdd(name, Path(folder) / name)
             api.preupload_lfs_files(repository, [addition], revision=revision)
         if addition.upload_info.sha256.hex() != sha256:
@@ -72,14 +74,22 @@ def upload_model(
     return str(done.commit_url)
 
 
-def _stale_weights(api: Any, repository: str, revision: str | None, record_file: str, coming: set[str]) -> list[str]:
-    """The weights of an earlier checkpoint of ours there that the new one has not. Raises InputError."""
+def _only(name: str, _: Storage) -> list[str]:
+    return [name]
+
+
+def _stale_files(api: Any, repository: str, revision: str | None, record_file: str, coming: set[str]) -> list[str]:
+    """Files of an earlier checkpoint of ours there that the new one has not: weights, templates that would be used.
+
+    Raises InputError.
+    """
     present = set(api.list_repo_files(repository, revision=revision))
     listed: set[str] = set()
     if record_file in present:
         record = Path(api.hf_hub_download(repository, record_file, revision=revision))
         try:
-            listed = set(json.loads(record.read_bytes())["shards"])
+            content = json.loads(record.read_bytes())
+            listed = {*content["shards"], *content.get("files", ())}
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{repository}: {record_file} there is not legible; give another repository") from error
     foreign = sorted(name for name in present - listed - coming if "/" not in name and name.endswith(WEIGHTS))

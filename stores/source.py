@@ -20,7 +20,8 @@ from manifests.records import SourceFile
 from stores.backend import PIECE_BYTES
 from stores.durable import storage_error
 from stores.headers import TensorRecord, read_header, without_duplicates
-from stores.hub import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, open_hub
+from stores.hub import open_hub
+from stores.model_files import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
 from stores.node_cache import NodeCache
 from stores.storage import Readable, Storage, is_address, open_storage
 from stores.threads import side_by_side

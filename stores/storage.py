@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from manifests.errors import InputError
-from stores.backend import Growing, Hold, Readable, Storage, Writable
+from stores.backend import Growing, Hold, Readable, Storage, Writable, matching
 from stores.disk import Disk
 
 __all__ = [
@@ -63,14 +62,9 @@ def holds(outer: str, inner: str) -> bool:
     return f"{inner}/".startswith(f"{outer.rstrip('/')}/")
 
 
-def matching(storage: Storage, patterns: Sequence[str]) -> list[str]:
-    """The names directly at a place that fit any of the patterns (as a shell has them), ascending."""
-    return [name for name in storage.files() if any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
 @contextmanager
-def on_this_machine(place: Place, patterns: Sequence[str]) -> Iterator[str]:
-    """A folder of this machine with the names at a place that fit: itself, or a copy that goes with the block.
+def on_this_machine(place: Place, choose: Callable[[Storage], Iterable[str]]) -> Iterator[str]:
+    """A folder of this machine with the names that `choose` gives: itself, or a copy that goes with the block.
 
     For libraries that read files only. Raises StorageError.
     """
@@ -79,6 +73,6 @@ def on_this_machine(place: Place, patterns: Sequence[str]) -> Iterator[str]:
         yield storage.folder
         return
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
-        for name in matching(storage, patterns):
+        for name in choose(storage):
             Disk(folder).take(name, storage, name)
         yield folder

@@ -5,7 +5,6 @@ Order of durability: the index is renamed into OUTPUT after everything else; a d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from pipeline.checkpoint.compression_record import (
 )
 from pipeline.checkpoint.counting import claimed_tensors, count
 from pipeline.checkpoint.decoding_cost import decoding_costs
+from pipeline.checkpoint.listing import CARD_FILE, OUR_FILES, sweep_halves
 from pipeline.checkpoint.model_card import model_card
 from pipeline.checkpoint.reading import linear_modules
 from pipeline.driver.interfaces import Journal
@@ -41,14 +41,13 @@ from stores.checkpoint import (
     verify_shard,
     write_index,
 )
+from stores.corpus import tokenizer_class
 from stores.headers import read_header
-from stores.hub import CODE, COMPANIONS
+from stores.model_files import TOKENIZER_SETTINGS, companions, copy_companions
 from stores.source import CONFIG_FILE, INDEX_FILE
-from stores.storage import Place, matching, open_storage
+from stores.storage import Place, open_storage
 
 SHARD_SUFFIX = ".safetensors"
-CARD_FILE = "README.md"
-TOKENIZER_FILE = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,7 @@ class Assembler:
     def names(self) -> frozenset[str]:
         """The names of all files that `run` writes."""
         shards = (plan.name for plan in plan_shards(self.inputs))
-        return frozenset(
-            {*shards, *self._companions(), *MODELLING_FILES, CONFIG_FILE, CARD_FILE, RECORD_FILE, INDEX_FILE}
-        )
+        return OUR_FILES.union(shards, self._companions())
 
     def run(self, replaceable: Set[str] = frozenset()) -> dict[str, Any]:
         """Writes everything, the index last; returns the compression record.
@@ -139,7 +136,7 @@ class Assembler:
     def _remove_index(self, replaceable: Set[str]) -> None:
         """First, so that what is being replaced is no checkpoint; then shards that would only take room meanwhile."""
         self.output.delete([INDEX_FILE])
-        self.output.sweep(below=False)
+        sweep_halves(self.output)
         self.output.delete(sorted(name for name in replaceable - self.names() if name.endswith(SHARD_SUFFIX)))
 
     def _place(self, plan: ShardPlan) -> ShardRecord:
@@ -253,22 +250,21 @@ class Assembler:
         return {field: said.get(field, {}) for field in ("groups", "forms")}
 
     def _companions(self) -> list[str]:
-        """The files of the source that travel with the weights, ascending."""
-        trusted = self.inputs.manifest.model.trust_remote_code
-        return matching(self.inputs.source.storage, (*COMPANIONS, *CODE) if trusted else COMPANIONS)
+        """The files that travel with the weights; the tokenizer's settings are written where the source has none."""
+        wanted = {*companions(self.inputs.source.storage, self._trusted), TOKENIZER_SETTINGS}
+        return sorted(wanted - OUR_FILES)
+
+    @property
+    def _trusted(self) -> bool:
+        return self.inputs.manifest.model.trust_remote_code
 
     def _write_companions(self) -> list[str]:
         """Writes what travels with the weights. Returns the names."""
-        source, trusted = self.inputs.source.storage, self.inputs.manifest.model.trust_remote_code
-        companions = self._companions()
-        for name in companions:
-            if name == TOKENIZER_FILE and not trusted:
-                self.output.replace(name, without_code(source.read(name)))
-            else:
-                self.output.copy(name, source, name)
+        source, trusted = self.inputs.source.storage, self._trusted
+        names = copy_companions(self.output, source, trusted, OUR_FILES, tokenizer_class(source, trusted))
         for name in MODELLING_FILES:
             self.output.replace(name, modelling_source(name))
-        return [*(name for name in companions if name not in MODELLING_FILES), *MODELLING_FILES]
+        return [*names, *MODELLING_FILES]
 
     def _is_whole(self, name: str, record: ShardRecord) -> bool:
         try:
@@ -276,15 +272,3 @@ class Assembler:
         except (CorruptError, InputError):
             return False
         return True
-
-
-def without_code(tokenizer_config: bytes) -> bytes:
-    """Without an `auto_map`, which names code: OUTPUT is loaded with `trust_remote_code`, meant for our own file."""
-    try:
-        fields = json.loads(tokenizer_config)
-    except (ValueError, RecursionError):  # of no use to anybody; a job that needs the tokenizer has refused it
-        return tokenizer_config
-    if not isinstance(fields, dict) or "auto_map" not in fields:
-        return tokenizer_config
-    del fields["auto_map"]
-    return json.dumps(fields, indent=2).encode()

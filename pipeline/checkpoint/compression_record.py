@@ -28,7 +28,14 @@ def _plain_name(name: str) -> str:
     return name
 
 
+def _path_in_folders(name: str) -> str:
+    for part in name.split("/"):
+        _plain_name(part)
+    return name
+
+
 FileName = Annotated[str, AfterValidator(_plain_name)]
+FilePath = Annotated[str, AfterValidator(_path_in_folders)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, Field(ge=0)]
 
@@ -88,7 +95,7 @@ class _CompressionRecord(_Part):
     layers: list[_Layer]
     compared: ComparedFigures | None = None
     shards: dict[FileName, _File]
-    files: dict[FileName, _File]
+    files: dict[FilePath, _File]
     claimed: dict[str, str]
     tensors: dict[str, _Tensor]
 

@@ -18,9 +18,10 @@ import torch
 from lamina import MODELLING_FILES, LayersConfig
 from manifests.errors import InputError, StorageError
 from manifests.records import Scheme
-from pipeline.checkpoint.assembling import CARD_FILE, SHARD_SUFFIX
-from pipeline.checkpoint.compression_record import RECORD_FILE, encode_json
+from pipeline.checkpoint.assembling import SHARD_SUFFIX
+from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
+from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
 from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
@@ -34,7 +35,7 @@ from pipeline.rounding.schemes import (
     rounded_modules,
 )
 from stores.checkpoint import copy_shard, write_index, write_shard
-from stores.hub import COMPANIONS
+from stores.model_files import CODE, copy_companions
 from stores.source import CONFIG_FILE, INDEX_FILE, SourceCheckpoint
 from stores.storage import Place, Storage, holds, matching, open_storage
 from workers.layers import cpu_reader
@@ -96,10 +97,7 @@ def _write(
         write_shard(written_to, file, {name: tensor.to(stored) for name, tensor in reader.outer(*outside).items()})
     weight_map |= dict.fromkeys(outside, file)
     numbers += sum(math.prod(shape) for _, shape in geometry.outer)
-    ours = {CARD_FILE, RECORD_FILE, *MODELLING_FILES}
-    for name in matching(checkpoint.storage, COMPANIONS):
-        if name not in ours:
-            written_to.copy(name, checkpoint.storage, name)
+    copy_companions(written_to, checkpoint.storage, _brings_code(checkpoint.storage), OUR_FILES)
     if rounded:
         written[FIELD] = quantization_config(rounded, _linear_modules(config, geometry))
     written_to.replace(CONFIG_FILE, encode_json(written))
@@ -124,6 +122,11 @@ def all_or_nothing(place: Storage) -> Iterator[None]:
             with suppress(OSError):  # it was never made, or another put something there
                 folder.rmdir()
         raise
+
+
+def _brings_code(output: Storage) -> bool:
+    """Whether OUTPUT has Python of the source, as it has where its manifest trusted that."""
+    return bool({*matching(output, CODE)} - {*MODELLING_FILES})
 
 
 def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:

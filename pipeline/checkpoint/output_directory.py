@@ -10,8 +10,8 @@ from manifests.entries import AssemblingEntry
 from manifests.errors import CorruptError, InputError, StorageError
 from manifests.records import StagedRecord
 from pipeline.checkpoint.compression_record import RECORD_FILE, SEAL, read_record
+from pipeline.checkpoint.listing import listed_files, sweep_halves
 from pipeline.driver.ledger_keys import ASSEMBLING, COMPLETE
-from stores.durable import is_hidden
 from stores.ledger import Ledger
 from stores.lock import RunLock
 from stores.storage import Place, Storage, open_storage
@@ -64,7 +64,7 @@ def survey_output(output: Place, ledger: Ledger, fresh: bool = False) -> OutputF
     Raises StorageError.
     """
     storage = open_storage(output)
-    found = {name for name in storage.children() if not is_hidden(name)}
+    found = {*listed_files(storage)}
     files = found.difference(storage.folders())
     recorded, seal = _recorded(storage) if RECORD_FILE in files else (frozenset(), None)
     entered = ledger.get(ASSEMBLING)
@@ -124,7 +124,7 @@ def claim_output(output: Place) -> Iterator[RunLock]:
     try:
         try:
             lock.acquire()
-            storage.sweep(below=False)  # the probe, too, may come back after a power cut
+            sweep_halves(storage)  # the probe, too, may come back after a power cut
             storage.prepare()
         except StorageError as error:
             raise InputError(f"output {storage.at()} cannot be used: {error}") from error

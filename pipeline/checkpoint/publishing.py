@@ -8,7 +8,6 @@ from typing import Any
 
 from manifests.errors import CorruptError, InputError
 from manifests.schema import Manifest
-from pipeline.checkpoint.assembling import CARD_FILE
 from pipeline.checkpoint.compression_record import (
     RECORD_FILE,
     SEAL,
@@ -18,6 +17,7 @@ from pipeline.checkpoint.compression_record import (
     read_record,
     sealed,
 )
+from pipeline.checkpoint.listing import CARD_FILE
 from pipeline.driver.ledger_keys import COMPLETE
 from pipeline.evaluation.tasks import read_scores
 from stores.hub_upload import upload_model

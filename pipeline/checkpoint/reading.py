@@ -17,9 +17,12 @@ from pipeline.rounding.schemes import FIELD, named_modules, packed_shapes, round
 from stores.source import SourceCheckpoint, open_source
 
 
-def read_checkpoint(model: str) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
-    """A dense or compressed checkpoint and its config under standard names. Raises InputError."""
-    source = open_source(model)
+def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
+    """A dense or compressed checkpoint and its config under standard names. Raises InputError.
+
+    `code`: see `open_source`.
+    """
+    source = open_source(model, code=code)
     if source.config.get("model_type") != "lamina":
         return describe_dense(source)
     config = source.config

@@ -58,7 +58,7 @@ def measure_perplexity(
         InputError: model or text is wrong.
         Interrupted: `stop` was set.
     """
-    opened = open_scored(model, window)
+    opened = open_scored(model, window, trust_remote_code)
     source, config = opened
     tokens = window_tokens(source.storage, text, window, config["vocab_size"], trust_remote_code)[:limit]
     start()
@@ -78,9 +78,12 @@ def score_tokens(
     return _score(open_scored(model, tokens.shape[1]), tokens, workers, dtype, stop, observer, scratch)
 
 
-def open_scored(model: str, window: int) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
-    """A checkpoint, dense or compressed, that takes windows of this length. Raises InputError."""
-    source, config = read_checkpoint(model)
+def open_scored(model: str, window: int, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
+    """A checkpoint, dense or compressed, that takes windows of this length. Raises InputError.
+
+    `code`: see `open_source`.
+    """
+    source, config = read_checkpoint(model, code)
     if config.get("model_type") == "lamina":
         source.require(expected_tensors(config))
     if window > config["max_position_embeddings"]:

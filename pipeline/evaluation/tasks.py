@@ -15,6 +15,7 @@ from typing import Any
 
 from manifests.entries import TaskFigure, TaskScores
 from manifests.errors import InputError
+from stores.corpus import open_tokenizer
 
 TASK_NAME = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -38,7 +39,14 @@ def tasks_digest(tasks: Sequence[str]) -> str:
 
 
 def score_tasks(
-    model: str, tasks: Sequence[str], field: str, *, dtype: str = "auto", batch: int = 1, limit: int | None = None
+    model: str,
+    tasks: Sequence[str],
+    field: str,
+    *,
+    dtype: str = "auto",
+    batch: int = 1,
+    limit: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Scores:
     """Scores of a dense or compressed checkpoint.
 
@@ -48,6 +56,7 @@ def score_tasks(
         field: names the tasks in errors.
         dtype: of the forward pass, by its name; auto: as stored.
         limit: so many documents of each task, the first ones; None: all.
+        trust_remote_code: whether the tokenizer may be code of the checkpoint; the model's class is never.
 
     Raises:
         InputError: no lm-eval, or a task that it does not know.
@@ -56,15 +65,14 @@ def score_tasks(
     import lm_eval  # these take seconds, which a job without tasks need not
     import torch
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     import lamina  # noqa: F401 - registers its classes, so that no checkpoint's code is run
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    wrapped = HFLM(
-        pretrained=loaded.to(device).eval(), tokenizer=AutoTokenizer.from_pretrained(model), batch_size=batch
-    )
+    tokenizer = open_tokenizer(model, model, trust_remote_code)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False)
+    wrapped = HFLM(pretrained=loaded.to(device).eval(), tokenizer=tokenizer, batch_size=batch)
     found = lm_eval.simple_evaluate(model=wrapped, tasks=names, task_manager=manager, limit=limit, log_samples=False)
     counts = found.get("n-samples", {})
     return {task: _scores(figures, counts.get(task)) for task, figures in found["results"].items()}

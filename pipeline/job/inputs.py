@@ -31,6 +31,7 @@ from pipeline.plan.estimate import rank_remarks
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
 from pipeline.units.sharding import gradient_count, gradient_samples, importance_shards
 from stores.headers import DTYPES
+from stores.model_files import companions
 from stores.run_directory import FOLDERS
 from stores.source import SourceCheckpoint, is_hub_id, open_source
 from stores.storage import holds, open_storage
@@ -169,6 +170,7 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
         _check_max_loss(inputs)
     _check_sequence(manifest, config)
     _check_places(manifest, source)
+    companions(source.storage, manifest.model.trust_remote_code)  # refuses links out of the model's folder
     return inputs
 
 

@@ -66,7 +66,8 @@ def score_output(job: JobContext, seal: str) -> None:
             catch_signals(job.stop)
             which = "dense" if task_key.startswith("task_score/dense/") else "compressed"
             job.observer.say(f"tasks: the {which} model, whole, in this process")
-            scores = score_tasks(model, job.manifest.evaluation.tasks, "evaluation.tasks")
+            trusted, tasks = job.manifest.model.trust_remote_code, job.manifest.evaluation.tasks
+            scores = score_tasks(model, tasks, "evaluation.tasks", trust_remote_code=trusted)
             job.ledger.commit(task_key, TaskScoreEntry(model=which, seal=seal, tasks=scores))
 
 

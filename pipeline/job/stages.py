@@ -7,6 +7,7 @@ from typing import Any
 
 from manifests.entries import CompleteEntry
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
+from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
 from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED
 from pipeline.job.compressing import Effort, assemble_output
@@ -60,7 +61,9 @@ def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]
         return None, []
     seal = done.contract_sha256
     summary = {**done.summary, "evaluation": scores(job, seal), "already_finished": True}
-    return summary, quick_faults(job.manifest.output, seal)
+    output, trusted = job.manifest.output, job.manifest.model.trust_remote_code
+    faults = quick_faults(output, seal) or companion_faults(output, job.inputs.source.storage, trusted)
+    return summary, faults
 
 
 def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,20 +9,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from manifests.errors import CorruptError, InputError, LaminaError
-from pipeline.checkpoint.compression_record import MODELLING_FILE, RECORD_FILE, file_fault, read_record, shard_record
+from pipeline.checkpoint.compression_record import (
+    MODELLING_FILE,
+    RECORD_FILE,
+    file_fault,
+    read_record,
+    shard_record,
+)
+from pipeline.checkpoint.listing import listed_files
 from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.job.sources import open_dense
 from pipeline.verification import output_checks, source_checks
 from pipeline.verification.output_checks import Finding
 from stores.checkpoint import verify_shard
+from stores.model_files import CODE
 from stores.source import CONFIG_FILE, INDEX_FILE
-from stores.storage import Place, Storage, on_this_machine, open_storage
+from stores.storage import Place, Storage, matching, on_this_machine, open_storage
 
 __all__ = ["Finding", "verify"]
 
@@ -61,7 +70,7 @@ def verify(output: Place, source: str | None, bound: float | None = None) -> Ite
     yield _guarded("values", output_checks.check_values, checkpoint, compression)
     yield _guarded("counts", output_checks.check_counts, checkpoint, config, compression, original)
     if original is not None:
-        yield _guarded("source", source_checks.check_source, original, standard, config, compression)
+        yield _guarded("source", source_checks.check_source, checked, original, standard, config, compression)
         yield _guarded("coverage", source_checks.check_coverage, original, standard, checkpoint, compression)
         yield _guarded("logits", source_checks.check_logits, original, standard, checkpoint, config, compression, bound)
 
@@ -80,7 +89,7 @@ def _files(output: Storage, compression: Mapping[str, Any]) -> Finding:
     """Every file but the shards; and that there are no others, which a loader might take up."""
     faults = [file_fault(output, name, record) for name, record in sorted(compression["files"].items())]
     named = {RECORD_FILE, *compression["files"], *compression["shards"]}
-    strangers = [name for name in output.children() if name not in named and not name.startswith(".")]
+    strangers = [name for name in listed_files(output) if name not in named]
     faults += [f"{output.at(name)}: not part of the checkpoint; remove it" for name in strangers]
     needed = [CONFIG_FILE, INDEX_FILE, *_modelling_files(output)]
     faults += [f"{output.at(name)}: {RECORD_FILE} has no digest of it" for name in needed if name not in named]
@@ -92,7 +101,7 @@ def _files(output: Storage, compression: Mapping[str, Any]) -> Finding:
 def _modelling_files(output: Storage) -> list[str]:
     """The modelling file and all that it imports relatively, which a loader takes from beside it."""
     try:
-        with on_this_machine(output, ["*.py"]) as folder:
+        with on_this_machine(output, partial(matching, patterns=CODE)) as folder:
             imported = get_relative_import_files(os.path.join(folder, MODELLING_FILE))
     except (OSError, ValueError):  # one of them is missing or no text: its digest says so, by name
         imported = []

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from lamina import MODELLING_FILES
 from manifests.records import FormSpec
-from pipeline.checkpoint.assembling import CARD_FILE, TOKENIZER_FILE, without_code
-from pipeline.checkpoint.compression_record import describe_bytes, file_fault
+from pipeline.checkpoint.compression_record import file_fault
+from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import sample_tokens
@@ -25,7 +24,8 @@ from pipeline.methods.unchanged import Unchanged
 from pipeline.rounding.schemes import packed_dtype, packed_names
 from pipeline.verification.output_checks import Finding
 from stores.headers import DTYPE_NAMES
-from stores.source import INDEX_FILE, SourceCheckpoint
+from stores.model_files import is_copy
+from stores.source import SourceCheckpoint
 from stores.storage import Storage
 from workers.comparing import compare_models, deviation
 from workers.layers import cpu_reader
@@ -38,6 +38,7 @@ WRITTEN_FIELDS = ("forms", "dtype", "architectures", "auto_map", "model_type")  
 
 
 def check_source(
+    output: Storage,
     original: SourceCheckpoint,
     standard: Mapping[str, Any],
     config: Mapping[str, Any],
@@ -53,19 +54,11 @@ def check_source(
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
-    for name in sorted(compression["files"].keys() - recorded.keys() - {CARD_FILE, INDEX_FILE, *MODELLING_FILES}):
+    for name in sorted(compression["files"].keys() - recorded.keys() - OUR_FILES):
         there = original.storage.has(name)
-        if there and compression["files"][name]["sha256"] not in _copies(original.storage, name):
+        if there and not is_copy(name, output.read(name), original.storage.read(name)):
             faults.append(f"{name}: differs from the source's")
     return Finding("source", f"{len(recorded)} files of the source, and the config made from it", tuple(faults))
-
-
-def _copies(storage: Storage, name: str) -> list[str]:
-    """Digests of what may have become of a file that travels with the weights."""
-    content = storage.read(name)
-    if name != TOKENIZER_FILE:
-        return [describe_bytes(content)["sha256"]]
-    return [describe_bytes(copied)["sha256"] for copied in (content, without_code(content))]
 
 
 def check_coverage(
