@@ -30,7 +30,8 @@ class Model(Block):
     """Where the dense model is: a directory or a hub id; `revision` is the hub's.
 
     `trust_remote_code`: whether Python that a checkpoint brings (`auto_map`) may run, which only a tokenizer can need:
-    models are always built by Lamina's own families. It travels with the tokenizer to the output.
+    models are always built by Lamina's own families. It travels to the output, and with it all files beside the
+    weights that are neither weights nor a card, as it might read any of them.
     """
 
     source: Location

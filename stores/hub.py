@@ -63,7 +63,7 @@ class Hub(Storage):
         end = size if end is None else min(end, size)
         begin = max(0, size + begin) if begin < 0 else begin
         if (path := self._here(name)) is not None:
-            return Disk(path.parent).read(name, begin, end)
+            return Disk(path.parent).read(path.name, begin, end)
         with _asking(self.repository, self.commit):
             return _range(_url(self.repository, self.commit, name), begin, end - begin) if begin < end else b""
 

@@ -30,7 +30,7 @@ WITHOUT_TEXT: dict[str, Any] = {"methods": [{"method": "magnitude"}], "calibrati
 SENTENCES = ("Then Anna's  dog, 12 é\n", "<s>the<|endoftext|>", "<tool>")
 
 
-def pass_nothing(directory: Path) -> None:
+def unchanged(directory: Path) -> None:
     """As `make_source` leaves it."""
 
 
@@ -83,7 +83,7 @@ def behaviour(directory: Path) -> dict[str, Any]:
     """What a tokenizer makes of texts, and of a conversation by each of its templates."""
     tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     talk: dict[str, Any] = {"conversation": [{"role": "user", "content": "Anna"}], "tokenize": False}
-    names = {*TEMPLATES, "tool_use", "rag", "default"} if isinstance(tokenizer.chat_template, dict) else set()
+    names = {"tool_use", "rag", "default"} if isinstance(tokenizer.chat_template, dict) else set()
     return {
         "class": type(tokenizer).__name__,
         "ids": [tokenizer(text)["input_ids"] for text in SENTENCES],
@@ -99,7 +99,7 @@ def behaviour(directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "change"),
     [
-        ("llama", pass_nothing), ("llama", with_more_tokens), ("mistral", as_tekken), ("qwen2", pass_nothing),
+        ("llama", unchanged), ("llama", with_more_tokens), ("mistral", as_tekken), ("qwen2", unchanged),
         ("qwen3", without_class), ("opt", as_vocabulary), ("gptj", without_class), ("qwen2", as_vocabulary),
     ],
 )  # fmt: skip
@@ -110,7 +110,7 @@ def test_outputs_and_exports_have_the_tokenizer_of_the_source(
     change(source)
     write(source, TEMPLATES)
     expected = behaviour(source)
-    assert expected["talks"]["tool_use"] == ": Anna"
+    assert expected["talks"]["tool_use"].endswith(": Anna")
     made = job(source, **WITHOUT_TEXT)
     assert made.run().code == 0
     assert behaviour(made.output) == expected

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from manifests.errors import StorageError
+from stores.hub import open_hub
+from stores.model_files import companions
 from stores.source import open_source
 from tests.end_to_end.hub_server import COMMIT, HubServer, client_of
 from tests.end_to_end.jobs import Ended, Job, command, file_digests
@@ -29,11 +31,15 @@ EXTRAS = {
     "USE_POLICY.md": b"be kind",
     "qwen.tiktoken": b"IQ== 0\n",
     "generation_config.json": b"{}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
 }
 UNWANTED = {
     "consolidated.safetensors": b"x" * 300_000,
     "pytorch_model.bin": b"pickle" * 1000,
     "tokenization_x.py": b"print('code')",
+    "tokenizer_x.py": b"print('code')",
+    "additional_chat_templates/x.py": b"print('code')",
+    "LICENSES/elsewhere.txt": b"in a folder",
     "README.md": b"card",
     "original/consolidated.00.pth": b"pickle",
     "onnx/model.safetensors": b"x",
@@ -83,6 +89,16 @@ def test_plan_reads_configs_and_headers_only(hub: HubServer, job: MakeJob, llama
     assert all(method == "GET" and part is not None for method, _, part in weights)
     snapshot = cache_of(made) / f"models--{REPOSITORY.replace('/', '--')}" / "snapshots" / COMMIT
     assert not list(snapshot.glob("*.safetensors"))
+
+
+def test_companions_in_folders_are_fetched_for_a_time_without_network(hub: HubServer, tmp_path: Path) -> None:
+    with client_of(hub, tmp_path):
+        open_source(REPOSITORY)  # headers of weights are asked for; only they are not kept
+    with client_of(hub, tmp_path, offline=True):
+        storage = open_hub(REPOSITORY, None, code=False)
+        assert EXTRAS.keys() <= {*companions(storage, code=False)}
+        assert all(storage.read(name) == content for name, content in EXTRAS.items())
+        assert not {*companions(storage, code=False)} & UNWANTED.keys()
 
 
 def test_a_header_longer_than_the_first_request(job: MakeJob, files: dict[str, bytes]) -> None:

@@ -112,8 +112,9 @@ def test_an_interrupted_push_goes_on_where_it_was(hub: HubServer, made: Job) -> 
 
 
 def test_an_earlier_checkpoint_is_replaced_and_weights_of_others_are_not(hub: HubServer, made: Job) -> None:
-    old = {"shards": {"model-00009-of-00009.safetensors": {}}}
-    hub.files |= {"compression.json": json.dumps(old).encode(), "notes.txt": b"mine"}
+    template = "additional_chat_templates/of_another.jinja"
+    old = {"shards": {"model-00009-of-00009.safetensors": {}}, "files": {template: {}}}
+    hub.files |= {"compression.json": json.dumps(old).encode(), "notes.txt": b"mine", template: b"would be used"}
     hub.files |= {"model-00009-of-00009.safetensors": b"old", "adapter.bin": b"of somebody"}
     before = dict(hub.files)
     ended = push(made)

@@ -21,6 +21,12 @@ Path({mark!r}).touch()
 class MarkedTokenizer(PreTrainedTokenizerFast): ...
 class Config(LlamaConfig): ...
 """
+TOKENIZER_OF_ITS_OWN = """
+class MarkedTokenizer(PreTrainedTokenizerFast):
+    vocab_files_names = {"tokenizer_file": "pieces.txt"}
+    def __init__(self, *args, tokenizer_file=None, **kwargs):
+        super().__init__(*args, tokenizer_file=str(Path(kwargs["name_or_path"]) / "pieces.txt"), **kwargs)
+"""
 
 
 @pytest.fixture
@@ -84,5 +90,22 @@ def test_trusted_code_is_run_and_travels(job: MakeJob, model: Path, mark: Path, 
     assert ended.code == 0, ended.err
     assert mark.exists()
     mark.unlink()
-    loaded = AutoTokenizer.from_pretrained(made.output, trust_remote_code=True)
-    assert type(loaded).__name__ == "MarkedTokenizer"
+    exported = made.root / "exported"
+    assert command("export", str(made.output), "--to", "dense", str(exported)).code == 0
+    for directory in (made.output, exported):
+        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+        assert type(loaded).__name__ == "MarkedTokenizer"
+
+
+@pytest.mark.usefixtures("inline_everywhere")
+def test_evaluate_runs_code_where_it_is_told_to(model: Path, mark: Path, text: Path) -> None:
+    edit(model / "tokenizer_config.json", tokenizer_class="MarkedTokenizer")
+    code = CODE.format(mark=str(mark)) + TOKENIZER_OF_ITS_OWN
+    (model / "tokenization_marked.py").write_text(code)
+    (model / "tokenizer.json").rename(model / "pieces.txt")
+    options = (str(model), "--text", str(text), "--window", "16")
+    ended = command("evaluate", *options)
+    assert (ended.code, "--trust-remote-code" in ended.err) == (2, True), ended.err
+    assert not mark.exists()
+    ended = command("evaluate", *options, "--trust-remote-code")
+    assert (ended.code, mark.exists()) == (0, True), ended.err
