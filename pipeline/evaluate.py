@@ -19,6 +19,7 @@ from manifests.loading import parse_block
 from manifests.records import Record
 from manifests.schema import Text, Workers
 from pipeline.console.arguments import add_address, parser, run_command
+from pipeline.console.wrapping import say
 from pipeline.evaluation.tasks import check_tasks, score_tasks, task_lines
 
 DTYPES = ("bfloat16", "float16", "float32", "stored")
@@ -82,12 +83,12 @@ def _body(arguments: Any) -> int:
         print(json.dumps({"model": arguments.model, **found, **tasks}, default=Record.as_json))
         return 0
     if found:
-        print(
+        say(
             f"{arguments.model}: perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens, "
             f"windows of {found['window']}"
         )
     if scores:
-        print("\n".join(task_lines(scores)))
+        say("\n".join(task_lines(scores)))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.signals import interrupt_on_signals
+from pipeline.console.wrapping import say
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,16 +34,16 @@ def _body(arguments: Any) -> int:
     from pipeline.checkpoint.exporting import export_checkpoint  # takes seconds, which --help need not
     from pipeline.checkpoint.gguf_file import export_gguf
 
-    say = partial(print, file=sys.stderr)
+    note = partial(say, stream=sys.stderr)
     if arguments.to == "gguf":
-        written = export_gguf(arguments.output, arguments.destination, say)
+        written = export_gguf(arguments.output, arguments.destination, note)
     else:
-        written = export_checkpoint(arguments.output, arguments.to, arguments.destination, say)
+        written = export_checkpoint(arguments.output, arguments.to, arguments.destination, note)
     if arguments.json:
         print(json.dumps(written))
     else:
         ratio = written["bytes"] / written["bytes_before"]
-        print(
+        say(
             f"{arguments.destination}: {written['parameters']:,} numbers, {written['bytes']:,} bytes, "
             f"{ratio:.3f} times the compressed checkpoint's"
         )

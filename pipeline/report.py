@@ -11,6 +11,7 @@ from typing import Any
 
 from manifests.errors import StorageError
 from pipeline.console.arguments import parser, run_command
+from pipeline.console.wrapping import say
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def _body(arguments: Any) -> int:
     if arguments.json:
         print(json.dumps({"report": path, "bytes": len(content), "state": run.state}))
     else:
-        print(f"report: {path} ({run.state})")
+        say(f"report: {path} ({run.state})")
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from manifests.errors import InputError
 from pipeline.console.arguments import parser, run_command
+from pipeline.console.wrapping import say
 from stores.lock import read_lock
 from stores.run_directory import existing_run
 
@@ -27,7 +28,7 @@ def _body(arguments: Any) -> int:
     if owner is None or not owner["alive"]:
         raise InputError(f"{run_dir.place}: no job is running here; set workers.max in its manifest")
     run_dir.ask_for_workers(workers, owner["token"])
-    print(
+    say(
         f"asked process {owner['pid']} on {owner['host']} for {workers} workers; it notices within seconds, "
         f"and `python -m pipeline.status {run_dir.place}` shows how many are ready"
     )

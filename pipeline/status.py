@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +12,7 @@ from manifests.entries import PointEntry
 from manifests.errors import StorageError
 from manifests.records import Key
 from pipeline.console.arguments import parser, run_command
+from pipeline.console.wrapping import say
 from pipeline.driver.ledger_keys import COMPLETE, POINTS, RESULT, point_part
 from stores.ledger import Ledger
 from stores.lock import read_lock
@@ -39,7 +38,7 @@ def _body(arguments: Any) -> int:
     if arguments.json:
         print(json.dumps(state))
     else:
-        print("\n".join(map(_wrapped, _lines(state))))
+        say("\n".join(_lines(state)))
     return 0
 
 
@@ -106,15 +105,6 @@ def _last_run(owner: dict[str, Any] | None, ended: dict[str, Any] | None) -> dic
 def _last_lines(logs: Storage) -> list[str]:
     names = matching(logs, ["*.log"])
     return logs.read(names[-1]).decode(errors="replace").splitlines()[-LOG_LINES:] if names else []
-
-
-def _wrapped(line: str) -> str:
-    """Between words, where a terminal shows it: one breaks it anywhere."""
-    if not sys.stdout.isatty():
-        return line
-    indent = line[: len(line) - len(line.lstrip())]
-    width = shutil.get_terminal_size().columns
-    return textwrap.fill(line, width, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _lines(state: dict[str, Any]) -> Iterator[str]:

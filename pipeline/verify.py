@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pipeline.console.arguments import parser, run_command
+from pipeline.console.wrapping import say
 
 if TYPE_CHECKING:
     from pipeline.verification.runner import Finding
@@ -42,16 +43,16 @@ def _body(arguments: Any) -> int:
     if arguments.json:
         print(json.dumps({"passed": passed, "findings": [vars(finding) for finding in findings]}))
     else:
-        print("verified" if passed else "NOT verified")
+        say("verified" if passed else "NOT verified")
     return 0 if passed else 1
 
 
 def _print(finding: Finding) -> None:
-    print(f"{'FAULT' if finding.faults else 'ok':>5}  {finding.check}: {finding.detail}")
+    say(f"{'FAULT' if finding.faults else 'ok':>5}  {finding.check}: {finding.detail}")
     for fault in finding.faults[:FAULTS_SHOWN]:
-        print(f"       {fault}")
+        say(f"       {fault}")
     if len(finding.faults) > FAULTS_SHOWN:
-        print(f"       ... and {len(finding.faults) - FAULTS_SHOWN} more")
+        say(f"       ... and {len(finding.faults) - FAULTS_SHOWN} more")
 
 
 if __name__ == "__main__":

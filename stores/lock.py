@@ -44,6 +44,7 @@ class RunLock:
         self.temporary = temporary
         self._hold: Hold | None = None
         self._owner: dict[str, Any] = {}
+        self.earlier: Mapping[str, Any] = {}  # the progress that the owner before noted last
 
     @property
     def token(self) -> str:
@@ -66,7 +67,7 @@ class RunLock:
             raise InUseError(f"{self._at}: this process holds the lock already")
         hold = self._wait()
         try:
-            self._check_before(hold)
+            before = self._check_before(hold)
             now = time.time()
             self._owner = {
                 "host": socket.gethostname(),
@@ -83,6 +84,7 @@ class RunLock:
             hold.release()
             raise
         self._hold = hold
+        self.earlier = before
 
     def beat(self, progress: Mapping[str, Any]) -> None:
         """Says that the owner lives and how far it is. Call it at least every 5 s.
@@ -145,17 +147,21 @@ class RunLock:
                     raise InUseError(f"{self._at}: {owner}; wait for it, or stop it first") from None
                 time.sleep(PATIENCE_S / 10)
 
-    def _check_before(self, hold: Hold) -> None:
-        """With the name in hand: says who died, and refuses where it may be an owner on another host that lives."""
+    def _check_before(self, hold: Hold) -> Mapping[str, Any]:
+        """With the name in hand: says who died, and refuses where it may be an owner on another host that lives.
+        Returns the progress that this owner noted last."""
         owner = _read_owner(self.storage, self.name)
+        progress = owner.get("progress") if owner else None
+        before = progress if isinstance(progress, dict) else {}
         if owner is None or owner.get("released"):
-            return
+            return before
         if not hold.everywhere and (_lives_elsewhere(owner) or self._beats_elsewhere(owner)):
             raise InUseError(
                 f"{self._at}: {_describe(owner)}; this host cannot see whether it lives: if it does not, try again "
                 f"when the heartbeat is older than {FRESH_S:.0f} s"
             )
         logger.warning("taking over the lock %s: %s and is dead", self._at, _describe(owner))
+        return before
 
     def _beats_elsewhere(self, owner: Mapping[str, Any]) -> bool:
         """Whether an owner on another host renews its note while we watch it."""

@@ -39,6 +39,7 @@ from pipeline.plan.probe import LayerShape, mean_rates, measured_rates
 from pipeline.plan.rates import Rates
 from workers.liveness import RayWatch, fault_at
 from workers.memory import map_large_tensors
+from workers.ray_messages import log_message
 
 LOOK_SECONDS = 0.2
 AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # processes that a raylet starts, and dies with
@@ -77,6 +78,7 @@ def connect(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads starve the other workers of the machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray_utils.set_sigterm_handler = lambda _: None  # Ray's would end the command with its exit code, not with ours
+    ray_worker.print_to_stdstream = log_message
     try:
         if found:
             ensure_token_if_auth_enabled(create_token_if_missing=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +33,7 @@ from pipeline.units.units import BesideUnit, ShardUnit, Summable, Unit
 from workers.actor import BESIDE, Outcome, WorkerActor
 from workers.cluster import declared_memory, watch_ray, why_unplaceable
 from workers.config import WorkerConfig
+from workers.deaths import Deaths, worker_name
 from workers.failures import START, Failures, failure_key
 from workers.hardware import differing, software_versions
 from workers.memory_pressure import Pause, others_hold_most
@@ -100,6 +101,7 @@ class RayPool:
         self.note = note
         self.waiting: deque[Unit] = deque()
         self.failures = Failures(workers.max_failures)
+        self.deaths = Deaths(note)
         self.shortage = Shortage(workers.start_timeout_s, note)
         self.seconds: dict[
             str, list[float]
@@ -191,7 +193,7 @@ class RayPool:
     def busy(self) -> dict[str, str]:
         """Worker -> the unit it is at, for the status."""
         # From another thread: what was running may be done a moment later.
-        running = {_name(member): list(member.running.values()) for member in list(self.members)}
+        running = {worker_name(member.where): list(member.running.values()) for member in list(self.members)}
         return {name: units[0].key for name, units in running.items() if units}
 
     def show(self, phase: str, done: int, units: int) -> None:
@@ -204,6 +206,7 @@ class RayPool:
             ray.kill(member.actor)
         self.members = []
         self.wanted = 0
+        self.deaths.tell({}, now=True)
         self.watch.close()
 
     # -- members -----------------------------------------------------------------------------------------------------
@@ -238,7 +241,7 @@ class RayPool:
         for member in sorted(staying, key=lambda member: (member.live, len(member.shards)))[: -self.wanted]:
             member.leaving = True
             member.shards.clear()
-            self.note(f"worker {_name(member)} is sent away: {self.wanted} are wanted")
+            self.note(f"worker {worker_name(member.where)} is sent away: {self.wanted} are wanted")
         for member in [m for m in self.members if m.leaving and not m.running and not m.sums]:
             self.members.remove(member)
             ray.kill(member.actor)
@@ -248,6 +251,7 @@ class RayPool:
     def _step(self, timeout_s: float) -> None:
         """Takes in whatever is ready: new members, finished units, deaths. Raises WorkerError when Ray has ended."""
         self.watch.check()
+        self.deaths.tell(Counter(str(member.where.get("node")) for member in self._ready()))
         self._fit()
         self.meters.state(self.size, self.wanted, len(self.waiting), self._longest_s())
         owners = {ref: member for member in self.members for ref in member.running}
@@ -293,7 +297,7 @@ class RayPool:
         member.where = where
         if others := differing(self.versions, where["versions"]):
             raise InputError(
-                f"the node of worker {_name(member)} has {others} (this command's); install the same there"
+                f"the node of worker {worker_name(member.where)} has {others} (this command's); install the same there"
             )
         self.hardware = self.hardware or where["hardware"]
         others = differing(self.hardware, where["hardware"])
@@ -303,7 +307,7 @@ class RayPool:
             return
         self.members.remove(member)
         ray.kill(member.actor)
-        refused = f"worker {_name(member)} has {others}, on which the job began: its bytes would differ"
+        refused = f"worker {worker_name(member.where)} has {others}, on which the job began: its bytes would differ"
         if self.wanted == 1:
             raise InputError(f"{refused}; give it nodes of the first kind, or start over with --fresh")
         self.wanted -= 1
@@ -313,8 +317,8 @@ class RayPool:
         spent = self.seconds.setdefault(unit_kind(unit), [0, 0.0, 0.0])
         for position, amount in enumerate((1, outcome.seconds, outcome.compute_seconds)):
             spent[position] += amount
-        self.peak_bytes[_name(member)] = outcome.peak_bytes
-        self.trace(unit_line(unit, outcome, _name(member)))
+        self.peak_bytes[worker_name(member.where)] = outcome.peak_bytes
+        self.trace(unit_line(unit, outcome, worker_name(member.where)))
 
     def _replace(self, member: _Member, error: Exception) -> None:
         """Queues a dead worker's units again; another will be started for it."""
@@ -325,9 +329,9 @@ class RayPool:
         if isinstance(error, OutOfMemoryError) and others_hold_most(str(error)):
             self._wait_for_memory(member, error)
         else:
+            self.deaths.add(member.where, [unit.key for unit in lost], error)
             for key in [failure_key(unit) for unit in lost] + ([] if member.live else [START]):
                 self.failures.count(key, error, member.where, disk_full=isinstance(error, FULL))
-            self.note(f"worker {_name(member)} died, {len(lost)} units are done again: {type(error).__name__}")
         self.waiting.extendleft(reversed([unit for unit in lost if not isinstance(unit, Collect)]))
         self._finish_gone([unit for unit in lost if isinstance(unit, Collect)])
 
@@ -340,8 +344,9 @@ class RayPool:
                 "workers.max"
             )
         self.note(
-            f"worker {_name(member)} was ended by Ray's memory monitor, as other processes hold most of its node's "
-            f"memory ({first}); it goes on with {self.size} workers, the next is tried in {self.pause.seconds:g} s"
+            f"worker {worker_name(member.where)} was ended by Ray's memory monitor, as other processes hold most "
+            f"of its node's memory ({first}); it goes on with {self.size} workers, the next is tried in "
+            f"{self.pause.seconds:g} s"
         )
 
     # -- units -------------------------------------------------------------------------------------------------------
@@ -392,7 +397,3 @@ class RayPool:
         member.running[outcome] = unit
         member.tensors[outcome] = tensors
         member.given_at[outcome] = time.monotonic()
-
-
-def _name(member: _Member) -> str:
-    return f"{member.where.get('node', '?')}:{member.where.get('pid', '?')}"

@@ -16,6 +16,7 @@ from manifests.schema import Manifest
 from manifests.sweep import Point, Sweep, load_sweep
 from pipeline.console.endings import ending_of
 from pipeline.console.places import settle_places
+from pipeline.console.wrapping import say
 
 CONNECT_TIMEOUT_S = 30.0
 EXIT_CODES = "exit codes: 0 done, 2 wrong manifest or input, 75 interrupted (run again to go on), 1 failed"
@@ -74,5 +75,5 @@ def run_command(body: Callable[[argparse.Namespace], int], arguments: argparse.N
         elif arguments.debug and not isinstance(error, KeyboardInterrupt):
             raise
         ending = ending_of(error)
-        print(ending.line, file=sys.stderr)
+        say(ending.line, sys.stderr)
         return ending.exit_code

@@ -12,10 +12,11 @@ from typing import Any
 
 from manifests.errors import StorageError
 from stores.durable import storage_errors
-from stores.storage import Growing, Place, open_storage
+from stores.storage import Growing, Place, Storage, open_storage
 
 LOG = logging.getLogger("lamina")
 STORES = logging.getLogger("stores")
+RAY = logging.getLogger("lamina.ray")  # what `workers.ray_messages` passes on
 WHERE = ("phase", "layer", "shard", "unit")
 
 
@@ -33,12 +34,12 @@ class _Json(logging.Formatter):
         return json.dumps(told | {name: state.get(name) for name in WHERE} | {"message": record.getMessage()})
 
 
-class _LogFile(logging.StreamHandler[Growing]):
+class _LogFile(logging.StreamHandler["Growing | _FirstWritten"]):
     """Says once when nothing more can be written; logging itself would print a traceback for every line."""
 
     failed = False
 
-    def __init__(self, path: str, file: Growing) -> None:
+    def __init__(self, path: str, file: Growing | _FirstWritten) -> None:
         super().__init__(file)
         self.path = path
 
@@ -57,9 +58,33 @@ class _LogFile(logging.StreamHandler[Growing]):
                 print(f"log {self.path}: {error}", file=sys.stderr)
 
 
+class _FirstWritten:
+    """A file that appears with its first line."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.storage = storage
+        self.name = name
+        self.file: Growing | None = None
+
+    def write(self, text: str) -> None:
+        if self.file is None:
+            self.file = self.storage.appender(self.name)
+            LOG.info("Ray's own messages: %s", self.storage.at(self.name))
+        self.file.write(text)
+
+    def flush(self) -> None:
+        if self.file is not None:
+            self.file.flush()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
 def open_log(directory: Place, run: str, state: Callable[[], Mapping[str, Any]]) -> str:
     """Starts the log files of this run: everything `JobObserver.say` says and all warnings go there, as lines for
-    people and, in a file beside (`.jsonl`), as JSON. Returns the path of the first.
+    people and, in a file beside (`.jsonl`), as JSON. Returns the path of the first. Ray's own messages get a third
+    file (`.ray.txt`), if there are any.
 
     `run`: what the job is called; `state`: what it is at. Raises StorageError.
     """
@@ -77,12 +102,15 @@ def open_log(directory: Place, run: str, state: Callable[[], Mapping[str, Any]])
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
     LOG.handlers = handlers
+    RAY.propagate = False
+    RAY.handlers = [_LogFile(storage.at(f"{name}.ray.txt"), _FirstWritten(storage, f"{name}.ray.txt"))]
+    RAY.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     STORES.handlers = [*handlers, logging.StreamHandler()]  # damaged entries, a lock taken over
     return storage.at(f"{name}.log")
 
 
 def close_log() -> None:
     """Ends the log file of this run, if there is one."""
-    for handler in LOG.handlers:
+    for handler in (*LOG.handlers, *RAY.handlers):
         handler.close()
-    LOG.handlers = STORES.handlers = []
+    LOG.handlers = STORES.handlers = RAY.handlers = []

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.entries import GroupReport
-from pipeline.console.outlook import Outlook
+from pipeline.console.outlook import Outlook, Paces
+from pipeline.console.wrapping import wrapped
 from pipeline.units.curves import Predict
 from pipeline.units.scores import WindowForward
 from pipeline.units.units import Backward, Forward, Measure, Pair, ShardDone, Solve, SolveSizes, Unit
@@ -24,6 +25,8 @@ COUNTED: dict[str, Any] = {  # in phases without forward units
     "curves": Predict,
     "compress": Solve | SolveSizes,
 }
+IMPORTANCE = ("job", "layer", "phase", "speed", "memory", "shard")  # of the figures beside the bar
+LEAST_NAME, LEAST_BAR, MOST_BAR, GAPS = 10, 8, 40, 2  # columns of the live line
 SHOWN = {"walk": "compress layer by layer"}  # phases whose name says too little
 
 
@@ -43,13 +46,15 @@ class JobObserver:
         self.total_units = self.done_units = 0
         self.done_layers: Counter[str] = Counter()  # of the running phase, by what was done
         self.started = time.monotonic()
+        self.earlier: Paces = {}  # of an earlier run of the job
         self.outlook = Outlook()
         self.progress: Progress | None = None
+        self.column = BarColumn()
         self.bar: TaskID | None = None
 
     def __enter__(self) -> JobObserver:
         if self.live:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[detail]}"))
+            columns = (TextColumn("{task.description}"), self.column, TextColumn("{task.fields[detail]}"))
             self.progress = Progress(*columns, console=self.console)
             self.progress.start()
         return self
@@ -79,7 +84,8 @@ class JobObserver:
         self.state |= {"layers": layers, "layer": None}
         self.say(f"phase {SHOWN.get(name, name)}: {layers} layers")
         if self.progress is not None:
-            self.bar = self.progress.add_task(SHOWN.get(name, name), total=self.total_units, detail="")
+            self.bar = self.progress.add_task("", total=self.total_units, detail="")
+            self._update()
 
     def unit_done(self, unit: Unit, result: Any) -> None:
         """A unit is finished."""
@@ -96,7 +102,7 @@ class JobObserver:
 
     def layer_done(self, phase: str, layer: int, summary: Mapping[str, GroupReport]) -> None:
         """A layer is committed, or, where nothing is kept of it, done."""
-        figures = "; ".join(f"{group}: {_figures(report)}" for group, report in summary.items())
+        figures = "; ".join(f"{group}: {_group_figures(report)}" for group, report in summary.items())
         state = "done" if phase == "evaluate" else "committed"
         self.done_layers[phase] += 1
         of = f", {self.done_layers[phase]}/{self.state['layers']}" if self.state.get("layers") else ""
@@ -110,33 +116,59 @@ class JobObserver:
         """One line to the log file and, unless a live display shows it, to the terminal."""
         LOG.log(level, line)
         if self.progress is not None:
-            self.progress.console.print(line, highlight=False, markup=False)  # broken between words
+            line = wrapped(line, self.console.width)
+            self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)  # a path stays whole
         elif not self.quiet:
             print(line, file=self.stream, flush=True)
 
+    @property
+    def noted(self) -> dict[str, Any]:
+        """The state and the paces of the job, for the note beside its lock, where a run that resumes finds them."""
+        return {**self.state, "paces": {**self.earlier, **self.outlook.paces()}}
+
     def expect(self, outlook: Outlook) -> None:
-        """What is ahead of the job, the running phase included."""
+        """Takes what is ahead of the job, the running phase included."""
         self.outlook = outlook
+        self.outlook.earlier = self.earlier
         self.outlook.begin(self.state.get("phase", ""))
 
     def _update(self) -> None:
         if self.progress is not None and self.bar is not None:
-            where = " ".join(f"{name} {self.state[name]}" for name in ("layer", "shard") if name in self.state)
-            detail = f"{where}{self._rate()}"
-            self.progress.update(self.bar, completed=min(self.done_units, self.total_units), detail=detail)
+            phase, width = self.state["phase"], self.console.width
+            name = shorten(SHOWN.get(phase, phase), max(LEAST_NAME, width // 3 - GAPS))
+            detail = self._detail(width - len(name) - LEAST_BAR - GAPS)
+            self.column.bar_width = max(LEAST_BAR, min(MOST_BAR, width - len(name) - len(detail) - GAPS))
+            done = min(self.done_units, self.total_units)
+            self.progress.update(self.bar, completed=done, description=name, detail=detail)
+
+    def _detail(self, room: int) -> str:
+        """Returns the figures beside the bar that fit into `room` columns, the more important ones first."""
+        where = [name for name in ("layer", "shard") if self.state.get(name) is not None]
+        figures = {name: f"{name} {self.state[name]}" for name in where} | self._figures()
+        chosen: list[str] = []
+        for name in (name for name in IMPORTANCE if name in figures):
+            if len(_joined(figures, [*chosen, name])) <= room:
+                chosen.append(name)
+        return _joined(figures, chosen)
 
     def _rate(self) -> str:
+        return "".join(f", {figure}" for figure in self._figures().values())
+
+    def _figures(self) -> dict[str, str]:
+        """Returns speed, the time left and memory as shown, where they are known."""
         spent = time.monotonic() - self.started
         share = self.done_units / max(1, self.total_units)
-        parts = [f", {self.tokens / spent:,.0f} tokens/s"] if self.tokens and spent > 0 else []
+        figures: dict[str, str] = {}
+        if self.tokens and spent > 0:
+            figures["speed"] = f"{self.tokens / spent:,.0f} tokens/s"
         if 0 < self.done_units < self.total_units:
-            parts.append(f", {spent / share * (1 - share):,.0f} s left")
+            figures["phase"] = f"{spent / share * (1 - share):,.0f} s left"
         if (left := self.outlook.left(spent, min(1.0, share))) is not None:
             self.state["seconds_left"] = round(left, 1)
-            parts.append(f", job {left:,.0f} s left")
+            figures["job"] = f"job {left:,.0f} s left"
         if self.peak_bytes:
-            parts.append(f", worker {max(self.peak_bytes.values()) / 2**30:.2f} GiB")
-        return "".join(parts)
+            figures["memory"] = f"worker {max(self.peak_bytes.values()) / 2**30:.2f} GiB"
+        return figures
 
     def _close_phase(self) -> None:
         name = self.state.get("phase")
@@ -149,7 +181,16 @@ class JobObserver:
             self.bar = None
 
 
-def _figures(report: GroupReport) -> str:
+def shorten(name: str, width: int) -> str:
+    """Returns the name, its end replaced by an ellipsis where it is wider than `width`."""
+    return name if len(name) <= width else f"{name[: width - 1]}…"
+
+
+def _joined(figures: Mapping[str, str], chosen: Sequence[str]) -> str:
+    return ", ".join(figure for name, figure in figures.items() if name in chosen)
+
+
+def _group_figures(report: GroupReport) -> str:
     ranks = ", ".join(f"{name} {rank}" for name, rank in report.ranks.items())
     error = report.error
     return ranks + (f", error {error:.2e}" if isinstance(error, float) else "")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,32 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.console.wrapping import wrapped
 from pipeline.evaluation.tasks import read_scores, task_lines
 
 SEEN_LIMIT = 0.1  # of the passages of an evaluation text: what different texts share by themselves is less
 FIGURES = re.compile(r".*error.*|tucker_ranks.*|numbers|predicted.*")  # of a group's report, beside its ranks
 NOTES = re.compile(r"(fallback|dropped|clipped|jitter|selection_jitter|scaled|dense|repaired).*")
 ROOM = 24  # characters a column of notes needs at least
+MOST_WIDE = 1000  # columns, where a table's own width is asked for
 GAP = 2  # between columns, one of it the table's divider
 
 
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
     """To the terminal, or to another console."""
     console = console or Console()
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)  # a path stays one word on one line
+
+    def say(line: str) -> None:
+        line = wrapped(line, console.width) if console.is_terminal else line
+        console.print(line, markup=False, highlight=False, soft_wrap=True)  # a path stays one word on one line
+
     if summary.get("already_finished"):
         now = "scored now" if summary.get("scored_now") else "nothing to do (`pipeline.verify` reads every byte)"
         say(f"{summary['output']}: finished before; {now}")
-    for table in (*layer_tables(summary["layers"], console.width), _count_table(summary["counts"])):
+    for table in layer_tables(summary["layers"], console.width):
         console.print(table)
         console.print()
+    _say_counts(summary["counts"], console, say)
     say(_time_line(summary["seconds"]))
     peaks = summary["peak_bytes"]
     workers = ", ".join(f"{peak / 2**20:,.0f}" for peak in peaks["workers"].values())
@@ -123,12 +129,27 @@ def _notes(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
                 yield f"{group} {name.replace('_', ' ')}{'' if value is True else f' {_short(value)}'}"
 
 
+def _say_counts(counts: Mapping[str, Mapping[str, int]], console: Console, say: Callable[[str], None]) -> None:
+    """As a table, or, where its figures would be cut, as lines."""
+    table = _count_table(counts)
+    if console.measure(table, options=console.options.update(max_width=MOST_WIDE)).maximum <= console.width:
+        console.print(table)
+    else:
+        for name, pair in counts.items():
+            figures = f"{pair['dense']:,} dense, {pair['compressed']:,} compressed, {_kept(pair):.4f} kept"
+            say(f"{name.replace('_', ' ')}: {figures}")
+    console.print()
+
+
+def _kept(pair: Mapping[str, int]) -> float:
+    return pair["compressed"] / pair["dense"] if pair["dense"] else 1.0
+
+
 def _count_table(counts: Mapping[str, Mapping[str, int]]) -> Table:
     table = _table(["", "dense", "compressed", "kept"])
     table.columns[0].justify = "left"
     for name, pair in counts.items():
-        share = pair["compressed"] / pair["dense"] if pair["dense"] else 1.0
-        table.add_row(name.replace("_", " "), f"{pair['dense']:,}", f"{pair['compressed']:,}", f"{share:.4f}")
+        table.add_row(name.replace("_", " "), f"{pair['dense']:,}", f"{pair['compressed']:,}", f"{_kept(pair):.4f}")
     return table
 
 

@@ -20,6 +20,7 @@ from manifests.loading import dump_manifest
 from manifests.records import Key, SourceFile
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
+from pipeline.console.outlook import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
@@ -116,6 +117,7 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
         locks = (stack.enter_context(run_dir.lock), stack.enter_context(claim_output(output)))
+        observer.earlier = read_paces(run_dir.lock.earlier.get("paces"))
         source_files = inputs.source.file_digests(run_dir.ledger.get(SOURCE) or {})
         if source_files != run_dir.ledger.get(SOURCE):
             check_copied(inputs)

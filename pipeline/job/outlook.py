@@ -1,54 +1,127 @@
-"""The phases of a job as the plan has them, for the time that is left."""
+"""The phases of a job as the plan has them, less what is committed already, for the time that is left."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manifests.records import Key
 from pipeline.console.outlook import Ahead, Outlook
-from pipeline.job.context import JobContext
+from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, TRIES, curves_key, dense_key, gradient_key, layer_key
+from pipeline.job.context import JobContext, driver_job
+from pipeline.job.scoring import dense_score_key
+from pipeline.methods.registry import layers_of
 from pipeline.plan.passes import gradient_tokens, pass_of
-from pipeline.plan.phases import START_SECONDS, WORKERS_SECONDS, evaluate_seconds, phase_seconds
+from pipeline.plan.phases import START_SECONDS, WORKERS_SECONDS, Pass, evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import layer_work, scoring_flops
 
-TRIES = 4  # at a size, where the smallest one within a loss is sought, about
+TRIED = 4  # sizes, about, where the smallest one within a loss is sought
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 
 def job_outlook(job: JobContext, rates: Rates) -> Outlook:
-    """What is ahead of a job that begins, with `TRIES` at a size where one is sought. Of a sweep see
-    `pipeline.sweeping.planning.sweep_outlook`."""
-    inputs, manifest = job.inputs, job.manifest
+    """Returns the phases ahead of a job that begins or resumes, about `TRIED` times those of a size where one is
+    sought. For a sweep see `pipeline.sweeping.planning.sweep_outlook`."""
     if job.points:
         return Outlook()
-    geometry, tasks = inputs.geometry, inputs.tasks
-    tokens = gradient_tokens(manifest, geometry, tasks)
-    work = layer_work(manifest, geometry, tasks, inputs.dtype.itemsize, tokens)
-    way = pass_of(manifest, geometry, tasks)
-    seconds = phase_seconds(work, rates, way)
-    has_moments = any(task.moments for task in tasks)
-    if way.compressed and has_moments:
-        solving = [("walk", sum(seconds.get(name, 0.0) for name in WALK))]
-    elif any(task.corrections for task in tasks):
-        solving = [("correct", seconds["solve"] + seconds.get("correct", 0.0))]
-    else:
-        solving = [("compress", seconds["solve"] + seconds.get("round", 0.0))]
-    first = "importance" if way.compressed else "statistics"
-    passing = seconds.get(first, 0.0)
-    if way.in_pass:  # all but the last layers are solved in it
-        ((phase, amount),) = solving
-        last = min(1.0, (way.workers + 2) / way.layers) * amount
-        passing, solving = passing + amount - last, [(phase, last)]
-    planned = [("start", START_SECONDS)]
-    planned += [(first, passing)] if first in seconds and has_moments else []
-    planned += [(name, seconds[name]) for name in ("gradient", "curves") if name in seconds]
-    of_model = seconds.get("held-out", 0.0) / 2
-    scored = job.held_out is not None and of_model > 0.0
-    for number in range(1 if inputs.max_loss is None else TRIES):
-        planned += solving
-        if scored:
-            planned += [(f"score {name}", of_model) for name in ("held-out-dense", "held-out")[number > 0 :]]
-    planned.append(("assemble", seconds["assemble"]))
-    if job.evaluation is not None and manifest.evaluation.perplexity is not None:
-        flops = job.evaluation.numel() * scoring_flops(geometry, job.evaluation.shape[-1])
-        scoring = evaluate_seconds(flops, rates, way.workers)
-        planned += [("start", WORKERS_SECONDS), ("evaluate", scoring)] * (1 + manifest.evaluation.perplexity.dense)
-    return Outlook([Ahead(*phase) for phase in planned], geometry.num_layers)
+    inputs, manifest = job.inputs, job.manifest
+    tokens = gradient_tokens(manifest, inputs.geometry, inputs.tasks)
+    work = layer_work(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, tokens)
+    way = pass_of(manifest, inputs.geometry, inputs.tasks)
+    left = _Left(job, way, phase_seconds(work, rates, way))
+    planned = [Ahead("start", START_SECONDS), *left.passes(), *left.sizes()]
+    planned.append(Ahead("assemble", left.seconds["assemble"]))
+    return Outlook([*planned, *_evaluations(job, rates, way)], inputs.geometry.num_layers)
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A job's phases without their committed layers. `seconds`: the plan's, for all layers."""
+
+    job: JobContext
+    way: Pass
+    seconds: Mapping[str, float]
+
+    def passes(self) -> list[Ahead]:
+        """Returns what comes once: passes over the calibration text, and curves."""
+        seconds, layers = self.seconds, range(self.way.layers)
+        first = "importance" if self.way.compressed else "statistics"
+        planned: list[Ahead] = []
+        if first in seconds and self._has_moments:
+            amount = seconds[first] + (self._solving[1] - self._last_solves if self.way.in_pass else 0.0)
+            planned += self._phase(first, amount, [dense_key(layer) for layer in layers])
+        if "gradient" in seconds:
+            planned += self._phase("gradient", seconds["gradient"], self._backward(gradient_key))
+        if "curves" in seconds:
+            planned += self._phase("curves", seconds["curves"], self._claimed(curves_key))
+        return planned
+
+    def sizes(self) -> list[Ahead]:
+        """Returns what comes for each size: solving, and scores on held-out text."""
+        phase, amount = self._solving
+        ledger, of_model = self.job.ledger, self.seconds.get("held-out", 0.0) / 2
+        sought = self.job.inputs.max_loss is not None
+        count = max(1, TRIED - len(ledger.keys(TRIES))) if sought else 1
+        scored = self.job.held_out is not None and of_model > 0.0
+        held_out = ledger.get(HELD_OUT)
+        has_dense = held_out is not None and held_out.outputs is not None
+        planned: list[Ahead] = []
+        for number in range(count):
+            keys = self._claimed(layer_key) if number == 0 else ()
+            if self.way.in_pass and not planned and self._missing([dense_key(n) for n in range(self.way.layers)]):
+                planned.append(Ahead(phase, self._last_solves))
+            else:
+                planned += self._phase(phase, amount, keys)
+            if scored and not (number == 0 and ledger.get(HELD_OUT_SCORE)):
+                models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
+                planned += [Ahead(f"score {model}", of_model) for model in models]
+        return planned
+
+    @property
+    def _solving(self) -> tuple[str, float]:
+        """The phase that solves all layers, and its seconds."""
+        seconds = self.seconds
+        if self.way.compressed and self._has_moments:
+            return "walk", sum(seconds.get(name, 0.0) for name in WALK)
+        if any(task.corrections for task in self.job.inputs.tasks):
+            return "correct", seconds["solve"] + seconds.get("correct", 0.0)
+        return "compress", seconds["solve"] + seconds.get("round", 0.0)
+
+    @property
+    def _last_solves(self) -> float:
+        """The seconds of the layers that are not solved within the dense pass."""
+        return min(1.0, (self.way.workers + 2) / self.way.layers) * self._solving[1]
+
+    @property
+    def _has_moments(self) -> bool:
+        return any(task.moments for task in self.job.inputs.tasks)
+
+    def _claimed(self, key: Any) -> list[Key[Any]]:
+        return [key(layer) for layer in layers_of(self.job.inputs.tasks)]
+
+    def _backward(self, key: Any) -> list[Key[Any]]:
+        """The keys of the layers that a backward pass enters."""
+        return [key(layer) for layer in driver_job(self.job.inputs).gradient_layers()]
+
+    def _missing(self, keys: Sequence[Key[Any]]) -> int:
+        return sum(self.job.ledger.get(key) is None for key in keys)
+
+    def _phase(self, phase: str, seconds: float, keys: Sequence[Key[Any]]) -> list[Ahead]:
+        """Returns the part of a phase that is not committed: nothing, where each of `keys` is."""
+        if not keys:
+            return [Ahead(phase, seconds)]
+        missing = self._missing(keys)
+        return [Ahead(phase, seconds * missing / len(keys), layers=missing)] if missing else []
+
+
+def _evaluations(job: JobContext, rates: Rates, way: Pass) -> list[Ahead]:
+    """Returns the scores of OUTPUT and of the dense model that are not entered."""
+    if job.evaluation is None or job.manifest.evaluation.perplexity is None:
+        return []
+    flops = job.evaluation.numel() * scoring_flops(job.inputs.geometry, job.evaluation.shape[-1])
+    asked = job.manifest.evaluation.perplexity.dense
+    has_dense = any(job.ledger.get(key) is not None for key in dense_score_key(job))
+    each = [Ahead("start", WORKERS_SECONDS), Ahead("evaluate", evaluate_seconds(flops, rates, way.workers))]
+    return each * (1 + (asked and not has_dense))

@@ -37,7 +37,7 @@ __all__ = [
 
 def heartbeat(job: JobContext) -> Heartbeat:
     """Renews the job's locks while it is entered."""
-    return Heartbeat(job.locks, job.run_dir, job.stop, lambda: job.observer.state)
+    return Heartbeat(job.locks, job.run_dir, job.stop, lambda: job.observer.noted)
 
 
 def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None:

@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 INK, MUTED, GRID = "#010101", "#020202", "#030303"
-SERIES = tuple(f"#0400{number:02x}" for number in range(1, 7))
-MARKERS = ("o", "s", "^", "D", "v", "P")  # so that a print without colours can be read
-DASHES = ("-", "--", "-.", ":", "-", "--")
+SERIES = tuple(f"#0400{number:02x}" for number in range(1, 11))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")  # so that a print without colours can be read
+DASHES = ("-", "--", "-.", ":", "-", "--", "-.", ":", "-", "--")
 DEPTHS = 100
 WIDTH_INCHES, HEIGHT_INCHES = 4.6, 2.7  # as wide as a phone shows at its own size
 

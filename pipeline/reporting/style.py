@@ -1,18 +1,20 @@
 """How a report looks. Colours are variables, so that plots follow the reader's scheme; print is always light."""
 
+# Lines have the ten colours of M. A. Petroff, "Accessible Color Sequences for Data Visualization" (arXiv 2107.02270),
+# which colour-blind readers tell apart; those that would be faint are darker on white and lighter on black.
 LIGHT = """
   --paper: #ffffff; --panel: #f6f7f9; --ink: #1c2128; --muted: #59636e; --grid: #d5dae0;
   --bad: #b3261e; --good: #1a7340;
   --first: #2b5fd0; --last: #d1542f;
-  --series-1: #2b5fd0; --series-2: #c2570c; --series-3: #1a7f4b; --series-4: #8250df; --series-5: #a8326e;
-  --series-6: #5c6a12;
+  --series-1: #3f90da; --series-2: #e76300; --series-3: #832db6; --series-4: #bd1f01; --series-5: #717581;
+  --series-6: #d98c00; --series-7: #3fa6ad; --series-8: #a96b59; --series-9: #8d8440; --series-10: #1c2128;
 """
 DARK = """
   --paper: #10141a; --panel: #191f27; --ink: #e6eaef; --muted: #9aa4b0; --grid: #343c47;
   --bad: #ff8a80; --good: #62d08f;
   --first: #76a5ff; --last: #ff9a6b;
-  --series-1: #76a5ff; --series-2: #ffa657; --series-3: #56d39b; --series-4: #c297ff; --series-5: #f58bbd;
-  --series-6: #c3cf62;
+  --series-1: #3f90da; --series-2: #e76300; --series-3: #b878e0; --series-4: #f0553c; --series-5: #94a4a2;
+  --series-6: #ffa90e; --series-7: #92dadd; --series-8: #c08a7a; --series-9: #b9ac70; --series-10: #e6eaef;
 """
 STYLE = f"""
 :root {{ color-scheme: light dark; {LIGHT} }}
@@ -53,6 +55,25 @@ td:first-child {{ white-space: nowrap; }}
 .number {{ text-align: right; white-space: nowrap; }}
 details {{ margin: .75rem 0; }}
 summary {{ cursor: pointer; color: var(--muted); }}
+@media screen and (max-width: 60rem) {{
+  table {{ font-size: .8rem; }}
+  th, td {{ padding-right: .5rem; }}
+  th.number {{ white-space: normal; }}
+}}
+@media screen and (max-width: 40rem) {{
+  main {{ padding: .9rem; }}
+  pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+  td:first-child, #digests td {{ white-space: normal; }}
+  th:last-child, td:last-child {{ padding-right: 0; }}
+  #digests td {{ overflow-wrap: anywhere; }}
+  .stack thead {{ display: none; }}
+  .stack, .stack tbody, .stack tr {{ display: block; }}
+  .stack tr {{ border-bottom: 1px solid var(--grid); padding: .4rem 0; }}
+  .stack td {{ display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: 0; text-align: right; }}
+  .stack td::before {{ content: attr(data-label); color: var(--muted); text-align: left; flex: none; }}
+  .stack td[data-label=""] {{ gap: 0; justify-content: flex-start; text-align: left; font-weight: 600; }}
+  .stack td:empty {{ display: none; }}
+}}
 @media print {{
   :root {{ color-scheme: light; {LIGHT} }}
   main {{ max-width: none; padding: 0; }}

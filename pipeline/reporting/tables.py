@@ -8,6 +8,7 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pipeline.console.progress import SHOWN
 from pipeline.console.summary import compute_share
 from pipeline.methods.method import read_task_key
 from pipeline.methods.registry import build_methods
@@ -15,25 +16,45 @@ from pipeline.reporting.figures import chosen_point
 from pipeline.reporting.reading import Run
 
 PACKAGES = ("torch", "ray", "transformers", "safetensors", "zarr", "numpy", "lamina-pipeline", "lamina")
+NARROW_COLUMNS = 3
+SCORES = {  # of an evaluation
+    "perplexity": "perplexity",
+    "loss": "loss, nats per token",
+    "tokens": "tokens scored",
+    "windows": "windows",
+    "window": "tokens in a window",
+    "seen": "share of the text that occurs in the calibration samples",
+}
+UNITS = {  # kind of unit -> in words
+    "windowforward": "forward, scored text",
+    "choosegrids": "choose grids of sums",
+    "checkgrids": "check grids of sums",
+}
 OF_A_GROUP = ("method", "ranks", "error", "condition", "fallback", "jitter")
 
 
 def table(name: str, headers: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> str:
-    """A table whose first `words` columns hold words and the others numbers, set right. Cells are escaped here."""
+    """A table whose first `words` columns hold words and the others numbers, set right. Cells are escaped here.
+
+    Where a screen is narrow, a table of more than `NARROW_COLUMNS` shows each row as a list of labelled cells.
+    """
     found = list(rows)
     if not found:
         return ""
+    stacked = len(headers) > NARROW_COLUMNS
 
     def row(cells: Sequence[Any], tag: str) -> str:
-        told = (
-            f"<{tag}{'' if place < words else ' class=number'}>{escape(str(cell))}</{tag}>"
-            for place, cell in enumerate(cells)
-        )
-        return f"<tr>{''.join(told)}</tr>"
+        attributes = ["" if place < words else " class=number" for place in range(len(cells))]
+        if tag == "td" and stacked:
+            labels = (f' data-label="{escape(header)}"' for header in headers)
+            attributes = [attribute + label for attribute, label in zip(attributes, labels, strict=True)]
+        parts = zip(attributes, cells, strict=True)
+        return f"<tr>{''.join(f'<{tag}{attribute}>{escape(str(cell))}</{tag}>' for attribute, cell in parts)}</tr>"
 
     body = "\n".join(row(cells, "td") for cells in found)
     head = f"<thead>{row(headers, 'th')}</thead>"
-    return f'<div class=wide><table id="{name}">{head}\n<tbody>\n{body}\n</tbody></table></div>'
+    shape = " class=stack" if stacked else ""
+    return f'<div class=wide><table id="{name}"{shape}>{head}\n<tbody>\n{body}\n</tbody></table></div>'
 
 
 def kept(run: Run) -> str:
@@ -52,15 +73,21 @@ def kept(run: Run) -> str:
 
 
 def scores(run: Run) -> str:
-    """What was measured on the output."""
+    """What was measured on the output, beside the dense model where that was scored, too."""
+    evaluation = (run.summary or {}).get("evaluation", {})
+    now, dense = evaluation.get("perplexity") or {}, evaluation.get("dense") or {}
     rows = [
-        (f"{kind}: {name.replace('_', ' ')}", number(value))
-        for kind, found in (run.summary or {}).get("evaluation", {}).items()
-        if isinstance(found, Mapping)
-        for name, value in found.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        (label, *(_score(name, scored.get(name)) for scored in (now, *([dense] if dense else []))))
+        for name, label in SCORES.items()
+        if name in now or name in dense
     ]
-    return table("scores", ("", ""), rows)
+    return table("scores", ("", "compressed", *(["dense"] if dense else [])), rows)
+
+
+def _score(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2%}" if name == "seen" else number(value)
 
 
 def layers(run: Run) -> str:
@@ -136,7 +163,7 @@ def plan_and_measurement(run: Run) -> str:
 def seconds(run: Run) -> str:
     """Where the time of the last run went."""
     found = (run.summary or {}).get("seconds", {})
-    rows = [(f"phase {name}", f"{spent:,.1f}") for name, spent in found.get("phases", {}).items()]
+    rows = [(SHOWN.get(name, name), f"{spent:,.1f}") for name, spent in found.get("phases", {}).items()]
     rows += [("total", f"{found['total']:,.1f}")] if "total" in found else []
     return table("seconds", ("", "seconds"), rows)
 
@@ -145,7 +172,7 @@ def units(run: Run) -> str:
     """What the workers did."""
     found = (run.summary or {}).get("seconds", {}).get("units", {})
     rows = [
-        (kind, f"{count:,.0f}", f"{spent:,.1f}", f"{computing / spent:.0%}" if spent else "")
+        (UNITS.get(kind, kind), f"{count:,.0f}", f"{spent:,.1f}", f"{computing / spent:.0%}" if spent else "")
         for kind, (count, spent, computing) in found.items()
     ]
     if rows:
@@ -199,7 +226,7 @@ def _notes(report: Mapping[str, Any]) -> str:
     told += [
         f"{name.replace('_', ' ')} {number(value) if isinstance(value, (int, float)) else value}"
         for name, value in report.items()
-        if name not in OF_A_GROUP and value not in (0, False, None)
+        if name not in OF_A_GROUP and not name.endswith("spectrum") and value not in (0, False, None)
     ]
     return ", ".join(told)
 

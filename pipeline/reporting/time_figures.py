@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from matplotlib.axes import Axes
 
+from pipeline.console.progress import SHOWN
 from pipeline.reporting.drawing import DASHES, INK, MARKERS, MUTED, SERIES, Plot, draw, legend_below
 from pipeline.reporting.reading import Run
 from pipeline.units.units import BesideUnit
@@ -76,7 +77,8 @@ def _phases(run: Run) -> Plot | None:
 
     def plot(axes: Axes) -> None:
         names = list(phases)[::-1]
-        bars = axes.barh(names, [phases[name] for name in names], color=SERIES[0], height=0.6)
+        labels, lengths = [SHOWN.get(name, name) for name in names], [phases[name] for name in names]
+        bars = axes.barh(labels, lengths, color=SERIES[0], height=0.6)
         axes.bar_label(bars, [f"{phases[name]:,.1f}" for name in names], padding=3, color=INK, fontsize=8.5)
         axes.grid(visible=False, axis="y")
         axes.margins(x=0.15)

@@ -20,6 +20,7 @@ from manifests.strict_yaml import write_yaml
 from manifests.sweep import SWEEP_VERSION, Point, Sweep
 from pipeline.checkpoint.compression_record import quick_faults
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
+from pipeline.console.outlook import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.driver.ledger_keys import POINTS, RESULT, SOURCE
 from pipeline.job.calibration import calibration_tokens, evaluation_tokens, tokens_digest
@@ -103,6 +104,7 @@ def open_sweep(
     with ExitStack() as stack:
         run_dir.prepare(run_dir_bytes(swept, plan))
         locks = [stack.enter_context(run_dir.lock)]
+        observer.earlier = read_paces(run_dir.lock.earlier.get("paces"))
         source_files = inputs.source.file_digests(run_dir.ledger.get(SOURCE) or {})
         if source_files != run_dir.ledger.get(SOURCE):
             check_copied(inputs)

@@ -1,18 +1,21 @@
-"""Plots of a sweep: what is lost against what is stored; the points that no other one beats are ringed."""
+"""Plots of a sweep: what is lost against what is stored; points that no other one beats are ringed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
-from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, MUTED, SERIES, Plot, draw
+from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, MUTED, SERIES, Plot, draw, legend_below
+from pipeline.sweeping.front import TOLERANCE, Point, front
 
 SIZES = {"bytes": "bytes of the checkpoint", "cache": "bytes of the cache per token"}
 LOSSES = {"perplexity": "perplexity", "loss_over_dense": "loss over dense, nats per token", "divergence": "divergence"}
-TALL_INCHES = 3.4
+TALL_INCHES, ROW_INCHES = 2.8, 0.2  # of the axes, and of each row of the legend
+RING = f"no better point up to {TOLERANCE:.0%} larger"
 STEEP = 4.0  # the largest over the smallest, from which on an axis is logarithmic
 
 
@@ -30,8 +33,13 @@ def series_of(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
     """The points that are drawn as one line: alike but for their size."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in found["points"]:
-        lines.setdefault("-".join(part for part in (row["series"], row["rounding"]) if part), []).append(row)
+        lines.setdefault(series_name(row), []).append(row)
     return lines
+
+
+def series_name(row: Mapping[str, Any]) -> str:
+    """Returns the name of the line that a point is drawn in."""
+    return "-".join(part for part in (row["series"], row["rounding"]) if part)
 
 
 def _measured(found: Mapping[str, Any], loss: str) -> list[Mapping[str, Any]]:
@@ -46,21 +54,27 @@ def _plot(found: Mapping[str, Any], size: str, loss: str) -> Plot:
         for place, (name, line) in enumerate(series_of(found).items()):
             points = sorted((row[f"{size}_kept"], row[loss]) for row in line if row[loss] is not None)
             _line(axes, place, name, points)
-        best = sorted((row[f"{size}_kept"], row[loss]) for row in rows if row[f"best_by_{size}"])
-        axes.plot(*zip(*best, strict=True), linestyle="none", marker="o", markersize=9.0, fillstyle="none", color=INK)
+        points = [Point(row[f"{size}_kept"], row[loss], series_name(row)) for row in rows]
+        best = sorted(points[place][:2] for place in front(points))
+        ring: dict[str, Any] = {"marker": "o", "markersize": 9.0, "fillstyle": "none", "color": INK}
+        axes.plot(*zip(*best, strict=True), linestyle="none", label=RING, **ring)
         if dense is not None:
             axes.axhline(dense, color=MUTED, linewidth=1.0, linestyle=(0, (1, 2)))
             axes.annotate(
-                "dense", (1.0, dense), xycoords=("axes fraction", "data"), color=MUTED, ha="right", va="bottom"
+                "dense", (0.01, dense), xycoords=("axes fraction", "data"), color=MUTED, ha="left", va="bottom"
             )
         _scale(axes, [row[loss] for row in rows] + ([dense] if dense is not None else []))
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_xlabel(f"{SIZES[size]}, share of the dense model's")
         axes.set_ylabel(LOSSES[loss])
-        axes.legend(fontsize=7.5, handlelength=2.6)
+        legend_below(axes, 2)
 
-    told = f"{LOSSES[loss].capitalize()} by {SIZES[size]}. Ringed: no other point is as small and loses as little."
-    return Plot(size, draw(f"{loss}-{size}", plot, TALL_INCHES), told)
+    told = (
+        f"{LOSSES[loss].capitalize()} by {SIZES[size]}. Ringed: no other point is as small and loses as little, nor "
+        f"does one of another curve with {TOLERANCE:.0%} of the dense model's bytes more lose less."
+    )
+    rows_below = math.ceil((len(series_of(found)) + 1) / 2)
+    return Plot(size, draw(f"{loss}-{size}", plot, TALL_INCHES + ROW_INCHES * rows_below), told)
 
 
 def _line(axes: Axes, place: int, name: str, points: Sequence[tuple[float, float]]) -> None:

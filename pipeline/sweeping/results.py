@@ -17,6 +17,8 @@ from manifests import VERSION
 from pipeline.driver.ledger_keys import RANKS, RESULT
 from pipeline.job.scoring import dense_score_key
 from pipeline.sweeping.context import SweepContext
+from pipeline.sweeping.figures import series_name
+from pipeline.sweeping.front import Point, front
 from pipeline.sweeping.page import render_sweep
 from pipeline.sweeping.points import SweptPoint
 from stores.run_directory import RESULTS
@@ -46,7 +48,7 @@ def results(sweep: SweepContext) -> dict[str, Any]:
     dense = scored.as_json() if scored else None
     rows = [row for point in sweep.points if (row := _row(sweep, point, dense)) is not None]
     for kept in ("bytes", "cache"):
-        best = front([(row[f"{kept}_kept"], _lost(row)) for row in rows])
+        best = front([Point(row[f"{kept}_kept"], _lost(row), series_name(row)) for row in rows])
         for place, row in enumerate(rows):
             row[f"best_by_{kept}"] = place in best
     return {
@@ -58,15 +60,6 @@ def results(sweep: SweepContext) -> dict[str, Any]:
         "missing": [point.point.label for point in sweep.points if not sweep.is_done(point)],
         "seconds": {"phases": job.observer.seconds, "total": job.seconds()},
     }
-
-
-def front(points: Sequence[tuple[float, float]]) -> frozenset[int]:
-    """The places of those (size, loss) that no other one equals or beats in both and beats in one."""
-    return frozenset(
-        place
-        for place, (size, loss) in enumerate(points)
-        if not any(other[0] <= size and other[1] <= loss and other != (size, loss) for other in points)
-    )
 
 
 def as_csv(found: Mapping[str, Any]) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.console.outlook import Outlook
+from manifests.errors import Interrupted
+from pipeline.console.outlook import Ahead, Outlook
 from pipeline.console.progress import JobObserver
+from pipeline.job import heartbeat
+from stores.ledger import Ledger
 from tests.end_to_end.jobs import Job
 
 pytestmark = pytest.mark.usefixtures("inline_everywhere")
@@ -50,3 +54,57 @@ def test_phases_come_as_they_are_planned(
     assert outlook.begun == len(outlook.planned), outlook.planned
     assert {ahead.phase for ahead in outlook.planned} == set(observer.seconds) - ALONE
     assert all(ahead.seconds > 0 for ahead in outlook.planned)
+
+
+CUTS = {  # job -> the entry that an interruption prevents
+    "compressed": "layer/00001",
+    "dense": "layer/00001",
+    "by loss": "curves/00001",
+    "within a loss": "tries/",
+    "corrected": "layer/00001",
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_resumed_job_counts_what_is_left_alone(
+    name: str, job: Callable[..., Job], scored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each planned phase comes, none that is committed is planned, and the paces of the first run are known."""
+    outlooks: list[Outlook] = []
+    plans: list[tuple[Ahead, ...]] = []
+    begun: list[str] = []
+    expect, begin, commit = JobObserver.expect, Outlook.begin, Ledger.commit
+
+    def kept(self: JobObserver, outlook: Outlook) -> None:
+        outlooks.append(outlook)
+        plans.append(outlook.planned)
+        expect(self, outlook)
+
+    def noted(self: Outlook, phase: str, layers: int | None = None) -> None:
+        begin(self, phase, layers)
+        begun.extend([phase] if self.at is not None else [])
+
+    def cut(self: Ledger, key: Any, record: Any) -> None:
+        if key.startswith(CUTS[name]):
+            time.sleep(0.1)  # for a beat of the heart
+            raise Interrupted("cut")
+        commit(self, key, record)
+
+    monkeypatch.setattr(JobObserver, "expect", kept)
+    monkeypatch.setattr(Outlook, "begin", noted)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 16, "dense": True}}
+    made = job(**{**JOBS[name], "evaluation": evaluation})
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "commit", cut)
+        assert made.run().code == Interrupted.exit_code
+    begun.clear()
+    ended = made.run()
+    assert ended.code == 0, ended.err
+    planned = outlooks[1].planned
+    assert Ahead("statistics", 0.0).kind in outlooks[1].earlier
+    assert len(begun) == outlooks[1].begun == len(planned), (begun, planned)
+    assert all(ahead.seconds > 0 for ahead in planned)
+    phase = planned[1].phase
+    before, left = (sum(ahead.seconds for ahead in one if ahead.phase == phase) for one in plans)
+    assert left < before, "layers that are committed are not counted"

@@ -22,6 +22,7 @@ from tests.pipeline.test_sweep_results import results
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE, DESKTOP = 360, 1280
+SAID = ("split", "scrolled", "hidden", "cut", "crossing")  # first, where something is wrong
 LOOK = """
 const look = frame => {
   const page = frame.contentDocument, view = page.defaultView, all = what => [...page.querySelectorAll(what)];
@@ -39,9 +40,19 @@ const look = frame => {
     paper: colour(page.body, "backgroundColor"), ink: colour(page.body, "color"),
     texts: all("svg text, figcaption, th, dt, .state, .error").map(
       text => colour(text, text instanceof view.SVGElement ? "fill" : "color")),
+    split: all("th, td:first-child").filter(cell => !cell.closest("#digests")).flatMap(cell => {
+      const text = cell.firstChild, words = text ? text.textContent.split(/(?<=\\s)/) : [], range = page.createRange();
+      let at = 0;
+      return words.filter(word => {
+        range.setStart(text, at); range.setEnd(text, at += word.length);
+        const tops = [...range.getClientRects()].map(line => Math.round(line.top));
+        return word.trim().length < 30 && new Set(tops).size > 1 && !/[-\\/]/.test(word);
+      });
+    }),
     hidden: all("details > *").filter(part => !part.checkVisibility()).length,
     scrolled: all("main *").filter(part => part.scrollWidth > part.clientWidth + 1
-      && view.getComputedStyle(part).overflowX == "auto").length,
+      && view.getComputedStyle(part).overflowX == "auto")
+      .map(part => part.firstElementChild?.id || part.tagName),
   };
 };
 onload = () => {
@@ -113,16 +124,19 @@ def test_pages_are_readable(pages: dict[str, str], tmp_path: Path) -> None:
     for scheme, found in schemes.items():
         assert found.keys() == shown.keys() | printed.keys()
         for name, seen in found.items():
-            where = f"{name} {scheme}: {json.dumps(seen)[:1500]}"
+            where = f"{name} {scheme}: " + json.dumps({part: seen[part] for part in SAID} | seen)[:1500]
             assert seen["wide"] <= seen["given"], where
+            assert seen["split"] == [] or name in printed, where
             assert seen["cut"] == seen["crossing"] == [], where
             assert all(280 <= plot <= 544 for plot in seen["plots"]), where
             assert contrast(seen["ink"], seen["paper"]) > 7, where
             assert min(contrast(text, seen["paper"]) for text in seen["texts"]) > 4.5, where
             light = scheme == "light" or name in printed
             assert (seen["paper"] == "rgb(255, 255, 255)") == light, where
+            if name.endswith(f" {PHONE}"):
+                assert seen["scrolled"] == [], where
             if name in printed:
-                assert seen["hidden"] == seen["scrolled"] == 0, where
+                assert (seen["hidden"], seen["scrolled"]) == (0, []), where
     assert len(schemes["light"]["done 360"]["plots"]) > len(schemes["light"]["killed 360"]["plots"]) > 3
     assert schemes["light"]["done 360"]["hidden"] > 0, "digests are folded until they are asked for"
 

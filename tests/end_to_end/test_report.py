@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.console.progress import SHOWN
+from pipeline.reporting.tables import SCORES
 from pipeline.reporting.time_figures import joined_bars
 from stores.headers import DTYPES
 from stores.ledger import Ledger
@@ -90,8 +92,11 @@ def test_figures_are_the_ledger_s(done: Job) -> None:
         cells = page.row("kept", name.replace("_", " "))
         assert cells == [f"{pair['dense']:,}", f"{pair['compressed']:,}", f"{pair['compressed'] / pair['dense']:.4f}"]
     assert f"{summary['evaluation']['perplexity']['perplexity']:.4f}" in page.text
+    assert {row[0] for row in page.tables["scores"][1:]} <= set(SCORES.values()), "labels are words"
+    assert page.row("scores", SCORES["seen"]) == [f"{summary['evaluation']['perplexity']['seen']:.2%}"]
+    assert "spectrum [" not in page.text, "a plot shows it"
     for name, seconds in summary["seconds"]["phases"].items():
-        assert page.row("seconds", f"phase {name}") == [f"{seconds:,.1f}"]
+        assert page.row("seconds", SHOWN.get(name, name)) == [f"{seconds:,.1f}"]
     found = summary["counts"]["bytes"]["compressed"]
     planned = summary["plan"]["output_bytes"]
     assert page.row("plan", "output bytes") == [f"{planned:,}", f"{found:,}", f"{found / planned:.3f}"]

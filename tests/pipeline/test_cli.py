@@ -25,7 +25,6 @@ from manifests.errors import (
     StorageError,
     WorkerError,
 )
-from pipeline import status
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.signals import catch_signals, deferred_signals, interrupt_on_signals
 
@@ -197,16 +196,3 @@ def test_deferred_signals() -> None:
         with pytest.raises(Interrupted):
             go(error)
     assert len(reached) == 2
-
-
-def test_a_terminal_gets_lines_that_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "  2026-11-22 19:30:40,392 INFO compress layer 5 committed (mlp: 32), 6/8, 28,273 tokens/s, 1 s left"
-    assert status._wrapped(line) == line  # a pipe, which breaks nothing
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    first, second = status._wrapped(line).splitlines()
-    assert len(first) <= 80
-    assert second.startswith("    ")
-    assert f"{first} {second.strip()}" == line
-    monkeypatch.setenv("COLUMNS", "160")
-    assert status._wrapped(line) == line

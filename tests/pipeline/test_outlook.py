@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.console.outlook import Ahead, Outlook
+from pipeline.console.outlook import Ahead, Outlook, read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.units.units import Forward, ShardDone
 
@@ -76,6 +76,28 @@ def test_what_an_earlier_run_did_is_not_counted_as_pace() -> None:
     outlook.end(5.0)
     outlook.begin("compress", 8)
     assert outlook.left(20.0, 0.5) == pytest.approx(20.0 + 25.0 / 12.5 * 13.0)
+
+
+def test_a_resumed_run_goes_by_the_paces_of_the_one_before() -> None:
+    """Solves took as long as planned, products thrice: the first unit after a resume, whose worker had to start, does
+    not make all that is left ten times longer."""
+    first = Outlook(PLANNED, layers=8)
+    first.begin("statistics", 8)
+    first.end(30.0)
+    first.begin("compress", 8)
+    first.end(20.0)
+    paces = read_paces(json.loads(json.dumps(first.paces())))
+    left = [Ahead("compress", 5.0, layers=2), *PLANNED[2:]]
+    outlook = Outlook(left, layers=8, earlier=paces)
+    outlook.begin("compress", 2)
+    assert outlook.left(10.0, 0.2) == pytest.approx((0.2 * 40 + 0.8 * 4) + (21.2 / 5) * 5.0 + 3 * 8.0)
+    outlook.end(5.0)
+    assert outlook.paces() == {"products": (30.0, 10.0), "compress": (5.0, 5.0)}
+
+
+@pytest.mark.parametrize("value", [None, [], {"a": 1}, {"a": [1]}, {"a": [1, "b"]}, {"a": [1, -2]}, {"a": [1e999, 1]}])
+def test_a_note_that_holds_no_paces_gives_none(value: object) -> None:
+    assert read_paces(value) == {}
 
 
 def test_a_phase_that_comes_again_brings_what_came_behind_it() -> None:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from manifests.entries import GroupReport
+from pipeline.console.outlook import Ahead, Outlook
 from pipeline.console.progress import JobObserver
 from pipeline.methods.method import Task
 from pipeline.units.curves import Predict
@@ -36,6 +37,30 @@ def test_no_line_is_broken_inside_a_word(width: int) -> None:
     for word in ("committed", "query_key", "4864,", "1.23e-02;", "1/2,", "tokens/s"):
         assert any(word in line for line in shown), word
     assert max(len(line) for line in shown if "━" not in line) <= width
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("phase", ["walk", "statistics", "score held-out-dense"])
+def test_the_live_line_keeps_its_bar_and_what_matters_most(phase: str, width: int) -> None:
+    """One line at each width: a bar, the time left of the job, and as much more as fits."""
+    shown = io.StringIO()
+    observer = JobObserver(shown)
+    observer.console = Console(file=shown, force_terminal=True, color_system="standard", width=width)
+    observer.live, observer.peak_bytes = True, {"one": 3 * 2**30}
+    with observer:
+        observer.expect(Outlook([Ahead(phase, 1000.0), Ahead("assemble", 50_000.0)], layers=2))
+        observer.phase(phase, 2, 2)
+        observer.started -= 1234.0
+        observer.unit_done(Forward("dense", 0, 0), ShardDone({}, None, None, tokens=1_000_000))
+        assert observer.progress is not None
+        observer.progress.refresh()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue()).replace("\r", "\n")
+    (line,) = {line.rstrip() for line in text.splitlines() if " s left" in line}
+    assert len(line) <= width
+    assert line.count("━") + line.count("╸") + line.count("╺") >= 8
+    assert re.search(r"job 25\d,\d{3} s left", line)
+    assert ("layer 0" in line, "worker 3.00 GiB" in line) == (width > 40, width > 80), line
+    assert "…" not in line or width == 40
 
 
 def test_phases_have_names_that_say_something() -> None:

@@ -84,7 +84,8 @@ def test_scores_beside_the_dense_model() -> None:
     assert list(score_lines({})) == []
 
 
-def test_the_whole_summary_fits_a_terminal() -> None:
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_whole_summary_fits_a_terminal(width: int) -> None:
     summary = {
         "output": "/checkpoints/small",
         "layers": [layer(0.5)] * 3,
@@ -93,10 +94,15 @@ def test_the_whole_summary_fits_a_terminal() -> None:
         "peak_bytes": {"driver": 2**30, "workers": {"one": 2**31}},
         "evaluation": {"perplexity": SCORE},
     }
-    console = Console(file=io.StringIO(), width=80)
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     print_summary(summary, console)
     assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert "68,976,648,192  55,181,318,552  0.8000" in text
+    assert "…" not in console.file.getvalue()
+    assert max(len(line) for line in console.file.getvalue().splitlines()) <= width
+    text = console.file.getvalue() if width > 40 else " ".join(console.file.getvalue().split())
+    if width > 40:
+        assert "68,976,648,192  55,181,318,552  0.8000" in text
+    assert all(figure in text for figure in ("68,976,648,192", "55,181,318,552", "0.8000"))
+    text = " ".join(text.split())
     assert "workers inside products and decompositions: 50%" in text
     assert "output: /checkpoints/small" in text

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from pipeline.sweeping.figures import sweep_plots
+from pipeline.reporting.drawing import MARKERS, SERIES
+from pipeline.reporting.style import DARK, LIGHT
+from pipeline.sweeping.figures import RING, sweep_plots
+from pipeline.sweeping.front import Point, front
 from pipeline.sweeping.page import render_sweep, standalone
-from pipeline.sweeping.results import as_csv, front, print_results
+from pipeline.sweeping.results import as_csv, print_results
 
 
 def row(point: str, kept: float, perplexity: float, **other: Any) -> dict[str, Any]:
@@ -62,7 +66,28 @@ def test_the_front_is_what_no_point_beats(seed: int) -> None:
         for other, lost in points
         if other <= size and lost <= loss and (other < size or lost < loss)
     }
-    assert front(points) == set(range(len(points))) - beaten
+    named = [Point(size, loss, str(place % 3)) for place, (size, loss) in enumerate(points)]
+    assert front(named) == set(range(len(points))) - beaten
+
+
+def test_a_curve_that_wins_for_a_hair_s_breadth_more_bytes_takes_the_ring() -> None:
+    """One percent of the dense model's bytes is no advantage over another curve; over its own curve it is one."""
+    curves = {"svd": [(0.795, 4.0)], "loss_aware": [(0.8, 1.0), (0.605, 5.0), (0.599, 5.1)], "flat": [(0.64, 4.9)]}
+    points = [Point(size, loss, name) for name, line in curves.items() for size, loss in line]
+    assert front(points) == {1, 2, 3, 4}
+    assert front(points, tolerance=0.0) == {0, 1, 2, 3, 4}
+
+
+def test_each_line_has_a_colour_and_a_marker_of_its_own() -> None:
+    """Ten methods and baselines; the legend says what a ring is, and its tolerance."""
+    svg = sweep_plots(results(8))["perplexity-bytes"].svg
+    assert len(set(re.findall(r"stroke: var\(--series-\d+\)", svg))) == 8
+    assert RING in svg
+    assert "1%" in RING
+    assert len(set(SERIES)) == len(set(MARKERS)) == len(SERIES) == 10
+    for scheme in (LIGHT, DARK):
+        colours = dict(re.findall(r"--series-(\d+): (#\w{6})", scheme))
+        assert len(colours) == len(set(colours.values())) == len(SERIES)
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -88,7 +113,7 @@ def test_plots_of_what_was_measured() -> None:
     page = render_sweep(results(8))
     for name in "abcdefgh":
         assert f"method-{name}" in plots["perplexity-bytes"].svg
-        assert f"<td>method-{name}-0.9</td>" in page
+        assert f">method-{name}-0.9</td>" in page
     assert "missing: method-z-0.9" in page
     assert "http" not in page.replace("http://www.w3.org", "")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 INDEX = "model.safetensors.index.json"
 Command = tuple[str, ...]
 RUN: Command = ("run", "manifest.yaml")
+SWEEP: Command = ("sweep", "manifest.yaml")
 PLAN: Command = ("plan", "manifest.yaml", "--tflops", "1")
 STATUS: Command = ("status", "run")
 VERIFY: Command = ("verify", "output")
