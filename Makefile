@@ -23,7 +23,7 @@ $(STAMP): $(INPUTS)
 	@echo "setup: installing into $(VENV), a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install "$$(grep '^torch==' deploy/constraints.txt)" -c deploy/constraints.txt
-	@$(PIP) install -c deploy/constraints.txt -e '.[dev,tasks,gguf]'
+	@$(PIP) install -c deploy/constraints.txt -e '.[dev,tasks,gguf,quantized]'
 	@$(PIP) install -c deploy/constraints.txt -e deploy/serving
 	@touch $@
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or where the project is installed
+DISTRIBUTION = "lamina-layer-compression"  # as pyproject.toml names it; it is on no package index
+SERVING_DISTRIBUTION = "lamina-compressed-checkpoints"  # likewise deploy/serving/pyproject.toml
 PACKAGES = ("manifests", "pipeline", "stores", "workers")
 SERVING = ROOT / "deploy" / "serving"  # where a checkout has the package `lamina`
 MARK = 'PROJECT = "Lamina"'  # in the `__init__.py` of each
@@ -17,6 +19,11 @@ def find_serving_package() -> None:
     """In a checkout that is not installed, makes `lamina` importable: on a node that a job was submitted to, say."""
     if (SERVING / "lamina").is_dir() and str(SERVING) not in sys.path:
         sys.path.append(str(SERVING))
+
+
+def install_advice(extra: str) -> str:
+    """How to install what an extra of this project names: by the path of the checkout, as no index has the project."""
+    return f"`pip install 'CHECKOUT[{extra}]'`, where CHECKOUT is the folder of Lamina's pyproject.toml"
 
 
 def check_packages() -> None:

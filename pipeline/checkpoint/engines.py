@@ -19,7 +19,7 @@ def engine_table(config: Mapping[str, Any], cache_share: float) -> str:
         ("engine", "how", "what is saved there"),
         ("---", "---", "---"),
         ("transformers, 5.14 or newer", *_transformers(rounded, cache_share)),
-        ("vLLM with `lamina` installed", "`vllm serve PATH`", _own_class(described, rounded)),
+        ("vLLM with Lamina's serving package", "`vllm serve PATH`", _own_class(described, rounded)),
         ("vLLM (Transformers backend)", "`vllm serve PATH --trust-remote-code`", _backend(described, rounded)),
     ]
     export, widths = "python -m pipeline.export PATH", mlp_widths(described)

@@ -1,7 +1,7 @@
 """A compressed checkpoint as one GGUF file, for llama.cpp: multiplied back, MLPs at their own widths. Matrices of 8 and
 4 bits that are whole, or of fewer channels, keep their codes, as Q8_0 and Q4_0.
 
-`gguf` is an extra: `pip install 'lamina-pipeline[gguf]'`. The architecture is `llama` where all MLPs are of one width,
+`gguf` is an extra: `pip install 'CHECKOUT[gguf]'`. The architecture is `llama` where all MLPs are of one width,
 else `deci`, whose sizes are lists by layer. Both turn neighbours (2i, 2i + 1) by rotary angles where our families turn
 halves (i, i + d/2), so that the rows of q and k are reordered.
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from lamina import LayersConfig
 from lamina.rotary_lamina import LaminaRotaryEmbedding
 from manifests.errors import InputError
+from manifests.packages import install_advice
 from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
 from pipeline.checkpoint.exporting import compressed_checkpoint, whole_roles
@@ -54,7 +55,7 @@ def export_gguf(output: str, destination: str, say: Callable[[str], None]) -> di
         StorageError: a file cannot be read or written.
     """
     if importlib.util.find_spec("gguf") is None:
-        raise InputError("--to gguf: the package gguf is not installed; pip install 'lamina-pipeline[gguf]'")
+        raise InputError(f"--to gguf: the package gguf is not installed; {install_advice('gguf')}")
     checkpoint, config = compressed_checkpoint(output, destination)
     path = Path(destination)
     if is_address(destination) or not path.parent.is_dir():

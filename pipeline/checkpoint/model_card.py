@@ -37,8 +37,10 @@ model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
 ```
 
-With the package `lamina` installed and imported, `trust_remote_code` is not needed. `compression.json` says of
-every tensor how it is stored and which method it comes from. {origin}
+Lamina's serving package loads it without `trust_remote_code`: `pip install CHECKOUT/deploy/serving`, where CHECKOUT is
+a checkout of Lamina, or a wheel that `pip wheel --no-deps CHECKOUT/deploy/serving` builds there; then `import lamina`.
+The package is on no index: a project called `lamina` there is somebody else's. `compression.json` says of every tensor
+how it is stored and which method it comes from. {origin}
 
 {engine_table(config, cache["compressed"] / cache["dense"])}
 

@@ -1,4 +1,4 @@
-"""Scores on lm-eval's tasks, with standard errors. lm-eval is an extra: `pip install 'lamina-pipeline[tasks]'`.
+"""Scores on lm-eval's tasks, with standard errors. lm-eval is an extra: `pip install 'CHECKOUT[tasks]'`.
 
 The whole model is loaded by the process that asks, on a GPU where there is one.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from manifests.entries import TaskFigure, TaskScores
 from manifests.errors import InputError
-from stores.corpus import open_tokenizer
+from manifests.packages import install_advice
 
 TASK_NAME = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -30,6 +30,15 @@ def check_tasks(tasks: Sequence[str], field: str, models: Sequence[str] = ()) ->
         raise InputError(f"{field}: lm-eval loads whole models from a directory or the hub, not from {remote[0]}")
     if tasks:
         _named(tasks, field)
+
+
+def check_reader_of_rounded(field: str) -> None:
+    """Raises InputError, naming the field, where transformers could not load a checkpoint with rounded weights."""
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise InputError(
+            f"{field}: transformers loads rounded weights (quantize) with compressed-tensors, which is not installed: "
+            "`pip install compressed-tensors`"
+        )
 
 
 def tasks_digest(tasks: Sequence[str]) -> str:
@@ -68,10 +77,14 @@ def score_tasks(
     from transformers import AutoModelForCausalLM
 
     import lamina  # noqa: F401 - registers its classes, so that no checkpoint's code is run
+    from stores.corpus import open_tokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = open_tokenizer(model, model, trust_remote_code)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False)
+    except ImportError as error:  # of rounded weights without the package that reads them, or with an old one
+        raise InputError(f"{field}: {model}: {error}") from error
     wrapped = HFLM(pretrained=loaded.to(device).eval(), tokenizer=tokenizer, batch_size=batch)
     found = lm_eval.simple_evaluate(model=wrapped, tasks=names, task_manager=manager, limit=limit, log_samples=False)
     counts = found.get("n-samples", {})
@@ -81,7 +94,7 @@ def score_tasks(
 def _named(tasks: Sequence[str], field: str) -> tuple[list[str], Any]:
     """The names of the tasks, and a manager that knows them all."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise InputError(f"{field}: lm-eval is not installed; pip install 'lamina-pipeline[tasks]'")
+        raise InputError(f"{field}: lm-eval is not installed; {install_advice('tasks')}")
     from lm_eval.tasks import TaskManager
 
     files = [Path(task) for task in tasks if task.endswith(YAML_SUFFIXES)]

@@ -13,7 +13,7 @@ import torch
 
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
-from pipeline.evaluation.tasks import check_tasks
+from pipeline.evaluation.tasks import check_reader_of_rounded, check_tasks
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.sources import describe_dense
@@ -166,6 +166,8 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
     check_tasks(manifest.evaluation.tasks, "evaluation.tasks", (manifest.output, manifest.model.source))
+    if manifest.quantize is not None and manifest.evaluation.tasks:
+        check_reader_of_rounded("evaluation.tasks")
     if inputs.max_loss is not None:
         _check_max_loss(inputs)
     _check_sequence(manifest, config)

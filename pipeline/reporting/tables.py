@@ -8,6 +8,7 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from manifests.packages import DISTRIBUTION, SERVING_DISTRIBUTION
 from pipeline.console.progress import SHOWN
 from pipeline.console.summary import compute_share
 from pipeline.methods.method import read_task_key
@@ -15,7 +16,9 @@ from pipeline.methods.registry import build_methods
 from pipeline.reporting.figures import chosen_point
 from pipeline.reporting.reading import Run
 
-PACKAGES = ("torch", "ray", "transformers", "safetensors", "zarr", "numpy", "lamina-pipeline", "lamina")
+PACKAGES = (
+    "torch", "ray", "transformers", "safetensors", "zarr", "numpy", DISTRIBUTION, SERVING_DISTRIBUTION,
+)  # fmt: skip
 NARROW_COLUMNS = 3
 SCORES = {  # of an evaluation
     "perplexity": "perplexity",

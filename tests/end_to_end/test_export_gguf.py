@@ -170,7 +170,7 @@ def test_what_llama_cpp_cannot_be_is_refused(tmp_path: Path, job: MakeJob) -> No
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     ended = command("export", str(tmp_path), "--to", "gguf", str(tmp_path / "model.gguf"))
-    assert (ended.code, "pip install 'lamina-pipeline[gguf]'" in ended.err) == (2, True)
+    assert (ended.code, "pip install 'CHECKOUT[gguf]'" in ended.err) == (2, True)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama.cpp's Python package is not installed")

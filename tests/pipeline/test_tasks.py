@@ -18,7 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import pipeline.evaluate
 from manifests.errors import InputError
 from pipeline.evaluation import tasks
-from pipeline.evaluation.tasks import check_tasks, read_scores, score_tasks, task_lines, tasks_digest
+from pipeline.evaluation.tasks import (
+    check_reader_of_rounded,
+    check_tasks,
+    read_scores,
+    score_tasks,
+    task_lines,
+    tasks_digest,
+)
 from tests.end_to_end.sources import make_source
 
 needs_lm_eval = pytest.mark.skipif(
@@ -52,9 +59,16 @@ def task(tmp_path: Path) -> Path:
     return file
 
 
+def test_without_the_reader_of_rounded_weights_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job would otherwise find out when it has compressed the model."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "compressed_tensors" else object())
+    with pytest.raises(InputError, match=r"evaluation\.tasks: .*`pip install compressed-tensors`"):
+        check_reader_of_rounded("evaluation.tasks")
+
+
 def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=re.escape("evaluation.tasks: lm-eval is not installed; pip install 'lamina-")):
+    with pytest.raises(InputError, match=re.escape("lm-eval is not installed; `pip install 'CHECKOUT[tasks]'")):
         check_tasks(["hellaswag"], "evaluation.tasks")
     check_tasks([], "evaluation.tasks")
     with pytest.raises(InputError, match="from a directory or the hub, not from s3://bucket/out"):

@@ -59,7 +59,8 @@ def check_reader(quantization: dict[str, Any]) -> None:
     if odd and Version(found := version(READER)) < Version(READER_VERSION):
         raise ImportError(
             f"weights of {odd[0]} bits need {READER} {READER_VERSION} or newer, and {found} is installed: "
-            f"pip install '{READER}>={READER_VERSION}', or serve them with vLLM and the package lamina"
+            f"pip install '{READER}>={READER_VERSION}', or serve them with vLLM and Lamina's serving package "
+            "(pip install CHECKOUT/deploy/serving)"
         )
 
 

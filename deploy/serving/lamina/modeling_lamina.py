@@ -127,8 +127,8 @@ def _check_equal_heads(config: LaminaConfig) -> None:
             said.append(f"values of {width} numbers beside keys of {config.head_dim}")
         if said:
             raise ValueError(
-                f"layer {layer}: {', '.join(said)}: vLLM's Transformers backend has no place for such heads; with the "
-                "package lamina installed, vLLM has a class that does"
+                f"layer {layer}: {', '.join(said)}: vLLM's Transformers backend has no place for such heads; with "
+                "Lamina's serving package (pip install CHECKOUT/deploy/serving), vLLM has a class that does"
             )
 
 
