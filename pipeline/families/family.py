@@ -55,7 +55,8 @@ class LayerGeometry:
         prefix: of the names of its tensors, with the trailing dot.
         modules: role -> module path inside the layer, in the family's order.
         activation: of the MLP, by the name that transformers gives it.
-        bits: of a stored number, by which indices are counted.
+        bits: of most stored numbers, by which indices are counted.
+        own_bits: `role.weight` or `role.bias` -> bits of a number, of the tensors that are stored in another dtype.
         outer: role -> module path and shape of the matrices outside of the layers that go with this one: `embed` with
             the first, `head` with the last. None of its own roles, they are part of it only where they are asked for.
     """
@@ -74,6 +75,7 @@ class LayerGeometry:
     activation: str
     bits: int
     outer: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    own_bits: tuple[tuple[str, int], ...] = ()
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
@@ -143,6 +145,14 @@ class LayerGeometry:
         """How many numbers the dense layer (or only some of its roles) stores."""
         return sum(math.prod(shape) for _, shape in self.tensors(roles).values())
 
+    def bits_of(self, key: str) -> int:
+        """Bits of a stored number of `role.weight` or `role.bias`."""
+        return dict(self.own_bits).get(key, self.bits)
+
+    def num_bytes(self, roles: Collection[str] | None = None) -> int:
+        """Stored by the dense layer (or only some of its roles), each tensor in its own dtype."""
+        return sum(math.prod(shape) * self.bits_of(key) // 8 for key, (_, shape) in self.tensors(roles).items())
+
     @property
     def cache_numbers(self) -> int:
         """How many numbers the dense layer caches per token, keys and values together."""
@@ -156,6 +166,7 @@ class Geometry:
     Attributes:
         layers: in order; whatever reads a layer's sizes takes that layer's, and a total is a sum over them.
         outer: (name, shape) of every tensor outside of the layers.
+        outer_bits: name -> bits of a number, of those of them that are stored in another dtype than the layers.
     """
 
     model_type: str
@@ -165,10 +176,11 @@ class Geometry:
     layers_path: str
     layers: tuple[LayerGeometry, ...]
     outer: tuple[tuple[str, tuple[int, ...]], ...]
+    outer_bits: tuple[tuple[str, int], ...] = ()
 
     @property
     def bits(self) -> int:
-        """Of a stored number, by which indices are counted; the same in all layers."""
+        """Of most stored numbers, by which indices are counted; the same in all layers."""
         return self.layers[0].bits
 
     @property
@@ -190,3 +202,14 @@ class Geometry:
     def model_numbers(self) -> int:
         """How many numbers the whole dense model stores; tied embeddings once."""
         return self.decoder_numbers() + sum(math.prod(shape) for _, shape in self.outer)
+
+    def decoder_bytes(self) -> int:
+        """Stored by the dense layers, each tensor in its own dtype."""
+        return sum(layer.num_bytes() for layer in self.layers)
+
+    def model_bytes(self) -> int:
+        """Stored by the whole dense model; tied embeddings once."""
+        own = dict(self.outer_bits)
+        return self.decoder_bytes() + sum(
+            math.prod(shape) * own.get(name, self.bits) // 8 for name, shape in self.outer
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import transformers  # its Auto classes and activations, slow to import, are looked up where they are used
@@ -73,10 +75,12 @@ def standard_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return standard
 
 
-def geometry_of(standard: Mapping[str, Any], bits: int = 16) -> Geometry:
+def geometry_of(
+    standard: Mapping[str, Any], bits: int = 16, stored_bits: Mapping[str, int] = MappingProxyType({})
+) -> Geometry:
     """The geometry of a model from its standard config (of a dense model or of a Lamina checkpoint).
 
-    `bits`: of a number that its checkpoint stores.
+    `bits`: of most numbers that its checkpoint stores; `stored_bits`: tensor -> those of its numbers, where known.
     """
     block = standard["block"]
     hidden, vocab = standard["hidden_size"], standard["vocab_size"]
@@ -118,9 +122,18 @@ def geometry_of(standard: Mapping[str, Any], bits: int = 16) -> Geometry:
         vocab=vocab,
         tied=standard["tie_word_embeddings"],
         layers_path=block["layers"],
-        layers=layers,
+        layers=tuple(replace(layer, own_bits=_own_bits(layer, stored_bits)) for layer in layers),
         outer=tuple(outer),
+        outer_bits=tuple((name, own) for name, _ in outer if (own := stored_bits.get(name, bits)) != bits),
     )
+
+
+def _own_bits(layer: LayerGeometry, stored_bits: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """`LayerGeometry.own_bits`."""
+    roles = (*layer.roles, *(role for role, _, _ in layer.outer))
+    named = layer.tensors(roles) if stored_bits else {}
+    bits = {key: stored_bits.get(name, layer.bits) for key, (name, _) in named.items()}
+    return tuple((key, own) for key, own in bits.items() if own != layer.bits)
 
 
 def _outer_matrices(standard: Mapping[str, Any], layer: int) -> tuple[tuple[str, str, tuple[int, ...]], ...]:

@@ -20,6 +20,7 @@ from manifests.loading import dump_manifest
 from manifests.records import Key, SourceFile
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
+from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.outlook import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.driver.job_spec import Job
@@ -29,7 +30,7 @@ from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
-from pipeline.plan.estimate import Plan, make_plan
+from pipeline.plan.estimate import Plan
 from pipeline.rounding.tasks import with_moments
 from stores.ledger import Ledger
 from stores.lock import RunLock
@@ -113,7 +114,7 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
             "or lower calibration.samples"
         )
     run_dir, output = RunDirectory(manifest.run_dir), open_storage(manifest.output)
-    plan = make_plan(manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
+    plan = plan_of(inputs)
     with ExitStack() as stack:
         run_dir.prepare(plan.run_dir_bytes)
         locks = (stack.enter_context(run_dir.lock), stack.enter_context(claim_output(output)))

@@ -155,7 +155,8 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     """A manifest and an open model held against each other. Raises InputError."""
     geometry = geometry_of(config)
     dtype = layer_dtype(source, geometry)
-    geometry = geometry_of(config, 8 * dtype.itemsize)
+    stored_bits = {name: 8 * record.torch_dtype.itemsize for name, record in source.tensors.items()}
+    geometry = geometry_of(config, 8 * dtype.itemsize, stored_bits)
     methods = build_methods(manifest)
     tasks = claim_tasks(methods, geometry)
     if manifest.quantize is not None:

@@ -14,6 +14,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.schema import Manifest
+from pipeline.checkpoint.planned_size import plan_of
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.calibration import evaluation_tokens
@@ -52,14 +53,16 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
     inputs = read_inputs(manifest, weights=False) if config is None else None
     if inputs is not None:
         geometry, tasks, dtype, remarks = inputs.geometry, inputs.tasks, inputs.dtype, list(inputs.remarks)
-        source_bytes = inputs.source_bytes
     else:
         assert config is not None
         geometry, dtype = _of_config(config)
         tasks = claim_tasks(build_methods(manifest), geometry)
         remarks = list(rank_remarks(manifest, geometry, tasks))
-        source_bytes = geometry.model_numbers() * dtype.itemsize
-    plan = make_plan(manifest, geometry, tasks, dtype.itemsize, source_bytes)
+    plan = (
+        plan_of(inputs)
+        if inputs is not None
+        else make_plan(manifest, geometry, tasks, dtype.itemsize, geometry.model_bytes())
+    )
     rates = asked_rates(manifest, geometry, dtype, asked)
     tokens = gradient_tokens(manifest, geometry, tasks)
     kept = plan.expected_numbers / plan.dense_numbers

@@ -6,7 +6,7 @@ Legend: D hidden, H query heads, G key/value heads, d head_dim, N intermediate, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from pipeline.ranks.budget import RankVariable
 from pipeline.ranks.importance import preserve_importance
 
 MLP_ROLES = ("gate", "up", "down")
+FORMS = {"attention": ("value", "head_pca"), "query_key": ("query_key", "head_low_rank"), "mlp": ("mlp", "pruned")}
 HIDDEN, CONTEXT = Moment("down.in"), Moment("o.in")
 AFTER_ATTENTION, AFTER_LAYER = Moment("mid", kind="gradient"), Moment("out", kind="gradient")
 
@@ -132,11 +133,24 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """Dispatches on the group; see the three functions below."""
+        forms = self.forms(group, geometry, ranks)
+        if not forms:
+            return Solution(dict(weights), {}, {"dense": True})
         if group.name == "attention":
-            return self._compress_attention(geometry, weights, statistics, ranks["value"])
-        if group.name == "query_key":
-            return _compress_query_key(geometry, weights, statistics.moments, ranks["query_key"])
-        return self._compress_mlp(geometry, weights, statistics, ranks["mlp"])
+            found = self._compress_attention(geometry, weights, statistics, ranks["value"])
+        elif group.name == "query_key":
+            found = _compress_query_key(geometry, weights, statistics.moments, ranks["query_key"])
+        else:
+            found = self._compress_mlp(geometry, weights, statistics, ranks["mlp"])
+        return replace(found, forms=forms)
+
+    def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
+        """By the group: `head_pca`, `pruned`, or `head_low_rank`, where that stores less than the weights."""
+        D, d = geometry.hidden, geometry.head_dim
+        name, form = FORMS[group.name]
+        if group.name == "query_key" and ranks[name] * (D + d) >= d * D:
+            return {}
+        return dict.fromkeys(group.roles, FormSpec(form=form, rank=ranks[name]))
 
     def _value_moment(self, geometry: LayerGeometry) -> Moment:
         if self.entry.basis == "context":
@@ -157,13 +171,12 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
             tensors["v.bias"] = encode_heads(encoder_Grd, weights["v.bias"][:, None])[:, 0]
         if "o.bias" in weights:
             tensors["o.bias"] = weights["o.bias"].double()
-        form = FormSpec(form="head_pca", rank=rank)
         report = {"error": dropped_share(eigenvalues_Gd, rank), "spectrum": spectrum(eigenvalues_Gd)}
         report |= {"clipped": clipped} if clipped else {}
         inputs: dict[str, Callable[[], Tensor]] = {}
         if CONTEXT in statistics.moments:
             inputs["o"] = partial(_encoded, of_heads(encoder_Grd, geometry.heads).double(), statistics)
-        return Solution(tensors, {"v": form, "o": form}, report, inputs)
+        return Solution(tensors, {}, report, inputs)
 
     def _basis(
         self, geometry: LayerGeometry, output_DF: Tensor, statistics: Statistics, rank: int
@@ -200,11 +213,10 @@ class FlatLLMMethod(MethodBase[FlatLLM]):
                 tensors[f"{role}.bias"] = weights[f"{role}.bias"][kept_k].double()
         if "down.bias" in weights:
             tensors["down.bias"] = weights["down.bias"].double()
-        form = FormSpec(form="pruned", rank=rank)
         report = {"error": error, **fallbacks} | ({"selection_jitter": jitter} if jitter else {})
         inputs = {"down": lambda: moment_NN[kept_k][:, kept_k] / statistics.tokens}
         outputs = dict.fromkeys((role for role in _mlp_roles(geometry) if role != "down"), kept_k)
-        return Solution(tensors, dict.fromkeys(_mlp_roles(geometry), form), report, inputs, outputs)
+        return Solution(tensors, {}, report, inputs, outputs)
 
 
 def _encoded(encoder_Hrd: Tensor, statistics: Statistics) -> Tensor:
@@ -216,12 +228,7 @@ def _encoded(encoder_Hrd: Tensor, statistics: Statistics) -> Tensor:
 def _compress_query_key(
     geometry: LayerGeometry, weights: Mapping[str, Tensor], moments: Mapping[Moment, Tensor], rank: int
 ) -> Solution:
-    """Q Qᵀ W per head, before RoPE, as two factors: first (n·r × D), second (n × d × r).
-
-    Where the two factors would store as much as the weight, the weight stays.
-    """
-    if rank * (geometry.hidden + geometry.head_dim) >= geometry.head_dim * geometry.hidden:
-        return Solution(dict(weights), {}, {"dense": True})
+    """Q Qᵀ W per head, before RoPE, as two factors: first (n·r × D), second (n × d × r)."""
     tensors: dict[str, Tensor] = {}
     report: dict[str, Any] = {}
     for role, moment in zip(("q", "k"), _query_key_moments(geometry), strict=True):
@@ -231,8 +238,7 @@ def _compress_query_key(
         if f"{role}.bias" in weights:
             tensors[f"{role}.bias"] = _project(basis_ndr, weights[f"{role}.bias"])
         report |= {f"{role}_error": dropped_share(eigenvalues_nd, rank), f"{role}_spectrum": spectrum(eigenvalues_nd)}
-    form = FormSpec(form="head_low_rank", rank=rank)
-    return Solution(tensors, {"q": form, "k": form}, report)
+    return Solution(tensors, {}, report)
 
 
 def _query_key_moments(geometry: LayerGeometry) -> tuple[Moment, Moment]:

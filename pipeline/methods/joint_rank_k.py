@@ -106,27 +106,38 @@ class JointRankKMethod(MethodBase[JointRankK]):
     ) -> Solution:
         """Two factors for each weight; joint ones share the first. Dense where two factors would save nothing."""
         rank, name = ranks[group.name], group.name
-        if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, name)):
+        forms = self.forms(group, geometry, ranks)
+        if not forms:
             return Solution(dict(weights), {}, {"dense": True})
         stacked = {role: weights[f"{role}.weight"] for role in group.roles}
         biases = {key: bias for key, bias in weights.items() if key.endswith(".bias")}
         if self.entry.weighting == "loss":
             solution = self._by_loss(name, stacked, rank, statistics)
-            return Solution(solution.tensors | biases, solution.forms, solution.report)
+            return Solution(solution.tensors | biases, forms, solution.report)
         roots = input_roots(statistics.moments[INPUTS[name]][0]) if self.entry.weighting == "input" else None
         if self._form(name) == "separate":
             solution = _separate(stacked, rank, roots)
         elif self._form(name) == "joint_per_head":
-            solution = _per_head(stacked, geometry.heads, rank, roots, NAMES[name])
+            solution = _per_head(stacked, geometry.heads, rank, roots)
         else:
-            solution = _joint(stacked, rank, roots, NAMES[name])
+            solution = _joint(stacked, rank, roots)
         clipped = {"clipped": roots.clipped} if roots else {}
-        return Solution(solution.tensors | biases, solution.forms, solution.report | clipped)
+        return Solution(solution.tensors | biases, forms, solution.report | clipped)
+
+    def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
+        """Role -> form of the entry's, `low_rank` where weights are separate; none where factors would save nothing."""
+        rank, name = ranks[group.name], group.name
+        if all(_saves_nothing(stack, rank) for stack in self._stacks(geometry, name)):
+            return {}
+        if self._form(name) == "separate":
+            cut = (role for role in group.roles if rank <= rank_limit(*geometry.weight_shape(role)))
+            return dict.fromkeys(cut, FormSpec(form="low_rank", rank=rank))
+        kind = "joint_head_low_rank" if self._form(name) == "joint_per_head" else "joint_low_rank"
+        return dict.fromkeys(group.roles, FormSpec(form=kind, rank=rank, group=NAMES[name]))
 
     def _by_loss(self, name: str, stacked: Mapping[str, Tensor], rank: int, statistics: Statistics) -> Solution:
         """Each stack in the metric of the loss. docs/methods.md#curves."""
         tensors: dict[str, Tensor] = {}
-        forms: dict[str, FormSpec] = {}
         input_DD, report = statistics.mean(INPUTS[name])[0], {}
         for roles in self._stacked(name):
             weights = [stacked[role] for role in roles]
@@ -138,11 +149,9 @@ class JointRankKMethod(MethodBase[JointRankK]):
             first_rD, seconds = factors(found, rank, weights)
             tensors[f"{roles[0]}.first.weight"] = first_rD
             tensors |= {f"{role}.second.weight": second for role, second in zip(roles, seconds, strict=True)}
-            joint = FormSpec(form="joint_low_rank", rank=rank, group=NAMES[name])
-            forms |= dict.fromkeys(roles, FormSpec(form="low_rank", rank=rank) if len(roles) == 1 else joint)
             lost = float(losses_by_rank(found, input_DD, pull_DD)[rank])
             report["_".join((*roles, "predicted"))] = lost
-        return Solution(tensors, forms, report)
+        return Solution(tensors, {}, report)
 
     def _form(self, name: str) -> str:
         return self.entry.query_key if name == "query_key" else self.entry.mlp_form
@@ -196,7 +205,6 @@ def _saves_nothing(stack: Stack, rank: int) -> bool:
 
 def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -> Solution:
     tensors: dict[str, Tensor] = {}
-    forms: dict[str, FormSpec] = {}
     report: dict[str, Any] = {}
     for role, weight in weights.items():
         if rank > rank_limit(*weight.shape):
@@ -204,13 +212,12 @@ def _separate(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None
             continue
         first_kD, second_mk, values = low_rank(weight, rank, roots, balanced=True)
         tensors |= {f"{role}.first.weight": first_kD, f"{role}.second.weight": second_mk}
-        forms[role] = FormSpec(form="low_rank", rank=rank)
         report[f"{role}_error"] = dropped_share(values.square(), rank)
         report[f"{role}_spectrum"] = spectrum(values.square())
-    return Solution(tensors, forms, report)
+    return Solution(tensors, {}, report)
 
 
-def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None, pair: str) -> Solution:
+def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None) -> Solution:
     """[W_1; W_2] ≈ U_k V_kᵀ, √Σ in each: one first factor, owned by the first role, and a second for each."""
     stack, scales = of_one_size(list(weights.values()))
     first_kD, seconds, values = joint_low_rank(stack, rank, roots)
@@ -218,10 +225,9 @@ def _joint(weights: Mapping[str, Tensor], rank: int, roots: InputRoots | None, p
     owner = next(iter(weights))
     tensors = {f"{owner}.first.weight": first_kD}
     tensors |= {f"{role}.second.weight": second for role, second in zip(weights, seconds, strict=True)}
-    form = FormSpec(form="joint_low_rank", rank=rank, group=pair)
     energies = values.square()
     report = {"error": dropped_share(energies, rank), "spectrum": spectrum(energies), **scale_report(scales)}
-    return Solution(tensors, dict.fromkeys(weights, form), report)
+    return Solution(tensors, {}, report)
 
 
 def _times(factor: Tensor, scale: float) -> Tensor:
@@ -229,7 +235,7 @@ def _times(factor: Tensor, scale: float) -> Tensor:
     return factor if scale == 1.0 else factor.double() * scale
 
 
-def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: InputRoots | None, pair: str) -> Solution:
+def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: InputRoots | None) -> Solution:
     """[W_q^h; W_k^h] (2d × D) for each head: first (H·k × D) shared, second (H × d × k) each."""
     stack, scales = of_one_size(list(weights.values()))
     by_head = [weight.unflatten(0, (heads, -1)) for weight in stack]
@@ -244,6 +250,5 @@ def _per_head(weights: Mapping[str, Tensor], heads: int, rank: int, roots: Input
     tensors = {f"{owner}.first.weight": torch.cat(firsts)}
     for position, role in enumerate(weights):
         tensors[f"{role}.second"] = _times(torch.stack([second[position] for second in seconds]), scales[position])
-    form = FormSpec(form="joint_head_low_rank", rank=rank, group=pair)
     report = {"error": dropped / total if total else 0.0, **scale_report(scales)}
-    return Solution(tensors, dict.fromkeys(weights, form), report)
+    return Solution(tensors, {}, report)

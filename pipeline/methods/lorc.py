@@ -168,20 +168,28 @@ class LoRCMethod(MethodBase[LoRC]):
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
         """first (r × D) gives the latents; second (C × r) rebuilds the heads, or is absorbed into W_o."""
-        rank, role = ranks[group.name], group.roles[0]
-        if self._stays_dense(geometry, group.name, rank):
+        rank, role, forms = ranks[group.name], group.roles[0], self.forms(group, geometry, ranks)
+        if not forms:
             return Solution(dict(weights), {}, {"dense": True})
         first_rD, second_Cr, report = self._latent(role, weights[f"{role}.weight"], rank, statistics)
         tensors = {f"{role}.first.weight": first_rD}
-        if role == "v" and _absorbs(geometry, rank):
+        if "o" in forms:
             tensors |= _absorbed_output(geometry, weights, second_Cr)
-            latent = FormSpec(form="latent", rank=rank, absorbed=True)
-            forms = {"v": latent, "o": FormSpec(form="absorbed", rank=rank)}
             return Solution(tensors, forms, report | {"absorbed": True})
         tensors[f"{role}.second.weight"] = second_Cr
         tensors |= {name: weight for name, weight in weights.items() if name != f"{role}.weight"}
-        form = FormSpec(form="latent", rank=rank, absorbed=False if role == "v" else None)
-        return Solution(tensors, {role: form}, report)
+        return Solution(tensors, forms, report)
+
+    def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
+        """`latent`, with `absorbed` for o where v's second factor is absorbed into it; none where the group stays."""
+        rank = ranks[group.name]
+        if self._stays_dense(geometry, group.name, rank):
+            return {}
+        if group.name == "key":
+            return {"k": FormSpec(form="latent", rank=rank)}
+        absorbs = _absorbs(geometry, rank)
+        latent = {"v": FormSpec(form="latent", rank=rank, absorbed=absorbs)}
+        return latent | ({"o": FormSpec(form="absorbed", rank=rank)} if absorbs else {})
 
     def _latent(
         self, role: str, weight_CD: Tensor, rank: int, statistics: Statistics

@@ -42,6 +42,10 @@ class MagnitudeMethod(MethodBase[Magnitude]):
         """The ratio of N."""
         return {variable.key: ratio * variable.cap for variable in self.rank_variables(geometry)}
 
+    def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
+        """`pruned` at the width."""
+        return dict.fromkeys(group.roles, FormSpec(form="pruned", rank=ranks[MLP]))
+
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:
@@ -57,10 +61,9 @@ class MagnitudeMethod(MethodBase[Magnitude]):
                 tensors[key] = tensor[kept_k]
             elif key == "down.bias":
                 tensors[key] = tensor
-        form = FormSpec(form="pruned", rank=ranks[MLP])
         return Solution(
             tensors,
-            dict.fromkeys(group.roles, form),
+            self.forms(group, geometry, ranks),
             {"dropped_magnitude": float(1.0 - size_N[kept_k].sum() / size_N.sum())},
         )
 

@@ -329,6 +329,15 @@ class Dividing(Predicting, Protocol):
 
 
 @runtime_checkable
+class Shaped(Protocol):
+    """A method whose ranks alone say the shape of everything that it stores."""
+
+    def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
+        """Role -> form, as `Solution.forms`; a role that stays dense is left out."""
+        ...
+
+
+@runtime_checkable
 class SharingSizes(Protocol):
     """A method that computes once what several sizes of a group share, with the bytes that `compress` gives each."""
 

@@ -33,10 +33,14 @@ def rounded_share(bits: int, group: int | None, dtype_bits: int) -> float:
 
 def beside(shapes: Sequence[tuple[int, ...]], bits: int, group: int | None, dtype_bits: int) -> float:
     """What rounded matrices of these dense shapes store beyond ρ of their numbers, in numbers of the dtype: their
-    shapes, the ends of rows, and more scales where `group` does not divide the columns."""
+    shapes, the ends of rows, and more scales where `group` does not divide the columns, or is none: then one for each
+    row, of a first factor's, too."""
     extra = 0.0
     for rows, columns in shapes:
-        extra += rows * columns * (1.0 / math.gcd(columns, group) - 1.0 / group) if group else 0.0
+        if group is None:
+            extra += rows + min(rows, columns)
+        else:
+            extra += rows * columns * (1.0 / math.gcd(columns, group) - 1.0 / group)
         extra += rows * (words_of(columns, bits) * WORD_BITS - columns * bits) / dtype_bits
         extra += MATRICES * SHAPE_BYTES * 8 / dtype_bits
     return extra
@@ -86,18 +90,6 @@ def _unrounded(manifest: Manifest, geometry: Geometry, total: int) -> int:
     return total - sum(math.prod(shape) for shape in (*rounded, *_outer_shapes(manifest, geometry)))
 
 
-def rounded_numbers(manifest: Manifest, geometry: Geometry, numbers: int) -> int:
-    """What a checkpoint of so many numbers stores once it is rounded, in numbers of the dtype; a budget of bytes has
-    counted that already."""
-    quantize, budget = manifest.quantize, manifest.budget
-    if quantize is None or quantize.bits == "auto" or (budget is not None and budget.bytes):
-        return numbers
-    shapes = [shape for layer in geometry.layers for shape in _rounded_shapes(manifest, layer)]
-    shapes += [shape for layer in geometry.layers for role, _, shape in layer.outer if role in quantize.outer_roles]
-    plain = geometry.model_numbers() - sum(map(math.prod, shapes))
-    return plain + round((numbers - plain) * rounded_share(quantize.bits, quantize.group, geometry.bits))
-
-
 def saved_outside(manifest: Manifest, geometry: Geometry) -> float:
     """Numbers of the dtype that rounding saves outside of the layers, where the budget is of the whole model and bits
     are chosen inside of them."""
@@ -118,7 +110,7 @@ def _outer_shapes(manifest: Manifest, geometry: Geometry) -> list[tuple[int, ...
 
 def _beside(manifest: Manifest, geometry: Geometry) -> float:
     """As `beside`, of all layers, and indices at most."""
-    if manifest.quantize is None or manifest.quantize.group is None:
+    if manifest.quantize is None:
         return 0.0
     bits, group = least_bits(manifest.quantize), manifest.quantize.group
     extra = [beside(_rounded_shapes(manifest, layer), bits, group, geometry.bits) for layer in geometry.layers]

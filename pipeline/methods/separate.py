@@ -78,21 +78,25 @@ class SeparateMethod(MethodBase[E]):
     ) -> Iterator[Solution]:
         """As `compress`; the roots of the inputs are taken once."""
         roots = self.roots(statistics.moments[group.moments[0]][0]) if self.needs_inputs else None
-        return (self._cut(weights, roots, ranks) for ranks in sizes)
+        return (self._cut(weights, roots, self.forms(group, geometry, ranks)) for ranks in sizes)
 
-    def _cut(self, weights: Weights, roots: InputRoots | None, ranks: Ranks) -> Solution:
+    def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
+        """`low_rank` for each weight whose two factors store less than it does."""
+        cut = (role for role in group.roles if ranks[role] <= rank_limit(*geometry.weight_shape(role)))
+        return {role: FormSpec(form="low_rank", rank=ranks[role]) for role in cut}
+
+    def _cut(self, weights: Weights, roots: InputRoots | None, forms: dict[str, FormSpec]) -> Solution:
         tensors: dict[str, Tensor] = {}
-        forms: dict[str, FormSpec] = {}
         report: dict[str, Any] = {}
         for key, weight in weights.items():
             role, _, kind = key.partition(".")
-            if kind != "weight" or ranks[role] > rank_limit(*weight.shape):
+            rank = forms[role].rank if role in forms else None
+            if kind != "weight" or rank is None:
                 tensors[key] = weight
                 continue
-            first_rD, second_mr, values = low_rank(weight, ranks[role], roots, balanced=True)
+            first_rD, second_mr, values = low_rank(weight, rank, roots, balanced=True)
             tensors |= {f"{role}.first.weight": first_rD, f"{role}.second.weight": second_mr}
-            forms[role] = FormSpec(form="low_rank", rank=ranks[role])
-            report[f"{role}_error"] = dropped_share(values.square(), ranks[role])
+            report[f"{role}_error"] = dropped_share(values.square(), rank)
             report[f"{role}_spectrum"] = spectrum(values.square())
         clipped = {"clipped": roots.clipped} if roots else {}
         return Solution(tensors, forms, report | clipped)

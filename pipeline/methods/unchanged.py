@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manifests.records import Curve
+from manifests.records import Curve, FormSpec
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.base import MethodDefaults
 from pipeline.methods.method import Group, Key, Method, Ranks, Scores, Solution, Statistics
@@ -89,6 +89,10 @@ class Unchanged(MethodDefaults):
     def target_ranks(self, geometry: Geometry, ratio: float, scores: Scores) -> dict[Key, float]:
         """All of it."""
         return {variable.key: 1.0 for variable in self.rank_variables(geometry)}
+
+    def forms(self, group: Group, geometry: LayerGeometry, ranks: Ranks) -> dict[str, FormSpec]:
+        """All stay dense."""
+        return {}
 
     def compress(
         self,

@@ -76,6 +76,8 @@ def _print(plan: Mapping[str, Any]) -> None:
             shown = f"{value:,} ({value / 2**30:.3f} GiB)"
         elif name.endswith("_flops"):
             shown = f"{value:.3e}"
+        elif isinstance(value, str):
+            shown = value or "exact"
         else:
             shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
         table.add_row(name.replace("_", " "), shown)

@@ -14,8 +14,8 @@ from typing import Any
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
-from pipeline.methods.registry import build_methods, layer_moments, layers_of, saved_numbers
-from pipeline.methods.rounded_size import rounded_numbers, scope_numbers
+from pipeline.methods.registry import layer_moments, layers_of
+from pipeline.plan.bounds import Size, bounded_by, size_bound
 from pipeline.plan.passes import pass_of
 from pipeline.plan.solve_work import moment_width, solve_work
 from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops
@@ -30,7 +30,12 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes and floating-point operations of a job; upper bounds where it depends on the ranks."""
+    """Bytes and floating-point operations of a job; upper bounds where it depends on the ranks.
+
+    Attributes:
+        output_bound: the field of the manifest that bounds `expected_numbers` and `output_bytes`; empty where they are
+            exact.
+    """
 
     layers: int
     claimed_layers: int
@@ -45,6 +50,7 @@ class Plan:
     activation_bytes: int
     run_dir_bytes: int
     output_bytes: int
+    output_bound: str
     expected_numbers: int
     dense_numbers: int
     forward_flops: float
@@ -58,8 +64,16 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], itemsize: int, source_bytes: int) -> Plan:
-    """The plan of a job whose checkpoint stores `itemsize` bytes a number."""
+def make_plan(
+    manifest: Manifest,
+    geometry: Geometry,
+    tasks: Sequence[Task],
+    itemsize: int,
+    source_bytes: int,
+    size: Size | None = None,
+) -> Plan:
+    """The plan of a job whose forward pass has `itemsize` bytes a number. `size`: of the checkpoint, where it is known
+    exactly."""
     calibration = manifest.calibration
     tokens = calibration.samples * calibration.sequence_length if calibration else 0
     workers = min(manifest.workers.max, calibration.shards) if calibration else manifest.workers.max
@@ -68,17 +82,17 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
     by_layer = dict.fromkeys(claimed, 0)
     for layer, moment in moments:
         by_layer[layer.index] += moment_bytes(moment, layer)
-    statistics, decoder = max(by_layer.values(), default=0), geometry.decoder_numbers()
+    statistics = max(by_layer.values(), default=0)
+    dense_bytes, decoder_bytes = geometry.model_bytes(), geometry.decoder_bytes()
     compressed = calibration is not None and calibration.propagate == "compressed"
     way = pass_of(manifest, geometry, tasks)
     passes = (2 if compressed else 1) if any(task.moments for task in tasks) else 0
     activations = tokens * geometry.hidden * itemsize
-    dense = geometry.model_numbers()
-    expected = _expected_numbers(manifest, geometry)
-    stored = rounded_numbers(manifest, geometry, expected)
+    bound = "" if size else bounded_by(manifest)
+    size = size or size_bound(manifest, geometry, tasks, source_bytes)
     all_stored = way.kept or not (compressed or way.in_pass)  # at a time
     stored_statistics = sum(by_layer.values()) if all_stored else statistics
-    solving = max((_solve_bytes(task, geometry.layers[task.layer], itemsize) for task in tasks), default=0)
+    solving = max((_solve_bytes(task, geometry.layers[task.layer]) for task in tasks), default=0)
     if way.in_pass:  # beside a layer of the pass, the next, and the sums of two, one triangle of each moment
         solving += sum(_layer_bytes(manifest, geometry, itemsize)) + statistics
     host, device = _worker_peak(manifest, geometry, itemsize, (statistics, solving), activations // max(1, workers))
@@ -88,9 +102,9 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         layer_bytes=_layer_bytes(manifest, geometry, itemsize)[0],
         source_bytes=source_bytes,
         read_bytes=int(
-            (passes + (way.importance > 0)) * decoder * itemsize
-            + 2 * (dense - decoder) * itemsize
-            + (dense + stored) * itemsize  # both models side by side, for what `verify` compares with
+            (passes + (way.importance > 0)) * decoder_bytes
+            + 2 * (dense_bytes - decoder_bytes)
+            + (dense_bytes + size.num_bytes)  # both models side by side, for what `verify` compares with
         ),
         worker_peak_bytes=host + device,
         worker_host_bytes=host,
@@ -98,10 +112,11 @@ def make_plan(manifest: Manifest, geometry: Geometry, tasks: Sequence[Task], ite
         driver_peak_bytes=PROCESS_BYTES + tokens * 8,
         statistics_bytes_per_layer=statistics,
         activation_bytes=activations,
-        run_dir_bytes=2 * activations + stored_statistics + tokens * TOKEN_BYTES + stored * itemsize,
-        output_bytes=stored * itemsize,
-        expected_numbers=expected,
-        dense_numbers=dense,
+        run_dir_bytes=2 * activations + stored_statistics + tokens * TOKEN_BYTES + size.num_bytes,
+        output_bytes=size.num_bytes,
+        output_bound=bound,
+        expected_numbers=size.numbers,
+        dense_numbers=geometry.model_numbers(),
         forward_flops=tokens
         * (passes + way.importance / way.shards)
         * sum(forward_flops(layer, calibration.sequence_length if calibration else 0) for layer in geometry.layers),
@@ -141,19 +156,12 @@ def moment_bytes(moment: Moment, geometry: LayerGeometry) -> int:
     return moment.groups * width * (1 if moment.diagonal else width) * MOMENT_BYTES
 
 
-def _solve_bytes(task: Task, geometry: LayerGeometry, itemsize: int) -> int:
+def _solve_bytes(task: Task, geometry: LayerGeometry) -> int:
     """One task on a worker: its moments and what is made of them, a sample once, its weights beside float64 ones."""
     samples = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind == "sample")
     moments = sum(moment_bytes(moment, geometry) for moment in task.moments if moment.kind != "sample")
     copies = CURVE_COPIES if samples else SOLVE_COPIES
-    return copies * moments + samples + geometry.numbers(task.roles) * (8 + itemsize)
-
-
-def _expected_numbers(manifest: Manifest, geometry: Geometry) -> int:
-    dense, methods = geometry.model_numbers(), build_methods(manifest)
-    if manifest.budget is None or all(method.fixed_ranks or method.keep is not None for method in methods):
-        return dense - saved_numbers(methods, geometry)  # the budget is nobody's
-    return dense - round((1 - manifest.budget.share) * scope_numbers(geometry, manifest.budget.scope))
+    return copies * moments + samples + geometry.numbers(task.roles) * 8 + geometry.num_bytes(task.roles)
 
 
 def _worker_peak(
@@ -190,9 +198,12 @@ def _worker_peak(
 
 def _layer_bytes(manifest: Manifest, geometry: Geometry, itemsize: int) -> tuple[int, int]:
     """Of the largest layer: as it is read ahead, on a GPU there, and as it is computed."""
-    largest = max(each.numbers() for each in geometry.layers)
-    layer = largest * itemsize
-    return layer, layer if manifest.workers.gpus else largest * max(4, itemsize)  # a CPU may multiply in float32
+    largest, stored = (
+        max(each.numbers() for each in geometry.layers),
+        max(each.num_bytes() for each in geometry.layers),
+    )
+    gpu = manifest.workers.gpus > 0
+    return stored, max(stored, largest * itemsize) if gpu else largest * max(4, itemsize)  # a CPU may use float32
 
 
 def _moment_flops(moment: Moment, geometry: LayerGeometry) -> float:

@@ -113,7 +113,7 @@ def round_solution(
     found: dict[str, Rounded] = {}
     nearest: list[str] = []
     feedbacks, fed = Feedbacks() if feedbacks is None else feedbacks, quantize.feedback is not False
-    for together in _reading_the_same(_matrices(solution, quantize.skip), solution, weights):
+    for together in _reading_the_same(rounded_matrices(solution, quantize.skip), solution, weights):
         first = together[0]
         dtype = stored_dtype(first.key, solution.tensors[first.key], weights, solution.forms)
         read = [
@@ -150,7 +150,7 @@ def multiplied(solution: Solution, rounded: Mapping[str, Rounded]) -> dict[tuple
         return rounded[key].values if key in rounded else solution.tensors[key].to(torch.float64)
 
     found = {}
-    for matrix in _matrices(solution, ()):
+    for matrix in rounded_matrices(solution, ()):
         path, _, part = matrix.key.rpartition(".pivoted.")
         if path and f"pivoted.{part}" == COEFFICIENTS:
             rows, indices = held(f"{path}.{ROWS}"), solution.tensors[f"{path}.pivoted.indices"].to(torch.int64)
@@ -165,7 +165,7 @@ def multiplied(solution: Solution, rounded: Mapping[str, Rounded]) -> dict[tuple
 def readers_of_firsts(solution: Solution) -> dict[str, tuple[str, ...]]:
     """The key of each first factor, and of pivot rows -> the roles whose second ones read what it gives, in order."""
     found: dict[str, set[str]] = {}
-    for matrix in _matrices(solution, ()):
+    for matrix in rounded_matrices(solution, ()):
         if matrix.behind is not None:
             found.setdefault(matrix.behind, set()).update(matrix.roles)
     return {key: tuple(role for role in QUANTIZED_ROLES if role in roles) for key, roles in found.items()}
@@ -175,7 +175,7 @@ def roles_of_odd_groups(solution: Solution, quantize: Quantize) -> set[str]:
     """Those with a matrix whose columns the groups do not divide, so that its own are smaller."""
     return {
         role
-        for matrix in _matrices(solution, quantize.skip)
+        for matrix in rounded_matrices(solution, quantize.skip)
         if fitting_group(solution.tensors[matrix.key].shape[1], quantize.group) != quantize.group
         for role in matrix.roles
     }
@@ -192,8 +192,8 @@ def fitting_group(columns: int, group: int | None) -> int | None:
     return common
 
 
-def _matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
-    """What is to be rounded, first factors before those that read what they give."""
+def rounded_matrices(solution: Solution, skip: Sequence[str]) -> list[Matrix]:
+    """Those of a solution's tensors that are to be rounded, first factors before those that read what they give."""
     found = []
     for key in sorted(solution.tensors):
         owner, _, part = key.partition(".")

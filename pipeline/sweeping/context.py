@@ -20,6 +20,7 @@ from manifests.strict_yaml import write_yaml
 from manifests.sweep import SWEEP_VERSION, Point, Sweep
 from pipeline.checkpoint.compression_record import quick_faults
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
+from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.console.outlook import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.driver.ledger_keys import POINTS, RESULT, SOURCE
@@ -28,7 +29,6 @@ from pipeline.job.context import JobContext, driver_job
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import check_copied
 from pipeline.job.ledger_entries import check_entries
-from pipeline.plan.estimate import make_plan
 from pipeline.sweeping.planning import run_dir_bytes
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, shared_inputs
 from stores.run_directory import SWEEP, RunDirectory
@@ -100,7 +100,7 @@ def open_sweep(
             "nothing to compare points on; give evaluation.perplexity.text"
         )
     run_dir = RunDirectory(inputs.manifest.run_dir)
-    plan = make_plan(inputs.manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
+    plan = bounded_plan(inputs)
     with ExitStack() as stack:
         run_dir.prepare(run_dir_bytes(swept, plan))
         locks = [stack.enter_context(run_dir.lock)]

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 
 from manifests.sweep import Point, Sweep
+from pipeline.checkpoint.planned_size import bounded_plan, plan_of
 from pipeline.console.outlook import Ahead, Outlook
 from pipeline.job.calibration import evaluation_tokens
 from pipeline.job.context import JobContext
 from pipeline.job.inputs import Inputs
 from pipeline.job.planning import Asked, asked_rates, what_does_not_fit
-from pipeline.plan.estimate import Plan, make_plan
+from pipeline.plan.estimate import Plan
 from pipeline.plan.passes import gradient_tokens, pass_of
 from pipeline.plan.phases import evaluate_seconds, phase_seconds
 from pipeline.plan.rates import Rates
 from pipeline.plan.work import layer_work, scoring_flops
-from pipeline.sweeping.points import SweptPoint, read_points, series_of, shared_inputs
+from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, series_of, shared_inputs
 
 SHARED = ("start", "statistics", "reduce", "gradient")  # once, whatever the points
 
@@ -107,7 +108,7 @@ def _scoring(seconds: dict[str, float]) -> float:
 
 
 def _plan(inputs: Inputs) -> Plan:
-    return make_plan(inputs.manifest, inputs.geometry, inputs.tasks, inputs.dtype.itemsize, inputs.source_bytes)
+    return bounded_plan(inputs) if isinstance(inputs, SharedInputs) else plan_of(inputs)
 
 
 def _row(point: SweptPoint, seconds: float) -> dict[str, Any]:

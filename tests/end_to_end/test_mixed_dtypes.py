@@ -70,8 +70,15 @@ def check_dtypes(run: Job, source: Path) -> None:
 
 
 def check_job(run: Job, source: Path, mixture: str) -> None:
+    """Run and verified; it stores what was planned, and no more where the plan names a bound."""
+    planned = command("plan", str(run.write().manifest), "--json", "--gpu", "H100").json
     ended = run.run()
     assert ended.code == 0, ended.err
+    counts = run.compression()["counts"]["bytes"]
+    assert counts["dense"] == sum(tensor.nbytes for tensor in read_tensors(source).values())
+    assert counts["compressed"] == sum(tensor.nbytes for tensor in read_tensors(run.output).values())
+    assert counts["compressed"] <= planned["output_bytes"]
+    assert planned["output_bound"] or counts["compressed"] == planned["output_bytes"]
     check_dtypes(run, source)
     assert json.loads((run.output / "config.json").read_text())["dtype"] == MOST[mixture]
     verified = command("verify", str(run.output), "--source", str(source))
@@ -85,6 +92,30 @@ def test_every_family(family: str, mixture: str, job: MakeJob, mixed: Callable[.
     source = mixed(family, mixture)
     run = job(source, methods=[{"method": "svd"}], calibration=None)
     check_job(run, source, mixture)
+
+
+FIXED: dict[str, dict[str, Any]] = {
+    "uniform": {"methods": [{"method": "flat_llm", "uniform": True}]},
+    "ranks": {"methods": [{"method": "flat_llm", "ranks": {"value": 8, "mlp": 32}}], "budget": None},
+    "full rank": {"methods": [{"method": "flat_llm"}], "budget.keep": 1.0},
+    "latents": {"methods": [{"method": "lorc", "cache_keep": 0.5, "allocation": "uniform"}], "budget": None},
+    "rounded": {"methods": [], "budget": None, "quantize": {"bits": 4, "what": "all"}},
+    "rounded rows": {"methods": [], "budget": None, "quantize": {"bits": 3, "group": None, "skip": ["o"]}},
+    "rounded and cut": {"methods": [{"method": "svd"}], "quantize": {"bits": 8}},
+}
+
+
+@pytest.mark.parametrize("mixture", ["vectors float32", "a layer float32"])
+@pytest.mark.parametrize("name", FIXED)
+def test_planned_bytes_are_those_written(name: str, mixture: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
+    """Wherever the manifest fixes every shape."""
+    run = job(mixed("qwen2", mixture), **FIXED[name]).write()
+    planned = command("plan", str(run.manifest), "--json", "--gpu", "H100").json
+    assert planned["output_bound"] == ""
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    tensors = read_tensors(run.output).values()
+    assert planned["output_bytes"] == sum(tensor.nbytes for tensor in tensors)
 
 
 SLOW = ("flat_llm by loss", "loss_aware", "loss_aware plain")

@@ -115,7 +115,7 @@ def test_what_following_the_loss_takes() -> None:
     tasks = claim_tasks(build_methods(job), llama())
     (mlp,) = (task for task in tasks if (task.layer, task.name) == (0, "mlp"))
     square = 8 * (80 * 80 + 2 * 48 * 48 + 2 * 80)  # of what down reads; of what gate and up read, and the metric
-    assert _solve_bytes(mlp, llama().layers[0], 2) == 4 * square + 2 * 65_536 * 48 + 3 * 80 * 48 * (8 + 2)
+    assert _solve_bytes(mlp, llama().layers[0]) == 4 * square + 2 * 65_536 * 48 + 3 * 80 * 48 * (8 + 2)
     one = layer_work(job, llama(), tasks, 2, gradient_tokens=100)
     forward = 2 * LAYER + 2 * 32 * 64
     through = 2 * 48 * (64 + 32)
@@ -208,14 +208,16 @@ def test_what_rounding_takes() -> None:
 
 
 def test_the_size_of_a_rounded_checkpoint() -> None:
-    """Of layers of nothing but matrices and norms, as `budget.bytes` counts it, which is right already."""
+    """Of layers of nothing but matrices and norms, as `budget.bytes` counts it: of each role two shapes at the most."""
     where = llama(hidden_size=64, intermediate_size=128, vocab_size=64)
     rounded = {"bits": 4, "group": 32, "what": "all"}
     job = manifest(calibration=calibration(), quantize=rounded, keep=1.0)
     norms = 2 * 64 * where.num_layers + 64
     matrices = where.model_numbers() - norms
     found = make_plan(job, where, claim_tasks(build_methods(job), where), 2, 1)
-    assert found.output_bytes == 2 * (norms + round(matrices * (4 / 16 + 1 / 32)))
+    shapes = 2 * 16 * (7 * where.num_layers + 2)
+    assert found.output_bytes == 2 * (norms + round(matrices * (4 / 16 + 1 / 32))) + shapes
+    assert found.output_bound == "budget.keep"
 
 
 @pytest.mark.parametrize("method", ["flat_llm", "loss_aware"])

@@ -1,0 +1,144 @@
+"""What OUTPUT will store where the manifest fixes every shape: counted tensor by tensor, as it will be written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lamina import LayersConfig
+from lamina.decoder_layer_lamina import DecoderLayer
+from lamina.factored_lamina import stored_state
+from manifests.errors import InputError
+from manifests.quantize import OUTER_ROLES, Quantize
+from manifests.records import FormSpec, Scheme
+from pipeline.checkpoint.counting import claimed_tensors, stored_numbers
+from pipeline.job.inputs import Inputs
+from pipeline.methods.method import Scores, Shaped, Solution, Task, stored_dtype
+from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
+from pipeline.plan.bounds import Size
+from pipeline.plan.estimate import Plan, make_plan
+from pipeline.rounding.schemes import SCALE, WEIGHT, packed_dtype, packed_shapes
+from pipeline.rounding.solutions import fitting_group, rounded_matrices
+from stores.headers import DTYPE_NAMES, DTYPES
+
+Ranks = Mapping[str, Mapping[str, int]]
+
+
+def plan_of(inputs: Inputs) -> Plan:
+    """The plan of a job. Raises InputError where a matrix cannot be rounded at its rank."""
+    return _plan(inputs, planned_size(inputs))
+
+
+def bounded_plan(inputs: Inputs) -> Plan:
+    """As `plan_of`, with bounds on what is stored: of what several jobs share."""
+    return _plan(inputs, None)
+
+
+def _plan(inputs: Inputs, size: Size | None) -> Plan:
+    itemsize, source_bytes = inputs.dtype.itemsize, inputs.source_bytes
+    return make_plan(inputs.manifest, inputs.geometry, inputs.tasks, itemsize, source_bytes, size)
+
+
+def planned_size(inputs: Inputs) -> Size | None:
+    """Numbers, before they are rounded, and bytes of all tensors of OUTPUT; None where ranks or forms follow what is
+    not computed yet.
+
+    Raises InputError as `plan_of`.
+    """
+    ranks = known_ranks(inputs)
+    if ranks is None:
+        return None
+    claimed, itemsize = claimed_tensors(inputs), inputs.dtype.itemsize
+    copied = [record for name, record in inputs.source.tensors.items() if name not in claimed]
+    sizes = [Size(stored_numbers(record.dtype, record.shape, itemsize), record.num_bytes) for record in copied]
+    sizes += _written(inputs, ranks)
+    return Size(sum(size.numbers for size in sizes), sum(size.num_bytes for size in sizes))
+
+
+def known_ranks(inputs: Inputs) -> Ranks | None:
+    """Task -> ranks, if nothing that is measured can change them, and they say the shape of all that is stored."""
+    manifest, methods, geometry = inputs.manifest, inputs.methods, inputs.geometry
+    chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
+    if chosen_bits or inputs.max_loss is not None or not all(isinstance(method, Shaped) for method in methods):
+        return None
+    if measure_tasks(methods, geometry) or predict_tasks(methods, geometry):
+        return None
+    alike = dict.fromkeys(range(geometry.num_layers), 1.0) if inputs.scores else {}
+    ranks = allocate_ranks(manifest, methods, geometry, Scores(alike))
+    return ranks if not inputs.scores or _all_full(inputs, ranks) else None
+
+
+def _all_full(inputs: Inputs, ranks: Ranks) -> bool:
+    """Whether no rank is below its cap, so that scores change none."""
+    caps = {
+        (task.key, variable.name): variable.cap
+        for task in inputs.tasks
+        for variable in inputs.methods[task.method].rank_variables(inputs.geometry)
+        if (variable.layer, variable.group) == (task.layer, task.name)
+    }
+    return all(ranks[task][name] >= cap for (task, name), cap in caps.items())
+
+
+def _written(inputs: Inputs, ranks: Ranks) -> Iterator[Size]:
+    """Of each tensor that stands for what is claimed."""
+    by_task = {task: _forms(inputs, task, ranks) for task in inputs.tasks}
+    layers: list[dict[str, FormSpec]] = [{} for _ in inputs.geometry.layers]
+    for task, forms in by_task.items():
+        layers[task.layer] |= forms
+    as_json = [{role: form.as_json() for role, form in forms.items()} for forms in layers]
+    config = LayersConfig(**{**inputs.config, "forms": as_json})
+    states: dict[int, dict[str, Tensor]] = {}
+    for task, forms in by_task.items():
+        if task.layer not in states:
+            with torch.device("meta"):
+                states = {task.layer: stored_state(DecoderLayer(config, task.layer))}
+        yield from _of_task(inputs, task, forms, states[task.layer])
+
+
+def _forms(inputs: Inputs, task: Task, ranks: Ranks) -> dict[str, FormSpec]:
+    method = inputs.methods[task.method]
+    assert isinstance(method, Shaped)
+    return method.forms(task, inputs.geometry.layers[task.layer], ranks[task.key])
+
+
+def _of_task(inputs: Inputs, task: Task, forms: dict[str, FormSpec], state: Mapping[str, Tensor]) -> Iterator[Size]:
+    """`state`: of the layer, without its numbers, by names inside of it."""
+    geometry, sources = inputs.geometry.layers[task.layer], inputs.source.tensors
+    weights = {
+        key: torch.empty(shape, dtype=sources[name].torch_dtype, device="meta")
+        for key, (name, shape) in geometry.tensors(task.roles).items()
+    }
+    inside = [role for role in task.roles if role not in OUTER_ROLES]
+    paths = {role: f"{geometry.path(role).removeprefix(geometry.prefix)}." for role in inside}
+    tensors = {
+        f"{role}.{name.removeprefix(path)}": tensor
+        for role, path in paths.items()
+        for name, tensor in state.items()
+        if name.startswith(path)
+    }
+    tensors |= {key: weight for key, weight in weights.items() if key.partition(".")[0] in OUTER_ROLES}
+    quantize = inputs.manifest.quantize
+    try:
+        packed = {} if quantize is None else _packed(Solution(tensors, forms), quantize)
+    except ValueError as error:
+        raise InputError(f"quantize: layer {task.layer}, {task.name}: {error}; give other ranks or groups") from error
+    for key, tensor in tensors.items():
+        dtype = DTYPE_NAMES[stored_dtype(key, tensor, weights, forms)]
+        parts = packed.get(key, {key: tuple(tensor.shape)})
+        dtypes = {name: packed_dtype(name) for name in parts if key in packed and not name.endswith(SCALE)}
+        num_bytes = (math.prod(shape) * dtypes.get(name, DTYPES[dtype]).itemsize for name, shape in parts.items())
+        yield Size(stored_numbers(dtype, tensor.shape, inputs.dtype.itemsize), sum(num_bytes))
+
+
+def _packed(solution: Solution, quantize: Quantize) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Matrix that is rounded -> the tensors that stand for it, and their shapes. Raises ValueError: no group fits."""
+    assert quantize.bits != "auto"
+    found = {}
+    for matrix in rounded_matrices(solution, quantize.skip):
+        rows, columns = solution.tensors[matrix.key].shape
+        scheme = Scheme(bits=quantize.bits, group=fitting_group(columns, quantize.group))
+        found[matrix.key] = packed_shapes({matrix.key: (rows, columns)}, {matrix.key.removesuffix(WEIGHT): scheme})
+    return found
