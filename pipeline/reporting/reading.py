@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,7 +72,7 @@ class Run:
     @cached_property
     def geometry(self) -> Geometry:
         """Of the dense model."""
-        return geometry_of(standard_config(self.fingerprint["config"]))
+        return geometry_of(standard_config(self.fingerprint["config"]), 8 * self._itemsize)
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
@@ -82,10 +82,15 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan:
-        """As `pipeline.plan` makes it."""
-        itemsize = getattr(torch, self.fingerprint["dtype"]).itemsize
-        shards = [file for name, file in self.fingerprint["source"].items() if name.endswith(".safetensors")]
-        return make_plan(self.manifest, self.geometry, self.tasks, itemsize, sum(file["size"] for file in shards))
+        """As the job made it, once it is done; before, with bounds on what it stores."""
+        plan = make_plan(self.manifest, self.geometry, self.tasks, self._itemsize, self.geometry.model_bytes())
+        made = (self.summary or {}).get("plan", {})
+        return replace(plan, **{each.name: made[each.name] for each in fields(Plan) if each.name in made})
+
+    @property
+    def _itemsize(self) -> int:
+        """Bytes of a number in the dtype of the forward pass."""
+        return int(getattr(torch, self.fingerprint["dtype"]).itemsize)
 
     @cached_property
     def caps(self) -> dict[tuple[str, str], int]:

@@ -101,7 +101,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "latents": {"methods": [{"method": "lorc", "cache_keep": 0.5, "allocation": "uniform"}], "budget": None},
     "rounded": {"methods": [], "budget": None, "quantize": {"bits": 4, "what": "all"}},
     "rounded rows": {"methods": [], "budget": None, "quantize": {"bits": 3, "group": None, "skip": ["o"]}},
-    "rounded and cut": {"methods": [{"method": "svd"}], "quantize": {"bits": 8}},
+    "rounded and cut": {"methods": [{"method": "flat_llm", "uniform": True}], "quantize": {"bits": 8}},
 }
 
 
