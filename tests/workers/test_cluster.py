@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import inspect
 import json
 import os
 import socket
@@ -20,6 +21,7 @@ import grpc
 import pytest
 import torch
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
@@ -27,6 +29,7 @@ from pipeline.plan.probe import LayerShape
 from pipeline.plan.rates import NOMINAL_CPU, Rates
 from workers import cluster
 from workers.cluster import autoscales, await_cluster, connect, declared_memory, why_unplaceable
+from workers.ray_messages import log_message
 
 
 @pytest.fixture(autouse=True)
@@ -312,3 +315,9 @@ def test_as_many_workers_are_probed_as_there_is_room_for(
     found = cluster.probe_workers(Workers(max=5, cpus=2), torch.bfloat16, shape)
     assert fake.made == [{"num_cpus": 2, "num_gpus": 0}] * probes
     assert found == replace(NOMINAL_CPU, products=(1 + probes) / 2, workers_per_node=on_one)
+
+
+def test_what_ray_calls_for_its_messages_is_there() -> None:
+    """`connect` replaces the function by which Ray prints reports of its nodes on a driver's terminal."""
+    assert list(inspect.signature(ray_worker.print_to_stdstream).parameters) == ["data", "ignore_prefix"]
+    assert list(inspect.signature(log_message).parameters) == ["data", "ignore_prefix"]
