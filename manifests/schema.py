@@ -45,8 +45,11 @@ class Budget(Block):
     Or `bytes`: share of the bytes, with codes and scales where `quantize` asks for fewer bits (`keep` counts numbers
     before they are rounded).
 
-    Or `max_loss`: the smallest such share at which the compressed model is at most so far from the dense one, in nats
-    per token (Kullback-Leibler), measured on calibration text beyond the samples. For methods with allocation: loss.
+    Or `max_loss`: the smallest such share, to within 0.005, at which the compressed model is at most so far from the
+    dense one, in nats per token (Kullback-Leibler), measured on calibration text beyond the samples. For methods with
+    allocation: loss.
+
+    What entries with a size of their own store (`keep`, `ranks`, `cache_keep`) counts within `keep` and `bytes`.
 
     `multiple`: the ranks and widths that a budget chooses are multiples of it, or whole; null: 16, and 1 below a hidden
     size of 1024. Tensor parallelism over n devices wants multiples of n, quantised caches of their group, often 64.

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from pipeline.console.wrapping import wrapped
 from pipeline.evaluation.tasks import read_scores, task_lines
+from pipeline.ranks.search import CLOSE, WHOLE
 
 SEEN_LIMIT = 0.1  # of the passages of an evaluation text: what different texts share by themselves is less
 FIGURES = re.compile(r".*error.*|tucker_ranks.*|numbers|predicted.*")  # of a group's report, beside its ranks
@@ -45,6 +46,8 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         say(held_out_line(held_out))
     for entry in summary.get("tries", ()):
         say(f"  tried keep {entry['keep']:g}: divergence {entry['divergence']:.3g}, predicted {entry['predicted']:.3g}")
+    if summary.get("tries"):
+        say(f"  the smallest keep within the limit, to within {CLOSE / WHOLE:g}")
     for line in score_lines(summary["evaluation"]):
         say(line)
     say(f"output: {summary['output']}")

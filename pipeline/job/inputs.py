@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -157,24 +157,31 @@ def check_inputs(manifest: Manifest, source: SourceCheckpoint, config: Mapping[s
     dtype = layer_dtype(source, geometry)
     stored_bits = {name: 8 * record.torch_dtype.itemsize for name, record in source.tensors.items()}
     geometry = geometry_of(config, 8 * dtype.itemsize, stored_bits)
-    methods = build_methods(manifest)
-    tasks = claim_tasks(methods, geometry)
-    if manifest.quantize is not None:
-        tasks = rounded_tasks(tasks, manifest, geometry)
+    methods, tasks = fit_methods(manifest, geometry)
     inputs = Inputs(manifest, source, config, geometry, methods, tasks, dtype)
     config_fields(methods)
-    allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
     if inputs.needs_calibration and manifest.calibration is None:
         raise InputError("calibration: missing; the methods of this manifest take statistics or importance from text")
     check_tasks(manifest.evaluation.tasks, "evaluation.tasks", (manifest.output, manifest.model.source))
     if manifest.quantize is not None and manifest.evaluation.tasks:
         check_reader_of_rounded("evaluation.tasks")
-    if inputs.max_loss is not None:
-        _check_max_loss(inputs)
     _check_sequence(manifest, config)
     _check_places(manifest, source)
     companions(source.storage, manifest.model.trust_remote_code)  # refuses links out of the model's folder
     return inputs
+
+
+def fit_methods(manifest: Manifest, geometry: Geometry) -> tuple[tuple[Method, ...], tuple[Task, ...]]:
+    """The methods, and what they claim of a model of this geometry. Raises InputError; also on a budget that sizes in
+    the manifest exceed."""
+    methods = build_methods(manifest)
+    tasks = claim_tasks(methods, geometry)
+    if manifest.quantize is not None:
+        tasks = rounded_tasks(tasks, manifest, geometry)
+    allocate_ranks(manifest, methods, geometry, Scores(dict.fromkeys(range(geometry.num_layers), 1.0)))
+    if manifest.budget is not None and manifest.budget.max_loss is not None:
+        _check_max_loss(manifest, tasks, predict_tasks(methods, geometry))
+    return methods, tasks
 
 
 def check_copied(inputs: Inputs) -> None:
@@ -207,16 +214,16 @@ def layer_dtype(source: SourceCheckpoint, geometry: Geometry) -> torch.dtype:
     return DTYPES[max(numbers, key=lambda name: (numbers[name], DTYPES[name].itemsize, name))]
 
 
-def _check_max_loss(inputs: Inputs) -> None:
-    calibration, predicted = inputs.manifest.calibration, predict_tasks(inputs.methods, inputs.geometry)
-    if {(task.layer, task.name) for task in predicted} != {(task.layer, task.name) for task in inputs.tasks}:
+def _check_max_loss(manifest: Manifest, tasks: Sequence[Task], predicted: Sequence[Task]) -> None:
+    calibration = manifest.calibration
+    if {(task.layer, task.name) for task in predicted} != {(task.layer, task.name) for task in tasks}:
         raise InputError("budget.max_loss: all methods must go by predicted loss (allocation: loss); or give keep")
     if calibration is None or calibration.gradient.kind == "local" or calibration.propagate != "dense":
         raise InputError(
             "budget.max_loss: needs calibration with propagate: dense and gradient.kind: model; random gradients "
             "predict no loss in nats"
         )
-    if inputs.manifest.statistics.keep is False:
+    if manifest.statistics.keep is False:
         raise InputError("budget.max_loss: tries sizes from kept statistics; leave out statistics.keep: false")
 
 

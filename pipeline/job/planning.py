@@ -18,8 +18,7 @@ from pipeline.checkpoint.planned_size import plan_of
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.job.calibration import evaluation_tokens
-from pipeline.job.inputs import Inputs, read_inputs
-from pipeline.methods.registry import build_methods, claim_tasks
+from pipeline.job.inputs import Inputs, fit_methods, read_inputs
 from pipeline.plan.estimate import make_plan, rank_remarks
 from pipeline.plan.passes import gradient_tokens, pass_of
 from pipeline.plan.phases import (
@@ -56,7 +55,7 @@ def plan_report(manifest: Manifest, config: Path | None, asked: Asked) -> dict[s
     else:
         assert config is not None
         geometry, dtype = _of_config(config)
-        tasks = claim_tasks(build_methods(manifest), geometry)
+        _, tasks = fit_methods(manifest, geometry)
         remarks = list(rank_remarks(manifest, geometry, tasks))
     plan = (
         plan_of(inputs)

@@ -1,4 +1,4 @@
-"""The size of a job: given as a share, or the smallest one whose loss stays below `budget.max_loss`.
+"""The size of a job: given as a share, or the smallest one whose loss stays below `budget.max_loss`, to within 0.005.
 
 Curves propose a size, held-out text decides. Each try is solved from the statistics of one dense pass, and entered.
 """

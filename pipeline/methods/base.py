@@ -70,6 +70,10 @@ class MethodDefaults(ABC):
         """Stored numbers are what is budgeted."""
         return None
 
+    def most_numbers(self, geometry: Geometry) -> float:
+        """At the largest ranks."""
+        return sum(variable.cost(variable.cap) for variable in self.rank_variables(geometry))
+
 
 @dataclass(frozen=True)
 class MethodBase(MethodDefaults, Generic[E]):

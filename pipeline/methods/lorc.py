@@ -24,6 +24,7 @@ from pipeline.methods.base import MethodBase
 from pipeline.methods.by_loss import curve_of, directions, factors, losses, pull
 from pipeline.methods.method import Group, Key, Moment, Ranks, Scores, Solution, Statistics, Weights, group_key
 from pipeline.ranks.budget import RankVariable, fit_ranks, solve_ratio
+from pipeline.ranks.curves import Point, most_numbers
 from pipeline.ranks.progressive import cumulative_log_conditions, progressive_shares
 
 INPUT = Moment("attention.in")
@@ -88,6 +89,19 @@ class LoRCMethod(MethodBase[LoRC]):
             lambda rank: 0.0 if dense(rank) else float(lost[min(rank, geometry.hidden)]),
             lambda rank: _cached(geometry) if dense(rank) else rank,
         )
+
+    def most_numbers(self, geometry: Geometry) -> float:
+        """Of all ranks that cache no more than `cache_keep`, whatever condition numbers or losses they follow."""
+        lines = [self._corners(variable, geometry.layers[variable.layer]) for variable in self.rank_variables(geometry)]
+        target = self.cache_target(geometry)
+        return super().most_numbers(geometry) if target is None else most_numbers(lines, target)
+
+    def _corners(self, variable: RankVariable, geometry: LayerGeometry) -> list[Point]:
+        """Cached and stored numbers at the ranks between which both are linear."""
+        ends = (1, geometry.head_dim, geometry.head_dim + 1, variable.cap - 1, variable.cap)
+        ranks = sorted({rank for rank in ends if 1 <= rank <= variable.cap})
+        full = self._full(geometry)
+        return [Point({}, variable.cost(rank), 0.0, full if rank >= full else rank) for rank in ranks]
 
     def group_variables(self, group: Group, geometry: LayerGeometry) -> tuple[RankVariable, ...]:
         """One rank for each group: `key`, `value`, cap min(C, D); from C on the group stays as it is."""

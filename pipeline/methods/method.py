@@ -249,6 +249,10 @@ class Method(Protocol):
         """The real-valued rank of every variable at a common `ratio` in (0, 1]."""
         ...
 
+    def most_numbers(self, geometry: Geometry) -> float:
+        """A bound on what is stored by an entry with a size of its own, while what its ranks follow is not measured."""
+        ...
+
     def compress(
         self, group: Group, geometry: LayerGeometry, weights: Weights, statistics: Statistics, ranks: Ranks
     ) -> Solution:

@@ -18,7 +18,7 @@ from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
-from pipeline.methods.rounded_size import bytes_of_keep, keep_of_bytes, numbers_of_bytes, saved_outside, scope_numbers
+from pipeline.methods.rounded_size import most_by_bits, numbers_of_bytes, saved_outside, scope_numbers
 from pipeline.methods.unchanged import Unchanged
 from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers, tied
 from pipeline.ranks.curves import from_columns
@@ -123,16 +123,13 @@ def allocate_ranks(
     """
     entries = [_entry(position, method, geometry, scores) for position, method in enumerate(methods)]
     entries = [entry for entry in entries if entry.dense_numbers]  # others may leave nothing to what is only rounded
+    _check_max_loss(manifest, entries)
 
-    def shared(own_numbers: float) -> Budget:
+    def shared(own_numbers: float) -> Budget | None:
         """keep · total less what nobody claims, and what has a budget of its own."""
         budget = manifest.budget
         if budget is None or (budget.keep, budget.bytes, budget.max_loss) == (None, None, None):
-            open_ones = ", ".join(entry.where for entry in entries if not entry.fixed and entry.keep is None)
-            raise InputError(
-                "budget: missing; give budget.keep (in a sweep: keep), or `keep` or `ranks` in every method's entry "
-                f"({open_ones}: sizes are left open)"
-            )
+            return None
         total = scope_numbers(geometry, budget.scope)
         untouched = total - sum(entry.dense_numbers for entry in entries)
         if budget.bytes is None:
@@ -141,11 +138,21 @@ def allocate_ranks(
             saved = saved_outside(manifest, geometry)
             return Budget("budget.bytes", budget.bytes, total, untouched - saved + own_numbers)
         whole, taken = numbers_of_bytes(manifest, geometry)
+        own_numbers *= most_by_bits(manifest.quantize, geometry.bits)
         return Budget("budget.bytes", budget.bytes, whole, taken + untouched + own_numbers)
 
-    if manifest.budget is not None and manifest.budget.bytes and all(entry.fixed for entry in entries):
-        _check_bytes(manifest, geometry, entries)
     return allocate(entries, shared) | _outer_ranks(methods, geometry)
+
+
+def _check_max_loss(manifest: Manifest, entries: Sequence[Entry]) -> None:
+    """Raises InputError if `budget.max_loss` has no size to choose."""
+    limit = manifest.budget.max_loss if manifest.budget else None
+    if limit is not None and all(entry.has_own_size for entry in entries):
+        raise InputError(
+            f"budget.max_loss: {limit:g} has no size to choose, as every entry has one of its own "
+            f"({', '.join(entry.where for entry in entries)}); leave out budget.max_loss, or `keep` or `cache_keep` in "
+            "an entry"
+        )
 
 
 def _outer_ranks(methods: Sequence[Method], geometry: Geometry) -> dict[str, dict[str, int]]:
@@ -156,19 +163,6 @@ def _outer_ranks(methods: Sequence[Method], geometry: Geometry) -> dict[str, dic
         if isinstance(method, Unchanged)
         for (layer, group), ranks in method.outer_ranks(geometry, OUTER_BITS).items()
     }
-
-
-def _check_bytes(manifest: Manifest, geometry: Geometry, entries: Sequence[Entry]) -> None:
-    """Where no rank is free to follow `budget.bytes`, what is stored anyway must be within it."""
-    assert manifest.budget is not None
-    total = scope_numbers(geometry, manifest.budget.scope)
-    stored = total - sum(entry.dense_numbers - fixed_numbers(entry) for entry in entries)
-    if stored > keep_of_bytes(manifest, geometry) * total * (1 + 1e-9):
-        found = bytes_of_keep(manifest, geometry, stored / total)
-        raise InputError(
-            f"budget.bytes: {manifest.budget.bytes:g} is out of reach: what is stored takes {found:.4f}, and no rank "
-            "is free to follow a budget; add a method, or give fewer bits"
-        )
 
 
 def saved_numbers(methods: Sequence[Method], geometry: Geometry) -> int:
@@ -213,6 +207,7 @@ def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) ->
         ),
         targets=targets,
         prediction=_prediction(position, method, geometry, scores),
+        most=_most_numbers(method, geometry, scores),
     )
     return tied(entry) if method.uniform else entry
 
@@ -228,6 +223,13 @@ def _prediction(position: int, method: Method, geometry: Geometry, scores: Score
         keys = [Task.of(position, group).key for group in groups]
         curves = {key: from_columns(scores.curves[key]) for key in keys}
     return Prediction(curves, least, method.cache_target(geometry))
+
+
+def _most_numbers(method: Method, geometry: Geometry, scores: Scores) -> float:
+    """What a method with a size of its own stores at most, as long as its ranks follow what is not measured."""
+    measures = isinstance(method, Measuring) and scores.measured is None and method.measures(geometry)
+    predicts = isinstance(method, Predicting) and scores.curves is None and method.predicts(geometry)
+    return method.most_numbers(geometry) if method.fixed_ranks and (measures or predicts) else 0.0
 
 
 def _own(scores: Scores, position: int, method: Method, geometry: Geometry) -> Scores:

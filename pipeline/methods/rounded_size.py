@@ -16,7 +16,7 @@ from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.kernels.packing import WORD_BITS, words_of
 
 SHAPE_BYTES = 16  # of each rounded matrix, two int64
-LEAST_BITS = 3
+LEAST_BITS, MOST_BITS = 3, 8
 MATRICES = 2  # that a role is stored as, at most
 PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits of an index of theirs
 
@@ -46,14 +46,6 @@ def beside(shapes: Sequence[tuple[int, ...]], bits: int, group: int | None, dtyp
     return extra
 
 
-def keep_of_bytes(manifest: Manifest, geometry: Geometry) -> float:
-    """The share of numbers, at most 1, that takes no more than `budget.bytes` of the bytes once it is rounded."""
-    assert manifest.budget is not None
-    assert manifest.budget.bytes is not None
-    whole, taken = numbers_of_bytes(manifest, geometry)
-    return min(1.0, max(0.0, manifest.budget.bytes * whole - taken) / scope_numbers(geometry, manifest.budget.scope))
-
-
 def numbers_of_bytes(manifest: Manifest, geometry: Geometry) -> tuple[float, float]:
     """How many numbers all of the dense bytes would hold once they are rounded, and how many of these are taken by what
     keeps the dtype, beyond its own, and by what lies beside codes."""
@@ -61,14 +53,6 @@ def numbers_of_bytes(manifest: Manifest, geometry: Geometry) -> tuple[float, flo
     share, total = _share(manifest, geometry), scope_numbers(geometry, manifest.budget.scope)
     taken = _unrounded(manifest, geometry, total) * (1.0 - share) + _beside(manifest, geometry)
     return total / share, taken / share
-
-
-def bytes_of_keep(manifest: Manifest, geometry: Geometry, keep: float) -> float:
-    """The share of bytes that a share of numbers takes."""
-    assert manifest.budget is not None
-    share, total = _share(manifest, geometry), scope_numbers(geometry, manifest.budget.scope)
-    unrounded = _unrounded(manifest, geometry, total) * (1.0 - share)
-    return keep * share + (unrounded + _beside(manifest, geometry)) / total
 
 
 def _share(manifest: Manifest, geometry: Geometry) -> float:
@@ -80,6 +64,14 @@ def _share(manifest: Manifest, geometry: Geometry) -> float:
 def least_bits(quantize: Quantize) -> int:
     """Those asked for, or the fewest to choose from."""
     return LEAST_BITS if quantize.bits == "auto" else quantize.bits
+
+
+def most_by_bits(quantize: Quantize | None, dtype_bits: int) -> float:
+    """How many times as much what is rounded may take as with `least_bits`."""
+    if quantize is None or quantize.bits != "auto":
+        return 1.0
+    least, most = (rounded_share(bits, quantize.group, dtype_bits) for bits in (LEAST_BITS, MOST_BITS))
+    return most / least
 
 
 def _unrounded(manifest: Manifest, geometry: Geometry, total: int) -> int:

@@ -46,6 +46,7 @@ class Entry:
         targets: common ratio -> the real-valued rank of every variable.
         prediction: given, ranks follow predicted loss, and there are no variables.
         followers: task -> the tasks that get its ranks, where they are chosen for several at once.
+        most: stored at most by an entry with a size of its own, while what its ranks follow is not measured; else 0.
     """
 
     where: str
@@ -56,6 +57,12 @@ class Entry:
     targets: Callable[[float], Mapping[Key, float]] = field(default=lambda ratio: {}, compare=False)
     prediction: Prediction | None = None
     followers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    most: float = 0.0
+
+    @property
+    def has_own_size(self) -> bool:
+        """Whether no common budget applies."""
+        return self.fixed or self.keep is not None
 
 
 @dataclass(frozen=True)
@@ -86,13 +93,25 @@ class Budget:
                 f"reachable is {self.least_keep(least):.3f} to 1"
             )
 
+    def require_room(self) -> None:
+        """Raises InputError if what is taken is more than the budget, where nothing can be chosen any more."""
+        if self.target >= 0:
+            return
+        asks = self.least_keep(0.0)
+        raised = f"raise it to at least {asks:.3f}, " if asks <= 1.0 else ""
+        raise InputError(
+            f"{self.field}: {self.keep:g} is out of reach: what is stored takes {asks:.3f}, as every size in the "
+            f"manifest is fixed and none follows the budget; {raised}lower those sizes, leave out an entry's own "
+            f"(`keep`, `ranks`, `cache_keep`), or leave out {self.field} (in a sweep: an empty list of sizes)"
+        )
 
-def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget]) -> Chosen:
+
+def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget | None]) -> Chosen:
     """Task -> ranks. Entries with ranks, a cache or a `keep` of their own first; the others share one budget.
 
-    `shared` gives that budget from the numbers that the former store. Tasks whose curves are still to be taken are left
-    out, once it is known that their least fits. Raises InputError if a budget cannot be met, saying what can, and where
-    entries that share one do not go by the same.
+    `shared` gives that budget, if there is one, from the numbers that the former store. Tasks whose curves are still to
+    be taken are left out, once it is known that their least fits. Raises InputError if a budget cannot be met, saying
+    what can, if there is none to share, and where entries that share one do not go by the same.
     """
     chosen: Chosen = {}
     sharing: list[Entry] = []
@@ -108,11 +127,24 @@ def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget]) -> Cho
             sharing.append(entry)
             continue
         chosen |= ranks
-        own_numbers += numbers
+        own_numbers += max(numbers, entry.most)
+    budget = shared(own_numbers)
     if sharing:
-        chosen |= _fit(sharing, shared(own_numbers))[0]
+        chosen |= _fit(sharing, _required(budget, sharing))[0]
+    elif budget is not None:
+        budget.require_room()
     followers = {task: others for entry in entries for task, others in entry.followers.items()}
     return {other: dict(ranks) for task, ranks in chosen.items() for other in followers.get(task, (task,))}
+
+
+def _required(budget: Budget | None, sharing: Sequence[Entry]) -> Budget:
+    if budget is None:
+        open_ones = ", ".join(entry.where for entry in sharing)
+        raise InputError(
+            "budget: missing; give budget.keep (in a sweep: keep), or `keep` or `ranks` in every method's entry "
+            f"({open_ones}: sizes are left open)"
+        )
+    return budget
 
 
 def tied(entry: Entry) -> Entry:
@@ -192,7 +224,7 @@ def _by_loss(predictions: Sequence[Prediction], entries: Sequence[Entry], budget
 def _by_cache(entry: Entry, prediction: Prediction, target: float) -> tuple[Chosen, float]:
     """Ranks of least predicted loss whose cache stays within the target."""
     if prediction.curves is None:
-        return {}, entry.dense_numbers
+        return {}, 0.0
     least = sum(lower_hull(line, cache_numbers)[0].cache for line in prediction.curves.values())
     if target < least:
         raise InputError(

@@ -6,9 +6,10 @@ docs/methods.md#allocation. A `Curve` is kept as columns; here it is a sequence 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manifests.records import Curve
 
@@ -129,6 +130,22 @@ def choose(curves: Mapping[str, Sequence[Point]], target: float, cost: Cost = st
     slack = _take_segments_(hulls, chosen, target - least, cost)
     _fill_({key: frontier(points, cost) for key, points in curves.items()}, chosen, slack, cost)
     return chosen
+
+
+def most_numbers(lines: Sequence[Sequence[Point]], cache: float) -> float:
+    """A bound on the numbers stored by one point of each line, if their cache numbers add up to `cache` at most.
+
+    The optimum over all mixtures of two points of a line, whatever their losses.
+    """
+    hulls = [lower_hull([replace(point, loss=-point.numbers) for point in line], cache_numbers) for line in lines]
+    segments = [segment for hull in hulls for segment in itertools.pairwise(hull)]
+    room = cache - sum(hull[0].cache for hull in hulls)
+    most = sum(hull[0].numbers for hull in hulls)
+    for near, far in sorted(segments, key=lambda ends: _slope(ends[0], ends[1], cache_numbers), reverse=True):
+        share = min(1.0, max(0.0, room) / (far.cache - near.cache))
+        most += share * (far.numbers - near.numbers)
+        room -= far.cache - near.cache
+    return most
 
 
 def predicted_loss(curves: Mapping[str, Curve], ranks: Mapping[str, Mapping[str, int]]) -> float:

@@ -1,6 +1,7 @@
-"""The smallest size whose measured loss stays below a limit: predictions propose, measurements decide.
+"""The smallest size whose measured loss stays below a limit, to within CLOSE: predictions propose, measurements decide.
 
-Sizes are thousandths of `keep`, so that a try has a name.
+Sizes are thousandths of `keep`, so that a try has a name. Each try compresses the model and scores it, which is why the
+search stops CLOSE thousandths above a size that failed.
 """
 
 from __future__ import annotations

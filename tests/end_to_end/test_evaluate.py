@@ -177,7 +177,7 @@ def test_plan_reads_no_weights_and_agrees_with_the_job(
 
 
 def test_plan_with_ranks_instead_of_a_budget(job: MakeJob, inline: None) -> None:
-    made = job(methods=[{**FLAT_LLM, "layers": [1], "ranks": {"value": 7, "mlp": 33}}])
+    made = job(methods=[{**FLAT_LLM, "layers": [1], "ranks": {"value": 7, "mlp": 33}}], budget=None)
     plan = command("plan", str(made.manifest), "--json", "--tflops", "1").json
     made.run().json  # noqa: B018 - asserts the exit code
     written = sum(tensor.numel() for tensor in read_tensors(made.output).values())

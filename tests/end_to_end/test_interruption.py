@@ -408,7 +408,7 @@ def test_fresh_starts_over(finished: Job, job: MakeJob) -> None:
 
 def test_two_at_once(job: MakeJob, tmp_path: Path, inline: None) -> None:
     """On one run directory, or on one output from two run directories: the second is told who is first."""
-    made = job(methods=[{**FLAT_LLM, "mlp": False, "keep": 0.5}])
+    made = job(methods=[{**FLAT_LLM, "mlp": False, "keep": 0.5}], budget=None)
     pause = tmp_path / "pause"
     child = Child("run", [str(made.manifest)], made.root / "log", Hook("commit", match="layer/00002", pause=str(pause)))
     wait_for(pause, child)

@@ -53,7 +53,7 @@ def test_same_bytes(propagate: str, deeper: Path, job: MakeJob, monkeypatch: pyt
 
 def test_dense_and_compressed_propagation_differ(deeper: Path, job: MakeJob) -> None:
     """Layer 0 sees the same either way; the layers after it see what the compressed ones before give."""
-    fixed = {"methods": [{**FLAT_LLM, "ranks": {"value": 8, "mlp": 40}}], **UNEVEN}
+    fixed = {"methods": [{**FLAT_LLM, "ranks": {"value": 8, "mlp": 40}}], "budget": None, **UNEVEN}
     jobs = [job(deeper, **fixed, **{"calibration.propagate": propagate}) for propagate in ("dense", "compressed")]
     shards = []
     for made in jobs:
@@ -99,7 +99,8 @@ def test_every_kind_of_text_gives_the_same_tokens(tmp_path: Path, text: Path, jo
         {"files": [str(tmp_path / "column.parquet")], "field": "body"},
         {"dataset": str(dataset), "field": "body"},
     ]
-    quick = {"methods": [{**FLAT_LLM, "layers": [0], "mlp": False, "keep": 0.5, "allocation": "uniform"}]}
+    entry = {**FLAT_LLM, "layers": [0], "mlp": False, "keep": 0.5, "allocation": "uniform"}
+    quick = {"methods": [entry], "budget": None}
     found = []
     for given in texts:
         made = job(**quick, **{"calibration.text": given, "calibration.shards": 1})

@@ -61,7 +61,8 @@ PAIRS = [(name, family) for i, name in enumerate(ENTRIES) for j, family in enume
 @pytest.mark.parametrize(("name", "family"), PAIRS)
 def test_random_model(name: str, family: str, tmp_path: Path, job: MakeJob) -> None:
     source = make_source(tmp_path / "source", family, layers=2)
-    model = checked(job(source, methods=ENTRIES[name]))
+    budget = {"keep": 0.7} if name.startswith("flat-") else None  # the others say their sizes themselves
+    model = checked(job(source, methods=ENTRIES[name], budget=budget))
     assert (
         sum(p.numel() for p in model.parameters()) < sum(t.numel() for t in load(source).parameters()) or "lorc" in name
     )

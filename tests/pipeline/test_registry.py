@@ -286,7 +286,7 @@ def test_the_range_that_is_said_to_be_reachable_is(name: str, size: str, scope: 
     def with_keep(keep: float) -> Manifest:
         if field == "budget.keep":
             return manifest(*entries, keep=keep, scope=scope)
-        return manifest({**entries[0], "keep": keep}, *entries[1:], keep=0.99, scope=scope)
+        return manifest({**entries[0], "keep": keep}, *entries[1:], keep=1.0, scope=scope)
 
     with pytest.raises(InputError) as raised:
         allocate(with_keep(0.001), geometry)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from manifests import schema
+from pipeline.job import sizing
 from pipeline.ranks.search import CLOSE, WHOLE, least_size, next_size
 
 
@@ -46,3 +48,9 @@ def test_out_of_reach_ends_at_the_whole() -> None:
 def test_the_least_size_is_where_it_becomes_possible() -> None:
     assert least_size(lambda size: size >= 317) == 317
     assert least_size(lambda size: False) == WHOLE
+
+
+def test_documents_say_how_near_the_smallest_size_it_comes() -> None:
+    for said in (schema.Budget.__doc__, sizing.__doc__):
+        assert said is not None
+        assert f"to within {CLOSE / WHOLE:g}" in said
