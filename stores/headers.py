@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from stores.storage import Place, open_storage
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 64  # as torch has them; the product of a million sizes takes minutes
 FIRST_BYTES = 1 << 17  # holds most headers whole
 DTYPES = {
     "F64": torch.float64,
@@ -149,8 +151,8 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """`object_pairs_hook` of a JSON object whose keys must differ. Raises ValueError."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        repeated = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"the key {repeated!r} occurs twice")
     return entries
 
@@ -161,7 +163,7 @@ def _record(path: str, file: str, name: str, entry: Any, data_begin: int) -> Ten
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(f"{path}: tensor {name!r}: unknown dtype {_shown(dtype)}; known are {', '.join(DTYPES)}")
-    if not _are_sizes(shape):
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise InputError(f"{path}: tensor {name!r}: shape {_shown(shape)} is no list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise InputError(f"{path}: tensor {name!r}: data_offsets {_shown(offsets)} are no [begin, end]")

@@ -250,9 +250,11 @@ def _indexed_names(storage: Storage, there: frozenset[str], faults: list[str]) -
         if len(faults) == before:
             faults.append(f"{path}: weight_map is {type(weight_map).__name__}, expected an object of tensor name: file")
         return {}
+    grouped: dict[str, list[str]] = {}
+    for name, owner in weight_map.items():
+        grouped.setdefault(str(owner), []).append(name)
     names_of: dict[str, list[str] | None] = {}
-    for file in sorted(set(map(str, weight_map.values()))):
-        names = [name for name, owner in weight_map.items() if str(owner) == file]
+    for file, names in sorted(grouped.items()):
         if _is_plain_file_name(file) and all(isinstance(weight_map[name], str) for name in names):
             names_of[file] = names
         else:

@@ -159,6 +159,23 @@ def test_an_index_that_names_no_file(folder: Path) -> None:
         AUTO.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("name", ["../model/x.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_an_index_that_leads_out_of_the_folder(folder: Path, name: str) -> None:
+    edit(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update({"lm_head.weight": name}))
+    with pytest.raises(ValueError, match="leads out of the checkpoint's folder"):
+        checking_lamina.check_checkpoint(folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 64, (10**9).to_bytes(8, "little") + b"{}", b"[" * 100_000])
+def test_a_header_that_claims_too_much_is_not_read(folder: Path, content: bytes) -> None:
+    shard = folder / "model-00001-of-00002.safetensors"
+    length = b"" if content[:1] != b"[" else len(content).to_bytes(8, "little")
+    shard.write_bytes(length + content)
+    (folder / "compression.json").unlink()
+    with pytest.raises(ValueError, match="without a header that can be read"):
+        checking_lamina.check_checkpoint(folder)
+
+
 def test_an_index_of_another_checkpoint(folder: Path) -> None:
     edit(folder / "model.safetensors.index.json", lambda index: index["weight_map"].pop("lm_head.weight"))
     with pytest.raises(ValueError, match=r"lm_head.weight in None, compression.json says model-00001"):

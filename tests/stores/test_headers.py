@@ -66,6 +66,12 @@ HOSTILE: dict[str, tuple[Any, dict[str, Any], str]] = {
     "size no integer": ({"a": entry(shape=[2.0, 3])}, {}, "no list of sizes"),
     "size a bool": ({"a": entry(shape=[True, 6])}, {}, "no list of sizes"),
     "size astronomical": ({"a": entry(shape=[2**63])}, {}, "no list of sizes"),
+    "a million sizes": ({"a": entry(shape=[2**62] * 200_000)}, {}, "no list of sizes"),
+    "same name twice among many": (
+        ("{" + "".join(f'"{n}":1,' for n in range(50_000)) + '"7":1}').encode(),
+        {},
+        "'7' occ",
+    ),
     "shape no list": ({"a": entry(shape="6")}, {}, "no list of sizes"),
     "shape does not fit": ({"a": entry(shape=[2, 4])}, {}, r"F32 \[2, 4\] takes 32 bytes, its data_offsets hold 24"),
     "product overflows": ({"a": entry(shape=[2**62, 2**62, 4])}, {}, "takes .* bytes"),

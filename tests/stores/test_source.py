@@ -167,6 +167,12 @@ def test_an_index_whose_entries_leave_the_directory(directory: Path, file: Any) 
     assert "no safetensors file name in this directory" in refused(directory)
 
 
+def test_an_index_of_as_many_files_as_tensors(directory: Path) -> None:
+    """A second, not the hour of a search through all tensors for each file."""
+    write_index(directory, {f"tensor.{n}": f"file-{n}.safetensors" for n in range(40_000)})
+    assert "and 39980 more" in refused(directory)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"a":1, "a":2}'])
 def test_a_damaged_index(directory: Path, content: str) -> None:
     (directory / "model.safetensors.index.json").write_text(content)

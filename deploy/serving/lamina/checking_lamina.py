@@ -13,6 +13,7 @@ RECORD_VERSION = 1
 SHOWN = 5
 READER, READER_VERSION = "compressed-tensors", "0.20"  # from which on codes may go on in the next word
 WORD_BITS = 32
+MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
 DESCRIBED = ("dtype", "shape")  # of a tensor, in a shard's header and in the record
 
 
@@ -28,6 +29,7 @@ def check_checkpoint(folder: Path) -> None:
     faults, found = [], {}
     for name in sorted({*sizes, *(index or {}).values()} or single):
         try:
+            _check_plain(name)
             found[name] = _header(folder / name, sizes.get(name))
         except ValueError as error:
             faults.append(f"{name}: {error}")
@@ -64,6 +66,12 @@ def check_reader(quantization: dict[str, Any]) -> None:
         )
 
 
+def _check_plain(name: str) -> None:
+    """Raises ValueError for what names no file of the folder itself: an index may lead anywhere."""
+    if Path(name).name != name or "\\" in name or "\0" in name:
+        raise ValueError("leads out of the checkpoint's folder")
+
+
 def shown(lines: list[str], separator: str = ", ") -> str:
     """The first few, and how many more there are."""
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
@@ -76,7 +84,7 @@ def _read(path: Path, parse: Any) -> Any:
         return None
     try:
         return parse(json.loads(path.read_text(encoding="utf-8")), path)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: damaged: {type(error).__name__}: {error}") from error
 
 
@@ -104,10 +112,12 @@ def _header(path: Path, size: int | None) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            tensors = json.loads(file.read(min(length, found)))
+            if length > min(found - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {length} bytes")
+            tensors = json.loads(file.read(length))
         tensors.pop("__metadata__", None)
         end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, LookupError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise ValueError(f"damaged, {found} bytes without a header that can be read") from error
     if end != found:
         raise ValueError(f"{found} bytes, its header describes {end}")
