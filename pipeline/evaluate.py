@@ -18,7 +18,7 @@ from manifests.errors import InputError
 from manifests.loading import parse_block
 from manifests.records import Record
 from manifests.schema import Text, Workers
-from pipeline.console.arguments import add_address, parser, run_command
+from pipeline.console.arguments import add_address, add_in_process, check_in_process, parser, run_command
 from pipeline.console.wrapping import say
 from pipeline.evaluation.tasks import check_tasks, score_tasks, task_lines
 
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         "--scratch", type=Path, help="for hidden states beyond a worker's memory; default: its node's temporary folder"
     )
     add_address(options)
+    add_in_process(options)
     options.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return run_command(_body, options.parse_args(argv))
 
@@ -63,6 +64,8 @@ def _body(arguments: Any) -> int:
     for name in ("window", "workers", "cpus"):
         if getattr(arguments, name) < (2 if name == "window" else 1):
             raise InputError(f"--{name}: {getattr(arguments, name)} is too small")
+    if arguments.in_process:
+        check_in_process(arguments.address, arguments.workers, "--workers")
     if arguments.tasks:
         check_tasks(arguments.tasks, "--tasks", [model for model in (arguments.model, arguments.beside) if model])
     found = _perplexity(arguments) if arguments.text else {}
@@ -101,11 +104,16 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
 
     from pipeline.console.progress import JobObserver
     from pipeline.evaluation.perplexity import measure_perplexity
-    from workers.cluster import connect
+    from workers.in_process_pool import check_device
 
     stop = threading.Event()
 
     def start() -> None:
+        if arguments.in_process:
+            check_device(workers)
+            return
+        from workers.cluster import connect  # and Ray
+
         with deferred_signals(stop):
             connect(arguments.address, workers, arguments.connect_timeout, stop.is_set)
 
@@ -123,6 +131,7 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
             arguments.scratch,
             start,
             trust_remote_code=arguments.trust_remote_code,
+            in_process=arguments.in_process,
         )
 
 

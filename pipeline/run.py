@@ -18,7 +18,16 @@ from typing import Any
 
 from manifests.importing import quick_imports
 from manifests.schema import Manifest
-from pipeline.console.arguments import CONNECT_TIMEOUT_S, add_address, add_manifest, parser, read_manifest, run_command
+from pipeline.console.arguments import (
+    CONNECT_TIMEOUT_S,
+    add_address,
+    add_in_process,
+    add_manifest,
+    check_in_process,
+    parser,
+    read_manifest,
+    run_command,
+)
 
 
 def run_job(
@@ -29,6 +38,7 @@ def run_job(
     stop: threading.Event,
     quiet: bool = False,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    in_process: bool = False,
 ) -> dict[str, Any]:
     """Runs a job to its end, or goes on with one that was interrupted. Returns the summary.
 
@@ -37,10 +47,12 @@ def run_job(
         Interrupted: `stop` was set; resumable (exit 75).
         LaminaError: the job failed; resumable after a fix (exit 1).
     """
+    if in_process:
+        check_in_process(address, manifest.workers.max)
     with quick_imports():
         from pipeline.job import stages  # takes seconds, which --help and a wrong manifest need not
 
-    with stages.open_job(manifest, fresh=fresh, stop=stop, quiet=quiet) as job:
+    with stages.open_job(manifest, fresh=fresh, stop=stop, quiet=quiet, in_process=in_process) as job:
         summary, faults = stages.finished_summary(job)
         finished = summary is not None and not faults
         if summary and finished and not stages.missing_scores(job):
@@ -62,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     add_manifest(options)
     options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
     add_address(options)
+    add_in_process(options)
     options.add_argument("--json", action="store_true", help="print the summary as JSON")
     return run_command(_body, options.parse_args(argv))
 
@@ -77,6 +90,7 @@ def _body(arguments: Any) -> int:
             address=arguments.address,
             stop=stop,
             connect_timeout_s=arguments.connect_timeout,
+            in_process=arguments.in_process,
         )
     if arguments.json:
         print(json.dumps(summary))

@@ -18,7 +18,16 @@ from typing import Any
 from manifests.errors import InputError
 from manifests.importing import quick_imports
 from manifests.sweep import Point, Sweep
-from pipeline.console.arguments import CONNECT_TIMEOUT_S, add_address, add_manifest, parser, read_sweep, run_command
+from pipeline.console.arguments import (
+    CONNECT_TIMEOUT_S,
+    add_address,
+    add_in_process,
+    add_manifest,
+    check_in_process,
+    parser,
+    read_sweep,
+    run_command,
+)
 from stores.storage import open_storage
 
 
@@ -30,6 +39,7 @@ def run_sweep(
     address: str | None,
     stop: threading.Event,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    in_process: bool = False,
 ) -> dict[str, Any]:
     """Does what is missing of a sweep, and writes sweep.json, .csv and .html to its run directory. Returns the results.
 
@@ -38,13 +48,15 @@ def run_sweep(
         Interrupted: `stop` was set; resumable (exit 75).
         LaminaError: a point failed; resumable after a fix (exit 1).
     """
+    if in_process:
+        check_in_process(address, sweep.workers.max)
     with quick_imports():
         from pipeline.job import stages  # takes seconds, which --help and a wrong sweep need not
         from pipeline.sweeping.context import open_sweep
         from pipeline.sweeping.results import results, write_results
         from pipeline.sweeping.solving import solve_points
 
-    with open_sweep(sweep, points, fresh=fresh, stop=stop, quiet=False) as opened:
+    with open_sweep(sweep, points, fresh=fresh, stop=stop, quiet=False, in_process=in_process) as opened:
         job = opened.job
         if not all(map(opened.is_done, opened.points)):
             with job.observer, stages.recorded(job), stages.heartbeat(job) as heartbeat:
@@ -76,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
     options.add_argument("--plots", type=Path, metavar="DIR", help="write each plot there as an SVG file, besides")
     add_address(options)
+    add_in_process(options)
     options.add_argument("--json", action="store_true", help="print the results as JSON")
     return run_command(_body, options.parse_args(argv))
 
@@ -92,6 +105,7 @@ def _body(arguments: Any) -> int:
             address=arguments.address,
             stop=stop,
             connect_timeout_s=arguments.connect_timeout,
+            in_process=arguments.in_process,
         )
     if arguments.plots:
         write_plots(arguments.plots, found)

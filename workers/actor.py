@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from manifests.importing import quick_imports
@@ -22,13 +20,14 @@ with quick_imports():  # the first that a worker's process imports
     from ray.util import metrics
     from torch import Tensor
 
-    from manifests.errors import LaminaError, LostInputError, WorkerError
-    from pipeline.units.units import BesideUnit, ShardUnit, Unit
+    from manifests.errors import LostInputError
+    from pipeline.units.units import Unit
     from workers.config import WorkerConfig
     from workers.device_settings import settle_device
     from workers.hardware import describe_hardware, software_versions
-    from workers.memory import map_large_tensors, peak_bytes
+    from workers.memory import map_large_tensors
     from workers.metrics import WorkerMeters, run_name
+    from workers.outcomes import do_unit
     from workers.tensor_transfer import Handle, Packed, handle_count, pack, unpack
     from workers.worker import Worker
 
@@ -72,17 +71,6 @@ class RayTransfer:
 BESIDE = {"beside": 1, "giving": 1}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a unit: a result, or the error that a user should see; and what it took."""
-
-    result: Any
-    error: LaminaError | None
-    seconds: float
-    compute_seconds: float
-    peak_bytes: int
-
-
 class WorkerActor:
     """One worker in a process of its own. Errors for users travel as values and arrive as they were raised."""
 
@@ -115,18 +103,7 @@ class WorkerActor:
 
     def execute(self, unit: Unit) -> Any:
         """Does one unit: its Outcome, followed by what its handles stand for, `handle_count` of them."""
-        started = time.perf_counter()
-        computed = self.worker.compute_seconds
-        result, error = None, None
-        try:
-            result = self.worker.execute(unit)
-        except LaminaError as raised:
-            error = raised
-        except torch.OutOfMemoryError as raised:
-            error = WorkerError(f"{unit.key}: out of GPU memory; {memory_advice(unit)} ({raised})")
-        seconds = time.perf_counter() - started
-        computing = 0.0 if isinstance(unit, BesideUnit) else self.worker.compute_seconds - computed
-        outcome = Outcome(result, error, seconds, computing, peak_bytes())
+        outcome = do_unit(self.worker, unit)
         with self.metering:
             self.meters.unit_done(unit, outcome)
         left = self.transfer.emptied()
@@ -136,16 +113,6 @@ class WorkerActor:
     def forget(self) -> None:
         """Lets go of all hidden states."""
         self.worker.forget()
-
-
-def memory_advice(unit: Unit) -> str:
-    """What a unit that does not fit on the GPU is helped by."""
-    if isinstance(unit, ShardUnit):
-        return "lower calibration.micro_batch"
-    return (
-        "a solve holds one layer's moments and their factors whatever the micro-batch: give workers a whole GPU "
-        "(workers.gpus: 1) or one with more memory; `python -m pipeline.plan` says how much (worker_device_bytes)"
-    )
 
 
 def _ray_folder() -> str:

@@ -30,7 +30,7 @@ from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.units.sums import Collect
 from pipeline.units.units import BesideUnit, ShardUnit, Summable, Unit
-from workers.actor import BESIDE, Outcome, WorkerActor
+from workers.actor import BESIDE, WorkerActor
 from workers.cluster import declared_memory, watch_ray, why_unplaceable
 from workers.config import WorkerConfig
 from workers.deaths import Deaths, worker_name
@@ -38,10 +38,11 @@ from workers.failures import START, Failures, failure_key
 from workers.hardware import differing, software_versions
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
+from workers.outcomes import Outcome, UnitAccounts, result_of
 from workers.placing import Held, choose, held
 from workers.shortage import Shortage
 from workers.tensor_transfer import attach_handles, handle_count
-from workers.trace import unit_kind, unit_line
+from workers.trace import unit_kind
 
 DEPTH = 2  # units given to a worker at a time, so that it never waits for the driver
 POLL_SECONDS = 0.5  # how soon a signal is noticed
@@ -79,7 +80,7 @@ class _Member:
         return sum(isinstance(unit, BesideUnit) == beside for unit in running)
 
 
-class RayPool:
+class RayPool(UnitAccounts):
     """See `pipeline.driver.interfaces.Pool`."""
 
     def __init__(
@@ -94,6 +95,7 @@ class RayPool:
         Raises:
             WorkerError: workers cannot start.
         """
+        super().__init__()
         self.watch = watch_ray(note)
         self.watch.check()  # Ray's core would end the process instead of putting anything
         self.setup = ray.put(setup)
@@ -103,10 +105,6 @@ class RayPool:
         self.failures = Failures(workers.max_failures)
         self.deaths = Deaths(note)
         self.shortage = Shortage(workers.start_timeout_s, note)
-        self.seconds: dict[
-            str, list[float]
-        ] = {}  # kind of unit -> [units, seconds, of these in products and decompositions]
-        self.peak_bytes: dict[str, int] = {}
         self.finished: deque[tuple[Unit, Outcome]] = deque()
         self.workers = workers
         self.hardware: Mapping[str, str] = setup.hardware or {}
@@ -115,7 +113,6 @@ class RayPool:
         self.most = setup.shards
         self.wanted = min(workers.max, self.most)
         self.members: list[_Member] = []
-        self.trace: Callable[[dict[str, Any]], None] = lambda _: None  # takes a line for each unit that is done
         self.meters = PoolMeters(metrics, run_name(setup))
         resources: dict[str, Any] = {"num_cpus": workers.cpus, "num_gpus": workers.gpus}
         self.memory_bytes = declared_memory(workers, setup.memory_bytes)
@@ -163,10 +160,7 @@ class RayPool:
                 raise Interrupted("stopped by a signal; run the same command again to go on")
             if self.finished:
                 unit, outcome = self.finished.popleft()
-                if outcome.error is not None:
-                    outcome.error.unit = unit.key
-                    raise outcome.error
-                return unit, outcome.result
+                return unit, result_of(unit, outcome)
             self._dispatch()
             if not self.finished:
                 self._step(POLL_SECONDS)
@@ -288,7 +282,7 @@ class RayPool:
             self.pause.end()
             if isinstance(unit, Collect):
                 member.sums.discard(unit.sums)
-            self._account(member, unit, value)
+            self.account(worker_name(member.where), unit, value)
             result = attach_handles(unit, value.result, member.tensors.pop(ref))
             self.finished.append((unit, replace(value, result=result)))
 
@@ -312,13 +306,6 @@ class RayPool:
             raise InputError(f"{refused}; give it nodes of the first kind, or start over with --fresh")
         self.wanted -= 1
         self.note(f"{refused}; the job goes on with at most {self.wanted} workers")
-
-    def _account(self, member: _Member, unit: Unit, outcome: Outcome) -> None:
-        spent = self.seconds.setdefault(unit_kind(unit), [0, 0.0, 0.0])
-        for position, amount in enumerate((1, outcome.seconds, outcome.compute_seconds)):
-            spent[position] += amount
-        self.peak_bytes[worker_name(member.where)] = outcome.peak_bytes
-        self.trace(unit_line(unit, outcome, worker_name(member.where)))
 
     def _replace(self, member: _Member, error: Exception) -> None:
         """Queues a dead worker's units again; another will be started for it."""

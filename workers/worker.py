@@ -142,6 +142,10 @@ class Worker:
         """Lets go of all hidden states: what comes next is of another model."""
         self.hidden.forget("")
 
+    def close(self) -> None:
+        """Ends its threads, for a process that goes on."""
+        self.layers.thread.shutdown(cancel_futures=True)
+
     def _release_others(self, unit: Unit) -> None:
         """Lets go of the layers that units of another kind were at, so that one is held at a time."""
         scoring = isinstance(unit, WindowForward | Score)

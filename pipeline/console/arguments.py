@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from manifests.errors import LaminaError
+from manifests.errors import InputError, LaminaError
 from manifests.loading import load_manifest
 from manifests.schema import Manifest
 from manifests.sweep import Point, Sweep, load_sweep
@@ -39,6 +39,23 @@ def add_address(options: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a cluster is waited for; default: %(default)s",
     )
+
+
+def add_in_process(options: argparse.ArgumentParser) -> None:
+    """The argument of a command that can compute without Ray."""
+    options.add_argument(
+        "--in-process", action="store_true", help="one worker in this process, without Ray: for debuggers, tiny models"
+    )
+
+
+def check_in_process(address: str | None, workers: int, field: str = "workers.max") -> None:
+    """Raises InputError where `--in-process` comes with what needs Ray; `field` asks for so many workers."""
+    if address is not None:
+        raise InputError(f"--address {address}: --in-process computes without Ray; give one of the two")
+    if workers > 1:
+        raise InputError(
+            f"{field}: {workers}: --in-process has one worker, the command itself; ask for 1, or leave out --in-process"
+        )
 
 
 def add_manifest(options: argparse.ArgumentParser, what: str = "the job") -> None:

@@ -45,6 +45,7 @@ def measure_perplexity(
     start: Callable[[], None] = lambda: None,
     limit: int | None = None,
     trust_remote_code: bool = False,
+    in_process: bool = False,
 ) -> dict[str, Any]:
     """Token-level perplexity over non-overlapping windows; every token but a window's first is scored.
 
@@ -52,6 +53,7 @@ def measure_perplexity(
         limit: score only the first so many windows.
         scratch: where a worker puts hidden states that exceed its memory; default: the temporary folder of its node.
         trust_remote_code: whether the tokenizer may be code of the checkpoint.
+        in_process: compute in this process, without Ray.
         start: called when model and text proved right, before any worker is started.
 
     Raises:
@@ -62,7 +64,7 @@ def measure_perplexity(
     source, config = opened
     tokens = window_tokens(source.storage, text, window, config["vocab_size"], trust_remote_code)[:limit]
     start()
-    return _score(opened, tokens, workers, dtype, stop, observer, scratch)
+    return _score(opened, tokens, workers, dtype, stop, observer, scratch, in_process)
 
 
 def score_tokens(
@@ -73,9 +75,11 @@ def score_tokens(
     stop: threading.Event,
     observer: JobObserver,
     scratch: str | None,
+    in_process: bool = False,
 ) -> dict[str, Any]:
     """The same of token ids (windows, window) that are known."""
-    return _score(open_scored(model, tokens.shape[1]), tokens, workers, dtype, stop, observer, scratch)
+    opened = open_scored(model, tokens.shape[1])
+    return _score(opened, tokens, workers, dtype, stop, observer, scratch, in_process)
 
 
 def open_scored(model: str, window: int, code: bool = False) -> tuple[SourceCheckpoint, Mapping[str, Any]]:
@@ -101,6 +105,7 @@ def _score(
     stop: threading.Event,
     observer: JobObserver,
     scratch: str | os.PathLike[str] | None,
+    in_process: bool,
 ) -> dict[str, Any]:
     """`dtype`: of the forward pass; None: as stored. The log-softmax is float32 in any case."""
     source, config = opened
@@ -123,7 +128,7 @@ def _score(
         )
         windows = Windows.even(len(tokens), setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)
         observer.stage("start")
-        with worker_pool(setup, workers, stop, observer) as pool:
+        with worker_pool(setup, workers, stop, observer, in_process) as pool:
             found = score_windows(pool, windows, geometry.num_layers, observer)
     return {
         "perplexity": math.exp(found.loss / found.tokens),

@@ -254,7 +254,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
     with (
-        worker_pool(setup, job.manifest.workers, job.stop, job.observer) as pool,
+        worker_pool(setup, job.manifest.workers, job.stop, job.observer, job.in_process) as pool,
         heartbeat.attending(pool),
         units_logged(pool, job.run_dir.logs, job.name),
         Background() as dropping,

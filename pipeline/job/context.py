@@ -53,6 +53,7 @@ class JobContext:
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
         points: of a sweep, the manifests of its points.
+        in_process: units are done in this process, without Ray.
     """
 
     inputs: Inputs
@@ -68,6 +69,7 @@ class JobContext:
     stop: threading.Event
     started: float
     points: tuple[Manifest, ...] = ()
+    in_process: bool = False
 
     @property
     def manifest(self) -> Manifest:
@@ -95,7 +97,9 @@ class JobContext:
 
 
 @contextmanager
-def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: bool) -> Iterator[JobContext]:
+def open_job(
+    manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: bool, in_process: bool = False
+) -> Iterator[JobContext]:
     """Checks everything that can be known before computing, and holds the job's two places.
 
     Raises:
@@ -132,8 +136,9 @@ def open_job(manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: b
         sized = inputs.at_size(target.size) if target else inputs
         check_entries(run_dir.ledger, driver_job(sized), inputs.config)
         yield JobContext(
-            inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started
-        )
+            inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started,
+            in_process=in_process,
+        )  # fmt: skip
 
 
 def driver_job(inputs: Inputs) -> Job:

@@ -32,7 +32,6 @@ from pipeline.plan.phases import (
 from pipeline.plan.probe import LayerShape, measured_rates
 from pipeline.plan.rates import Rates, rates_of
 from pipeline.plan.work import layer_work, scoring_flops
-from workers.cluster import connect, machine_bytes, object_store_room, probe_workers
 from workers.memory import map_large_tensors
 
 
@@ -124,6 +123,8 @@ def asked_rates(manifest: Manifest, geometry: Geometry, dtype: torch.dtype, aske
         except ValueError as error:
             raise InputError(f"--gpu: {error}") from error
     if asked.probe:
+        from workers.cluster import connect, probe_workers  # and Ray
+
         connect(asked.address, workers, asked.connect_timeout_s, threading.Event().is_set)
         return probe_workers(workers, dtype, shape)
     map_large_tensors()  # as workers do
@@ -139,6 +140,8 @@ def _elsewhere(asked: Asked) -> bool:
 
 def _beyond_this_machine(plan: dict[str, Any]) -> list[str]:
     """In its memory, where all workers are here."""
+    from workers.cluster import machine_bytes, object_store_room  # and Ray
+
     found, machine = [], machine_bytes()
     needed = plan["workers"] * plan["worker_host_bytes"] + plan["driver_peak_bytes"]
     if needed > machine:

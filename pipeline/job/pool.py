@@ -6,25 +6,41 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from manifests.importing import quick_imports
 from manifests.schema import Workers
 from pipeline.console.progress import JobObserver
 from workers.config import WorkerConfig
-from workers.pool import RayPool
+from workers.in_process_pool import InProcessPool
+
+if TYPE_CHECKING:
+    from workers.pool import RayPool
 
 
 @contextmanager
 def worker_pool(
-    setup: WorkerConfig, workers: Workers, stop: threading.Event, observer: JobObserver
-) -> Iterator[RayPool]:
-    """As many workers as are wanted and have something to do. Raises WorkerError when they cannot start."""
+    setup: WorkerConfig, workers: Workers, stop: threading.Event, observer: JobObserver, in_process: bool
+) -> Iterator[RayPool | InProcessPool]:
+    """As many workers as are wanted and have something to do; or one, in this process.
+
+    Raises WorkerError when they cannot start.
+    """
     if workers.max > setup.shards:
         observer.say(
             f"workers.max: {workers.max} is more than the {setup.shards} shards; the rest would be idle",
             logging.WARNING,
         )
-    pool = RayPool(setup, workers, stop, observer.say)
+    pool = _pool_class(in_process)(setup, workers, stop, observer.say)
     try:
         yield pool
     finally:
         pool.close()
+
+
+def _pool_class(in_process: bool) -> type[RayPool | InProcessPool]:
+    if in_process:
+        return InProcessPool
+    with quick_imports():
+        from workers.pool import RayPool  # and Ray, which --in-process does without
+    return RayPool

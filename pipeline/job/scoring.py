@@ -54,6 +54,7 @@ def score_output(job: JobContext, seal: str) -> None:
             job.stop,
             job.observer,
             job.run_dir.storage.folder,
+            job.in_process,
         )
         entry = score_entry(job, "dense" if key.startswith("score/dense/") else "compressed", seal, found)
         job.ledger.commit(key, entry)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manifests.entries import CompleteEntry
+from manifests.importing import quick_imports
 from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
@@ -16,7 +17,7 @@ from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.run_record import recorded
 from pipeline.job.scoring import missing_scores, score_output, scores
 from pipeline.job.sizing import compress_to_budget, tries_of
-from workers.cluster import connect
+from workers.in_process_pool import check_device
 from workers.memory import peak_bytes
 
 __all__ = [
@@ -41,8 +42,14 @@ def heartbeat(job: JobContext) -> Heartbeat:
 
 
 def join_cluster(job: JobContext, address: str | None, timeout_s: float) -> None:
-    """Connects to Ray. Raises InputError when no cluster answers."""
+    """Connects to Ray, which a job in this process does without. Raises InputError when no cluster answers."""
     job.observer.stage("start")
+    if job.in_process:
+        check_device(job.manifest.workers)
+        job.observer.say("all work is done in this process, without Ray")
+        return
+    with quick_imports():
+        from workers.cluster import connect
     with deferred_signals(job.stop):
         found = connect(address, job.manifest.workers, timeout_s, job.stop.is_set, _about(job))
     job.observer.say(f"Ray at {found}")

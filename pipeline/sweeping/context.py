@@ -80,7 +80,13 @@ class SweepContext:
 
 @contextmanager
 def open_sweep(
-    sweep: Sweep, points: tuple[Point, ...], *, fresh: bool, stop: threading.Event, quiet: bool
+    sweep: Sweep,
+    points: tuple[Point, ...],
+    *,
+    fresh: bool,
+    stop: threading.Event,
+    quiet: bool,
+    in_process: bool = False,
 ) -> Iterator[SweepContext]:
     """Checks everything that can be known before computing, and holds the sweep's places.
 
@@ -115,7 +121,7 @@ def open_sweep(
         nothing = OutputFiles(sweep.output, frozenset(), frozenset(), (), fresh)
         job = JobContext(
             inputs, tokens, held_out, evaluation, source_files, run_dir, (), nothing, plan, observer, stop, started,
-            tuple(point.manifest for point in points),
+            tuple(point.manifest for point in points), in_process,
         )  # fmt: skip
         found = SweepContext(sweep, swept, job)
         for point in swept:

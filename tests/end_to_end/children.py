@@ -1,7 +1,7 @@
 """Commands in processes of their own that can be killed, forked from a server which has imported everything.
 
-With `inline`, the units are done in the driver's process by the real `Worker` instead of by Ray's actors: then a kill
-hits both at a moment that the test chooses, and a run takes half a second.
+With `inline`, commands get `--in-process`: then a kill hits driver and worker at a moment that the test chooses, and a
+run takes half a second.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -21,104 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import torch
 
 import lamina.modeling_lamina  # noqa: F401 - seconds, at the end of each job: once, before children are forked
-import pipeline.job.pool
-import pipeline.job.stages
-import workers.cluster
-from manifests.errors import Interrupted, LaminaError
-from manifests.schema import Workers
-from pipeline.units.units import Unit
 from stores.ledger import Ledger
 from tests.end_to_end.blackout import Disk
-from tests.end_to_end.jobs import COMMANDS, Job
+from tests.end_to_end.jobs import COMMANDS, Job, in_process
 from tests.probing import probe_small_matrices
-from workers.actor import Outcome
 from workers.backward import BackwardPass
-from workers.config import WorkerConfig
-from workers.hardware import describe_hardware
-from workers.tensor_transfer import LocalTransfer
-from workers.trace import unit_line
 from workers.worker import Worker
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["__main__", __name__])
 WAIT_S = 120.0
-
-
-class InlinePool:
-    """See `pipeline.driver.interfaces.Pool`; what `RayPool` offers, in this process."""
-
-    def __init__(
-        self, setup: WorkerConfig, workers: Workers, stop: threading.Event, note: Callable[[str], None]
-    ) -> None:
-        torch.set_num_threads(setup.threads)
-        self.worker = Worker(setup, LocalTransfer())
-        self.stop = stop
-        self.size = self.wanted = 1
-        self.nodes = [["inline"]]
-        self.hardware = describe_hardware(self.worker.device)
-        self.waiting: deque[Unit] = deque()
-        self.trace: Callable[[dict[str, Any]], None] = lambda _: None
-        self.seconds: dict[str, list[float]] = {}
-        self.peak_bytes: dict[str, int] = {}
-
-    def submit(self, unit: Unit) -> None:
-        self.waiting.append(unit)
-
-    def wait(self) -> tuple[Unit, Any]:
-        if self.stop.is_set():
-            raise Interrupted("stopped by a signal; run the same command again to go on")
-        unit = self.waiting.popleft()
-        began, computed = time.perf_counter(), self.worker.compute_seconds
-        try:
-            result = self.worker.execute(unit)
-        except LaminaError as error:
-            error.unit = unit.key
-            raise
-        seconds, computing = time.perf_counter() - began, self.worker.compute_seconds - computed
-        self.trace(unit_line(unit, Outcome(result, None, seconds, computing, 2**20), "inline"))
-        return unit, result
-
-    def cancel_pending(self) -> None:
-        self.waiting.clear()
-
-    def forget(self) -> None:
-        self.worker.forget()
-
-    def busy(self) -> dict[str, str]:
-        return {"inline": self.waiting[0].key} if self.waiting else {}
-
-    def resize(self, workers: int) -> None:
-        """One it is."""
-
-    def show(self, phase: str, done: int, units: int) -> None:
-        """Nobody watches."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def use_inline_pool(patch: Callable[[Any, str, Any], None] = setattr) -> None:
-    """No Ray for `run` in this process."""
-    patch(pipeline.job.stages, "connect", lambda *_: "none: in this process")
-    patch(pipeline.job.pool, "RayPool", InlinePool)
-
-
-def use_no_cluster(patch: Callable[[Any, str, Any], None] = setattr) -> None:
-    """None for `evaluate`, either."""
-    patch(workers.cluster, "connect", lambda *_: "none: in this process")
-
-
-@contextlib.contextmanager
-def inline_commands() -> Iterator[None]:
-    """No Ray for the jobs of a fixture that outlives a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        use_inline_pool(patch.setattr)
-        use_no_cluster(patch.setattr)
-        yield
 
 
 @dataclass(frozen=True)
@@ -223,13 +136,12 @@ def _main(
     torch.set_num_threads(1)
     probe_small_matrices()
     if inline:
-        use_inline_pool()
         _note_forward_work(Path(log).with_suffix(".units"))
     if hook is not None:
         _install(hook)
     if prepare is not None:
         prepare()
-    raise SystemExit(COMMANDS[name](arguments))
+    raise SystemExit(COMMANDS[name]([*arguments, *(in_process(name) if inline else ())]))
 
 
 def _note_forward_work(path: Path) -> None:

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import ray
 
-import pipeline.job.pool
-import pipeline.job.stages
 import workers.cluster
+import workers.pool
 from manifests.schema import Workers
 from tests import factories
-from tests.end_to_end.children import use_inline_pool, use_no_cluster
-from tests.end_to_end.jobs import Job
+from tests.end_to_end.jobs import Job, without_ray
 from tests.end_to_end.shared_ray import KeptPool
 from workers.cluster import connect
 
@@ -42,22 +40,16 @@ def shared_ray(_cluster: tuple[str, list[Any]]) -> Iterator[None]:
     address, idle = _cluster
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KeptPool, "idle", idle, raising=False)
-        for module in (pipeline.job.stages, workers.cluster):
-            patch.setattr(module, "connect", lambda *_: address)
-        patch.setattr(pipeline.job.pool, "RayPool", KeptPool)
+        patch.setattr(workers.cluster, "connect", lambda *_: address)
+        patch.setattr(workers.pool, "RayPool", KeptPool)
         yield
 
 
 @pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`run` needs no Ray: the units are done by the real worker, in this process."""
-    use_inline_pool(monkeypatch.setattr)
-
-
-@pytest.fixture
-def inline_everywhere(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`evaluate`, too, needs no Ray."""
-    use_no_cluster(monkeypatch.setattr)
+def inline() -> Iterator[None]:
+    """Commands get `--in-process`."""
+    with without_ray():
+        yield
 
 
 @pytest.fixture
@@ -67,8 +59,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> str:
         raise AssertionError("Ray is started")
 
-    for module in (pipeline.job.stages, workers.cluster):
-        monkeypatch.setattr(module, "connect", refuse)
+    monkeypatch.setattr(workers.cluster, "connect", refuse)
 
 
 @pytest.fixture(scope="session")

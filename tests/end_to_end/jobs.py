@@ -9,6 +9,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "verify": pipeline.verify.main,
     "sweep": pipeline.sweep.main,
 }
+MORE: ContextVar[Callable[[str], tuple[str, ...]]] = ContextVar("MORE", default=lambda _: ())  # arguments of a command
 FLAT_LLM: dict[str, Any] = {"method": "flat_llm"}
 
 
@@ -136,6 +138,21 @@ class Job:
         return json.loads(files[-1].read_text())["record"]
 
 
+def in_process(name: str) -> tuple[str, ...]:
+    """The option that a command which computes does without Ray by."""
+    return ("--in-process",) if name in ("run", "sweep", "evaluate") else ()
+
+
+@contextlib.contextmanager
+def without_ray() -> Iterator[None]:
+    """In here `command` gives `--in-process`."""
+    more = MORE.set(in_process)
+    try:
+        yield
+    finally:
+        MORE.reset(more)
+
+
 def command(name: str, *arguments: str) -> Ended:
     """A command's `main`; signal handlers are put back afterwards."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -143,7 +160,7 @@ def command(name: str, *arguments: str) -> Ended:
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                code = COMMANDS[name](list(arguments))
+                code = COMMANDS[name]([*arguments, *MORE.get()(name)])
             except SystemExit as ended:  # of argparse
                 code = int(ended.code or 0)
     finally:

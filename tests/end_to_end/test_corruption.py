@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import factories
-from tests.end_to_end.children import use_inline_pool
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.jobs import Job, command, file_digests, without_ray
 from tools.soak.corruption import (
     METHODS,
     Results,
@@ -30,8 +29,7 @@ pytestmark = pytest.mark.usefixtures("inline")
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> Job:
     """A finished job whose copies stand where it ran."""
-    with pytest.MonkeyPatch.context() as patch:
-        use_inline_pool(patch.setattr)
+    with without_ray():
         made = stopped_job(Job(tmp_path_factory.mktemp("whole") / "job", llama, text, METHODS["lestd"]), "")
     assert made is not None
     return made

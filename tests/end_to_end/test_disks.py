@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.job import heartbeat
-from tests.end_to_end.jobs import Ended, Job, file_digests
+from tests.end_to_end.jobs import Ended, Job, file_digests, without_ray
 from tools.soak.faults import Fault, failing
 
 MakeJob = Callable[..., Job]
@@ -43,11 +43,8 @@ def _here(inline: None) -> None:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> dict[str, str]:
     """The output of a job whose disk works."""
-    from tests.end_to_end.children import use_inline_pool
-
     made = Job(tmp_path_factory.mktemp("whole"), llama, text, {"statistics.keep": True}).write()
-    with pytest.MonkeyPatch.context() as patch:
-        use_inline_pool(patch.setattr)
+    with without_ray():
         assert made.run().code == 0
     return file_digests(made.output)
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-import pipeline.job.pool
 import pipeline.scale
+import workers.pool
 from manifests.schema import Workers
 from pipeline.units.units import Forward, Unit
 from stores.run_directory import RunDirectory
@@ -120,7 +120,7 @@ def direct(scenes: dict[Any, Callable[[Directed], None]] = SCENES) -> None:
     Directed.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": OBJECTS})
     Directed.machines = [Directed.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS)]
     Directed.scenes = scenes
-    pipeline.job.pool.RayPool = Directed  # type: ignore[misc]
+    workers.pool.RayPool = Directed  # type: ignore[misc]
     os.environ["RAY_ADDRESS"] = Directed.cluster.address
 
 
@@ -133,7 +133,7 @@ def direct_autoscaler() -> None:
     """In the child: it will have been joined by as many workers as may be, and send two away."""
     cluster_module._listen_on_loopback()
     Directed.scenes = {("dense", 0): all_join, ("compressed", 0): two_leave}
-    pipeline.job.pool.RayPool = Directed  # type: ignore[misc]
+    workers.pool.RayPool = Directed  # type: ignore[misc]
 
 
 def test_the_autoscaler_adds_nodes(job: MakeJob, inline: None) -> None:

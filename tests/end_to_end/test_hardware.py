@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import pipeline.job.pool
+import workers.pool
 from pipeline.driver.ledger_keys import HARDWARE
 from stores.ledger import Ledger
 from tests.end_to_end.jobs import Job, file_digests
@@ -35,7 +35,7 @@ def test_a_job_stays_on_the_hardware_that_it_began_on(job: MakeJob) -> None:
 
 
 def test_a_worker_larger_than_any_node_ends_the_job(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.job.pool, "RayPool", RayPool)  # whose workers ask for what the manifest says
+    monkeypatch.setattr(workers.pool, "RayPool", RayPool)  # whose workers ask for what the manifest says
     made = job(workers={"max": 1, "cpus": 999, "start_timeout_s": 1})
     ended = made.run()
     assert ended.code == 1, ended.err

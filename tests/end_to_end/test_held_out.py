@@ -20,9 +20,10 @@ from stores.activations import ActivationStore
 from stores.corpus import draw_samples, read_documents
 from stores.ledger import Ledger
 from tests import factories
-from tests.end_to_end.children import Child, Hook, InlinePool
+from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests
 from tests.workers.bench import flip
+from workers.in_process_pool import InProcessPool
 
 pytestmark = pytest.mark.usefixtures("inline")
 
@@ -53,12 +54,12 @@ def test_summary_tells_what_is_lost_beyond_the_samples(llama: Path, job: MakeJob
 def test_one_pool_computes_and_scores(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
 
-    class Counted(InlinePool):
+    class Counted(InProcessPool):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             started.append(self)
 
-    monkeypatch.setattr(pipeline.job.pool, "RayPool", Counted)
+    monkeypatch.setattr(pipeline.job.pool, "InProcessPool", Counted)
     made = job(**{"methods": [{"method": "loss_aware"}], "budget": {"max_loss": 0.2}, "calibration.propagate": "dense"})
     assert len(made.run().json["tries"]) > 1
     assert len(started) == 1

@@ -15,14 +15,14 @@ import pytest
 
 from pipeline.checkpoint.compression_record import encode_json, sealed
 from stores.source import INDEX_FILE
-from tests.end_to_end.jobs import Job, command, file_digests
+from tests.end_to_end.jobs import Job, command, file_digests, without_ray
 from tools.soak.stored_cases import sign
 
 MakeJob = Callable[..., Job]
 
 
 @pytest.fixture(autouse=True)
-def _here(inline_everywhere: None) -> None:
+def _here(inline: None) -> None:
     """No Ray."""
 
 
@@ -35,11 +35,8 @@ def model(tmp_path: Path, llama: Path) -> Path:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path) -> Job:
     """A finished job, not to be changed."""
-    from tests.end_to_end.children import use_inline_pool
-
     made = Job(tmp_path_factory.mktemp("finished"), llama, text).write()
-    with pytest.MonkeyPatch.context() as patch:
-        use_inline_pool(patch.setattr)
+    with without_ray():
         assert made.run().code == 0
     return made
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-import pipeline.job.pool
+import workers.pool
 from pipeline.units.units import Forward, Unit
 from stores.durable import is_hidden
 from tests import factories
@@ -312,7 +312,7 @@ def test_worker_dies(
             victims.append(member.where["pid"])
             os.kill(victims[0], signal.SIGKILL)
 
-    monkeypatch.setattr(pipeline.job.pool, "RayPool", Deadly)
+    monkeypatch.setattr(workers.pool, "RayPool", Deadly)
     made = job(**{"workers.max": 2, "workers.min": 2})
     ended = made.run()
     assert ended.code == 0, ended.err

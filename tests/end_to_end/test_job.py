@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import pipeline.job.pool
+import workers.pool
 from manifests.schema import Text
 from pipeline.units.units import Unit
 from stores.corpus import draw_samples, read_documents
@@ -376,7 +376,7 @@ def test_no_tensor_passes_the_driver(job: MakeJob, monkeypatch: pytest.MonkeyPat
             passed.append(result)
             return unit, result
 
-    monkeypatch.setattr(pipeline.job.pool, "RayPool", Watched)
+    monkeypatch.setattr(workers.pool, "RayPool", Watched)
     job().run().json  # noqa: B018 - asserts the exit code
     found = {type(leaf) for leaf in leaves(passed)}
     assert len(passed) > 2 * 3 * 3

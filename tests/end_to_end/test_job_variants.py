@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.end_to_end.children import use_inline_pool
-from tests.end_to_end.jobs import FLAT_LLM, Job, file_digests
+from tests.end_to_end.jobs import FLAT_LLM, Job, file_digests, without_ray
 from tests.end_to_end.sources import make_source
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("shared_ray")]
@@ -39,9 +39,7 @@ def test_same_bytes(propagate: str, deeper: Path, job: MakeJob, monkeypatch: pyt
     }
     outputs = {}
     for name, changes in variants.items():
-        with monkeypatch.context() as patch:
-            if name == "in the driver's process":
-                use_inline_pool(patch.setattr)
+        with without_ray() if name == "in the driver's process" else nullcontext():
             made = job(deeper, **UNEVEN, **changes, **{"calibration.propagate": propagate})
             assert made.run().code == 0
         outputs[name] = file_digests(made.output)

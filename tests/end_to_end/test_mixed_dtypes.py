@@ -16,7 +16,7 @@ from tests import factories
 from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES
 
-pytestmark = pytest.mark.usefixtures("inline_everywhere")
+pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
 
 BFLOAT, FLOAT, HALF = torch.bfloat16, torch.float32, torch.float16

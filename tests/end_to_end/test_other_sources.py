@@ -97,7 +97,7 @@ def test_tensors_that_no_model_asks_for(listed: bool, layers: Any, tmp_path: Pat
     AutoModel.from_pretrained(made.output)
 
 
-@pytest.mark.usefixtures("inline_everywhere")
+@pytest.mark.usefixtures("inline")
 def test_an_index_beside_a_single_file_is_not_read(tmp_path: Path, llama: Path, job: MakeJob) -> None:
     """transformers, too, takes the single file; OUTPUT's own index is no copy of that one."""
     source = with_config(llama, tmp_path / "source")
@@ -109,7 +109,7 @@ def test_an_index_beside_a_single_file_is_not_read(tmp_path: Path, llama: Path, 
     assert ended.code == 0, ended.out
 
 
-@pytest.mark.usefixtures("inline_everywhere")
+@pytest.mark.usefixtures("inline")
 def test_a_compressed_checkpoint_with_bitmaps_is_scored_as_stored(job: MakeJob, text: Path) -> None:
     made = job(methods=[{"method": "lestd", "sweeps": 1, "refine_sweeps": 0}], budget={"keep": 0.8}, calibration=None)
     made.run().json  # noqa: B018 - asserts the exit code

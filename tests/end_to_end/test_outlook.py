@@ -16,7 +16,7 @@ from pipeline.job import heartbeat
 from stores.ledger import Ledger
 from tests.end_to_end.jobs import Job
 
-pytestmark = pytest.mark.usefixtures("inline_everywhere")
+pytestmark = pytest.mark.usefixtures("inline")
 
 ALONE = {"checks", "verify", "measure"}
 JOBS: dict[str, dict[str, Any]] = {

@@ -87,9 +87,7 @@ def report(job: Job) -> str:
 
 
 @pytest.fixture
-def pages(
-    job: Callable[..., Job], inline_everywhere: None, scored: Path, llama: Path, tmp_path: Path
-) -> dict[str, str]:
+def pages(job: Callable[..., Job], inline: None, scored: Path, llama: Path, tmp_path: Path) -> dict[str, str]:
     """By what has become of the run; the sweep has every kind of column."""
     evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 16}}
     made = job(methods=[{"method": "loss_aware"}], evaluation=evaluation, **{"calibration.propagate": "dense"})

@@ -14,11 +14,12 @@ import pytest
 
 import pipeline.job.pool
 from tests import factories
-from tests.end_to_end.children import Child, InlinePool
+from tests.end_to_end.children import Child
 from tests.end_to_end.clusters import head_node, private_node
 from tests.end_to_end.jobs import Job, command, file_digests
 from workers import cluster as cluster_module
 from workers.config import WorkerConfig
+from workers.in_process_pool import InProcessPool
 
 WINDOW = 40
 
@@ -36,7 +37,7 @@ def loopback() -> None:
     cluster_module._listen_on_loopback()
 
 
-class ElsewherePool(InlinePool):
+class ElsewherePool(InProcessPool):
     """A worker to which a setup has travelled, and which finds nothing in the folder that evaluation made."""
 
     folder: Path
@@ -47,7 +48,7 @@ class ElsewherePool(InlinePool):
 
 
 def test_evaluation_brings_its_tokens(
-    tmp_path: Path, job: Callable[..., Job], inline_everywhere: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job: Callable[..., Job], inline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a private temporary folder comes to, without a cluster: `run` and `evaluate` score the same."""
     scored = factories.write_text(tmp_path / "scored.txt", 6_000, seed=9)
@@ -58,7 +59,7 @@ def test_evaluation_brings_its_tokens(
     alone, made = job(**settings), job(**settings)
     expected = _losses(alone.run().json["evaluation"])
     ElsewherePool.folder = tmp_path / "elsewhere"
-    monkeypatch.setattr(pipeline.job.pool, "RayPool", ElsewherePool)
+    monkeypatch.setattr(pipeline.job.pool, "InProcessPool", ElsewherePool)
     assert _losses(made.run().json["evaluation"]) == expected
     options = ("--text", str(scored), "--window", str(WINDOW), "--json")
     assert command("evaluate", str(made.output), *options).json["loss"] in expected

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from tests.end_to_end.children import inline_commands
 from tests.end_to_end.hub_server import COMMIT, HubServer, client_of
-from tests.end_to_end.jobs import Ended, Job, command
+from tests.end_to_end.jobs import Ended, Job, command, without_ray
 
 pytestmark = [
-    pytest.mark.usefixtures("inline_everywhere"),
+    pytest.mark.usefixtures("inline"),
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # of the hub's client to its own
 ]
 
@@ -37,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path, 
     """A finished job, its model in several files, with scores."""
     perplexity = {"text": {"files": [str(scored)]}, "window": 16, "dense": True}
     job = Job(tmp_path_factory.mktemp("pushed") / "job", llama, text, {"evaluation": {"perplexity": perplexity}})
-    with inline_commands():
+    with without_ray():
         assert job.run().code == DONE
     job.keep()
     return job

@@ -61,7 +61,7 @@ def play(job: Job, text: Path) -> int:
     return code
 
 
-@pytest.mark.usefixtures("inline_everywhere")
+@pytest.mark.usefixtures("inline")
 def test_code_is_not_run(job: MakeJob, model: Path, mark: Path, text: Path) -> None:
     """The tokenizer can do without; its `auto_map` is not in the output, which users load with trust_remote_code."""
     made = job(model)
@@ -72,7 +72,7 @@ def test_code_is_not_run(job: MakeJob, model: Path, mark: Path, text: Path) -> N
     assert not mark.exists()
 
 
-@pytest.mark.usefixtures("inline_everywhere")
+@pytest.mark.usefixtures("inline")
 def test_a_tokenizer_that_is_code_is_refused(job: MakeJob, model: Path, mark: Path, text: Path) -> None:
     edit(model / "tokenizer_config.json", tokenizer_class="MarkedTokenizer")
     (model / "tokenizer.json").unlink()
@@ -82,7 +82,7 @@ def test_a_tokenizer_that_is_code_is_refused(job: MakeJob, model: Path, mark: Pa
     assert not mark.exists()
 
 
-@pytest.mark.usefixtures("inline_everywhere")
+@pytest.mark.usefixtures("inline")
 def test_trusted_code_is_run_and_travels(job: MakeJob, model: Path, mark: Path, text: Path) -> None:
     perplexity = {"text": {"files": [str(text)]}, "window": 16}
     made = job(model, **{"model.trust_remote_code": True, "evaluation": {"perplexity": perplexity}})
@@ -97,7 +97,7 @@ def test_trusted_code_is_run_and_travels(job: MakeJob, model: Path, mark: Path, 
         assert type(loaded).__name__ == "MarkedTokenizer"
 
 
-@pytest.mark.usefixtures("inline_everywhere")
+@pytest.mark.usefixtures("inline")
 def test_evaluate_runs_code_where_it_is_told_to(model: Path, mark: Path, text: Path) -> None:
     edit(model / "tokenizer_config.json", tokenizer_class="MarkedTokenizer")
     code = CODE.format(mark=str(mark)) + TOKENIZER_OF_ITS_OWN

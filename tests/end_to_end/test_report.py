@@ -20,8 +20,7 @@ from pipeline.reporting.time_figures import joined_bars
 from stores.headers import DTYPES
 from stores.ledger import Ledger
 from stores.run_directory import RunDirectory
-from tests.end_to_end.children import inline_commands
-from tests.end_to_end.jobs import Job, command
+from tests.end_to_end.jobs import Job, command, without_ray
 from tests.end_to_end.report_page import Page
 
 
@@ -38,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, llama: Path, text: Path, 
     """A job that went through."""
     evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 16}}
     made = Job(tmp_path_factory.mktemp("report") / "job", llama, text, {"evaluation": evaluation})
-    with inline_commands():
+    with without_ray():
         ended = made.run()
     assert ended.code == 0, ended.err
     made.keep()

@@ -31,7 +31,7 @@ def evaluated(model: Path, text: Path, window: int = 40) -> float:
     return float(command("evaluate", *arguments).json["perplexity"])
 
 
-@pytest.mark.usefixtures("inline_everywhere")
+@pytest.mark.usefixtures("inline")
 def test_a_finished_job_scores_what_is_missing_and_only_that(tmp_path: Path, job: MakeJob, text: Path) -> None:
     one, other = (factories.write_text(tmp_path / f"{seed}.txt", 4_000, seed) for seed in (8, 9))
     made = job()
@@ -78,7 +78,7 @@ def test_a_finished_job_scores_what_is_missing_and_only_that(tmp_path: Path, job
     assert state["summary"]["evaluation"] == dense.json["evaluation"]
 
 
-@pytest.mark.usefixtures("inline_everywhere")
+@pytest.mark.usefixtures("inline")
 def test_a_missing_text_is_an_error_before_and_after_the_job(tmp_path: Path, job: MakeJob) -> None:
     made = job()
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_killed_after_a_score_was_entered(tmp_path: Path, job: MakeJob) -> None:
     assert not list(made.run_dir.glob("evaluation-*"))
 
 
-@pytest.mark.usefixtures("inline_everywhere")
+@pytest.mark.usefixtures("inline")
 def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval itself is in tests/pipeline/test_tasks.py; here, what a job asks it, keeps and says."""
     asked_for: list[str] = []

@@ -40,7 +40,7 @@ def as_transformers(directory: Path, text: str) -> tuple[Any, float]:
     return model, perplexity(model, AutoTokenizer.from_pretrained(directory), text, WINDOW)[0]
 
 
-@pytest.mark.usefixtures("inline_everywhere")
+@pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize("family", ["llama", "opt"])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
 def test_scores_counts_and_verifies_what_transformers_loads(

@@ -61,7 +61,7 @@ def sweep(job: MakeJob, scored: Path) -> Callable[..., Sweep]:
     return make
 
 
-def test_a_point_is_what_its_job_gives(sweep: Callable[..., Sweep], job: MakeJob, inline_everywhere: None) -> None:
+def test_a_point_is_what_its_job_gives(sweep: Callable[..., Sweep], job: MakeJob, inline: None) -> None:
     """The kept checkpoint byte for byte, the scores of the others to rounding; the text is gone through once."""
     made = sweep()
     found = made.run().json
@@ -87,7 +87,7 @@ def test_a_point_is_what_its_job_gives(sweep: Callable[..., Sweep], job: MakeJob
     assert summary["counts"] == rows["loss-0.8-int8"]["counts"]
 
 
-def test_killed_anywhere_it_goes_on(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+def test_killed_anywhere_it_goes_on(sweep: Callable[..., Sweep], inline: None) -> None:
     """Between points, in the midst of one, and while a checkpoint is put together: the same results, nothing twice."""
     points = [{"methods": [{"method": "flat_llm"}], "save": [0.6]}, {"methods": [{"method": "joint_rank_k"}]}]
     expected = sweep(*points)
@@ -119,7 +119,7 @@ def _measured(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [{name: row[name] for name in row.keys() - besides} for row in found["points"]]
 
 
-def test_points_come_and_go(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+def test_points_come_and_go(sweep: Callable[..., Sweep], inline: None) -> None:
     """What is there stays, whoever comes before it; what is asked for in addition is taken in addition."""
     first, second = {"methods": [{"method": "joint_rank_k"}]}, {"methods": [{"method": "flat_llm"}]}
     made = sweep(first)
@@ -141,7 +141,7 @@ def test_points_come_and_go(sweep: Callable[..., Sweep], inline_everywhere: None
     assert len(made.units()) == count
 
 
-def test_what_is_written(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+def test_what_is_written(sweep: Callable[..., Sweep], inline: None) -> None:
     """The files in RUN_DIR say the same; a finished sweep that is run again computes nothing."""
     made = sweep({"methods": [{"method": "joint_rank_k"}], "quantize": [{"bits": 8, "group": None}]}, calibration=None)
     found = made.run().json
@@ -199,7 +199,7 @@ def test_what_makes_no_sense_is_refused(
     assert not made.job.run_dir.exists()
 
 
-def test_another_calibration_is_refused_by_name(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+def test_another_calibration_is_refused_by_name(sweep: Callable[..., Sweep], inline: None) -> None:
     made = sweep({"methods": [{"method": "joint_rank_k"}]})
     assert made.run().code == 0
     made.document["calibration"]["samples"] = 9
@@ -209,7 +209,7 @@ def test_another_calibration_is_refused_by_name(sweep: Callable[..., Sweep], inl
 
 
 @pytest.mark.ray
-def test_killed_with_ray_it_goes_on(sweep: Callable[..., Sweep], inline_everywhere: None) -> None:
+def test_killed_with_ray_it_goes_on(sweep: Callable[..., Sweep], inline: None) -> None:
     """Two workers, the driver and all of Ray killed behind the first point: the same figures as without either."""
     points = [{"methods": [{"method": "flat_llm"}]}, {"methods": [{"method": "svd_llm"}]}]
     expected = sweep(*points).run().json

@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError
 
-from workers.actor import Outcome
 from workers.hardware import software_versions
+from workers.outcomes import Outcome
 
 PENDING = object()
 

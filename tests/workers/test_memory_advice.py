@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pipeline.units.units import Score, Solve
-from workers.actor import WorkerActor, memory_advice
+from workers.actor import WorkerActor
+from workers.outcomes import memory_advice
 
 
 def unit(kind: type) -> Any:

@@ -18,8 +18,8 @@ from pipeline.units.units import Forward, ShardDone, Unit
 from tests.workers.fake_ray import FakeRay, Watch
 from workers import metrics as names
 from workers import pool as pool_module
-from workers.actor import Outcome
 from workers.metrics import OF_THE_POOL, OF_WORKERS, Meters, Metric, PoolMeters, WorkerMeters, run_name
+from workers.outcomes import Outcome
 from workers.pool import RayPool
 
 

@@ -38,9 +38,9 @@ from pipeline.units.units import Forward, Pair, Reduce, ShardDone, Unit, Write
 from tests.workers.fake_ray import FakeActor, FakeRay, Watch
 from workers import deaths, shortage
 from workers import pool as pool_module
-from workers.actor import Outcome
 from workers.hardware import software_versions
 from workers.memory_pressure import others_hold_most
+from workers.outcomes import Outcome
 from workers.pool import RayPool
 from workers.tensor_transfer import Handle
 

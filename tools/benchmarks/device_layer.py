@@ -43,16 +43,17 @@ from pipeline.units.sums import ChooseGrids, Collect
 from pipeline.units.units import Forward, Solve, Unit, Write
 from tools.benchmarks.jobs import end_on_sigterm, print_table
 from tools.benchmarks.memory_over_layers import write_model
-from tools.benchmarks.where_time_goes import LocalPool, run_here
+from tools.benchmarks.where_time_goes import run_here
 from tools.simulate import ITEMSIZE, LENGTH, LLAMA, SHARDS
 from workers.device_settings import settle_device
+from workers.in_process_pool import InProcessPool
 
 LAYERS, KEEP = 2, 0.8
 HEAD_DIM = 128
 TOKEN_CHARACTERS = 6  # of the text, more than a token of it has
 
 
-class DevicePool(LocalPool):
+class DevicePool(InProcessPool):
     """Waits for the device around each unit, and counts its seconds by kind."""
 
     spent: ClassVar[defaultdict[str, float]] = defaultdict(float)

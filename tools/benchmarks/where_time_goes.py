@@ -20,13 +20,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import torch
 
 import pipeline.job.compressing
 import pipeline.job.context
@@ -41,7 +39,6 @@ from manifests.loading import parse_manifest
 from pipeline.checkpoint.assembling import Assembler
 from pipeline.console.summary import compute_share
 from pipeline.kernels.exact_sums import MomentSum
-from pipeline.units.units import Unit
 from stores.activations import ActivationReader, ActivationStore, ActivationWriter
 from stores.arrays import ArrayStore
 from stores.ledger import Ledger
@@ -51,8 +48,7 @@ from stores.statistics import StatisticsStore
 from tools.benchmarks.jobs import end_on_sigterm, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
 from workers.block import Block
-from workers.config import WorkerConfig
-from workers.hardware import describe_hardware
+from workers.in_process_pool import InProcessPool
 from workers.memory import map_large_tensors
 from workers.tensor_transfer import LocalTransfer
 from workers.worker import Worker
@@ -147,44 +143,6 @@ class TimedHash:
         return str(self.digester.hexdigest())
 
 
-class LocalPool:
-    """One worker in this process, in place of `RayPool`."""
-
-    size = wanted = 1
-    nodes = (("local",),)
-
-    def __init__(self, setup: WorkerConfig, *_: Any) -> None:
-        torch.set_num_threads(setup.threads)
-        self.worker = Worker(setup, LocalTransfer())
-        self.hardware = describe_hardware(self.worker.device)
-        self.trace: Callable[[dict[str, Any]], None] = lambda _: None
-        self.waiting: deque[Unit] = deque()
-        self.seconds: dict[str, list[float]] = {}
-        self.peak_bytes: dict[str, int] = {}
-
-    def submit(self, unit: Unit) -> None:
-        self.waiting.append(unit)
-
-    def wait(self) -> tuple[Unit, Any]:
-        unit = self.waiting.popleft()
-        return unit, self.worker.execute(unit)
-
-    def cancel_pending(self) -> None:
-        self.waiting.clear()
-
-    def forget(self) -> None:
-        self.worker.forget()
-
-    def busy(self) -> dict[str, str]:
-        return {}
-
-    def show(self, phase: str, done: int, units: int) -> None:
-        pass
-
-    def close(self) -> None:
-        self.worker.layers.thread.shutdown()
-
-
 def clocked_run(manifest: Mapping[str, Any]) -> tuple[Clock, float]:
     """The job in this process: its clock, and its seconds."""
     clock = Clock()
@@ -207,20 +165,21 @@ def clocked_run(manifest: Mapping[str, Any]) -> tuple[Clock, float]:
         return clock, time.perf_counter() - started
 
 
-def run_here(manifest: Mapping[str, Any], pool: Callable[..., LocalPool]) -> None:
+def run_here(manifest: Mapping[str, Any], pool: Callable[..., InProcessPool]) -> None:
     """The job in this process, without Ray."""
     with (
-        mock.patch.object(pipeline.job.pool, "RayPool", pool),
-        mock.patch.object(pipeline.job.stages, "connect", return_value="nowhere"),
+        mock.patch.object(pipeline.job.pool, "InProcessPool", pool),
         mock.patch.object(pipeline.job.compressing, "catch_signals"),
         mock.patch.object(pipeline.job.compressing, "interrupt_on_signals"),
     ):
-        pipeline.run.run_job(parse_manifest(manifest), fresh=True, address=None, stop=threading.Event(), quiet=True)
+        pipeline.run.run_job(
+            parse_manifest(manifest), fresh=True, address=None, stop=threading.Event(), quiet=True, in_process=True
+        )
 
 
-def _pool_with(clock: Clock) -> Callable[..., LocalPool]:
-    def make(*arguments: Any) -> LocalPool:
-        pool = LocalPool(*arguments)
+def _pool_with(clock: Clock) -> Callable[..., InProcessPool]:
+    def make(*arguments: Any) -> InProcessPool:
+        pool = InProcessPool(*arguments)
         for method, _ in pool.worker.methods:
             object.__setattr__(method, "compress", clock.timed(method.compress, "decompositions"))
         return pool

@@ -24,8 +24,8 @@ from typing import Any
 from stores.durable import PARTIAL_SUFFIX
 from stores.headers import read_header
 from tests import factories
-from tests.end_to_end.children import Child, Hook, use_inline_pool
-from tests.end_to_end.jobs import Ended, Job, command, file_digests
+from tests.end_to_end.children import Child, Hook
+from tests.end_to_end.jobs import Ended, Job, command, file_digests, without_ray
 from tools.soak.damage import DAMAGES, SAME_SIZE, copy_job, damage
 from tools.soak.edits import EDITS, edit
 
@@ -261,10 +261,9 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--damages", nargs="*", default=list(DAMAGES), choices=DAMAGES, metavar="DAMAGE")
     options.add_argument("--stops", nargs="*", default=list(STOPS), metavar="KEY")
     arguments = options.parse_args(argv)
-    use_inline_pool()
     results = Results()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory:
+    with without_ray(), tempfile.TemporaryDirectory() as directory:
         for name, job, expected in jobs(Path(directory), arguments.methods):
             for before in arguments.stops:
                 whole = stopped_job(job, before)

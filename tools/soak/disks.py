@@ -29,13 +29,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 import pipeline.job.heartbeat
 from tests.end_to_end.jobs import COMMANDS, file_digests
 from tools.soak.case import INDEX, RUN, SWEEP, VERIFY, Command
 from tools.soak.faults import Fault, failing
-from tools.soak.sandbox import Ended, run_commands, use_no_ray
+from tools.soak.sandbox import Ended, run_commands
 from tools.soak.world import World, document, make_world
 
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
@@ -324,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = options.parse_args(argv)
     tally, started = Tally(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="disks-", dir=arguments.directory) as directory:
-        use_no_ray()
+        torch.set_num_threads(1)
         world = make_world(Path(directory).resolve())
         mounts = can_mount(world.scratch)
         for name in (arguments.job,) if arguments.job else JOBS:

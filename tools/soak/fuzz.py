@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import torch
+
 from tests.end_to_end.jobs import file_digests
 from tools.soak import sandbox
 from tools.soak.case import INDEX, VERIFY, Case
@@ -32,7 +34,7 @@ from tools.soak.input_cases import (
     text_case,
     tokenizer_case,
 )
-from tools.soak.sandbox import Ended, run_commands, snapshot, use_no_ray
+from tools.soak.sandbox import Ended, run_commands, snapshot
 from tools.soak.stored_cases import ledger_case, output_case, run_dir_case
 from tools.soak.world import HALVES, World, make_world
 
@@ -126,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--directory", help="where to work; in memory if possible, nothing is kept")
     arguments = options.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=arguments.directory) as directory:
-        use_no_ray()
+        torch.set_num_threads(1)
         os.fsync = lambda _: None  # type: ignore[assignment]  # nobody cuts the power: it would only take time
         world = make_world(Path(directory).resolve())
         if arguments.case:

@@ -1,5 +1,5 @@
 """The real commands in forked children of a warm process: bounded in memory, file size and time, watched in what they
-write. No Ray: units are done by the real worker in the child, as in `tests/end_to_end/children.py`.
+write. No Ray: they get `--in-process`.
 
 A child that writes outside its folder is refused the write as if it had no permission, and the attempt is noted.
 """
@@ -23,12 +23,7 @@ from typing import Any
 # Before transformers and ray are imported.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "RAY_AUTH_MODE": "disabled"}
 
-import torch
-
-import pipeline.evaluation.perplexity
-import workers.cluster
-from tests.end_to_end.children import InlinePool, use_inline_pool
-from tests.end_to_end.jobs import COMMANDS
+from tests.end_to_end.jobs import COMMANDS, in_process
 
 GROWTH_BYTES = 1 << 30  # resident at the peak, beyond the warm process
 ADDRESS_BYTES = 6 << 30  # likewise, of addresses: allocators reserve more than they use
@@ -59,14 +54,6 @@ class Ended:
     outside: list[str] = field(default_factory=list)
     grown_bytes: int = 0
     seconds: float = 0.0
-
-
-def use_no_ray() -> None:
-    """`run` and `evaluate` compute in this process."""
-    torch.set_num_threads(1)
-    use_inline_pool()
-    workers.cluster.connect = lambda *_: "none: in this process"  # type: ignore[assignment]
-    pipeline.evaluation.perplexity.RayPool = InlinePool  # type: ignore[attr-defined,assignment,misc]
 
 
 def run_commands(
@@ -134,7 +121,7 @@ def _in_child(folder: Path, command: Sequence[str], scratch: Path, prepare: Call
 def _run(command: Sequence[str]) -> int:
     """As `python -m pipeline.NAME` would end."""
     try:
-        return int(COMMANDS[command[0]](list(command[1:])))
+        return int(COMMANDS[command[0]]([*command[1:], *in_process(command[0])]))
     except SystemExit as ended:  # of argparse
         return int(ended.code or 0)
     except BaseException:
