@@ -175,6 +175,7 @@ class Workers(Block):
     where other processes hold a node's memory.
     `cache_gb`: of each node's local disk (TMPDIR), which its workers fill with tensors of a source in a bucket, each
     fetched once for all of them and all passes.
+    With `--in-process` the command itself is the one worker, and Ray is not started: `max` is 1 then.
     """
 
     min: Annotated[PositiveInt, Field(le=100_000)] = 1
