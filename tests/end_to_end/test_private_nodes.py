@@ -79,7 +79,7 @@ def test_run_and_evaluate(shared: Path, text: Path, tmp_path: Path, job: Callabl
         "workers": {"min": 2, "max": 2, "activation_memory_gb": 1e-6},  # hidden states are spilled
         "evaluation": {"perplexity": {"text": {"files": [str(scored)]}, "window": WINDOW}},
     }
-    alone = job(shared / "model", **settings)
+    alone = job(shared / "model", **{**settings, "workers": {"max": 1, "activation_memory_gb": 1e-6}})
     expected = alone.run().json["evaluation"]
     made = Job(shared / "job", shared / "model", text, settings).write()
     with (
