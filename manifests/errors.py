@@ -4,6 +4,11 @@ Every one takes its message first and gives all arguments on, so that it survive
 """
 
 
+def reason(error: BaseException) -> str:
+    """Says why, for a message that names the file already: of an OSError without its number and its path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
 class LaminaError(Exception):
     """Something went wrong that a user can act on; `exit_code` is what the command returns.
 

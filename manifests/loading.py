@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from manifests.blocks import Block
-from manifests.errors import InputError
+from manifests.errors import InputError, reason
 from manifests.methods import MethodEntry
 from manifests.schema import TEXT_TAGS, Manifest
 from manifests.strict_yaml import read_yaml, write_yaml
@@ -43,7 +43,7 @@ def read_document(path: str | Path, overrides: Sequence[str] = (), kind: str = "
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise InputError(f"{kind} {path}: cannot be read ({error}); give the path of a YAML file") from error
+        raise InputError(f"{kind} {path}: cannot be read ({reason(error)}); give the path of a YAML file") from error
     return decode_document(content, f"{kind} {path}", overrides)
 
 
@@ -175,7 +175,7 @@ def _describe(fault: Any, root: type[Block]) -> str:
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if not where:
         return f"  {message}"
-    shown = repr(fault["input"])
+    shown = repr(_as_written(fault["input"]))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     if fault["type"] == "extra_forbidden":
         return (
@@ -186,6 +186,15 @@ def _describe(fault: Any, root: type[Block]) -> str:
     for theirs, ours in PLAIN_WORDS.items():
         message = re.sub(theirs, ours, message)
     return f"  {where}: {message} (given: {shown})"
+
+
+def _as_written(value: Any) -> Any:
+    """A value as YAML writes it: a block as its fields, a tuple as a list."""
+    if isinstance(value, BaseModel):
+        return _as_written(value.model_dump(exclude_unset=True))
+    if isinstance(value, Mapping):
+        return {name: _as_written(child) for name, child in value.items()}
+    return [_as_written(child) for child in value] if isinstance(value, list | tuple) else value
 
 
 def _without_tag(loc: Sequence[str | int]) -> tuple[str | int, ...]:

@@ -10,6 +10,7 @@ if __name__ == "__main__":
 import json
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from manifests.loading import parse_block
 from manifests.records import Record
 from manifests.schema import Text, Workers
 from pipeline.console.arguments import add_address, add_in_process, check_in_process, parser, run_command
+from pipeline.console.places import prepare_folder
 from pipeline.console.wrapping import say
 from pipeline.evaluation.tasks import check_tasks, score_tasks, task_lines
 
@@ -68,31 +70,42 @@ def _body(arguments: Any) -> int:
         check_in_process(arguments.address, arguments.workers, "--workers")
     if arguments.tasks:
         check_tasks(arguments.tasks, "--tasks", [model for model in (arguments.model, arguments.beside) if model])
-    found = _perplexity(arguments) if arguments.text else {}
-    scores = {}
-    for model in (arguments.model, *([arguments.beside] if arguments.beside else [])) if arguments.tasks else ():
-        with redirect_stdout(sys.stderr):
-            scores[model] = score_tasks(
-                model,
-                arguments.tasks,
-                "--tasks",
-                dtype="auto" if arguments.dtype == "stored" else arguments.dtype,
-                batch=arguments.batch,
-                limit=arguments.limit,
-                trust_remote_code=arguments.trust_remote_code,
-            )
-    if arguments.json:
-        tasks = {"tasks": scores} if scores else {}
-        print(json.dumps({"model": arguments.model, **found, **tasks}, default=Record.as_json))
-        return 0
-    if found:
-        say(
-            f"{arguments.model}: perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens, "
-            f"windows of {found['window']}"
-        )
-    if scores:
-        say("\n".join(task_lines(scores)))
+    if arguments.scratch:
+        prepare_folder("--scratch", str(arguments.scratch))
+    found: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
+    try:  # whatever fails, scores that there are are printed
+        if arguments.text:
+            found = _perplexity(arguments)
+            if not arguments.json:
+                _print_perplexity(arguments.model, found)
+        models = (arguments.model, *([arguments.beside] if arguments.beside else [])) if arguments.tasks else ()
+        for model in models:
+            scores[model] = _scored_tasks(arguments, model)
+    finally:
+        if arguments.json and (found or scores):
+            tasks = {"tasks": scores} if scores else {}
+            print(json.dumps({"model": arguments.model, **found, **tasks}, default=Record.as_json))
+        elif scores:
+            say("\n".join(task_lines(scores)))
     return 0
+
+
+def _print_perplexity(model: str, found: Mapping[str, Any]) -> None:
+    say(f"{model}: perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens, windows of {found['window']}")
+
+
+def _scored_tasks(arguments: Any, model: str) -> Any:
+    with redirect_stdout(sys.stderr):
+        return score_tasks(
+            model,
+            arguments.tasks,
+            "--tasks",
+            dtype="auto" if arguments.dtype == "stored" else arguments.dtype,
+            batch=arguments.batch,
+            limit=arguments.limit,
+            trust_remote_code=arguments.trust_remote_code,
+        )
 
 
 def _perplexity(arguments: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import json
 import sys
 from typing import Any
 
-from manifests.errors import StorageError
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.wrapping import say
 
@@ -24,17 +23,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
+    from pipeline.console.places import prepare_file
     from pipeline.reporting.page import render  # takes seconds, which --help need not
     from pipeline.reporting.reading import read_run
     from stores.run_directory import REPORT
-    from stores.storage import open_file, open_storage
+    from stores.storage import open_storage
 
+    place = prepare_file("--output", arguments.output) if arguments.output else None
     run = read_run(arguments.run_dir)
-    storage, name = open_file(arguments.output) if arguments.output else (open_storage(arguments.run_dir), REPORT)
-    path = storage.at(name)
-    if storage.folder is not None and not storage.exists():
-        raise StorageError(f"writing {path}: no such folder; make it, or choose another path")
-    content = render(run).encode()
+    storage, name = place or (open_storage(arguments.run_dir), REPORT)
+    path, content = storage.at(name), render(run).encode()
     storage.replace(name, content)
     if arguments.json:
         print(json.dumps({"report": path, "bytes": len(content), "state": run.state}))

@@ -58,8 +58,9 @@ def run_job(
         if summary and finished and not stages.missing_scores(job):
             return summary
         with job.observer, stages.recorded(job), stages.heartbeat(job) as heartbeat:
-            stages.begin(job, faults, finished)
+            stages.check_output(job, faults, finished)
             stages.join_cluster(job, address, connect_timeout_s)
+            stages.begin(job, finished)
             if summary and finished:
                 return stages.score_again(job, summary)
             job, effort = stages.compress_to_budget(job, heartbeat)

@@ -11,11 +11,11 @@ import json
 import logging
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import redirect_stdout
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, TextIO
 
-from manifests.errors import InputError
 from manifests.importing import quick_imports
 from manifests.sweep import Point, Sweep
 from pipeline.console.arguments import (
@@ -28,7 +28,8 @@ from pipeline.console.arguments import (
     read_sweep,
     run_command,
 )
-from stores.storage import open_storage
+from pipeline.console.places import prepare_folder
+from stores.storage import Storage
 
 
 def run_sweep(
@@ -38,10 +39,13 @@ def run_sweep(
     fresh: bool,
     address: str | None,
     stop: threading.Event,
+    show: Callable[[dict[str, Any]], None],
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     in_process: bool = False,
 ) -> dict[str, Any]:
     """Does what is missing of a sweep, and writes sweep.json, .csv and .html to its run directory. Returns the results.
+
+    `show` gets them first: whatever then fails of writing, they are seen; and whatever fails of showing, written.
 
     Raises:
         InputError: something given is wrong (exit 2); found before anything expensive.
@@ -63,22 +67,23 @@ def run_sweep(
                 for remark, labels in opened.remarks().items():
                     job.observer.say(f"{', '.join(labels)}: {remark}", logging.WARNING)
                 stages.join_cluster(job, address, connect_timeout_s)
+                opened = opened.begin()
                 solve_points(opened, heartbeat)
         found = results(opened)
-        write_results(job.run_dir.storage, found)
+        try:
+            show(found)
+        finally:
+            write_results(job.run_dir.storage, found)
         return found
 
 
-def write_plots(folder: Path, found: dict[str, Any]) -> None:
-    """Every plot as an SVG file, `LOSS-SIZE.svg`. Raises InputError when there is no such folder."""
+def write_plots(folder: Storage, found: dict[str, Any]) -> None:
+    """Every plot as an SVG file, `LOSS-SIZE.svg`. Raises StorageError."""
     from pipeline.sweeping.figures import sweep_plots
     from pipeline.sweeping.page import standalone
 
-    if not folder.is_dir():
-        raise InputError(f"--plots {folder}: no such folder; make it, or give another")
-    storage = open_storage(folder)
     for name, plot in sweep_plots(found).items():
-        storage.replace(f"{name}.svg", standalone(plot).encode())
+        folder.replace(f"{name}.svg", standalone(plot).encode())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser("sweep", "Compares methods at several sizes from one calibration; run again, it goes on.")
     add_manifest(options, "what is compared")
     options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
-    options.add_argument("--plots", type=Path, metavar="DIR", help="write each plot there as an SVG file, besides")
+    options.add_argument("--plots", metavar="DIR", help="write each plot there as an SVG file, besides")
     add_address(options)
     add_in_process(options)
     options.add_argument("--json", action="store_true", help="print the results as JSON")
@@ -97,6 +102,8 @@ def _body(arguments: Any) -> int:
     stop = threading.Event()
     interrupt_on_signals(stop)
     sweep, points = read_sweep(arguments)
+    plots = prepare_folder("--plots", arguments.plots) if arguments.plots else None
+    out = sys.stdout
     with redirect_stdout(sys.stderr):  # Ray prints what its nodes say, which is no JSON
         found = run_sweep(
             sweep,
@@ -104,18 +111,25 @@ def _body(arguments: Any) -> int:
             fresh=arguments.fresh,
             address=arguments.address,
             stop=stop,
+            show=partial(_show, as_json=arguments.json, out=out),
             connect_timeout_s=arguments.connect_timeout,
             in_process=arguments.in_process,
         )
-    if arguments.plots:
-        write_plots(arguments.plots, found)
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        from pipeline.sweeping.results import print_results
-
-        print_results(found)
+    if plots is not None:
+        write_plots(plots, found)
     return 0
+
+
+def _show(found: dict[str, Any], as_json: bool, out: TextIO) -> None:
+    if as_json:
+        print(json.dumps(found), file=out, flush=True)
+        return
+    from rich.console import Console
+
+    from pipeline.sweeping.results import print_results
+
+    print_results(found, Console(file=out))
+    out.flush()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,10 @@ class Bucket(Storage):
     def __init__(self, address: str, connection: Connection | None = None) -> None:
         found = ADDRESS.fullmatch(address)
         if found is None:
-            raise InputError(f"{address}: no address of a bucket; expected s3://BUCKET or s3://BUCKET/FOLDER")
+            raise InputError(
+                f"{address}: no address of a bucket; expected s3://BUCKET or s3://BUCKET/FOLDER, where BUCKET is 3 to "
+                "63 lower-case letters, digits, dots and hyphens, and FOLDER has no ? or #"
+            )
         self.bucket = found["bucket"]
         self.prefix = found["prefix"].lstrip("/")
         self._connection = connection or Connection(self.bucket)

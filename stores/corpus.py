@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manifests.errors import InputError
+from manifests.errors import InputError, reason
 from manifests.schema import Text
 from stores.backend import PIECE_BYTES
 from stores.model_files import CONFIG_FILE, TOKENIZERS, companions
@@ -285,7 +285,7 @@ def _read_parquet(path: str, source: Readable, field: str | None) -> Iterator[st
     except InputError:
         raise
     except (pyarrow.ArrowException, ValueError, OSError) as error:  # of a damaged page, pyarrow raises OSError
-        raise InputError(f"text file {path}: not Parquet, or damaged: {error}") from error
+        raise InputError(f"text file {path}: not Parquet, or damaged: {reason(error)}") from error
 
 
 def _dataset_documents(text: Text) -> Iterator[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from manifests.errors import InputError, StorageError
 from manifests.loading import decode_manifest
@@ -39,6 +40,27 @@ FOLDERS = (LEDGER, STAGED, LOGS, STATISTICS, ACTIVATIONS)
 MAX_FINGERPRINT_BYTES = 256 * 1024 * 1024
 SHOWN_FIELDS = 20
 SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run directory stands to a job, before anything is changed there. See `RunDirectory.bind`.
+
+    Attributes:
+        kind: `same`: what is there is this job's; `new`: there is no work, at most a start that was refused; `fresh`:
+            it is to be forgotten; `adapted`: as `same`, once all work is undone that depends on what differs.
+        content: of the job's fingerprint.
+        differing: the fields in which the fingerprint that is there differs.
+    """
+
+    kind: Literal["same", "new", "fresh", "adapted"]
+    content: Mapping[str, Any]
+    differing: tuple[str, ...] = ()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the entries that are there count as they are."""
+        return self.kind == "same"
 
 
 class RunDirectory:
@@ -117,8 +139,9 @@ class RunDirectory:
         has_note = self.lock.has_note()
         if self.storage.has(FINGERPRINT) and (has_note or self._has_fingerprint()):
             return []
-        # Nothing is written before the fingerprint but the locks, what `scale` asks of their owner, and folders.
-        files = [MANIFEST, FINGERPRINT, REPORT, ENDED, SWEEP, *RESULTS, *([] if has_note else [SCALE])]
+        # Nothing is written before the fingerprint but locks, folders, what `scale` asks of the locks' owner, and how a
+        # start ended.
+        files = [MANIFEST, FINGERPRINT, REPORT, SWEEP, *RESULTS, *([] if has_note else [SCALE, ENDED])]
         foreign = [name for name in files if name in there]
         for folder in (STAGED, LEDGER, STATISTICS, ACTIVATIONS):
             foreign += [f"{folder}/{name}" for name in self.storage.children(folder) if not is_hidden(name)]
@@ -153,38 +176,57 @@ class RunDirectory:
             return None  # not asked, or not in a way that a job should end by
 
     def check_fingerprint(
-        self, new: Mapping[str, Any], fresh: bool = False, adapt: Callable[[list[str]], bool] = lambda _: False
-    ) -> bool:
-        """Binds the directory to a job, or checks that it is this job's. Returns whether it starts from nothing.
+        self,
+        new: Mapping[str, Any],
+        fresh: bool = False,
+        adaptable: Callable[[list[str]], bool] = lambda _: False,
+        before_work: Collection[str] = (),
+    ) -> Standing:
+        """How the directory stands to a job; `bind` makes it the job's, when its work may begin.
 
-        `fresh` forgets what another (or the same) job has done, in the order that a crash between two steps allows.
-        `adapt` is given the fields that differ; if it has taken back all work that depends on them, it returns True.
+        `fresh` is to forget what another (or the same) job has done. `adaptable` gets the fields that differ, and
+        returns True if all work that depends on them can be undone. `before_work`: keys that are entered before any
+        work is: a directory that holds no other is nobody's.
 
         Raises:
             InputError: it is another job's, naming the fields that differ; or of another version.
-            StorageError: it cannot be read or written.
+            StorageError: it cannot be read.
         """
         self.storage.sweep(below=False)
         self.storage.below(STAGED).sweep()
         content = json.loads(json.dumps({"version": FINGERPRINT_VERSION, "fields": dict(new)}, allow_nan=False))
         if fresh:
-            self._forget()
-        elif self.storage.has(FINGERPRINT):
-            differing = self._differing(self._read_fingerprint(), content)
-            if not differing:
-                return False
-            if not adapt(list(differing)):
-                raise InputError(self._refusal(list(differing.values())))
-            self._bind(content)
-            return False
-        elif self.ledger.keys():
-            raise InputError(f"run_dir {self.place}: holds work, but no fingerprint.json to tell whose; use --fresh")
-        self._bind(content)
-        return True
+            return Standing("fresh", content)
+        if not self.storage.has(FINGERPRINT):
+            if self._has_work(before_work):
+                raise InputError(
+                    f"run_dir {self.place}: holds work, but no fingerprint.json to tell whose; use --fresh"
+                )
+            return Standing("new", content)
+        differing = self._differing(self._read_fingerprint(), content)
+        if not differing:
+            return Standing("same", content)
+        if not self._has_work(before_work):
+            return Standing("new", content, tuple(differing))
+        if not adaptable(list(differing)):
+            raise InputError(self._refusal(list(differing.values())))
+        return Standing("adapted", content, tuple(differing))
 
-    def _bind(self, content: Mapping[str, Any]) -> None:
-        content = {**content, "sha256": _digest(content)}
-        self.storage.replace(FINGERPRINT, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+    def bind(self, standing: Standing, adapt: Callable[[], None] = lambda: None) -> None:
+        """Makes the directory the job's, in the order that a crash between two steps allows.
+
+        `adapt` undoes what depends on the fields that differ, of a standing that is `adapted`. Raises StorageError.
+        """
+        if standing.kind == "fresh" or (standing.kind == "new" and standing.differing):
+            self._forget()
+        elif standing.kind == "adapted":
+            adapt()
+        if not standing.goes_on:
+            content = {**standing.content, "sha256": _digest(standing.content)}
+            self.storage.replace(FINGERPRINT, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+
+    def _has_work(self, before_work: Collection[str]) -> bool:
+        return any(key not in before_work for key in self.ledger.keys())  # noqa: SIM118 - no mapping
 
     def _forget(self) -> None:
         """The ledger first: data that no entry names is only waste, an entry whose data is gone would be a lie."""
@@ -232,10 +274,15 @@ class RunDirectory:
 
 
 def existing_run(place: Place) -> RunDirectory:
-    """The run directory of a job that has begun. Raises InputError when there is none at `place`."""
+    """The run directory of a job that has begun, or was refused at its start. Raises InputError when there is none at
+    `place`."""
     run_dir = RunDirectory(place)
-    if run_dir.storage.fault() or not run_dir.storage.has(FINGERPRINT):
-        raise InputError(f"{run_dir.place}: no run directory (it has no {FINGERPRINT})")
+    if fault := run_dir.storage.fault():
+        raise InputError(f"{run_dir.place} is {fault}; give the run_dir of a job's manifest")
+    if not (run_dir.storage.has(FINGERPRINT) or run_dir.storage.has(ENDED)):
+        raise InputError(
+            f"{run_dir.place}: no run directory (it has no {FINGERPRINT}); give the run_dir of a job's manifest"
+        )
     return run_dir
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from manifests.errors import InputError, StorageError
+from manifests.errors import InputError, StorageError, reason
 from manifests.records import SourceFile
 from stores.backend import PIECE_BYTES
 from stores.durable import storage_error
@@ -110,7 +110,9 @@ class SourceCheckpoint:
         try:
             return dict(self.storage.stamp(file))
         except (FileNotFoundError, ValueError) as error:
-            raise StorageError(f"reading {self.storage.at(file)}: {error}; restore it, then start again") from error
+            raise StorageError(
+                f"reading {self.storage.at(file)}: {reason(error)}; restore it, then start again"
+            ) from error
 
     def file_digests(self, known: Mapping[str, SourceFile]) -> dict[str, SourceFile]:
         """Stamp and sha256 of config.json, the index and every safetensors file: of files on a disk size, mtime_ns,
@@ -206,7 +208,11 @@ def _locate(source: str) -> Storage | None:
     if os.path.exists(path):
         raise InputError(f"model source {source}: a file; give the directory that holds config.json")
     if not HUB_ID.fullmatch(source):
-        raise InputError(f"model source {source}: no such directory")
+        raise InputError(
+            f"model source {source}: no such directory; give one that holds config.json and safetensors files (a "
+            f"relative path is relative to {os.getcwd()}), a hub id such as meta-llama/Llama-2-7b-hf, or "
+            "s3://BUCKET/FOLDER"
+        )
     return None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests import packages
+from manifests import VERSION, packages
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("manifests", "pipeline", "stores", "workers", "deploy/serving/lamina")
@@ -66,13 +66,15 @@ def test_the_console_command(installed: Path, tmp_path: Path) -> None:
     script = str(installed / "bin" / "lamina")
     shown = python(script, "--help", path=str(installed), folder=tmp_path)
     assert shown.returncode == 0
-    assert "run" in shown.stderr
-    assert "plan" in shown.stderr
+    assert "  run       Compresses a model by a manifest" in shown.stdout
+    assert "  plan      Says" in shown.stdout
     for arguments, code, message in (
         (["run", "--help"], 0, "--connect-timeout"),
         (["run", "nowhere.yaml"], 2, "manifest nowhere.yaml: cannot be read"),
         (["status", "nowhere"], 2, "no run directory"),
         (["walk"], 2, "'walk' is no command"),
+        (["status", "--version"], 0, f"Lamina {VERSION}"),
+        (["--version"], 0, f"Lamina {VERSION}"),
     ):
         done = python(script, *arguments, path=str(installed), folder=tmp_path)
         assert (done.returncode, message in done.stdout + done.stderr) == (code, True), done

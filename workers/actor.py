@@ -24,7 +24,7 @@ with quick_imports():  # the first that a worker's process imports
     from pipeline.units.units import Unit
     from workers.config import WorkerConfig
     from workers.device_settings import settle_device
-    from workers.hardware import describe_hardware, software_versions
+    from workers.hardware import describe_hardware, machine_cores, software_versions
     from workers.memory import map_large_tensors
     from workers.metrics import WorkerMeters, run_name
     from workers.outcomes import do_unit
@@ -97,6 +97,7 @@ class WorkerActor:
             "worker": self.worker.name,
             "device": str(self.worker.device),
             "hardware": describe_hardware(self.worker.device),
+            "cores": machine_cores(),
             "versions": software_versions(),
             "ray_folder": _ray_folder(),
         }

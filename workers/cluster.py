@@ -37,6 +37,7 @@ from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.plan.probe import LayerShape, mean_rates, measured_rates
 from pipeline.plan.rates import Rates
+from workers.hardware import machine_cores, thread_fault
 from workers.liveness import RayWatch, fault_at
 from workers.memory import map_large_tensors
 from workers.ray_messages import log_message
@@ -67,13 +68,16 @@ def connect(
         about: metadata of the job, which Ray's dashboard and `ray list jobs` show.
 
     Raises:
-        InputError: no cluster answers, it is of another version, or this machine has not what one worker asks for.
+        InputError: no cluster answers, it is of another version, or this machine has fewer cores or GPUs than a worker
+            asks for.
         Interrupted: `stopped` said so.
         WorkerError: a Ray of our own did not start.
     """
     if ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)
     found = address or os.environ.get("RAY_ADDRESS")
+    if not found and (fault := thread_fault(workers.cpus, machine_cores(), "this machine")):
+        raise InputError(fault)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads starve the other workers of the machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

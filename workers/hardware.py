@@ -41,6 +41,21 @@ def describe_hardware(device: torch.device) -> dict[str, str]:
     }
 
 
+def machine_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_fault(threads: int, cores: int, where: str) -> str | None:
+    """Why a worker with so many threads is refused there: they would wait for one another. None: it is not refused."""
+    if threads <= cores:
+        return None
+    return (
+        f"workers.cpus: {threads} threads for each worker are more than the cores of {where}, {cores}; set "
+        f"workers.cpus: {cores} or fewer, or use nodes with more cores"
+    )
+
+
 def software_versions() -> dict[str, str]:
     """What a worker and the command must share: they exchange values of these libraries."""
     named = {name: version(name) for name in ("ray", "torch", "transformers")}

@@ -14,7 +14,7 @@ from manifests.schema import Workers
 from pipeline.units.units import Unit
 from workers.config import WorkerConfig
 from workers.device_settings import settle_device
-from workers.hardware import describe_hardware, differing
+from workers.hardware import describe_hardware, differing, machine_cores, thread_fault
 from workers.memory import map_large_tensors
 from workers.outcomes import UnitAccounts, do_unit, result_of
 from workers.tensor_transfer import LocalTransfer
@@ -24,7 +24,9 @@ NAME = "in-process"  # of the worker, in logs and in the status
 
 
 def check_device(workers: Workers) -> None:
-    """Raises InputError when this process has no GPU, and the worker should compute on one."""
+    """Raises InputError when this process has fewer cores than the worker has threads, or no GPU, where it needs one."""
+    if fault := thread_fault(workers.cpus, machine_cores(), "this machine"):
+        raise InputError(fault)
     if workers.gpus and not torch.cuda.is_available():
         raise InputError(
             f"workers.gpus: {workers.gpus:g}: torch sees no GPU in this process; set workers.gpus: 0, or run on a "

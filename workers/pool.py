@@ -35,7 +35,7 @@ from workers.cluster import declared_memory, watch_ray, why_unplaceable
 from workers.config import WorkerConfig
 from workers.deaths import Deaths, worker_name
 from workers.failures import START, Failures, failure_key
-from workers.hardware import differing, software_versions
+from workers.hardware import differing, software_versions, thread_fault
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
 from workers.outcomes import Outcome, UnitAccounts, result_of
@@ -287,25 +287,37 @@ class RayPool(UnitAccounts):
             self.finished.append((unit, replace(value, result=result)))
 
     def _welcome(self, member: _Member, where: dict[str, Any]) -> None:
-        """A worker is ready. One that would compute other bytes than the first is sent away, and none in its place."""
+        """A worker is ready. One that would compute other bytes than the first, or has more threads than its node has
+        cores, is sent away, and none in its place."""
         member.where = where
         if others := differing(self.versions, where["versions"]):
             raise InputError(
                 f"the node of worker {worker_name(member.where)} has {others} (this command's); install the same there"
             )
-        self.hardware = self.hardware or where["hardware"]
-        others = differing(self.hardware, where["hardware"])
-        if not others:
+        refused = self._refusal(member)
+        if refused is None:
+            self.hardware = self.hardware or where["hardware"]
             member.live = True
             self.failures.forgive(START)
             return
         self.members.remove(member)
         ray.kill(member.actor)
-        refused = f"worker {worker_name(member.where)} has {others}, on which the job began: its bytes would differ"
         if self.wanted == 1:
-            raise InputError(f"{refused}; give it nodes of the first kind, or start over with --fresh")
+            raise InputError(refused)
         self.wanted -= 1
         self.note(f"{refused}; the job goes on with at most {self.wanted} workers")
+
+    def _refusal(self, member: _Member) -> str | None:
+        """Why a worker that is ready gets no units; None: it gets some."""
+        name, where = worker_name(member.where), member.where
+        if fault := thread_fault(self.workers.cpus, where["cores"], f"the node of worker {name}"):
+            return fault
+        if others := differing(self.hardware or where["hardware"], where["hardware"]):
+            return (
+                f"worker {name} has {others}, on which the job began: its bytes would differ; give it nodes of the "
+                "first kind, or start over with --fresh"
+            )
+        return None
 
     def _replace(self, member: _Member, error: Exception) -> None:
         """Queues a dead worker's units again; another will be started for it."""

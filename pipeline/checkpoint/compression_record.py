@@ -146,12 +146,12 @@ def read_record(output: Place) -> dict[str, Any]:
     storage = open_storage(output)
     path = storage.at(RECORD_FILE)
     if fault := storage.fault():
-        raise InputError(f"{path}: {fault}; is it a Lamina checkpoint?")
+        raise InputError(f"{path}: {fault}; is it a Lamina checkpoint? Give the output of a job")
     try:
         content = storage.read_whole(RECORD_FILE, MAX_JSON_BYTES)
         compression = parse_json(content)
     except FileNotFoundError:
-        raise InputError(f"{path}: missing; is it a Lamina checkpoint?") from None
+        raise InputError(f"{path}: missing; is it a Lamina checkpoint? Give the output of a job") from None
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{path}: damaged: not JSON: {error or type(error).__name__}") from error
     if not isinstance(compression, dict):

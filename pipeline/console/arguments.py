@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from manifests import VERSION
 from manifests.errors import InputError, LaminaError
 from manifests.loading import load_manifest
 from manifests.schema import Manifest
@@ -26,6 +27,7 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     """A command's parser with the options that all have."""
     made = argparse.ArgumentParser(prog=f"python -m pipeline.{command}", description=description, epilog=EXIT_CODES)
     made.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    made.add_argument("--version", action="version", version=f"Lamina {VERSION}", help="print the version")
     return made
 
 

@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
+import ast
 import runpy
+import shutil
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pipeline
+from manifests import VERSION
+
+INDENT = 4
 
 
-def commands() -> tuple[str, ...]:
-    """Their names: the modules of `pipeline` that run."""
+def commands() -> dict[str, str]:
+    """Name -> what the command does: of the modules of `pipeline` that run, with the descriptions of their parsers."""
     folder = Path(pipeline.__file__).parent
-    files = {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
-    packages = {path.parent.name for path in folder.glob("*/__main__.py")}
-    return tuple(sorted(files | packages))
+    paths = {path.stem: path for path in folder.glob("*.py")} | {
+        path.parent.name: path for path in folder.glob("*/__main__.py")
+    }
+    sources = {name: path.read_text(encoding="utf-8") for name, path in sorted(paths.items())}
+    return {name: _description(source) for name, source in sources.items() if "__main__" in source}
 
 
 def main() -> None:
     """Runs the command that the first argument names, as `python -m` does."""
-    names = commands()
+    known = commands()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in names:
-        asked = name in ("", "-h", "--help")
-        print(f"usage: lamina COMMAND …\ncommands: {', '.join(names)}; each has --help", file=sys.stderr)
-        if not asked:
-            print(f"wrong input: {name!r} is no command", file=sys.stderr)
-        sys.exit(0 if name in ("-h", "--help") else 2)
-    sys.argv = [f"lamina {name}", *sys.argv[2:]]
-    runpy.run_module(f"pipeline.{name}", run_name="__main__", alter_sys=False)
+    if name in known:
+        sys.argv = [f"python -m pipeline.{name}", *sys.argv[2:]]
+        runpy.run_module(f"pipeline.{name}", run_name="__main__", alter_sys=False)
+        return
+    if name in ("-h", "--help"):
+        print("\n".join(_help(known)))
+    elif name == "--version":
+        print(f"Lamina {VERSION}")
+    else:
+        print("\n".join(_help(known)), file=sys.stderr)
+        if name:
+            print(f"wrong input: {name!r} is no command; commands are {', '.join(known)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _description(source: str) -> str:
+    """Of a command's module: the second argument of its call of `pipeline.console.arguments.parser`."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    made = (call.args[1] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "parser")
+    return next((str(argument.value) for argument in made if isinstance(argument, ast.Constant)), "")
+
+
+def _help(known: dict[str, str]) -> Iterator[str]:
+    yield "usage: python -m pipeline.COMMAND …, or lamina COMMAND …, which is the same"
+    yield ""
+    width = max(map(len, known)) + INDENT
+    for name, description in known.items():
+        columns = max(2 * width, shutil.get_terminal_size().columns)
+        first, rest = f"  {name:{width - 2}}", " " * width
+        yield textwrap.fill(description, columns, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+    yield ""
+    yield "python -m pipeline.COMMAND --help lists a command's arguments; --version says which Lamina this is"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from manifests.errors import StorageError
+from manifests.errors import StorageError, reason
 from stores.durable import storage_errors
 from stores.storage import Growing, Place, Storage, open_storage
 
@@ -55,7 +55,7 @@ class _LogFile(logging.StreamHandler["Growing | _FirstWritten"]):
             self.stream.close()
         except (OSError, StorageError) as error:  # what was buffered is written here
             if not self.failed:
-                print(f"log {self.path}: {error}", file=sys.stderr)
+                print(f"log {self.path}: {reason(error)}", file=sys.stderr)
 
 
 class _FirstWritten:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError
+from manifests.errors import InputError, StorageError
 from manifests.schema import Manifest
-from stores.storage import is_address, open_storage
+from stores.storage import Storage, is_address, open_file, open_storage
 
 PACKAGE_FOLDERS = ("working_dir_files", "py_modules_files")  # of Ray's runtime environments
 FIELDS = ("output", "run_dir", "model.source")
@@ -28,6 +28,35 @@ def settle_places(manifest: Manifest, base: Path | None) -> Manifest:
     return manifest if base is None else Manifest.model_validate(_resolved(manifest.model_dump(), base.resolve()))
 
 
+def prepare_folder(option: str, folder: str) -> Storage:
+    """Creates the folder that an option names, and tries a write there: before anything is computed for it.
+
+    Raises:
+        InputError: nothing can be written there.
+    """
+    storage = open_storage(folder)
+    try:
+        storage.prepare()
+    except StorageError as error:
+        raise InputError(f"{option} {folder}: cannot be used: {error}") from error
+    return storage
+
+
+def prepare_file(option: str, file: str) -> tuple[Storage, str]:
+    """The place of the file that an option names, and its name there; checked like `prepare_folder`, and not created.
+
+    Raises:
+        InputError: its folder is not there, nothing can be written there, or a folder has its name.
+    """
+    storage, name = open_file(file)
+    if storage.folder is not None and not storage.exists():
+        raise InputError(f"{option} {file}: no such folder {storage.at()}; create it, or give a file in another")
+    if not name or name in storage.folders():
+        raise InputError(f"{option} {file}: is a folder; give the name of a file in it, such as {file}/report.html")
+    prepare_folder(option, storage.at())
+    return storage, name
+
+
 def _fault(field: str, path: str, base: Path | None) -> str | None:
     if is_address(path):
         try:
@@ -42,6 +71,8 @@ def _fault(field: str, path: str, base: Path | None) -> str | None:
             f"{field}: {path!r} has letters that no name of a file has in this locale ({error.encoding}); "
             "set LC_ALL=C.UTF-8"
         )
+    if path.startswith("~") and field != "model.source":
+        return f"{field}: {path}: no shell expands `~` in a manifest; write the whole path, such as {Path.home()}/…"
     if base is not None or Path(path).is_absolute() or not _in_package_folder():
         return None
     if field == "model.source" and not Path(path).exists():

@@ -32,7 +32,11 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         console.print(line, markup=False, highlight=False, soft_wrap=True)  # a path stays one word on one line
 
     if summary.get("already_finished"):
-        now = "scored now" if summary.get("scored_now") else "nothing to do (`pipeline.verify` reads every byte)"
+        now = (
+            "scored now"
+            if summary.get("scored_now")
+            else "nothing to do (`python -m pipeline.verify` reads every byte)"
+        )
         say(f"{summary['output']}: finished before; {now}")
     for table in layer_tables(summary["layers"], console.width):
         console.print(table)

@@ -55,6 +55,7 @@ EVALUATION: Key[TokensEntry] = Key("evaluation")  # of a sweep: the tokens that 
 POINTS: Key[PointsEntry] = Key("points")
 RESULT: Key[PointEntry] = Key("result")  # of a point of a sweep, in its part of the ledger
 LAYER_KINDS = ("dense", "gradient", "measured", "curves", "statistics", "activations", "layer")
+BEFORE_WORK = (SOURCE, TOKENS, EVALUATION, SCHEDULE, HARDWARE, POINTS)  # entered before anything is computed
 SCORED_NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 

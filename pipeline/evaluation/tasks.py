@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.entries import TaskFigure, TaskScores
-from manifests.errors import InputError
+from manifests.errors import InputError, reason
 from manifests.packages import install_advice
 
 TASK_NAME = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
@@ -113,7 +113,10 @@ def _name_in(file: Path, field: str) -> str:
     try:
         found = TASK_NAME.search(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{field}: {file}: {error}") from error
+        raise InputError(
+            f"{field}: {file}: cannot be read ({reason(error)}); give the name of a task of lm-eval, or the path of a "
+            "YAML file"
+        ) from error
     if found is None:
         raise InputError(f"{field}: {file}: has no line `task: NAME`")
     return found[1]

@@ -24,7 +24,7 @@ from pipeline.checkpoint.planned_size import plan_of
 from pipeline.console.outlook import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.driver.job_spec import Job
-from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
+from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
 from pipeline.job.calibration import calibration_tokens, evaluation_tokens
 from pipeline.job.fingerprint import job_fingerprint
 from pipeline.job.inputs import Inputs, check_copied, read_inputs
@@ -34,7 +34,7 @@ from pipeline.plan.estimate import Plan
 from pipeline.rounding.tasks import with_moments
 from stores.ledger import Ledger
 from stores.lock import RunLock
-from stores.run_directory import MANIFEST, RunDirectory
+from stores.run_directory import MANIFEST, RunDirectory, Standing
 from stores.storage import open_storage
 from workers.memory import map_large_tensors
 
@@ -52,6 +52,7 @@ class JobContext:
         output_files: what OUTPUT held at the start.
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
+        standing: how the run directory stood to the job when it was opened; `begin` makes it the job's.
         points: of a sweep, the manifests of its points.
         in_process: units are done in this process, without Ray.
     """
@@ -68,6 +69,7 @@ class JobContext:
     observer: JobObserver
     stop: threading.Event
     started: float
+    standing: Standing
     points: tuple[Manifest, ...] = ()
     in_process: bool = False
 
@@ -100,7 +102,8 @@ class JobContext:
 def open_job(
     manifest: Manifest, *, fresh: bool, stop: threading.Event, quiet: bool, in_process: bool = False
 ) -> Iterator[JobContext]:
-    """Checks everything that can be known before computing, and holds the job's two places.
+    """Checks everything that can be known before computing, and holds the job's two places. What a run directory holds
+    stays as it is until `begin`.
 
     Raises:
         InputError: something given is wrong; nothing was computed.
@@ -129,16 +132,27 @@ def open_job(
         found = survey_output(output, run_dir.ledger, fresh)
         if fresh or run_dir.ledger.get(COMPLETE) is None:
             found.replaceable()  # a finished job may find that nothing is to be written
-        adapt = partial(_solve_again, manifest, run_dir.ledger, found.replaceable)
-        run_dir.check_fingerprint(job_fingerprint(inputs, tokens, source_files), fresh, adapt)
-        run_dir.ledger.commit(SOURCE, source_files)
-        target = run_dir.ledger.get(TARGET) if inputs.max_loss is not None else None
-        sized = inputs.at_size(target.size) if target else inputs
-        check_entries(run_dir.ledger, driver_job(sized), inputs.config)
-        yield JobContext(
+        adaptable = partial(_solves_again, manifest, found.replaceable)
+        fingerprint = job_fingerprint(inputs, tokens, source_files)
+        standing = run_dir.check_fingerprint(fingerprint, fresh, adaptable, BEFORE_WORK)
+        job = JobContext(
             inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started,
-            in_process=in_process,
+            standing, in_process=in_process,
         )  # fmt: skip
+        if standing.goes_on:
+            check_ledger(job)
+        elif standing.kind == "new":  # a start that is refused has not read the source in vain
+            run_dir.ledger.commit(SOURCE, source_files)
+        yield job
+
+
+def check_ledger(job: JobContext) -> None:
+    """Enters the source's digests, and takes back what makes no sense of what is entered: of this job's directory."""
+    ledger = job.ledger
+    ledger.commit(SOURCE, job.source_files)
+    target = ledger.get(TARGET) if job.inputs.max_loss is not None else None
+    sized = job.inputs.at_size(target.size) if target else job.inputs
+    check_entries(ledger, driver_job(sized), job.inputs.config)
 
 
 def driver_job(inputs: Inputs) -> Job:
@@ -162,8 +176,8 @@ def driver_job(inputs: Inputs) -> Job:
     )
 
 
-def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
-    """Says what the run builds on, and what was wrong with an OUTPUT that was done.
+def check_output(job: JobContext, faults: Sequence[str], finished: bool) -> None:
+    """Says what is remarkable about the job, and what was wrong with an OUTPUT that was done.
 
     `finished`: the layers are done, and only scores are missing.
 
@@ -173,15 +187,26 @@ def begin(job: JobContext, faults: Sequence[str], finished: bool) -> None:
         job.observer.say(remark, logging.WARNING)
     for fault in faults:
         job.observer.say(f"repairing: the finished output is damaged: {fault}", logging.WARNING)
+    if finished:
+        return
+    job.output_files.replaceable()
     output = open_storage(job.manifest.output)
-    replaceable = frozenset() if finished else job.output_files.replaceable()
-    if replaceable:
-        claim_files(job.ledger, output, replaceable, ())  # with --fresh, the ledger has forgotten whose they are
     free_bytes = output.free_bytes()
-    if not finished and free_bytes is not None and free_bytes < job.plan.output_bytes:
+    if free_bytes is not None and free_bytes < job.plan.output_bytes:
         raise InputError(
-            f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes:,} are free at {output.at()}"
+            f"output: {job.plan.output_bytes:,} bytes are needed, {free_bytes:,} are free at {output.at()}; free some "
+            "room there, or set output to a larger disk"
         )
+
+
+def begin(job: JobContext, finished: bool) -> None:
+    """Makes the run directory the job's, as its work may begin; says what the run builds on. `finished`: as above."""
+    job.run_dir.bind(job.standing, partial(_undo_solves, job.ledger, job.standing.differing))
+    if not job.standing.goes_on:
+        check_ledger(job)
+    replaceable = frozenset() if finished else job.output_files.replaceable()
+    if replaceable:  # with --fresh, the ledger has forgotten whose they are
+        claim_files(job.ledger, open_storage(job.manifest.output), replaceable, ())
     job.run_dir.storage.replace(MANIFEST, dump_manifest(job.manifest).encode())
     if not finished:
         _say_where_it_goes_on(job)
@@ -198,16 +223,26 @@ def _say_where_it_goes_on(job: JobContext) -> None:
         job.observer.say(f"resuming at layer {walked} of {job.inputs.geometry.num_layers} of the dense pass")
 
 
-def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object], differing: list[str]) -> bool:
-    """Whether ranks are all that differs, and the statistics do not depend on them: then all later work is undone.
+def _solves_again(manifest: Manifest, check: Callable[[], object], differing: list[str]) -> bool:
+    """Whether ranks are all that differs, and the statistics do not depend on them: later work can be undone alone.
 
-    `check` is called before anything is.
+    `check` is called if so.
     """
-    names = [name.removeprefix("manifest.") for name in differing if name.startswith("manifest.")]
+    names = _manifest_fields(differing)
     ranks_only = len(names) == len(differing) and all(map(RANKS_ONLY.fullmatch, names))
     if not ranks_only or manifest.calibration is None or manifest.calibration.propagate != "dense":
         return False
     check()
+    return True
+
+
+def _manifest_fields(differing: Sequence[str]) -> list[str]:
+    return [name.removeprefix("manifest.") for name in differing if name.startswith("manifest.")]
+
+
+def _undo_solves(ledger: Ledger, differing: Sequence[str]) -> None:
+    """Undoes all work that comes after ranks, in which these fields differ."""
+    names = _manifest_fields(differing)
     done = ledger.get(COMPLETE)
     summary = done.summary if done else {}
     phases = summary.get("seconds", {}).get("phases", {})
@@ -229,4 +264,3 @@ def _solve_again(manifest: Manifest, ledger: Ledger, check: Callable[[], object]
         undone += ledger.keys("curves/")
     for key in undone:
         ledger.retract(key)
-    return True

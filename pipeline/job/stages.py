@@ -12,7 +12,7 @@ from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
 from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED
 from pipeline.job.compressing import Effort, assemble_output
-from pipeline.job.context import JobContext, begin, open_job
+from pipeline.job.context import JobContext, begin, check_output, open_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.run_record import recorded
 from pipeline.job.scoring import missing_scores, score_output, scores
@@ -23,6 +23,7 @@ from workers.memory import peak_bytes
 __all__ = [
     "assemble_output",
     "begin",
+    "check_output",
     "compress_to_budget",
     "evaluate_output",
     "finish",
@@ -63,7 +64,7 @@ def _about(job: JobContext) -> dict[str, str]:
 
 def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]:
     """The summary of a job that is done in this OUTPUT, and what is wrong with the files there."""
-    done = job.ledger.get(COMPLETE)
+    done = job.ledger.get(COMPLETE) if job.standing.goes_on else None
     if done is None or done.output != job.output:
         return None, []
     seal = done.contract_sha256

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manifests.errors import InputError
 from manifests.loading import read_document
+from pipeline.console.amounts import duration
 from pipeline.console.arguments import add_address, add_manifest, parser, read_manifest, read_sweep, run_command
 
 if TYPE_CHECKING:
     from pipeline.job.planning import Asked
 
+SAID = ("fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds")  # elsewhere than in the table
+LONGEST_PHASES = 3
+
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
-    options = parser("plan", "Says what a job would read, hold, write and compute; computes nothing on the model.")
+    options = parser(
+        "plan",
+        "Says whether a job or a sweep fits, how long it takes, what it reads and writes; reads no weights.",
+    )
     add_manifest(options, "the job or the sweep")
     options.add_argument("--config", type=Path, metavar="FILE", help="a config.json to plan for, instead of the source")
     rates = options.add_mutually_exclusive_group()
@@ -61,31 +68,44 @@ def _asked(arguments: Any) -> Asked:
 
 
 def _print(plan: Mapping[str, Any]) -> None:
+    """The verdict, the time, then tables."""
     from rich.console import Console
     from rich.table import Table
 
+    for line in verdict_lines(plan):
+        print(line)
     table = Table(title="plan", show_header=False)
+    for phase, seconds in plan["phases"].items():
+        table.add_row(f"time, {phase}", duration(seconds))
     for name, value in plan.items():
-        if name in ("remarks", "rates", "points"):
-            continue
-        if name == "phases":
-            for phase, seconds in value.items():
-                table.add_row(f"seconds, {phase}", f"{seconds:,.1f}")
-            continue
-        if name.endswith("_bytes") or name.endswith("bytes_per_layer"):
-            shown = f"{value:,} ({value / 2**30:.3f} GiB)"
-        elif name.endswith("_flops"):
-            shown = f"{value:.3e}"
-        elif isinstance(value, str):
-            shown = value or "exact"
-        else:
-            shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
-        table.add_row(name.replace("_", " "), shown)
+        if name not in SAID:
+            table.add_row(name.replace("_", " "), _shown(name, value))
     Console().print(table)
     if "points" in plan:
         _print_points(plan["points"])
     for remark in plan["remarks"]:
-        print(remark)
+        if remark not in plan["limits"]:
+            print(remark)
+
+
+def verdict_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Whether a job fits, or the limits that it exceeds; how long it takes, and its longest phases."""
+    yield from plan["limits"] or ["fits, as far as this machine can tell"]
+    seconds, phases = plan["estimated_seconds"], plan["phases"]
+    longest = sorted(phases, key=lambda phase: -phases[phase])[:LONGEST_PHASES]
+    parts = ", ".join(f"{phase} {duration(phases[phase])}" for phase in longest)
+    workers = f"{plan['workers']} worker{'s' if plan['workers'] > 1 else ''}"
+    yield f"{'takes' if plan['fits'] else 'would take'} about {duration(seconds)} with {workers}; longest: {parts}"
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value or "exact"
+    if name.endswith("_bytes") or name.endswith("bytes_per_layer"):
+        return f"{value:,} ({value / 2**30:.3f} GiB)"
+    if name.endswith("_flops"):
+        return f"{value:.3e}"
+    return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
 
 
 def _print_points(points: Sequence[Mapping[str, Any]]) -> None:
@@ -94,10 +114,10 @@ def _print_points(points: Sequence[Mapping[str, Any]]) -> None:
 
     table = Table(title="points")
     table.add_column("point")
-    for name in ("numbers kept", "seconds", "output bytes"):
+    for name in ("numbers kept", "time", "output bytes"):
         table.add_column(name, justify="right")
     for row in points:
-        table.add_row(row["point"], f"{row['numbers_kept']:.1%}", f"{row['seconds']:,.1f}", f"{row['output_bytes']:,}")
+        table.add_row(row["point"], f"{row['numbers_kept']:.1%}", duration(row["seconds"]), f"{row['output_bytes']:,}")
     Console().print(table)
 
 

@@ -129,7 +129,16 @@ def read_run(place: Place) -> Run:
     run_dir = existing_run(place)
     storage, manifest = run_dir.storage, run_dir.read_manifest()
     if manifest is None:
-        raise InputError(f"{run_dir.place}: no run directory (it has no {MANIFEST})")
+        raise InputError(
+            f"{run_dir.place}: no work has begun there (it has no {MANIFEST}); `python -m pipeline.status "
+            f"{run_dir.place}` says how its last start ended"
+        )
+    fingerprint = _json(storage, FINGERPRINT) or {}
+    if not isinstance(fingerprint.get("fields"), dict):
+        raise InputError(
+            f"{storage.at(FINGERPRINT)}: damaged, so that nobody can tell whose work this is; start over with "
+            "`python -m pipeline.run MANIFEST --fresh`"
+        )
     ledger = run_dir.ledger
     keys = ledger.keys()
     entries: dict[str, Any] = {key: ledger.get(key) for key in keys if key.split("/")[0] in KINDS}
@@ -145,7 +154,7 @@ def read_run(place: Place) -> Run:
         owner=owner,
         manifest=manifest,
         manifest_text=storage.read(MANIFEST).decode(),
-        fingerprint=(_json(storage, FINGERPRINT) or {})["fields"],
+        fingerprint=fingerprint["fields"],
         commits=_commits(ledger.storage, keys),
         layers={_layer(key): entry for key, entry in entries.items() if isinstance(entry, LayerEntry)},
         ranks=ranks.ranks if ranks else {},

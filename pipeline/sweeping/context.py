@@ -23,7 +23,7 @@ from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim
 from pipeline.checkpoint.planned_size import bounded_plan
 from pipeline.console.outlook import read_paces
 from pipeline.console.progress import JobObserver
-from pipeline.driver.ledger_keys import POINTS, RESULT, SOURCE
+from pipeline.driver.ledger_keys import BEFORE_WORK, POINTS, RESULT, SOURCE
 from pipeline.job.calibration import calibration_tokens, evaluation_tokens, tokens_digest
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.fingerprint import job_fingerprint
@@ -66,8 +66,32 @@ class SweepContext:
         tokens = [tokens_digest(self.job.evaluation), tokens_digest(self.job.held_out)]
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
+    def begin(self) -> SweepContext:
+        """Makes the run directory the sweep's, as its work may begin. Returns what the stages go on with."""
+        self.job.run_dir.bind(self.job.standing)
+        begun = replace(self, job=replace(self.job, standing=replace(self.job.standing, kind="same")))
+        if not self.job.standing.goes_on:
+            begun.enter()
+        for point in self.points:
+            if point.point.save:
+                output, ledger = open_storage(point.point.manifest.output), point.ledger(self.job.ledger)
+                replaceable = survey_output(output, ledger, self.job.output_files.fresh).replaceable()
+                if replaceable and not begun.is_done(point):
+                    claim_files(ledger, output, replaceable, ())
+        return begun
+
+    def enter(self) -> None:
+        """Enters what the sweep reads and which points it has, takes back what makes no sense of what is entered."""
+        job, ledger = self.job, self.job.ledger
+        ledger.commit(SOURCE, job.source_files)
+        ledger.commit(POINTS, PointsEntry(digests=tuple(point.digest for point in self.points)))
+        check_entries(ledger, driver_job(job.inputs), job.inputs.config)
+        job.run_dir.storage.replace(SWEEP, write_yaml(self.sweep.model_dump(mode="json")).encode())
+
     def is_done(self, point: SweptPoint) -> bool:
         """Whether all that is asked of a point is there."""
+        if not self.job.standing.goes_on:
+            return False
         entry = point.ledger(self.job.ledger).get(RESULT)
         if entry is None or entry.text != self.text:
             return False
@@ -114,24 +138,22 @@ def open_sweep(
         source_files = inputs.source.file_digests(run_dir.ledger.get(SOURCE) or {})
         if source_files != run_dir.ledger.get(SOURCE):
             check_copied(inputs)
-        run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh)
-        run_dir.ledger.commit(SOURCE, source_files)
-        run_dir.ledger.commit(POINTS, PointsEntry(digests=tuple(point.digest for point in swept)))
-        check_entries(run_dir.ledger, driver_job(inputs), inputs.config)
+        standing = run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh, before_work=BEFORE_WORK)
         nothing = OutputFiles(sweep.output, frozenset(), frozenset(), (), fresh)
         job = JobContext(
             inputs, tokens, held_out, evaluation, source_files, run_dir, (), nothing, plan, observer, stop, started,
-            tuple(point.manifest for point in points), in_process,
+            standing, tuple(point.manifest for point in points), in_process,
         )  # fmt: skip
         found = SweepContext(sweep, swept, job)
+        if standing.goes_on:
+            found.enter()
+        elif standing.kind == "new":  # a start that is refused has not read the source in vain
+            run_dir.ledger.commit(SOURCE, source_files)
         for point in swept:
             if point.point.save:
-                output, ledger = open_storage(point.point.manifest.output), point.ledger(run_dir.ledger)
+                output = open_storage(point.point.manifest.output)
                 locks.append(stack.enter_context(claim_output(output)))
-                replaceable = survey_output(output, ledger, fresh).replaceable()
-                if replaceable and not found.is_done(point):
-                    claim_files(ledger, output, replaceable, ())
-        run_dir.storage.replace(SWEEP, write_yaml(sweep.model_dump(mode="json")).encode())
+                survey_output(output, point.ledger(run_dir.ledger), fresh).replaceable()
         yield replace(found, job=replace(job, locks=tuple(locks)))
 
 

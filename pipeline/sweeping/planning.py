@@ -14,12 +14,12 @@ from pipeline.console.outlook import Ahead, Outlook
 from pipeline.job.calibration import evaluation_tokens
 from pipeline.job.context import JobContext
 from pipeline.job.inputs import Inputs
-from pipeline.job.planning import Asked, asked_rates, what_does_not_fit
+from pipeline.job.planning import Asked, asked_rates, planned_work, seconds_of, stored_bytes, verdict
 from pipeline.plan.estimate import Plan
-from pipeline.plan.passes import gradient_tokens, pass_of
-from pipeline.plan.phases import evaluate_seconds, phase_seconds
+from pipeline.plan.passes import pass_of
+from pipeline.plan.phases import Pass, evaluate_seconds, object_store_bytes, phase_seconds
 from pipeline.plan.rates import Rates
-from pipeline.plan.work import layer_work, scoring_flops
+from pipeline.plan.work import LayerWork, scoring_flops
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, series_of, shared_inputs
 
 SHARED = ("start", "statistics", "reduce", "gradient")  # once, whatever the points
@@ -54,10 +54,20 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[
         solve_flops=sum(_plan(point.inputs).solve_flops for point in swept),
         read_bytes=plan.read_bytes + (len(rows) - 1) * shared.geometry.decoder_numbers() * shared.dtype.itemsize,
     )
-    report = plan.report() | {"rates": rates.report(), "phases": phases, "estimated_seconds": sum(phases.values())}
+    report = plan.report() | _stored_bytes(swept, shared, rates) | seconds_of(phases, rates)
     del report["expected_numbers"]  # of each point
-    remarks = dict.fromkeys(remark for point in swept for remark in point.inputs.remarks)
-    return report | {"points": rows, "remarks": [*remarks, *what_does_not_fit(shared.manifest, report, asked)]}
+    remarks = list(dict.fromkeys(remark for point in swept for remark in point.inputs.remarks))
+    return report | verdict(shared.manifest, report, asked, remarks) | {"points": rows}
+
+
+def _stored_bytes(swept: Sequence[SweptPoint], shared: Inputs, rates: Rates) -> dict[str, int]:
+    """As `stored_bytes` of a job: of the pass over the text, or of points that are solved together, if that is more."""
+    found = stored_bytes(*_work(shared), rates, shared.manifest)
+    for series in series_of(swept):
+        work, way = _work(series[0].inputs)
+        together = replace(work, written_bytes=sum(_work(point.inputs)[0].written_bytes for point in series))
+        found["object_store_bytes"] = max(found["object_store_bytes"], object_store_bytes(together, rates, way))
+    return found
 
 
 def sweep_outlook(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Outlook:
@@ -90,16 +100,20 @@ def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
 
 def _seconds(inputs: Inputs, evaluation: torch.Tensor | None, rates: Rates) -> dict[str, float]:
     """Phase -> seconds of a job with these inputs; `evaluate` of one model."""
-    manifest, geometry, plan = inputs.manifest, inputs.geometry, _plan(inputs)
-    tokens, kept = gradient_tokens(manifest, geometry, inputs.tasks), plan.expected_numbers / plan.dense_numbers
-    way = replace(pass_of(manifest, geometry, inputs.tasks), in_pass=False)
-    work = layer_work(manifest, geometry, inputs.tasks, inputs.dtype.itemsize, tokens, kept)
+    work, way = _work(inputs)
     seconds = phase_seconds(work, rates, way)
     seconds["solve"] += seconds.pop("round", 0.0)
     if evaluation is not None:
-        flops = evaluation.numel() * scoring_flops(geometry, evaluation.shape[-1])
+        flops = evaluation.numel() * scoring_flops(inputs.geometry, evaluation.shape[-1])
         seconds["evaluate"] = evaluate_seconds(flops, rates, way.workers)
     return seconds
+
+
+def _work(inputs: Inputs) -> tuple[LayerWork, Pass]:
+    """A layer's, and how layers are gone through: a sweep solves none in the pass."""
+    manifest, geometry, tasks = inputs.manifest, inputs.geometry, inputs.tasks
+    work = planned_work(manifest, geometry, tasks, inputs.dtype, _plan(inputs))
+    return work, replace(pass_of(manifest, geometry, tasks), in_pass=False)
 
 
 def _scoring(seconds: dict[str, float]) -> float:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from manifests.errors import StorageError
 from pipeline.plan.phases import WORKERS_SECONDS
+from stores.disk import Disk
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Job, command, file_digests
 
@@ -251,3 +253,44 @@ def test_what_a_sweep_would_take(sweep: Callable[..., Sweep], job: MakeJob, no_r
     assert all(label in said for label in rows)
     wrong = sweep({"methods": [{"method": "flat_llm", "widht": 3}]})
     assert "points.0.methods.0.widht" in command("plan", str(wrong.path)).err
+
+
+def test_plots_have_their_folder_before_anything_is_computed(
+    sweep: Callable[..., Sweep], tmp_path: Path, inline_everywhere: None
+) -> None:
+    made, plots = sweep({"methods": [{"method": "svd"}]}, keep=[0.8, 0.6]), tmp_path / "missing" / "plots"
+    (tmp_path / "file").write_text("")
+    ended = made.run("--plots", str(tmp_path / "file" / "plots"))
+    assert ended.code == 2
+    assert f"--plots {tmp_path / 'file' / 'plots'}: cannot be used" in ended.err
+    assert not made.job.run_dir.exists(), "nothing was begun"
+    assert made.run("--plots", str(plots)).code == 0
+    assert list(plots.glob("*.svg"))
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_finished_table_is_printed_whatever_fails_after_it(
+    as_json: bool, sweep: Callable[..., Sweep], tmp_path: Path, inline_everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full for the results, or for a plot."""
+    made = sweep({"methods": [{"method": "svd"}]}, keep=[0.8, 0.6])
+    options = ["--json"] if as_json else []
+    replace = Disk.replace
+
+    def fill(name: str) -> None:
+        def refuse(disk: Disk, written: str, data: bytes) -> None:
+            if written.endswith(name):
+                raise StorageError(f"writing {written}: No space left on device")
+            replace(disk, written, data)
+
+        monkeypatch.setattr(Disk, "replace", refuse)
+
+    fill("sweep.json")
+    ended = command("sweep", str(made.path), *options)
+    assert ended.code == 1
+    assert "svd-0.8" in ended.out
+    fill(".svg")
+    ended = command("sweep", str(made.path), *options, "--plots", str(tmp_path / "plots"))
+    assert ended.code == 1
+    assert "svd-0.8" in ended.out
+    assert json.loads((made.job.run_dir / "sweep.json").read_text())["points"]

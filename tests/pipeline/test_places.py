@@ -109,3 +109,8 @@ def test_letters_that_a_locale_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.console.places.os.fsencode", encode)
     with pytest.raises(InputError, match=r"output: 'aus/größe' has letters .*\(ascii\); set LC_ALL=C.UTF-8"):
         settle_places(manifest(output="aus/größe"), None)
+
+
+def test_a_home_that_no_shell_expands_is_refused() -> None:
+    with pytest.raises(InputError, match=r"run_dir: ~/run: no shell expands `~` in a manifest; write the whole path"):
+        settle_places(manifest(run_dir="~/run"), None)

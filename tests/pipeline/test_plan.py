@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from manifests.schema import Manifest
+from pipeline.console.amounts import duration
 from pipeline.families.family import Geometry
+from pipeline.job import planning
 from pipeline.kernels import exact_sums, moments
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks
@@ -421,6 +423,9 @@ def test_from_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert any("does not fit: a worker needs" in remark for remark in json.loads(capsys.readouterr().out)["remarks"])
     assert main([*command, "--set", "calibration.samples=6", "--set", "calibration.shards=1"]) == 0
     assert "fewer than the 28672 columns of down.in" in json.loads(capsys.readouterr().out)["remarks"][0]
+    (tmp_path / "list.json").write_text("[]")
+    assert main([str(path), "--config", str(tmp_path / "list.json")]) == 2
+    assert "holds no mapping of fields; give the config.json of a model" in capsys.readouterr().err
     assert main([str(path), "--config", str(tmp_path / "none.json")]) == 2
     assert "--config: " in capsys.readouterr().err
     assert main([str(path), "--config", str(config), "--gpu", "RTX"]) == 2
@@ -432,6 +437,7 @@ def test_what_this_machine_s_memory_does_not_hold(
 ) -> None:
     """Nothing is said of it where workers are elsewhere."""
     monkeypatch.setattr(cluster, "get_system_memory", lambda: 4 * GIB)
+    monkeypatch.setattr(planning, "machine_cores", lambda: 3)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config, path = tmp_path / "config.json", tmp_path / "job.yaml"
     wide = {**LLAMA_70B, "hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 2}
@@ -450,7 +456,15 @@ def test_what_this_machine_s_memory_does_not_hold(
     memory, store = (remark for remark in found["remarks"] if "this machine" in remark)
     assert memory.startswith("does not fit: 2 workers of ")
     assert memory.endswith("this machine has 4.3; lower workers.max, or give --address of a cluster")
-    assert store.startswith("does not fit: what workers pass on takes 6.4 GB, a Ray of this machine holds 1.3 of it")
+    assert found["limits"] == [memory]
+    assert not found["fits"]
+    assert store.startswith("goes to disk: what workers pass on takes 6.4 GB, a Ray of this machine holds 1.3 of it")
+    assert main([*command, "--set", "workers.cpus=64"]) == 0
+    threads = json.loads(capsys.readouterr().out)["limits"][1]
+    assert threads == (
+        "does not fit: workers.cpus: 64 threads for each worker are more than the cores of this machine, 3; set "
+        "workers.cpus: 3 or fewer, or use nodes with more cores"
+    )
     for elsewhere in (["--address", "head:6379"], ["--gpu", "H200"]):
         given = [part for part in command if part not in ("--tflops", "1")] if elsewhere[0] == "--gpu" else command
         assert main([*given, *elsewhere]) == 0
@@ -521,3 +535,9 @@ def test_eigenproblems_go_at_a_rate_of_their_own() -> None:
 )
 def test_a_tenth_is_held_out_up_to_so_many_tokens(count: int, samples: int, length: int, windows: int) -> None:
     assert held_out_windows(count, samples, length) == windows
+
+
+def test_times_are_said_in_a_unit_in_which_they_are_small() -> None:
+    seconds = (0.0, 0.034, 9.96, 99.0, 100.0, 5999.0, 6000.0, 72 * 3600.0, 2_342_858.903)
+    shown = ["0 s", "0.034 s", "10 s", "99 s", "2 min", "100 min", "1.7 hours", "3.0 days", "27.1 days"]
+    assert [duration(each) for each in seconds] == shown

@@ -15,8 +15,9 @@ import torch
 from manifests.entries import DenseEntry
 from manifests.errors import InputError
 from manifests.loading import parse_manifest
+from manifests.records import Key
 from manifests.schema import completed
-from stores.run_directory import FINGERPRINT, MANIFEST, STAGED, RunDirectory
+from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, STAGED, RunDirectory
 
 KilledAnywhere = Callable[..., int]
 FIELDS: dict[str, Any] = {"seed": 0, "manifest": {"budget": {"keep": 0.8}, "methods": [{"method": "a", "keep": None}]}}
@@ -36,6 +37,13 @@ def refused(run: RunDirectory, fields: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+def bound(run: RunDirectory, fields: dict[str, Any], fresh: bool = False) -> bool:
+    """Makes it the job's; whether that starts from nothing."""
+    standing = run.check_fingerprint(fields, fresh)
+    run.bind(standing)
+    return not standing.goes_on
+
+
 def fill(run: RunDirectory, name: str) -> None:
     statistic = run.statistics.write(0, name, torch.ones(2, 3))
     hidden = run.activations.write("dense", 1, 0, torch.ones(1, 2, 3))
@@ -48,7 +56,7 @@ def test_layout(tmp_path: Path) -> None:
     run.prepare()
     run.prepare()
     assert sorted(path.name for path in _at(run).iterdir()) == ["ledger", "logs", "staged"]
-    assert run.check_fingerprint(FIELDS)
+    assert bound(run, FIELDS)
     fill(run, "m")
     with run.lock:
         pass
@@ -103,16 +111,17 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 def test_the_same_job_goes_on(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
-    assert run.check_fingerprint({**FIELDS, "shape": (1, 2)})
+    assert bound(run, {**FIELDS, "shape": (1, 2)})
     fill(run, "m")
-    assert not RunDirectory(tmp_path).check_fingerprint({"shape": [1, 2], **FIELDS})
+    assert not bound(RunDirectory(tmp_path), {"shape": [1, 2], **FIELDS})
     assert run.ledger.keys() == ["dense/00000"]
 
 
 def test_another_job_is_refused_by_its_fields(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
-    run.check_fingerprint(FIELDS)
+    bound(run, FIELDS)
+    fill(run, "m")
     other = {"budget": {}, "methods": [{"method": "b" * 99, "keep": None}]}
     message = refused(run, changed(seed=1, manifest=other, x=2))
     lines = [line.strip() for line in message.splitlines()]
@@ -122,7 +131,40 @@ def test_another_job_is_refused_by_its_fields(tmp_path: Path) -> None:
     assert "x: (none) -> 2" in lines
     assert not any("methods.0.keep" in line for line in lines)
     assert "--fresh" in message
+    assert run.ledger.keys() == ["dense/00000"]
+
+
+def test_a_start_without_work_is_nobody_s(tmp_path: Path) -> None:
+    """Nothing is written until it is bound; what was bound and has no work is another's as soon as it binds."""
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    assert run.check_fingerprint(FIELDS).kind == "new"
+    assert not _at(run, FINGERPRINT).exists()
+    assert bound(run, FIELDS)
+    run.ledger.commit(Key("hardware"), {"device": "CPU"})
+    assert "seed: 0 -> 1" in refused(run, changed(seed=1))
+    standing = run.check_fingerprint(changed(seed=1), before_work=["hardware"])
+    assert (standing.kind, standing.differing) == ("new", ("seed",))
+    assert json.loads(_at(run, FINGERPRINT).read_text())["fields"]["seed"] == 0
+    run.bind(standing)
     assert run.ledger.keys() == []
+    assert not bound(run, changed(seed=1))
+
+
+def test_a_standing_changes_nothing(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.prepare()
+    bound(run, FIELDS)
+    fill(run, "m")
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    assert run.check_fingerprint(changed(seed=1), fresh=True).kind == "fresh"
+    adapted = run.check_fingerprint(changed(seed=1), adaptable=lambda differing: differing == ["seed"])
+    assert adapted.kind == "adapted"
+    assert before == {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    undone = []
+    run.bind(adapted, lambda: undone.append(run.ledger.retract("dense/00000")))
+    assert (len(undone), run.ledger.keys()) == (1, [])
+    assert not bound(run, changed(seed=1))
 
 
 def test_work_of_nobody_is_refused(tmp_path: Path) -> None:
@@ -145,7 +187,7 @@ def test_a_damaged_fingerprint(tmp_path: Path, text: str) -> None:
 def test_a_flipped_bit_is_not_taken_for_another_job(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
-    run.check_fingerprint(FIELDS)
+    bound(run, FIELDS)
     content = json.loads(_at(run, FINGERPRINT).read_text())
     content["fields"]["seed"] = 7
     _at(run, FINGERPRINT).write_text(json.dumps(content))
@@ -157,7 +199,7 @@ def test_a_flipped_bit_is_not_taken_for_another_job(tmp_path: Path) -> None:
 def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
-    run.check_fingerprint(FIELDS)
+    bound(run, FIELDS)
     _at(run, FINGERPRINT).write_text(json.dumps({**json.loads(_at(run, FINGERPRINT).read_text()), "version": 2}))
     assert "version 2" in refused(run, FIELDS)
 
@@ -165,13 +207,14 @@ def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
 def test_fresh_starts_over(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
-    run.check_fingerprint(FIELDS)
+    bound(run, FIELDS)
     fill(run, "m")
-    assert run.check_fingerprint(changed(seed=1), fresh=True)
+    assert bound(run, changed(seed=1), fresh=True)
     assert run.ledger.keys() == []
     assert list(_at(run, STAGED).iterdir()) == []
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith("c.")]
-    assert not run.check_fingerprint(changed(seed=1))
+    assert not bound(run, changed(seed=1))
+    fill(run, "m")
     assert "seed: 1 -> 0" in refused(run, FIELDS)
 
 
@@ -180,11 +223,11 @@ def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
     def prepare(directory: Path) -> None:
         run = RunDirectory(directory)
         run.prepare()
-        run.check_fingerprint(FIELDS)
+        bound(run, FIELDS)
         fill(run, "m")
 
     def act(directory: Path) -> None:
-        RunDirectory(directory).check_fingerprint(changed(seed=1), fresh=True)
+        bound(RunDirectory(directory), changed(seed=1), fresh=True)
 
     owners = []
 
@@ -195,12 +238,12 @@ def test_killed_anywhere_starting_over(killed_anywhere: KilledAnywhere) -> None:
         if record:  # what the ledger names is there
             assert torch.equal(run.statistics.read(record.statistics["m"]), torch.ones(2, 3))
             assert run.activations.open(record.activations[0]).read(0, 1).sum() == 6
-            assert not run.check_fingerprint(FIELDS)
+            assert not bound(run, FIELDS)
         owner = json.loads(_at(run, FINGERPRINT).read_text())["fields"]["seed"]
         if owner == 1:
             assert not record
-            assert not run.check_fingerprint(changed(seed=1))
-        assert run.check_fingerprint(changed(seed=2), fresh=True)
+            assert not bound(run, changed(seed=1))
+        assert bound(run, changed(seed=2), fresh=True)
         owners.append(owner)
 
     assert killed_anywhere(act, check, prepare) > 15
@@ -221,8 +264,9 @@ def test_a_field_that_an_older_version_did_not_know_counts_as_its_default(tmp_pa
     assert older != whole
     run = RunDirectory(tmp_path / "run")
     run.prepare()
-    assert run.check_fingerprint({"manifest": older})
-    assert not run.check_fingerprint({"manifest": whole})
+    assert bound(run, {"manifest": older})
+    assert not bound(run, {"manifest": whole})
+    fill(run, "m")
     assert "calibration.gradient.samples: null -> 3" in refused(run, {"manifest": semantic(gradient={"samples": 3})})
 
 
@@ -232,8 +276,9 @@ def test_ranks_of_an_older_version_are_multiples_of_one(tmp_path: Path) -> None:
     older = {**whole, "methods": [{name: value for name, value in entry.items() if name != "rank_multiple"}]}
     run = RunDirectory(tmp_path / "run")
     run.prepare()
-    assert run.check_fingerprint({"manifest": older})
-    assert not run.check_fingerprint({"manifest": whole})
+    assert bound(run, {"manifest": older})
+    assert not bound(run, {"manifest": whole})
+    fill(run, "m")
     wide = {**whole, "methods": [{**entry, "rank_multiple": 16}]}
     assert "methods.0.rank_multiple: 1 -> 16" in refused(run, {"manifest": wide})
 
@@ -265,6 +310,8 @@ def test_what_a_start_leaves_is_ours(tmp_path: Path) -> None:
         run.ask_for_workers(2, run.lock.token)
         assert run.foreign_files() == []
     assert run.foreign_files() == []
+    _at(run, ENDED).write_text("{}")
+    assert run.foreign_files() == [], "of a start that was refused"
     _at(run, MANIFEST).write_text("of a user who chose this folder meanwhile")
     assert run.foreign_files() == ["manifest.yaml"]
 
@@ -274,7 +321,7 @@ def test_a_damaged_run_directory_is_still_ours(tmp_path: Path, damage: str) -> N
     run = RunDirectory(tmp_path)
     run.prepare()
     with run.lock:
-        run.check_fingerprint(FIELDS)
+        bound(run, FIELDS)
         _at(run, MANIFEST).write_text("")
     _at(run, FINGERPRINT).write_text(damage)
     assert run.foreign_files() == []
@@ -287,10 +334,10 @@ def test_a_damaged_run_directory_is_still_ours(tmp_path: Path, damage: str) -> N
 def test_starting_over_removes_only_what_was_staged(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.prepare()
-    run.check_fingerprint(FIELDS)
+    bound(run, FIELDS)
     fill(run, "m")
     (_at(run, STAGED) / "layer-notes.txt").write_text("theirs")
-    assert run.check_fingerprint(FIELDS, fresh=True)
+    assert bound(run, FIELDS, fresh=True)
     assert os.listdir(_at(run, STAGED)) == ["layer-notes.txt"]
 
 

@@ -93,7 +93,8 @@ class FakeActor:
                 "worker": f"worker-{self.number}",
                 "ray_folder": "/tmp/ray/fake",
             }
-            return {**where, "hardware": hardware, "versions": versions}
+            cores = self.ray.cores.get(self.number, 4)
+            return {**where, "hardware": hardware, "cores": cores, "versions": versions}
         self.done.append(call)
         if call == "forget":
             return None
@@ -127,6 +128,7 @@ class FakeRay:
         self.actors: list[FakeActor] = []
         self.failures: dict[str, Any] = {}
         self.hardware: dict[int, dict[str, str]] = {}  # of actors by number, where it is another
+        self.cores: dict[int, int] = {}  # of actors' nodes by number, where it is not 4
         self.start_error: Exception | None = None
         self.versions: dict[int, dict[str, str]] = {}
         self.now = 0

@@ -164,6 +164,15 @@ def test_two_slow_starts_are_explained(starts: list[dict[str, Any]]) -> None:
         connect(None, Workers())
 
 
+def test_more_threads_than_this_machine_has_cores_are_refused(
+    starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "machine_cores", lambda: 2)
+    with pytest.raises(InputError, match=r"workers.cpus: 3 threads .* the cores of this machine, 2; set workers.cpus"):
+        connect(None, Workers(cpus=3))
+    assert starts == [{"faults": []}], "Ray is not started"
+
+
 def test_a_cluster_is_told_whose_job_it_is(starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "await_cluster", lambda *_: None)
     connect("10.0.0.1:6379", Workers(), about={"lamina": "70b", "output": "/data/70b"})

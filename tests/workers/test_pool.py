@@ -630,6 +630,23 @@ def test_a_job_goes_on_where_it_began(make: Any) -> None:
         make(fake, max=1, hardware={"device": "NVIDIA H200"})
 
 
+def test_more_threads_than_a_node_has_cores_are_refused(make: Any) -> None:
+    """Whatever the node has declared to Ray; a job whose other nodes have the cores goes on there."""
+    fake = FakeRay()
+    fake.cores[0] = 2
+    refusal = r"workers.cpus: 3 threads for each worker are more than the cores of the node of worker fake:0, 2; set"
+    with pytest.raises(InputError, match=refusal):
+        make(fake, max=1, cpus=3)
+    assert make(fake, max=1, cpus=2).size == 1
+    fake = FakeRay()
+    fake.cores[0] = 2
+    pool = make(fake, min=1, max=2, cpus=3)
+    do(pool, forward(0))
+    assert (pool.size, pool.wanted) == (1, 1)
+    assert not fake.actors[0].done
+    assert any("set workers.cpus: 2 or fewer" in line and "at most 1 workers" in line for line in pool.notes)
+
+
 def test_other_versions_are_named(make: Any) -> None:
     fake = FakeRay()
     fake.versions[0] = {**software_versions(), "torch": "2.9.1"}

@@ -1,0 +1,16 @@
+"""Amounts as a person reads them."""
+
+from __future__ import annotations
+
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
+
+
+def duration(seconds: float) -> str:
+    """In the unit in which it is a small number: seconds, minutes, hours or days."""
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    if seconds < 100 * MINUTE:
+        return f"{seconds / MINUTE:.0f} min"
+    if seconds < 72 * HOUR:
+        return f"{seconds / HOUR:.1f} hours"
+    return f"{seconds / DAY:,.1f} days"

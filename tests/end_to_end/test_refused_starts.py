@@ -1,0 +1,179 @@
+"""A job that is refused before its work begins leaves no trace by which the corrected manifest would be another job's,
+and what the run directory held before stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import pipeline.job.context
+import pipeline.job.pool
+import pipeline.job.stages
+from manifests.errors import InputError, Interrupted, WorkerError
+from stores.disk import Disk
+from tests.end_to_end.children import InlinePool
+from tests.end_to_end.jobs import Job, command, file_digests
+
+MakeJob = Callable[..., Job]
+Fault: TypeAlias = Callable[[Job, pytest.MonkeyPatch], None]
+pytestmark = pytest.mark.usefixtures("inline_everywhere")
+
+
+def refuse_to_connect(_: Job, patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> str:
+        raise InputError("workers.gpus: 1 for each of 1 workers, but this machine has 0 GPUs")
+
+    patch.setattr(pipeline.job.stages, "connect", refuse)
+
+
+def refuse_workers(error: Exception) -> Fault:
+    def make(_: Job, patch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: Any) -> InlinePool:
+            raise error
+
+        patch.setattr(pipeline.job.pool, "RayPool", refuse)
+
+    return make
+
+
+def in_the_way(made: Job, _: pytest.MonkeyPatch) -> None:
+    made.output.mkdir()
+    (made.output / "notes.txt").write_text("of somebody")
+
+
+def full_disk(name: str) -> Fault:
+    def fill(made: Job, patch: pytest.MonkeyPatch) -> None:
+        there = made.output if name == "output" else made.run_dir
+        free = Disk.free_bytes
+        patch.setattr(Disk, "free_bytes", lambda disk: 9 if disk.folder == str(there) else free(disk))
+
+    return fill
+
+
+def unreadable_numbers(name: str) -> Fault:
+    def spoil(made: Job, _: pytest.MonkeyPatch) -> None:
+        for path in made.source.glob("*.safetensors"):
+            tensors = load_file(path)
+            if name in tensors:
+                tensors[name].view(-1)[0] = float("nan")
+                save_file(tensors, path, {"format": "pt"})
+
+    return spoil
+
+
+def no_text(made: Job, _: pytest.MonkeyPatch) -> None:
+    made.text.unlink()
+
+
+REFUSALS: dict[str, tuple[Fault, str]] = {
+    "no GPU": (refuse_to_connect, "this machine has 0 GPUs"),
+    "no place for workers": (refuse_workers(WorkerError("a worker asks for 64 CPUs")), "64 CPUs"),
+    "workers of another kind": (refuse_workers(InputError("the node has torch 2.9.1")), "torch 2.9.1"),
+    "files in the output": (in_the_way, "files that Lamina did not write"),
+    "a full disk for the output": (full_disk("output"), "free some room there, or set output to a larger disk"),
+    "a full disk for the run directory": (full_disk("run_dir"), "free some room, or set run_dir to a larger disk"),
+    "no text": (no_text, "missing"),
+    "NaN outside the layers": (unreadable_numbers("model.norm.weight"), "model.norm.weight holds NaN"),
+    "NaN in the first layer": (unreadable_numbers("model.layers.0.mlp.up_proj.weight"), "NaN"),
+}
+
+
+@pytest.fixture
+def own_inputs(tmp_path: Path, job: MakeJob, llama: Path, text: Path) -> Callable[..., Job]:
+    """A job whose model and text are its own."""
+
+    def make(**changes: Any) -> Job:
+        made = job(Path(shutil.copytree(llama, tmp_path / "model")), **changes)
+        made.text = Path(shutil.copy(text, tmp_path / "text.txt"))
+        return made.write()
+
+    return make
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_the_corrected_manifest_is_taken(
+    case: str, own_inputs: MakeJob, llama: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Corrected are the fault and, as if it were its cause, a field that decides bytes: the seed, the worker's threads
+    and the budget."""
+    fault, said = REFUSALS[case]
+    made = own_inputs()
+    with monkeypatch.context() as patch:
+        fault(made, patch)
+        ended = made.run()
+    assert ended.code in (1, 2), ended
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+    shutil.rmtree(made.output, ignore_errors=True)
+    shutil.copytree(llama, made.source, dirs_exist_ok=True)
+    shutil.copy(text, made.text)
+    corrected = ("--set", "seed=9", "--set", "workers.cpus=2", "--set", "budget.keep=0.8")
+    with monkeypatch.context() as patch:
+        if case != "workers of another kind":  # one that is gone through to its end
+            patch.setattr(pipeline.job.stages, "compress_to_budget", begin_work)
+        ended = made.run(*corrected)
+    assert ended.code == (0 if case == "workers of another kind" else 75), ended.err
+
+
+def begin_work(*_: Any) -> None:
+    raise Interrupted("work begins")
+
+
+def test_a_refused_start_is_reported(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job()
+    with monkeypatch.context() as patch:
+        refuse_to_connect(made, patch)
+        assert made.run().code == 2
+    assert not (made.run_dir / "fingerprint.json").exists()
+    shown = command("status", str(made.run_dir))
+    assert shown.code == 0
+    assert "failed; run the same command again when the cause is mended" in shown.out
+    assert "exit code 2" in shown.out
+    assert "this machine has 0 GPUs" in shown.out
+
+
+@pytest.mark.parametrize("options", [("--fresh",), ("--set", "budget.keep=0.5"), ("--fresh", "--set", "seed=4")])
+def test_a_refused_start_undoes_nothing(
+    options: tuple[str, ...], job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of a job that was to start over, nor of one that was to be solved at another size."""
+    made = job(**{"calibration.propagate": "dense"})
+    assert made.run().code == 0
+    before, ledger = file_digests(made.output), sorted((made.run_dir / "ledger").iterdir())
+    for fault in (refuse_to_connect, full_disk("output")):
+        with monkeypatch.context() as patch:
+            fault(made, patch)
+            assert made.run(*options).code == 2
+        assert sorted((made.run_dir / "ledger").iterdir()) == ledger
+    assert file_digests(made.output) == before
+    again = made.run()
+    assert again.json["already_finished"]
+    assert made.run(*options).code == 0
+    assert file_digests(made.output) != before or options == ("--fresh",)
+
+
+def test_a_sweep_s_refused_start(job: MakeJob, scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job(**{"calibration.propagate": "dense"})
+    document = made.document()
+    del document["budget"], document["methods"]
+    evaluation = {"perplexity": {"text": {"files": [str(scored)]}, "window": 24}}
+    points = [{"methods": [{"method": "svd"}], "save": "all"}]
+    path = made.root / "sweep.yaml"
+    path.write_text(json.dumps({**document, "evaluation": evaluation, "keep": [0.8], "points": points}))
+    with monkeypatch.context() as patch:
+        refuse_to_connect(made, patch)
+        assert command("sweep", str(path)).code == 2
+    done = command("sweep", str(path), "--json", "--set", "seed=9").json
+    assert not done["missing"]
+    with monkeypatch.context() as patch:
+        refuse_to_connect(made, patch)
+        assert command("sweep", str(path), "--fresh").code == 2
+    again = command("sweep", str(path), "--json", "--set", "seed=9").json
+    assert again["points"] == done["points"], "nothing was forgotten"
+    assert "seed: 9 -> 3" in command("sweep", str(path)).err
