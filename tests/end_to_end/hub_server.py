@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import re
 import threading
@@ -52,6 +53,9 @@ class HubServer:
         self.commits = 0
         self.full_after: int | None = None  # so many uploads are taken
         self.read_only = False
+        self.requests = 0
+        self.gone_at: int | None = None  # from this request on nobody answers, counted from 0
+        self.does_last = False  # what this request asks for is done, though its answer is lost
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.port = self.server.server_address[1]
 
@@ -70,6 +74,19 @@ class HubServer:
     def _handler(hub) -> type[BaseHTTPRequestHandler]:  # noqa: N805 - `self` is the request's
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def parse_request(self) -> bool:
+                """Requests are counted; of those that nobody answers the connection ends."""
+                if not super().parse_request():
+                    return False
+                number, hub.requests = hub.requests, hub.requests + 1
+                if hub.gone_at is None or number < hub.gone_at:
+                    return True
+                self.close_connection = True
+                if number == hub.gone_at and hub.does_last:
+                    self.wfile = io.BytesIO()
+                    return True
+                return False
 
             def do_GET(self) -> None:
                 self._answer()

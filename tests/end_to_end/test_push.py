@@ -110,6 +110,25 @@ def test_an_interrupted_push_goes_on_where_it_was(hub: HubServer, made: Job) -> 
     assert hub.puts == before
 
 
+def test_a_push_whose_hub_goes_away_goes_on(hub: HubServer, made: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Amid the weights, before the commit, and after it was done and its answer lost: old files or new ones, never a
+    mixture. (Every request takes a minute; these are the kinds of them.)"""
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    empty = dict(hub.files)
+    assert push(made).code == DONE
+    whole, count = dict(hub.files), hub.requests
+    assert count > 8
+    for gone_at, does_last in ((count // 2, False), (count - 1, False), (count - 1, True)):
+        hub.files, hub.stored, hub.requests = dict(empty), {}, 0
+        hub.gone_at, hub.does_last = gone_at, does_last
+        ended = push(made)
+        assert (ended.code, "The same command goes on" in ended.err) == (WRONG_INPUT, True), ended.err
+        assert hub.files == (whole if does_last else empty)
+        hub.gone_at = None
+        assert push(made).code == DONE
+        assert hub.files == whole
+
+
 def test_an_earlier_checkpoint_is_replaced_and_weights_of_others_are_not(hub: HubServer, made: Job) -> None:
     template = "additional_chat_templates/of_another.jinja"
     old = {"shards": {"model-00009-of-00009.safetensors": {}}, "files": {template: {}}}
