@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from manifests.errors import InputError
@@ -18,11 +19,30 @@ from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
-from pipeline.methods.rounded_size import most_by_bits, numbers_of_bytes, saved_outside, scope_numbers
+from pipeline.methods.rounded_size import (
+    most_by_bits,
+    numbers_of_bytes,
+    saved_outside,
+    scope_numbers,
+    scope_units,
+    weight_of,
+)
 from pipeline.methods.unchanged import Unchanged
-from pipeline.ranks.allocation import Budget, Entry, Prediction, allocate, fixed_numbers, tied
+from pipeline.ranks.allocation import (
+    Budget,
+    Entry,
+    Prediction,
+    Weight,
+    allocate,
+    fixed_numbers,
+    tied,
+    weighed,
+    weighed_numbers,
+)
 from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
+
+Weighing = Mapping[str, Weight]  # by task
 
 METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
     FlatLLM: FlatLLMMethod,
@@ -121,7 +141,12 @@ def allocate_ranks(
     Raises:
         InputError: the budget cannot be met; the message says the reachable range.
     """
-    entries = [_entry(position, method, geometry, scores) for position, method in enumerate(methods)]
+    chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
+    entries = [
+        _entry(position, method, geometry, scores, _weights(manifest, position, method, geometry), chosen_bits)
+        for position, method in enumerate(methods)
+    ]
+    claimed = {(group.layer, role) for method in methods for group in method.claims(geometry) for role in group.roles}
     entries = [entry for entry in entries if entry.dense_numbers]  # others may leave nothing to what is only rounded
     _check_max_loss(manifest, entries)
 
@@ -136,8 +161,11 @@ def allocate_ranks(
             return Budget("budget.keep", budget.share, total, untouched + own_numbers)
         if manifest.quantize is not None and manifest.quantize.bits == "auto" and scores.curves is not None:
             saved = saved_outside(manifest, geometry)
-            return Budget("budget.bytes", budget.bytes, total, untouched - saved + own_numbers)
-        whole, taken = numbers_of_bytes(manifest, geometry)
+            units = scope_units(geometry, budget.scope)
+            inside = (geometry.layers[layer].num_bytes((role,)) for layer, role in claimed if role not in OUTER_ROLES)
+            untouched_units = units - 8 * sum(inside) / geometry.bits
+            return Budget("budget.bytes", budget.bytes, units, untouched_units - saved + own_numbers)
+        whole, taken = numbers_of_bytes(manifest, geometry, claimed)
         own_numbers *= most_by_bits(manifest.quantize, geometry.bits)
         return Budget("budget.bytes", budget.bytes, whole, taken + untouched + own_numbers)
 
@@ -183,8 +211,18 @@ def layer_importance(mean_cosines: Sequence[float]) -> dict[int, float]:
     return dict(enumerate(angular_importance(mean_cosines)))
 
 
-def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) -> Entry:
-    """A method as the allocation sees it, which knows groups by the keys of their tasks."""
+def _entry(
+    position: int,
+    method: Method,
+    geometry: Geometry,
+    scores: Scores,
+    weights: Weighing = MappingProxyType({}),
+    chosen_bits: bool = False,
+) -> Entry:
+    """A method as the allocation sees it, which knows groups by the keys of their tasks.
+
+    `chosen_bits`: the numbers of curves are weighed already.
+    """
     own = _own(scores, position, method, geometry)
 
     def targets(ratio: float) -> dict[Key, float]:
@@ -206,22 +244,41 @@ def _entry(position: int, method: Method, geometry: Geometry, scores: Scores) ->
             replace(variable, group=task_key(variable.layer, position, variable.group)) for variable in variables
         ),
         targets=targets,
-        prediction=_prediction(position, method, geometry, scores),
+        prediction=_prediction(position, method, geometry, scores, {} if chosen_bits else weights),
         most=_most_numbers(method, geometry, scores),
     )
+    entry = weighed(entry, weights) if weights else entry
     return tied(entry) if method.uniform else entry
 
 
-def _prediction(position: int, method: Method, geometry: Geometry, scores: Scores) -> Prediction | None:
+def _weights(manifest: Manifest, position: int, method: Method, geometry: Geometry) -> Weighing:
+    """By task, how numbers count where a budget of bytes meets several dtypes; else nothing."""
+    mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
+    if manifest.budget is None or manifest.budget.bytes is None or not mixed:
+        return {}
+    return {
+        task_key(group.layer, position, group.name): weight_of(manifest, geometry.layers[group.layer], group.roles)
+        for group in method.claims(geometry)
+    }
+
+
+def _prediction(
+    position: int, method: Method, geometry: Geometry, scores: Scores, weights: Weighing
+) -> Prediction | None:
     """The curves of a method whose ranks follow predicted loss."""
     groups = method.predicts(geometry) if isinstance(method, Predicting) else ()
     if not groups or not isinstance(method, Predicting):
         return None
-    least = sum(method.least_numbers(group, geometry.layers[group.layer]) for group in groups)
+    keys = [Task.of(position, group).key for group in groups]
+    smallest = (method.least_numbers(group, geometry.layers[group.layer]) for group in groups)
+    least = sum(weighed_numbers(numbers, weights.get(key)) for key, numbers in zip(keys, smallest, strict=True))
     curves = None
     if scores.curves is not None:
-        keys = [Task.of(position, group).key for group in groups]
-        curves = {key: from_columns(scores.curves[key]) for key in keys}
+        curves = {
+            key: [replace(p, numbers=weighed_numbers(p.numbers, weights.get(key))) for p in from_columns(curve)]
+            for key in keys
+            for curve in (scores.curves[key],)
+        }
     return Prediction(curves, least, method.cache_target(geometry))
 
 

@@ -7,7 +7,7 @@ scale counted; norms, biases, skipped roles and what lies outside the layers tak
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from manifests.methods import LossAware
 from manifests.quantize import OUTER_BITS, QUANTIZED_ROLES, Quantize
@@ -18,6 +18,7 @@ from pipeline.kernels.packing import WORD_BITS, words_of
 SHAPE_BYTES = 16  # of each rounded matrix, two int64
 LEAST_BITS, MOST_BITS = 3, 8
 MATRICES = 2  # that a role is stored as, at most
+Claimed = Collection[tuple[int, str]] | None  # layers and roles
 PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits of an index of theirs
 
 
@@ -26,9 +27,33 @@ def scope_numbers(geometry: Geometry, scope: str) -> int:
     return geometry.model_numbers() if scope == "model" else geometry.decoder_numbers()
 
 
-def rounded_share(bits: int, group: int | None, dtype_bits: int) -> float:
-    """ρ for codes of `bits` bits."""
-    return bits / dtype_bits + (1.0 / group if group else 0.0)
+def rounded_share(bits: int, group: int | None, dtype_bits: int, scale: float = 1.0) -> float:
+    """ρ for codes of `bits` bits. `scale`: what a scale takes, in numbers of the dtype."""
+    return bits / dtype_bits + (scale / group if group else 0.0)
+
+
+def weight_of(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str]) -> tuple[float, int]:
+    """(f, p): n numbers of these roles take what f (n - p) + p of those that `numbers_of_bytes` counts do, or less.
+
+    f is of the widest matrix that ranks or codes make smaller; what these roles hold besides is p.
+    """
+    matrices = [role for role in roles if _is_counted(manifest, role)]
+    plain = layer.numbers(roles) - sum(math.prod(layer.weight_shape(role)) for role in matrices)
+    widest = max((layer.bits_of(f"{role}.weight") / layer.bits for role in matrices), default=1.0)
+    quantize = manifest.quantize
+    if quantize is None:
+        return widest, plain
+    return rounded_share(least_bits(quantize), quantize.group, layer.bits, widest) / _share(manifest, layer.bits), plain
+
+
+def _is_counted(manifest: Manifest, role: str) -> bool:
+    """Whether bytes of a role's matrix follow from its numbers at ρ: it is rounded, where anything is."""
+    return manifest.quantize is None or (role in QUANTIZED_ROLES and role not in manifest.quantize.skip)
+
+
+def scope_units(geometry: Geometry, scope: str) -> float:
+    """The dense bytes that the budget's share is of, in numbers of the dtype that most are stored in."""
+    return 8 * (geometry.model_bytes() if scope == "model" else geometry.decoder_bytes()) / geometry.bits
 
 
 def beside(shapes: Sequence[tuple[int, ...]], bits: int, group: int | None, dtype_bits: int) -> float:
@@ -46,19 +71,45 @@ def beside(shapes: Sequence[tuple[int, ...]], bits: int, group: int | None, dtyp
     return extra
 
 
-def numbers_of_bytes(manifest: Manifest, geometry: Geometry) -> tuple[float, float]:
+def numbers_of_bytes(manifest: Manifest, geometry: Geometry, claimed: Claimed = None) -> tuple[float, float]:
     """How many numbers all of the dense bytes would hold once they are rounded, and how many of these are taken by what
-    keeps the dtype, beyond its own, and by what lies beside codes."""
+    keeps the dtype, beyond its own, by what is stored in a wider one, and by what lies beside codes.
+
+    `claimed`: layers and roles that methods claim; None: all.
+    """
     assert manifest.budget is not None
-    share, total = _share(manifest, geometry), scope_numbers(geometry, manifest.budget.scope)
-    taken = _unrounded(manifest, geometry, total) * (1.0 - share) + _beside(manifest, geometry)
-    return total / share, taken / share
+    share, total = _share(manifest, geometry.bits), scope_units(geometry, manifest.budget.scope)
+    return total / share, _taken(manifest, geometry, claimed) / share
 
 
-def _share(manifest: Manifest, geometry: Geometry) -> float:
+def _taken(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float:
+    """What is stored beyond ρ of the numbers, as `weight_of` weighs them, in numbers of the dtype."""
+    assert manifest.budget is not None
+    numbers, units = (count(geometry, manifest.budget.scope) for count in (scope_numbers, scope_units))
+    plain, plain_units, widest = float(numbers), units, 1.0
+    for layer, role, shape in _counted(manifest, geometry, claimed):
+        wide = layer.bits_of(f"{role}.weight") / layer.bits
+        plain, plain_units, widest = plain - math.prod(shape), plain_units - wide * math.prod(shape), max(widest, wide)
+    share = _share(manifest, geometry.bits)
+    return plain_units - plain + plain * (1.0 - share) + widest * _beside(manifest, geometry)
+
+
+def _counted(
+    manifest: Manifest, geometry: Geometry, claimed: Claimed
+) -> Iterator[tuple[LayerGeometry, str, tuple[int, ...]]]:
+    """Layer, role and shape of each matrix whose bytes follow from its numbers."""
+    for layer in geometry.layers:
+        for role in layer.roles:
+            is_claimed = claimed is None or (layer.index, role) in claimed
+            if is_claimed and role in QUANTIZED_ROLES and _is_counted(manifest, role):
+                yield layer, role, layer.weight_shape(role)
+    yield from _outer(manifest, geometry)
+
+
+def _share(manifest: Manifest, dtype_bits: int) -> float:
     """ρ; 1 where nothing is rounded."""
     quantize = manifest.quantize
-    return 1.0 if quantize is None else rounded_share(least_bits(quantize), quantize.group, geometry.bits)
+    return 1.0 if quantize is None else rounded_share(least_bits(quantize), quantize.group, dtype_bits)
 
 
 def least_bits(quantize: Quantize) -> int:
@@ -74,30 +125,24 @@ def most_by_bits(quantize: Quantize | None, dtype_bits: int) -> float:
     return most / least
 
 
-def _unrounded(manifest: Manifest, geometry: Geometry, total: int) -> int:
-    """Numbers in scope that keep the dtype."""
-    if manifest.quantize is None:
-        return total
-    rounded = [shape for layer in geometry.layers for shape in _rounded_shapes(manifest, layer)]
-    return total - sum(math.prod(shape) for shape in (*rounded, *_outer_shapes(manifest, geometry)))
-
-
 def saved_outside(manifest: Manifest, geometry: Geometry) -> float:
     """Numbers of the dtype that rounding saves outside of the layers, where the budget is of the whole model and bits
     are chosen inside of them."""
-    if (shapes := _outer_shapes(manifest, geometry)) == [] or manifest.quantize is None:
-        return 0.0
-    group, bits = manifest.quantize.group, geometry.bits
-    share = 1.0 - rounded_share(OUTER_BITS, group, bits)
-    return sum(map(math.prod, shapes)) * share - beside(shapes, OUTER_BITS, group, bits)
+    saved, quantize = 0.0, manifest.quantize
+    for layer, role, shape in _outer(manifest, geometry):
+        assert quantize is not None
+        wide = layer.bits_of(f"{role}.weight") / layer.bits
+        saved += math.prod(shape) * (wide - rounded_share(OUTER_BITS, quantize.group, layer.bits, wide))
+        saved -= max(1.0, wide) * beside([shape], OUTER_BITS, quantize.group, layer.bits)
+    return saved
 
 
-def _outer_shapes(manifest: Manifest, geometry: Geometry) -> list[tuple[int, ...]]:
-    """Of what is rounded outside of the layers, where that is in scope."""
+def _outer(manifest: Manifest, geometry: Geometry) -> list[tuple[LayerGeometry, str, tuple[int, ...]]]:
+    """Of what is rounded outside of the layers, where that is in scope: the layer that it goes with, role and shape."""
     if manifest.quantize is None or manifest.budget is None or manifest.budget.scope != "model":
         return []
     roles = manifest.quantize.outer_roles
-    return [shape for layer in geometry.layers for role, _, shape in layer.outer if role in roles]
+    return [(layer, role, shape) for layer in geometry.layers for role, _, shape in layer.outer if role in roles]
 
 
 def _beside(manifest: Manifest, geometry: Geometry) -> float:
@@ -106,7 +151,7 @@ def _beside(manifest: Manifest, geometry: Geometry) -> float:
         return 0.0
     bits, group = least_bits(manifest.quantize), manifest.quantize.group
     extra = [beside(_rounded_shapes(manifest, layer), bits, group, geometry.bits) for layer in geometry.layers]
-    outside = beside(_outer_shapes(manifest, geometry), bits, group, geometry.bits)
+    outside = beside([shape for _, _, shape in _outer(manifest, geometry)], bits, group, geometry.bits)
     if any(isinstance(entry, LossAware) and entry.factors == "pivoted" for entry in manifest.methods):
         indices = PIVOTED * geometry.hidden * INDEX_BITS / geometry.bits  # no rank is above the hidden size
         extra = [numbers + indices for numbers in extra]

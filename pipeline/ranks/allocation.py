@@ -16,6 +16,7 @@ from pipeline.ranks.budget import Key, RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.curves import Point, cache_numbers, choose, lower_hull, stored_numbers, summed
 
 Chosen = dict[str, dict[str, int]]
+Weight = tuple[float, int]  # (f, p): n numbers count as f (n - p) + p
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Entry:
         prediction: given, ranks follow predicted loss, and there are no variables.
         followers: task -> the tasks that get its ranks, where they are chosen for several at once.
         most: stored at most by an entry with a size of its own, while what its ranks follow is not measured; else 0.
+        heaviest: what a number counts at most within a budget that others share, where `keep` counts it as one.
     """
 
     where: str
@@ -58,6 +60,7 @@ class Entry:
     prediction: Prediction | None = None
     followers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     most: float = 0.0
+    heaviest: float = 1.0
 
     @property
     def has_own_size(self) -> bool:
@@ -127,7 +130,7 @@ def allocate(entries: Sequence[Entry], shared: Callable[[float], Budget | None])
             sharing.append(entry)
             continue
         chosen |= ranks
-        own_numbers += max(numbers, entry.most)
+        own_numbers += entry.heaviest * max(numbers, entry.most)
     budget = shared(own_numbers)
     if sharing:
         chosen |= _fit(sharing, _required(budget, sharing))[0]
@@ -165,6 +168,27 @@ def tied(entry: Entry) -> Entry:
         prediction=None if entry.prediction is None else _tied_prediction(entry.prediction),
         followers={group[0].group: tuple(variable.group for variable in group) for group in groups},
     )
+
+
+def weighed(entry: Entry, weights: Mapping[str, Weight]) -> Entry:
+    """The entry with numbers counted by the weights of its tasks. A `keep` of its own goes on counting each as one."""
+    heaviest = max(1.0, *(factor for factor, _ in weights.values()))
+    if entry.keep is not None and not entry.fixed:
+        return replace(entry, heaviest=heaviest)
+    variables = tuple(replace(each, cost=partial(_weighed_cost, each, weights[each.group])) for each in entry.variables)
+    return replace(entry, variables=variables, most=entry.most * heaviest)
+
+
+def _weighed_cost(variable: RankVariable, weight: Weight, rank: float) -> float:
+    return weighed_numbers(variable.cost(rank), weight)
+
+
+def weighed_numbers(numbers: float, weight: Weight | None) -> float:
+    """As they count by a weight; without one, as they are."""
+    if weight is None:
+        return numbers
+    factor, plain = weight
+    return factor * (numbers - plain) + plain
 
 
 def _beyond_layer(task: str) -> str:

@@ -66,7 +66,10 @@ def with_bits(
     same matrices are factors. `solve`: ranks -> solution.
     """
     roles = [role for role in group.roles if role in QUANTIZED_ROLES and role not in quantize.skip]
-    plain = sum(weights[name].numel() for name in weights if name.removesuffix(".weight") not in roles)
+    others = [weight for name, weight in weights.items() if name.removesuffix(".weight") not in roles]
+    plain = sum(weight.numel() for weight in others)
+    wider = math.ceil(sum(weight.numel() * (8 * weight.itemsize - bits) for weight in others) / bits)
+    scale = max(8 * weights[f"{role}.weight"].itemsize / bits for role in roles)
     feedbacks = Feedbacks()
     predictors = {choice: _Predictor(roles, weights, statistics, quantize, choice, feedbacks) for choice in CHOICES}
     points = []
@@ -89,8 +92,9 @@ def with_bits(
         for point, lost in zip(line, losses_PB.tolist(), strict=True):
             kept = plain + sum(math.ceil(INDEX_BITS * point.ranks[name] / bits) for name in indexed)
             for choice, loss in zip(CHOICES, lost, strict=True):
-                codes = math.ceil(max(0, point.numbers - kept) * rounded_share(choice, quantize.group, bits))
-                numbers = codes + min(kept, point.numbers) + math.ceil(beside(shapes, choice, quantize.group, bits))
+                codes = math.ceil(max(0, point.numbers - kept) * rounded_share(choice, quantize.group, bits, scale))
+                more = math.ceil(max(1.0, scale) * beside(shapes, choice, quantize.group, bits))
+                numbers = codes + min(kept, point.numbers) + wider + more
                 ranks = {**point.ranks, BITS: choice}
                 points.append(Point(ranks, numbers, UNDERSTATED * point.loss + loss, point.cache))
     return to_columns(frontier(points), curve.told)

@@ -150,3 +150,26 @@ def test_tied_embeddings_of_another_dtype(job: MakeJob, mixed: Callable[..., Pat
     """They are copied as they are, and exported and scored."""
     source = mixed("llama", "embeddings float32", tie_word_embeddings=True)
     check_job(job(source, methods=[{"method": "flat_llm"}]), source, "embeddings float32")
+
+
+@pytest.mark.parametrize("mixture", ["vectors float32", "a layer float32"])
+@pytest.mark.parametrize(
+    ("share", "changes"),
+    [
+        (0.7, {"methods": [{"method": "svd"}]}),
+        (0.5, {"methods": [{"method": "flat_llm", "uniform": True}], "quantize": {"bits": 8}}),
+    ],
+)
+def test_a_budget_of_bytes(
+    share: float, changes: dict[str, Any], mixture: str, job: MakeJob, mixed: Callable[..., Path]
+) -> None:
+    """Is counted in bytes as stored, and never passed."""
+    source = mixed("llama", mixture)
+    run = job(source, budget={"bytes": share}, **changes)
+    ended = run.run()
+    assert ended.code == 0, ended.err
+    stored, dense = (
+        sum(tensor.nbytes for name, tensor in read_tensors(place).items() if ".layers." in name)
+        for place in (run.output, source)
+    )
+    assert share - 0.15 < stored / dense <= share

@@ -133,9 +133,9 @@ def test_points_never_store_more_than_they_say(name: str, width: int) -> None:
     found, weights = make_statistics(where, asked), make_weights(where, group.roles)
     solve_it = partial(method.compress, group, where.layers[0], weights, found)
     ranked = method.curve(group, where.layers[0], weights, found)
-    points = from_columns(with_bits(ranked, group, QUANTIZE, weights, found, solve_it, where.bits))
-    assert {point.ranks[BITS] for point in points} == set(CHOICES)
     dtype = {key: tensor.to(torch.bfloat16) for key, tensor in weights.items()}
+    points = from_columns(with_bits(ranked, group, QUANTIZE, dtype, found, solve_it, where.bits))
+    assert {point.ranks[BITS] for point in points} == set(CHOICES)
     for point in points:
         rounded = round_solution(solve_it(point.ranks), QUANTIZE, point.ranks[BITS], found.moments, dtype).solution
         stored = sum(tensor.nbytes for tensor in rounded.tensors.values()) / 2
