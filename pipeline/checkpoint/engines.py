@@ -7,7 +7,7 @@ from typing import Any
 
 from lamina import LayersConfig
 from lamina.checking_lamina import READER, READER_VERSION
-from lamina.configuration_lamina import tensor_parallel_plan
+from lamina.configuration_lamina import foreign_rotation, tensor_parallel_plan
 from pipeline.checkpoint.targets import export_faults, mlp_widths
 from pipeline.rounding.schemes import FIELD
 
@@ -48,6 +48,8 @@ def _own_class(described: LayersConfig, rounded: bool) -> str:
     shapes = [described.layer_shape(layer) for layer in range(described.num_hidden_layers)]
     if any(shape.head_dim != described.head_dim for shape in shapes):
         return "not served: heads of different widths"
+    if fault := foreign_rotation(described):
+        return f"not served: {fault}"
     weights = "weights, where vLLM has a kernel for their bits and widths" if rounded else "weights"
     width, head_dim = described.served_value_width(), described.head_dim
     if width > head_dim:

@@ -16,6 +16,7 @@ ROUNDED = {
     "format": "pack-quantized",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 3, "group_size": None}}},
 }
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 10000.0, "factor": 2.0}
 BY_CHANNELS = [{}, {"intermediate_size": 24}, {}]
 BY_HEADS = [{}, {"num_key_value_heads": 1}, {}]
 
@@ -64,6 +65,10 @@ def table(kind: Any, source: str = "llama-gqa", share: float = 0.5, cache: float
                 "channels of MLPs; codes of 8 and 4 bits of what is not factored",
                 "channels of MLPs; codes of what is not factored",
             ],
+        ),
+        (
+            table(kinds.dense, rope_parameters=PROPORTIONAL)[1],
+            "not served: rope_type proportional: vLLM ignores its factor 2",
         ),
         (len(table(kinds.dense, "opt-tied")), 4),  # llama.cpp has no place for it
     ],

@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import GPTJConfig, LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    GPTJConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from lamina import LaminaConfig, LaminaForCausalLM
 from manifests.records import Scheme
@@ -35,6 +43,17 @@ SOURCES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**LLAMA),
     "llama-tied": LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "llama-mha": LlamaConfig(**{**LLAMA, "num_key_value_heads": 4}),
+    "llama-yarn": LlamaConfig(
+        **LLAMA, hidden_act="gelu",
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+            "attention_factor": 1.5, "beta_fast": 8.0, "truncate": False,
+        },
+    ),
+    "mistral-window": MistralConfig(**LLAMA, sliding_window=6),
+    "qwen2-windows": Qwen2Config(
+        **LLAMA, hidden_act="relu", use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
     "qwen3": Qwen3Config(**LLAMA),
     "opt": OPTConfig(**SIZES, ffn_dim=192, word_embed_proj_dim=128, dropout=0.0, tie_word_embeddings=True),
     "gptj": GPTJConfig(
@@ -74,6 +93,9 @@ CASES = {
     "lestd-mha": ("llama-mha", [kinds.tucker, kinds.tucker_sparse_own_output, kinds.joint_head]),
     "lorc-wide": ("llama", [wide, kinds.latent_keys, kinds.latent_values]),
     "tied": ("llama-tied", METHODS["flat_llm"]),
+    "yarn": ("llama-yarn", METHODS["lorc"]),
+    "window": ("mistral-window", METHODS["lorc"]),
+    "windows": ("qwen2-windows", METHODS["flat_llm"]),
     "qwen3": ("qwen3", METHODS["loss_aware"]),
     "opt": ("opt", [flat, kinds.low_rank, kinds.tucker]),
     "gptj": ("gptj", [kinds.latent_both, kinds.joint_head, kinds.tucker_own_output]),

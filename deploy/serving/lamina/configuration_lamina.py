@@ -300,3 +300,13 @@ def tensor_parallel_plan(config: LayersConfig) -> dict[str, str] | None:
             cuts[f"{prefix}.*.{modules[role]}{ways.pop()}"] = "rowwise" if role in ROWWISE_ROLES else "colwise"
         plan |= cuts
     return plan or None
+
+
+def foreign_rotation(config: LayersConfig) -> str | None:
+    """Why vLLM's own rotation is another than transformers', which this model has in transformers; None: it is not."""
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type") == "longrope":
+        return "rope_type longrope: vLLM chooses factors by the longest sequence that it may serve"
+    if rope.get("rope_type") == "proportional" and rope.get("factor", 1.0) != 1.0:
+        return f"rope_type proportional: vLLM ignores its factor {rope['factor']:g}"
+    return None

@@ -21,7 +21,7 @@ from vllm.sequence import IntermediateTensors
 
 from lamina.block_lamina import in_base
 from lamina.checking_lamina import check_checkpoint, shown
-from lamina.configuration_lamina import LaminaConfig
+from lamina.configuration_lamina import LaminaConfig, foreign_rotation
 from lamina.decoder_layer_lamina import attach, find, make_norm
 from lamina.engine_vllm.attention import CachedHeads, VllmAttention
 from lamina.engine_vllm.parallel import Cut, Parallel, Place, check_cut, unpacked_places
@@ -88,7 +88,7 @@ class LaminaBase(nn.Module):
         self.unpacked |= {f"{prefix}.{path}": reason for path, reason in parallel.unpacked.items()}
         attention = cast(VllmAttention, find(layer, layer._attention))
         attention.connect(heads, parallel.cut.parts, cache, quant, f"{prefix}.{'.'.join(layer._attention)}")
-        attention.rotary = _rotary(self.config)
+        attention.rotary = make_rotary(self.config)
         return layer
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -243,13 +243,21 @@ def _cached_heads(config: LaminaConfig, vllm_config: VllmConfig) -> CachedHeads:
     return CachedHeads(config, vllm_config.attention_config.backend, known)
 
 
-def _rotary(config: LaminaConfig) -> nn.Module | None:
+def make_rotary(config: LaminaConfig) -> nn.Module | None:
+    """vLLM's rotation of queries and keys; None where nothing rotates.
+
+    Raises ValueError where it would not be that of transformers.
+    """
     if config.block["rotary"] is None:
         return None
-    rope: nn.Module = get_rope(
+    if fault := foreign_rotation(config):
+        raise ValueError(f"{fault}, unlike transformers; serve it with transformers, or with another rope_parameters")
+    rope: dict[str, Any] = config.rope_parameters or {}
+    width = round(config.head_dim * rope.get("partial_rotary_factor", 1.0))  # vLLM would round down
+    made: nn.Module = get_rope(
         config.head_dim,
         max_position=config.max_position_embeddings,
         is_neox_style=config.block["rotary"] == "half",
-        rope_parameters=config.rope_parameters,
+        rope_parameters={**rope, "rope_dim": width},
     )
-    return rope
+    return made
