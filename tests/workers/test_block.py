@@ -15,7 +15,7 @@ LAYER = 1
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=(*FAMILIES, "qwen2-mixed-window", "llama-yarn-rope"))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[WorkerConfig, Reference]:
     directory = tmp_path_factory.mktemp("block")
     model = save_source(directory / "model", request.param)
