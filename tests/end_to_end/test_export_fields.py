@@ -95,7 +95,9 @@ def test_each_export_computes_what_transformers_does(
         assert not list(tmp_path.glob("model.gguf*"))
         return
     rope = config["rope_parameters"]
-    model = as_llama(*read_gguf(tmp_path / "model.gguf"), None if rope["rope_type"] == "default" else rope)
+    said, tensors = read_gguf(tmp_path / "model.gguf")
+    assert said["llama.context_length"] == config["max_position_embeddings"]
+    model = as_llama(said, tensors, None if rope["rope_type"] == "default" else rope)
     assert relative_error(logits_of(model, ids_BT), expected) < 1e-5
 
 
