@@ -10,15 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lamina import processor_lamina
+from lamina.processor_lamina import multiplies_fast, processor_flags
 from manifests import processor
-from manifests.processor import (
-    LIMIT,
-    WITHOUT_TILES,
-    multiplies_fast,
-    processor_flags,
-    settle_processor,
-    tile_palettes,
-)
+from manifests.processor import LIMIT, WITHOUT_TILES, promises_tiles, settle_processor, tile_palettes
 
 AMX = "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t: fpu amx_bf16 amx_tile\n\nprocessor\t: 1\nflags : fpu\n"
 
@@ -52,8 +47,10 @@ def test_onednn_is_limited_where_tiles_are_promised_in_vain(
 
 
 def test_elsewhere_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "none")
+    for module in (processor, processor_lamina):
+        monkeypatch.setattr(module, "CPU_INFO", tmp_path / "none")
     assert processor_flags() == frozenset()
+    assert not promises_tiles()
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert tile_palettes() is None
 
@@ -88,6 +85,6 @@ def test_half_precision_is_multiplied_here() -> None:
 def test_which_products_are_fast(
     flags: str, limit: str | None, bfloat16: bool, float16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(processor_lamina, "processor_flags", lambda: frozenset(flags.split()))
     monkeypatch.setattr(os, "environ", {} if limit is None else {LIMIT: limit})
     assert (multiplies_fast("bfloat16"), multiplies_fast("float16")) == (bfloat16, float16)

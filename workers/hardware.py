@@ -10,8 +10,8 @@ from importlib.metadata import version
 
 import torch
 
+from lamina.processor_lamina import CPU_INFO, LIMIT, processor_flags
 from manifests import VERSION
-from manifests.processor import CPU_INFO, LIMIT, processor_flags
 from workers.device_settings import device_settings
 
 # Of a processor's flags, those by which oneDNN chooses how half precision is multiplied.

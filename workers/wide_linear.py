@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pipeline.half_precision import linear, product_dtype
+from lamina.processor_lamina import product_dtype
+from pipeline.half_precision import linear
 
 Convert = Callable[[Tensor, torch.dtype], Tensor]
 

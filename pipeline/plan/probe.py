@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lamina.processor_lamina import product_dtype
 from manifests.schema import Manifest
 from pipeline.families.family import Geometry
-from pipeline.half_precision import linear, product_dtype
+from pipeline.half_precision import linear
 from pipeline.plan.rates import GIGA, Rates
 
 PROBE_SECONDS = 0.15

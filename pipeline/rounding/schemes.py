@@ -18,6 +18,7 @@ from pipeline.kernels.packing import pack, scaled, unpack, words_of
 FIELD = "quantization_config"  # of config.json
 WEIGHT = ".weight"
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
+LAYOUT = "pack-quantized"
 EVERY = "Linear"  # a target that means each module of the class that is not ignored
 
 
@@ -73,6 +74,7 @@ def quantization_config(rounded: Mapping[str, Scheme], linears: Iterable[str]) -
     for number, (bits, group) in enumerate(schemes):
         paths = sorted(path for path, scheme in rounded.items() if (scheme.bits, scheme.group) == (bits, group))
         groups[f"group_{number}"] = {
+            "format": LAYOUT,  # or compressed-tensors before 0.20 leaves a group with a table of embeddings unpacked
             "targets": [EVERY, *sorted({*paths} - linears)] if len(schemes) == 1 else paths,
             "weights": {
                 "num_bits": bits,
@@ -84,7 +86,7 @@ def quantization_config(rounded: Mapping[str, Scheme], linears: Iterable[str]) -
         }
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": LAYOUT,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted(linears - rounded.keys()),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline import half_precision
+from lamina import processor_lamina
 from pipeline.methods.method import Moment
 from pipeline.units.scores import Compare, Score, WindowForward
 from pipeline.units.sums import ChooseGrids, Sums
@@ -49,7 +49,7 @@ PAIR = Moment("mlp.in", kind="pair")
 def test_units_compute_what_they_do_on_a_cpu(
     place: str, dtype: torch.dtype, tmp_path: Path, emulated: EmulatedDevice | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(half_precision, "multiplies_fast", lambda dtype: True)  # or the CPU would multiply otherwise
+    monkeypatch.setattr(processor_lamina, "multiplies_fast", lambda dtype: True)  # or the CPU would multiply otherwise
     model = save_source(tmp_path / "model", "llama-gqa", dtype)
     settings = {"dtype": dtype, "gradient_samples": 4, **PLACES[place]}
     expected = done_by(Worker(make_setup(model, tmp_path / "cpu", FLAT, **settings), Packing()))

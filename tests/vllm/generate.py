@@ -1,6 +1,7 @@
 """Greedy tokens of checkpoints by vLLM in this process, as JSON: python -m tests.vllm.generate IMPL TP KIND FOLDER…
 
-KIND is a dtype, and `float32-compiled` that of a run with torch.compile.
+KIND is a dtype; `float32-compiled` is a run with torch.compile, `bfloat16-avx2` one of vLLM's build for CPUs with AVX2
+alone.
 
 A line for each folder: its tokens, or what went wrong, and the bytes that a token takes in the cache.
 """
@@ -10,14 +11,17 @@ import os
 import sys
 from typing import Any
 
+import torch
+
 PROMPTS = [[5, 17, 90, 33, 4], [101, 7, 7, 64, 12, 3, 88, 20, 41], [11]]
 LENGTH = 16
 
 
 def main(impl: str, parts: int, kind: str, folders: list[str]) -> None:
-    dtype, _, compiled = kind.partition("-")
+    dtype, _, way = kind.partition("-")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if way == "avx2":
+        torch.cpu._is_avx512_supported = lambda: False  # by which vLLM chooses its build
     if parts == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
@@ -31,7 +35,7 @@ def main(impl: str, parts: int, kind: str, folders: list[str]) -> None:
         try:
             llm = LLM(
                 folder, model_impl=impl, tensor_parallel_size=parts, skip_tokenizer_init=True,
-                enforce_eager=not compiled, dtype=dtype, max_model_len=64, max_num_seqs=4,
+                enforce_eager=way != "compiled", dtype=dtype, max_model_len=64, max_num_seqs=4,
                 trust_remote_code=impl == "transformers",
             )  # fmt: skip
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], greedy, use_tqdm=False)

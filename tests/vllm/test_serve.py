@@ -30,7 +30,7 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         "--served-model-name", "small",
         "--enforce-eager", "--dtype", "float32", "--max-model-len", "64", "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
-    options = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    options = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     with served(command, port, tmp_path_factory.mktemp("log") / "server.txt", options) as address:
         yield address
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline import half_precision
+from lamina import processor_lamina
 from pipeline.units.scores import Compare
 from tests.workers.bench import SAMPLES, SEQUENCE, layer_names, make_setup, make_worker, save_source, solve_layer
 from workers.layer_memory import LayerMemory
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def slow_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_precision, "multiplies_fast", lambda dtype: False)
+    monkeypatch.setattr(processor_lamina, "multiplies_fast", lambda dtype: False)
 
 
 def inside(tensor: Tensor, memory: LayerMemory) -> bool:

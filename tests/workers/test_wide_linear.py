@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline import half_precision
-from pipeline.half_precision import linear, product_dtype
+from lamina import processor_lamina
+from lamina.processor_lamina import product_dtype
+from pipeline.half_precision import linear
 from tests.workers.bench import (
     EVERYTHING,
     FAMILIES,
@@ -36,7 +37,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 def slow(monkeypatch: pytest.MonkeyPatch, is_slow: bool = True) -> None:
     """The processor's half precision."""
-    monkeypatch.setattr(half_precision, "multiplies_fast", lambda dtype: not is_slow)
+    monkeypatch.setattr(processor_lamina, "multiplies_fast", lambda dtype: not is_slow)
 
 
 def draw(*sizes: int, seed: int = 1) -> Tensor:

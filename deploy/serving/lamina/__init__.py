@@ -44,6 +44,7 @@ MODELLING_FILES = (
     "latent_attention_lamina.py",
     "layers_lamina.py",
     "modeling_lamina.py",
+    "processor_lamina.py",
     "rotary_lamina.py",
     "tucker_lamina.py",
 )

@@ -47,10 +47,28 @@ def matrix_of(linear: nn.Module, width: int, like: Tensor) -> Tensor:
 
     The latter where it is another module's: with an adapter, in few bits, of an engine, offloaded, or cut.
     """
-    if type(linear) is nn.Linear and "forward" not in vars(linear) and not linear._forward_pre_hooks:
-        return linear.weight
+    if _is_plain(linear):
+        return cast(nn.Linear, linear).weight
     out: Tensor = linear(torch.eye(width, dtype=like.dtype, device=like.device))
     return out.mT.contiguous()
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether the linear is torch's, and its weight all that it multiplies by."""
+    return type(linear) is nn.Linear and "forward" not in vars(linear) and not linear._forward_pre_hooks
+
+
+def _product(linear: nn.Module, x_BTr: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a linear without bias of a model in `dtype` makes of its input; of one in float32, in float32.
+
+    A linear that is another module's computes in its own dtype.
+    """
+    if x_BTr.dtype.itemsize <= dtype.itemsize:
+        out_BTC: Tensor = linear(x_BTr)
+        return out_BTC
+    if _is_plain(linear):
+        return nn.functional.linear(x_BTr, cast(nn.Linear, linear).weight.to(x_BTr.dtype))
+    return cast(Tensor, linear(x_BTr.to(dtype))).to(x_BTr.dtype)
 
 
 def stored_factors(module: nn.Module) -> dict[str, tuple[str, StoredFactor]]:
@@ -145,9 +163,9 @@ class LowRankLinear(Factored):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x_BTD: Tensor, given_BTr: Tensor | None = None) -> Tensor:
-        """x (B, T, in), or the latents (B, T, r) given → (B, T, out)."""
+        """x (B, T, in), or the latents (B, T, r) given → (B, T, out), in the dtype of the latents."""
         latent_BTr = self.first(x_BTD) if self.first is not None and given_BTr is None else cast(Tensor, given_BTr)
-        out_BTC: Tensor = latent_BTr if self.second is None else self.second(latent_BTr)
+        out_BTC = latent_BTr if self.second is None else _product(self.second, latent_BTr, x_BTD.dtype)
         return out_BTC if self.bias is None else out_BTC + self.bias
 
 

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .decoder_layer_lamina import DecoderLayer, SelfAttention, padded
 from .latent_attention_lamina import attend_in_blocks, check_groups, check_room
+from .processor_lamina import HALF, product_dtype
 from .rotary_lamina import Angles, rotate, rotate_once
 
 
@@ -44,6 +45,11 @@ class LaminaAttention(SelfAttention):
 
     block = 512  # cached tokens whose keys are made of latents at a time
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        halves, cpu = HALF if self._latent else (), torch.device("cpu")
+        self._slow_dtypes = frozenset(dtype for dtype in halves if product_dtype(dtype, cpu) != dtype)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -61,12 +67,18 @@ class LaminaAttention(SelfAttention):
         query, key, value = self._projected(hidden_states, position_embeddings)
         if self.value_dim < self.head_dim:
             value = value.contiguous()  # engines that widen values by .view refuse a slice of a fused projection
+        wide = self._dtype_of_latents(query)
         if past_key_values is not None:
             key, value = self._update(past_key_values, key, value)
             if self._in_blocks(query, attention_mask):
-                read = partial(self._read_block, hidden_states, key, value, slot_embeddings)
-                mixed = attend_in_blocks(query, read, key.shape[2], attention_mask, self.scaling, self.block)
-                return self._output(self._of_heads(hidden_states, mixed), hidden_states), None
+                read = partial(self._read_block, hidden_states, key, value, slot_embeddings, wide)
+                mixed = attend_in_blocks(query.to(wide), read, key.shape[2], attention_mask, self.scaling, self.block)
+                heads = self._of_heads(hidden_states, mixed).to(hidden_states.dtype)
+                return self._output(heads, hidden_states), None
+        if wide != query.dtype:
+            query, key, value = (x.to(wide) for x in (query, key, value))
+            if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+                attention_mask = attention_mask.to(wide)
         key, value = self._read(hidden_states, key, value, slot_embeddings or position_embeddings)
         padding = self._padding(query.shape[2])
         query, key, value = padded(query, key, value, padding)
@@ -88,17 +100,28 @@ class LaminaAttention(SelfAttention):
         )
         if padding > 0:  # elsewhere the heads may come side by side, as vLLM gives them
             attn_output = attn_output[..., : self.value_dim]
+        if wide != hidden_states.dtype:
+            attn_output = attn_output.to(hidden_states.dtype)
         return self._output(attn_output, hidden_states), attn_weights
 
+    def _dtype_of_latents(self, query: Tensor) -> torch.dtype:
+        """In which a layer with latents attends: float32 where a CPU multiplies half precision slower.
+
+        Latents are multiplied for all cached tokens in each step. The rule is the same for a prefill and for decoding.
+        """
+        plain = self.config._attn_implementation in ("sdpa", "eager")
+        is_slow = plain and query.device.type == "cpu" and query.dtype in self._slow_dtypes
+        return torch.float32 if is_slow else query.dtype
+
     def _read_block(
-        self, x_BTD: Tensor, key: Tensor, value: Tensor, angles: Angles | None, slots: slice
+        self, x_BTD: Tensor, key: Tensor, value: Tensor, angles: Angles | None, dtype: torch.dtype, slots: slice
     ) -> tuple[Tensor, Tensor]:
         """Keys (B, G, s, d) of some slots, made of their latents; values (B, G, s, w), or latents (B, 1, s, r)."""
-        key, value = key[:, :, slots], value[:, :, slots]
+        key, value = key[:, :, slots].to(dtype), value[:, :, slots].to(dtype)
         if "k" in self._latent:
             key = self._heads("k", x_BTD, key.squeeze(1))
             if angles is not None:
-                mine = angles[0][:, slots], angles[1][:, slots]
+                mine = angles[0][:, slots].to(dtype), angles[1][:, slots].to(dtype)
                 key = rotate(key, *mine, True) if self.interleaved else rotate_once(key, *mine)
         return key, value
 

@@ -14,8 +14,8 @@ The files that travel together: modeling_lamina (the model), configuration_lamin
 activation_lamina, forms_lamina (how projections may be stored), factored_lamina and tucker_lamina (the modules that
 they become), conversion_lamina (factors as stored and as linears), decoder_layer_lamina (norm, attention, MLP over
 whole sequences), layers_lamina (the same in transformers: caches, attention functions), rotary_lamina,
-latent_attention_lamina (cached latents, in blocks), inputs_lamina (positions and masks), checking_lamina (whether a
-checkpoint is whole).
+latent_attention_lamina (cached latents, in blocks), processor_lamina (in which dtype a CPU multiplies),
+inputs_lamina (positions and masks), checking_lamina (whether a checkpoint is whole).
 """
 
 import re

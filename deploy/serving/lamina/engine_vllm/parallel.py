@@ -26,7 +26,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLi
 from lamina.block_lamina import LINEAR_ROLES, QKVO_ROLES, ROWWISE_ROLES, LayerShape
 from lamina.configuration_lamina import LaminaConfig
 from lamina.decoder_layer_lamina import LaminaRMSNorm, attach
-from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, check_dtype, scheme_of
+from lamina.engine_vllm.rounded import PARTS, Scheme, Unpacking, check_dtype, check_operator, scheme_of
 from lamina.factored_lamina import Factored, HeadLowRankLinear, LowRankLinear, PivotedLinears, RoleOutput
 from lamina.layers_lamina import LaminaDecoderLayer
 from lamina.tucker_lamina import SparseCore, TuckerLinears
@@ -163,6 +163,7 @@ class Parallel:
             if scheme is not None:
                 check_dtype()
             made: nn.Module = style(*sizes, quant_config=self.quant_config, **options)
+            check_operator(made)
         except ValueError as error:  # no kernel of the platform takes these bits and widths
             if scheme is None:
                 raise

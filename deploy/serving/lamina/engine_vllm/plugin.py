@@ -2,12 +2,19 @@
 
 import lamina
 
-MODEL = "lamina.engine_vllm.model:LaminaForVllm"
+ARCHITECTURE, MODEL = "LaminaForCausalLM", "lamina.engine_vllm.model:LaminaForVllm"
 
 
 def register() -> None:
     """Registers configuration and model; safe to call again. The model's file is imported when it is needed."""
     from vllm import ModelRegistry
+    from vllm.platforms import current_platform
 
     lamina.register()
-    ModelRegistry.register_model("LaminaForCausalLM", MODEL)
+    ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    if current_platform.is_cpu():
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+        from lamina.engine_vllm.workers import LaminaVllmConfig
+
+        MODELS_CONFIG_MAP[ARCHITECTURE] = LaminaVllmConfig

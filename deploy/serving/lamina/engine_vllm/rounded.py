@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.platforms import current_platform
 
 PACKED, SCALE, SHAPE = PARTS = ("weight_packed", "weight_scale", "weight_shape")
 LAYOUT, EVERY, WORD_BITS = "pack-quantized", "Linear", 32
 ROWS = 1024  # unpacked at a time
+OPERATOR = "cpu_gemm_wna16"
 
 
 class Scheme(NamedTuple):
@@ -47,6 +49,16 @@ def check_dtype() -> None:
     """Raises ValueError for the model's dtype where vLLM would take it and fail in the first forward pass."""
     if current_platform.is_cpu() and torch.get_default_dtype() == torch.float32:
         raise ValueError("CPU kernels for packed weights compute in bfloat16 or float16, not in float32")
+
+
+def check_operator(linear: Any) -> None:
+    """Raises ValueError where vLLM chose a kernel for a linear whose operator its build for this CPU lacks.
+
+    vLLM looks at bits and widths, and would fail in the first forward pass.
+    """
+    kernel = getattr(getattr(linear, "scheme", None), "kernel", None)
+    if isinstance(kernel, CPUWNA16LinearKernel) and not hasattr(torch.ops._C, OPERATOR):
+        raise ValueError(f"vLLM's build for this CPU has no operator {OPERATOR}, which needs AVX-512 on x86")
 
 
 def multiplied_out(packed_OW: Tensor, scales_OS: Tensor, shape: Tensor, bits: int) -> Tensor:
