@@ -41,7 +41,10 @@ def _transformers(rounded: bool, cache_share: float) -> tuple[str, str]:
     cache = f"{1 - cache_share:.0%} of the cache" if cache_share < 1 else "of the cache nothing"
     if not rounded:
         return how, f"weights; {cache}"
-    return f"{how}, after `pip install '{READER}>={READER_VERSION}'`", f"on the disk alone: multiplied out; {cache}"
+    return (
+        f"{how}, after `pip install '{READER}>={READER_VERSION}'`",
+        f"on the disk, and in memory until the first token, which multiplies all out; {cache}",
+    )
 
 
 def _own_class(described: LayersConfig, rounded: bool) -> str:

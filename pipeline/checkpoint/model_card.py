@@ -85,5 +85,6 @@ def _latents(compression: Mapping[str, Any]) -> str:
 Each step makes keys again of latents, {min(ranks)} to {max(ranks)} numbers a token and layer. That is faster than
 reading keys on a device of more than {max(ranks) / itemsize:,.0f} operations in the time that it reads a byte (GPUs
 have some 300, CPUs 10), whatever the context; on others it is slower, the more the longer the context. The cache is
-smaller on all, so that more sequences, or longer ones, fit.
+smaller on all, so that more sequences, or longer ones, fit. On a CPU whose instructions multiply half precision slower
+than float32, transformers makes the keys, and attends, in float32.
 """

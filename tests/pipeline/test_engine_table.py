@@ -59,7 +59,7 @@ def table(kind: Any, source: str = "llama-gqa", share: float = 0.5, cache: float
         (
             table(pruned, quantization_config=ROUNDED),
             [
-                "on the disk alone: multiplied out; of the cache nothing",
+                "on the disk, and in memory until the first token, which multiplies all out; of the cache nothing",
                 "weights, where vLLM has a kernel for their bits and widths; of the cache nothing",
                 "weights; an error where vLLM has no kernel for their bits and widths; of the cache nothing",
                 "channels of MLPs; codes of 8 and 4 bits of what is not factored",

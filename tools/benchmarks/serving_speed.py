@@ -2,9 +2,10 @@
 
     python -m tools.benchmarks.serving_speed [--hidden 1024] [--layers 4] [--keep 0.8] [--contexts 256 1024]
     python -m tools.benchmarks.serving_speed --methods lorc lorc_at_once --batches 1 --contexts 256 2048 4096
+    ONEDNN_MAX_CPU_ISA=AVX2 python -m tools.benchmarks.serving_speed --layers 2 --methods lorc --dtype bfloat16
 
 Models of Llama's layers with random weights (speed does not depend on them): D hidden, heads of 64 over four times
-fewer KV heads, MLPs of 2.75 D, in float32 on as many threads as torch has. Every method has one rank share, found so
+fewer KV heads, MLPs of 2.75 D, in `dtype` on as many threads as torch has. Every method has one rank share, found so
 that its decoder layers store `keep` of the dense numbers; LoRC's latents hold `keep` of the cache. The models take
 turns, `repeats` times after one to warm up; the fastest turn counts, in CPU-seconds, which other programs on the
 machine disturb least. Prints a Markdown table of ratios to the dense model: below 1 is faster, or smaller. Memory is
@@ -149,11 +150,13 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0.8)
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[name for name in METHODS if name != AT_ONCE])
     options = parser.parse_args()
     torch.manual_seed(0)
-    models: dict[str, Any] = {"dense": LaminaForCausalLM(describe(options, {})).eval()}
+    dtype = getattr(torch, options.dtype)
+    models: dict[str, Any] = {"dense": LaminaForCausalLM(describe(options, {})).to(dtype).eval()}
     stored, cached = {}, {}
     for name in options.methods:
         method = METHODS[name]
@@ -162,7 +165,7 @@ def main() -> None:
             stored[name] = decoder_numbers(describe(options, forms)) / decoder_numbers(describe(options, {}))
         else:
             forms, stored[name] = forms_at(options, method, options.keep)
-        models[name] = LaminaForCausalLM(describe(options, forms)).eval()
+        models[name] = LaminaForCausalLM(describe(options, forms)).to(dtype).eval()
         if method is lorc_at_once:
             without_blocks_(models[name])
         cached[name] = models[name].config.cache_numbers(0) / models["dense"].config.cache_numbers(0)
