@@ -53,7 +53,14 @@ class Layer:
 LAYERS = {  # the longest name that fits a module is its layer
     "manifests": Layer(("manifests",), never=frozenset({"torch", "ray", "zarr", "transformers"})),
     "pipeline": Layer(
-        ("manifests", "pipeline.methods", "pipeline.families", "pipeline.units", "pipeline.driver", "lamina.processor_lamina"),
+        (
+            "manifests",
+            "pipeline.methods",
+            "pipeline.families",
+            "pipeline.units",
+            "pipeline.driver",
+            "lamina.processor_lamina",
+        ),
         never=frozenset({"ray"}),
     ),
     "pipeline.units": Layer(("manifests", "pipeline.methods", "pipeline.units"), never=frozenset({"ray"})),
