@@ -24,7 +24,7 @@ NAME = "in-process"  # of the worker, in logs and in the status
 
 
 def check_device(workers: Workers) -> None:
-    """Raises InputError when this process has fewer cores than the worker has threads, or no GPU, where it needs one."""
+    """Raises InputError when this process has fewer cores than the worker has threads, or lacks the GPU it needs."""
     if fault := thread_fault(workers.cpus, machine_cores(), "this machine"):
         raise InputError(fault)
     if workers.gpus and not torch.cuda.is_available():

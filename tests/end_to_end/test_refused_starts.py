@@ -17,27 +17,26 @@ import pipeline.job.pool
 import pipeline.job.stages
 from manifests.errors import InputError, Interrupted, WorkerError
 from stores.disk import Disk
-from tests.end_to_end.children import InlinePool
 from tests.end_to_end.jobs import Job, command, file_digests
 
 MakeJob = Callable[..., Job]
 Fault: TypeAlias = Callable[[Job, pytest.MonkeyPatch], None]
-pytestmark = pytest.mark.usefixtures("inline_everywhere")
+pytestmark = pytest.mark.usefixtures("inline")
 
 
 def refuse_to_connect(_: Job, patch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> str:
+    def refuse(*_: Any) -> None:
         raise InputError("workers.gpus: 1 for each of 1 workers, but this machine has 0 GPUs")
 
-    patch.setattr(pipeline.job.stages, "connect", refuse)
+    patch.setattr(pipeline.job.stages, "check_device", refuse)
 
 
 def refuse_workers(error: Exception) -> Fault:
     def make(_: Job, patch: pytest.MonkeyPatch) -> None:
-        def refuse(*_: Any) -> InlinePool:
+        def refuse(*_: Any) -> None:
             raise error
 
-        patch.setattr(pipeline.job.pool, "RayPool", refuse)
+        patch.setattr(pipeline.job.pool, "_pool_class", lambda _: refuse)
 
     return make
 

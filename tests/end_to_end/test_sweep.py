@@ -256,7 +256,7 @@ def test_what_a_sweep_would_take(sweep: Callable[..., Sweep], job: MakeJob, no_r
 
 
 def test_plots_have_their_folder_before_anything_is_computed(
-    sweep: Callable[..., Sweep], tmp_path: Path, inline_everywhere: None
+    sweep: Callable[..., Sweep], tmp_path: Path, inline: None
 ) -> None:
     made, plots = sweep({"methods": [{"method": "svd"}]}, keep=[0.8, 0.6]), tmp_path / "missing" / "plots"
     (tmp_path / "file").write_text("")
@@ -270,7 +270,7 @@ def test_plots_have_their_folder_before_anything_is_computed(
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_finished_table_is_printed_whatever_fails_after_it(
-    as_json: bool, sweep: Callable[..., Sweep], tmp_path: Path, inline_everywhere: None, monkeypatch: pytest.MonkeyPatch
+    as_json: bool, sweep: Callable[..., Sweep], tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that is full for the results, or for a plot."""
     made = sweep({"methods": [{"method": "svd"}]}, keep=[0.8, 0.6])
