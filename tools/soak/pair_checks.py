@@ -1,0 +1,256 @@
+"""The checks of a pair whose job ended well: each yields the faults of the output.
+
+Legend: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from manifests.schema import Text
+from pipeline.job.calibration import window_tokens
+from stores.headers import DTYPES, TensorRecord, read_header
+from tests.end_to_end.jobs import command, load, logits_of, relative_error
+from tests.end_to_end.test_export_gguf import as_llama
+from tools.soak.pair_manifests import TEXT, at_full_rank
+from tools.soak.pair_models import ModelSpec
+
+EXACT = 2e-4  # relative, of logits that float32 products in another order give
+REWRITTEN = {"float32": 2e-4, "float16": 0.05, "bfloat16": 0.3}  # likewise, where weights were written in a dtype anew
+GGUF_CODES = 0.02  # its scales are float16
+TOKENS, BATCH, PADDED, WINDOW = 14, 2, 3, 8
+TARGETS = ("dense", "stock", "gguf")
+VERIFY_BOUND = "1000"
+Tensors = dict[str, TensorRecord]
+
+
+@dataclass(frozen=True)
+class Played:
+    """A pair in its folder, which is the working directory: `model`, `output`, and the manifest's document."""
+
+    spec: ModelSpec
+    document: dict[str, Any]
+    summary: dict[str, Any]
+
+    def token_ids(self) -> Tensor:
+        """Token ids, none of them special."""
+        length = min(TOKENS, self.spec.config["max_position_embeddings"] - PADDED)
+        generator = torch.Generator().manual_seed(self.spec.seed)
+        return torch.randint(2, self.spec.config["vocab_size"], (BATCH, length), generator=generator)
+
+
+def faults_of(played: Played) -> Iterator[str]:
+    """Everything that is wrong, with the check's name in front. A check that raises is a fault, too."""
+    for check in CHECKS:
+        try:
+            yield from (f"{check.__name__}: {fault}" for fault in check(played))
+        except Exception as error:
+            said = " ".join(str(error).split())[:400]
+            yield f"{check.__name__}: {type(error).__name__}: {said}"
+
+
+def plan(_: Played) -> Iterator[str]:
+    """What `run` does, `plan` takes."""
+    ended = command("plan", "manifest.yaml", "--gpu", "H200", "--json")
+    if ended.code not in (0, 2) or (ended.code == 2 and "does not fit" not in ended.out + ended.err):
+        yield f"exit {ended.code}: {ended.err[-300:]}"
+
+
+def stored_bytes(played: Played) -> Iterator[str]:
+    """The files hold what compression.json counts."""
+    tensors, counts = _tensors(Path("output")), _counts()
+    found = sum(record.end - record.begin for record in tensors.values())
+    if found != counts["bytes"]["compressed"]:
+        yield f"files hold {found} bytes, compression.json says {counts['bytes']['compressed']}"
+    dense = sum(record.end - record.begin for record in _tensors(Path("model")).values())
+    if dense != counts["bytes"]["dense"]:
+        yield f"the source's files hold {dense} bytes, compression.json says {counts['bytes']['dense']}"
+    numbers = sum(_numbers(record, played) for record in tensors.values())
+    if numbers != counts["parameters"]["compressed"]:
+        yield f"files hold {numbers} numbers, compression.json says {counts['parameters']['compressed']}"
+
+
+def budget(played: Played) -> Iterator[str]:
+    """The stored total is at most the target."""
+    asked = played.document.get("budget") or {}
+    if "max_loss" in asked:
+        divergence = played.summary["held_out"]["divergence"]
+        if divergence > asked["max_loss"]:
+            yield f"max_loss: {asked['max_loss']}: the output is {divergence} nats from the source"
+        return
+    unit = "bytes" if "bytes" in asked else "keep"
+    if unit not in asked or (unit == "keep" and "quantize" in played.document):
+        return  # numbers are counted before they are rounded
+    dense, compressed = (_in_scope(path, asked.get("scope", "decoder"), unit, played) for path in ("model", "output"))
+    if compressed > asked[unit] * dense:
+        yield f"{unit}: {asked[unit]}: {compressed} of {dense} are stored, {compressed / dense:.4f}"
+
+
+def perplexity(_: Played) -> Iterator[str]:
+    """`evaluate` measures what transformers computes of the loaded OUTPUT."""
+    found = command("evaluate", "output", "--text", TEXT, "--window", str(WINDOW), "--json").json
+    vocab = json.loads(Path("output/config.json").read_text())["vocab_size"]
+    ids_WT = window_tokens("output", Text(files=(TEXT,)), WINDOW, vocab)
+    model, losses, tokens = _loaded("output"), 0.0, 0
+    for ids_BT in ids_WT.long().split(32):
+        logits_BTV = logits_of(model, ids_BT)[:, :-1].double()
+        losses += functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="sum").item()
+        tokens += ids_BT[:, 1:].numel()
+    if found["tokens"] != tokens or not math.isclose(found["loss"], losses / tokens, rel_tol=1e-4):
+        mine = f"{found['loss']} over {found['tokens']} tokens"
+        yield f"evaluate says {mine}, transformers {losses / tokens} over {tokens}"
+
+
+def cached_decoding(played: Played) -> Iterator[str]:
+    """Token by token with a cache, the logits of a batch are those of one prefill."""
+    model, ids_BT = _loaded("output"), played.token_ids()
+    expected_BTV, first = logits_of(model, ids_BT), ids_BT.shape[1] // 2
+    with torch.no_grad():
+        out = model(ids_BT[:, :first], use_cache=True)
+        steps = [out.logits]
+        for position in range(first, ids_BT.shape[1]):
+            step_B1 = ids_BT[:, position : position + 1]
+            out = model(step_B1, use_cache=True, past_key_values=out.past_key_values)
+            steps.append(out.logits)
+    yield from _differ(torch.cat(steps, dim=1), expected_BTV, EXACT)
+
+
+def left_padding(played: Played) -> Iterator[str]:
+    """Padding on the left of one row leaves its logits, and the other's."""
+    model, ids_BT = _loaded("output"), played.token_ids()
+    pad = played.spec.config["pad_token_id"]
+    padded_BT = torch.full((BATCH, ids_BT.shape[1]), pad)
+    padded_BT[0] = ids_BT[0]
+    padded_BT[1, PADDED:] = ids_BT[1, :-PADDED]
+    mask_BT = torch.ones_like(padded_BT)
+    mask_BT[1, :PADDED] = 0
+    positions_BT = (mask_BT.cumsum(-1) - 1).clamp_min(0)
+    found_BTV = logits_of(model, padded_BT, attention_mask=mask_BT, position_ids=positions_BT)
+    expected_BTV = logits_of(model, ids_BT)
+    yield from _differ(found_BTV[0], expected_BTV[0], EXACT)
+    yield from _differ(found_BTV[1, PADDED:], expected_BTV[1, :-PADDED], EXACT)
+
+
+def verify(_: Played) -> Iterator[str]:
+    """`verify --source` passes."""
+    ended = command("verify", "output", "--source", "model", "--bound", VERIFY_BOUND)
+    if ended.code != 0:
+        faults = [line for line in ended.out.splitlines() if not line.strip().startswith("ok")]
+        yield f"exit {ended.code}: {' '.join(faults)[:400]} {ended.err[-200:]}"
+
+
+def exports(played: Played) -> Iterator[str]:
+    """Every export is the model, or is refused by name and leaves nothing; the card's commands are not refused."""
+    offered = set(re.findall(r"--to (\w+)", Path("output/README.md").read_text()))
+    expected_BTV = logits_of(_loaded("output"), played.token_ids())
+    for target in TARGETS:
+        destination = Path(f"exported-{target}")
+        ended = command("export", "output", "--to", target, str(destination), "--json")
+        if ended.code == 0:
+            try:
+                found_BTV = logits_of(_exported(destination, target), played.token_ids())
+            except Exception as error:
+                yield f"{target}: cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                continue
+            tolerance = max(REWRITTEN[played.spec.dtype], GGUF_CODES if "quantize" in played.document else 0.0)
+            yield from (f"{target}: {fault}" for fault in _differ(found_BTV, expected_BTV, tolerance))
+            continue
+        if ended.code != 2 or "wrong input: " not in ended.err:
+            yield f"{target}: exit {ended.code}: {ended.err[-400:]}"
+        if target in offered:
+            yield f"{target}: the card offers it, but it is refused: {ended.err[-300:]}"
+        if left := [path.name for path in Path().glob(f"{destination}*")]:
+            yield f"{target}: refused, and leaves {', '.join(left)}"
+
+
+def full_rank(played: Played) -> Iterator[str]:
+    """The same job with nothing cut off and nothing rounded is the source."""
+    document = at_full_rank(played.document)
+    if not document["methods"]:
+        return
+    Path("full.yaml").write_text(yaml.safe_dump(document))
+    ended = command("run", "full.yaml", "--json")
+    if ended.code == 2 and "wrong input: " in ended.err:
+        return  # what the budget decided cannot be left out of every method
+    if ended.code != 0:
+        yield f"exit {ended.code}: {ended.err[-400:]}"
+        return
+    tolerance = {**REWRITTEN, "float32": 2e-3}[played.spec.dtype]
+    models = (logits_of(_loaded(path), played.token_ids()) for path in ("full", "model"))
+    yield from _differ(*models, tolerance)
+
+
+CHECKS: tuple[Callable[[Played], Iterator[str]], ...] = (
+    plan, stored_bytes, budget, perplexity, cached_decoding, left_padding, verify, exports, full_rank,
+)  # fmt: skip
+
+
+def _differ(found: Tensor, expected: Tensor, tolerance: float) -> Iterator[str]:
+    error = relative_error(found, expected)
+    if not error <= tolerance:
+        yield f"logits differ by {error:.3g} of the largest, {tolerance} is allowed"
+
+
+def _loaded(path: str) -> Any:
+    return load(Path(path), dtype=torch.float32)
+
+
+def _exported(destination: Path, target: str) -> Any:
+    """By the source's own class, without our code."""
+    if target != "gguf":
+        model, report = AutoModelForCausalLM.from_pretrained(
+            destination, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        )
+        assert not any(report.values()), report
+        return model.eval()
+    import gguf
+
+    reader = gguf.GGUFReader(destination)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    tensors = {
+        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in reader.tensors
+    }
+    rope = json.loads(Path("model/config.json").read_text())["rope_parameters"]
+    return as_llama(fields, tensors, rope)
+
+
+def _tensors(folder: Path) -> Tensors:
+    found: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= read_header(folder, path.name)
+    return found
+
+
+def _counts() -> dict[str, Any]:
+    counts: dict[str, Any] = json.loads(Path("output/compression.json").read_text())["counts"]
+    return counts
+
+
+def _numbers(record: TensorRecord, played: Played) -> int:
+    """As docs/formats.md counts: the bytes of indices and codes in numbers of the checkpoint's dtype."""
+    size = math.prod(record.shape)
+    if DTYPES[record.dtype].is_floating_point:
+        return size
+    return math.ceil((record.end - record.begin) / getattr(torch, played.spec.dtype).itemsize)
+
+
+def _in_scope(folder: str, scope: str, unit: str, played: Played) -> int:
+    layers = json.loads(Path("output/config.json").read_text())["block"]["layers"]
+    prefix = "" if scope == "model" else f"{layers}."
+    records = [record for name, record in _tensors(Path(folder)).items() if name.startswith(prefix)]
+    if unit == "bytes":
+        return sum(record.end - record.begin for record in records)
+    return sum(_numbers(record, played) for record in records)

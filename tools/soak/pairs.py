@@ -1,0 +1,187 @@
+"""Random pairs of a model's geometry and a manifest: each is refused by name, or everything about its output is right.
+
+    python -m tools.soak.pairs [--pairs 1000] [--seed 0] [--only N] [--first N] [--results FILE] [--directory DIR]
+
+A pair is played in a forked child of this warm process, without Ray. `--results`: a line of JSON for each pair; those
+of the same seed that are there already are left out, so that a run that was ended goes on. `--only N` plays one and
+prints all that it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # before transformers is imported
+
+import torch
+import yaml
+
+import lamina.modeling_lamina  # noqa: F401 - seconds, once, before children are forked
+import pipeline.job.stages
+import pipeline.verification.runner  # noqa: F401
+from tests.end_to_end.jobs import command, without_ray
+from tests.factories import make_tokenizer, write_text
+from tools.soak.pair_checks import Played, faults_of
+from tools.soak.pair_manifests import TEXT, draw_manifest
+from tools.soak.pair_models import TOKENIZER_SIZE, ModelSpec, draw_model, write_model
+from tools.soak.sandbox import in_child
+
+SECONDS = 180  # after which a pair's child is ended
+TEXT_BYTES = 3_000
+SHOWN = 600
+
+
+@dataclass
+class Verdict:
+    """The end of a pair: `refused`, `clean` or `faulty`."""
+
+    seed: int
+    number: int
+    outcome: str = "faulty"
+    said: str = ""
+    faults: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    model: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+
+def draw(seed: int, number: int) -> tuple[ModelSpec, dict[str, Any]]:
+    """The pair of a number."""
+    random = Random(f"{seed}/{number}")
+    spec = draw_model(random)
+    positions = spec.config["max_position_embeddings"]
+    return spec, draw_manifest(random, spec.layers, positions, spec.gated, spec.grouped)
+
+
+def judge(seed: int, number: int, folder: Path) -> Verdict:
+    """Plays a pair in a new folder, in a child."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    started, report = time.monotonic(), folder / "verdict.json"
+    verdict = Verdict(seed, number)
+    spec, document = draw(seed, number)
+    verdict.model, verdict.manifest = asdict(spec), document
+
+    def act() -> None:
+        signal.alarm(SECONDS)  # nobody handles it: it ends the child
+        os.chdir(folder)
+        log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.fsync = lambda _: None  # type: ignore[assignment]  # nobody cuts the power: it would only take time
+        try:
+            _play(verdict, spec, document)
+        except Exception:
+            verdict.faults.append(traceback.format_exc()[-SHOWN:])
+        report.write_text(json.dumps(asdict(verdict)))
+
+    status = in_child(act)
+    if report.exists():
+        verdict = Verdict(**json.loads(report.read_text()))
+    else:
+        verdict.faults.append(f"the child ended with {status} (a signal, where negative)")
+    verdict.seconds = round(time.monotonic() - started, 2)
+    return verdict
+
+
+def _play(verdict: Verdict, spec: ModelSpec, document: dict[str, Any]) -> None:
+    """In the child, in the pair's folder."""
+    write_model(spec, Path("model"))
+    write_text(TEXT, TEXT_BYTES)
+    Path("manifest.yaml").write_text(yaml.safe_dump(document))
+    with without_ray():
+        ended = command("run", "manifest.yaml", "--json")
+        verdict.said = ended.err[-SHOWN:]
+        if ended.code == 0:
+            verdict.faults += faults_of(Played(spec, document, ended.json))
+            verdict.outcome = "faulty" if verdict.faults else "clean"
+            return
+    verdict.faults += _refusal_faults(ended.code, ended.err)
+    verdict.outcome = "faulty" if verdict.faults else "refused"
+
+
+def _refusal_faults(code: int, said: str) -> Iterator[str]:
+    """A refusal has a message, and nothing is written."""
+    if code != 2:
+        yield f"run: exit code {code}"
+    if "wrong input: " not in said or "Traceback" in said:
+        yield "run: no message"
+    for path in (Path("output"), Path("run")):
+        if path.exists() and any(entry.is_file() for entry in path.rglob("*")):
+            yield f"run: refused, and leaves files in {path}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    options = argparse.ArgumentParser(prog="python -m tools.soak.pairs", description=__doc__.partition("\n")[0])
+    options.add_argument("--pairs", type=int, default=1000)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--first", type=int, default=0, metavar="N", help="the number of the first pair")
+    options.add_argument("--only", type=int, metavar="N", help="one pair, with everything it says")
+    options.add_argument("--most", type=int, metavar="COUNT", help="end after so many pairs that are new")
+    options.add_argument("--results", type=Path, metavar="FILE", help="JSON lines, gone on with")
+    options.add_argument("--directory", type=Path, help="where to work; nothing is kept, but of --only")
+    arguments = options.parse_args(argv)
+    torch.set_num_threads(1)
+    make_tokenizer(TOKENIZER_SIZE)  # trained once
+    if arguments.only is not None:
+        return _show(arguments.seed, arguments.only, arguments.directory or Path(tempfile.mkdtemp(prefix="pair-")))
+    with tempfile.TemporaryDirectory(prefix="pairs-", dir=arguments.directory) as directory:
+        return _all(arguments, Path(directory) / "pair")
+
+
+def _show(seed: int, number: int, folder: Path) -> int:
+    verdict = judge(seed, number, folder)
+    print(yaml.safe_dump({"model": verdict.model, "manifest": verdict.manifest}, sort_keys=False))
+    print((folder / "log").read_text() + verdict.said)
+    print(f"pair {number}: {verdict.outcome}, {verdict.seconds} s, in {folder}")
+    print("\n".join(verdict.faults))
+    return 1 if verdict.faults else 0
+
+
+def _all(arguments: argparse.Namespace, folder: Path) -> int:
+    known = _known(arguments.results, arguments.seed)
+    numbers = range(arguments.first, arguments.first + arguments.pairs)
+    outcomes: Counter[str] = Counter()
+    for number in [number for number in numbers if number not in known][: arguments.most]:
+        verdict = judge(arguments.seed, number, folder)
+        outcomes[verdict.outcome] += 1
+        for fault in verdict.faults:
+            print(f"pair {number}: {fault}", flush=True)
+        if arguments.results:
+            with arguments.results.open("a") as file:
+                file.write(json.dumps(asdict(verdict)) + "\n")
+    print(f"seed {arguments.seed}: {', '.join(f'{count} {name}' for name, count in sorted(outcomes.items()))}")
+    return 1 if outcomes["faulty"] else 0
+
+
+def _known(results: Path | None, seed: int) -> set[int]:
+    """The numbers that have a line; one that was cut off has none."""
+    found: set[int] = set()
+    if results is None or not results.exists():
+        return found
+    for line in results.read_text().splitlines():
+        with suppress(ValueError):
+            entry = json.loads(line)
+            if entry["seed"] == seed:
+                found.add(entry["number"])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
