@@ -124,9 +124,10 @@ def _drawn(random: Random, layers: int, positions: int) -> Entry:
 
 def at_full_rank(document: Entry) -> Entry:
     """The same job where nothing is cut off, and nothing rounded."""
+    sizes = ("ranks", "keep", "cache_keep", "skip_above", "allocation")  # by loss, what no token uses is cut at keep: 1
     entries = []
     for entry in document["methods"]:
-        kept = {key: value for key, value in entry.items() if key not in ("ranks", "keep", "cache_keep", "skip_above")}
+        kept = {key: value for key, value in entry.items() if key not in sizes}
         entries.append(kept | {"cache_keep" if entry["method"] == "lorc" else "keep": 1.0})
     left_out = ("budget", "quantize", "evaluation")
     kept_blocks = {key: value for key, value in document.items() if key not in left_out}
