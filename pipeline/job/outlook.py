@@ -74,7 +74,7 @@ class _Left:
                 planned.append(Ahead(phase, self._last_solves))
             else:
                 planned += self._phase(phase, amount, keys)
-            if scored and not (number == 0 and ledger.get(HELD_OUT_SCORE)):
+            if scored and (number > 0 or ledger.get(HELD_OUT_SCORE) is None):
                 models = ("held-out-dense", "held-out")[has_dense or number > 0 :]
                 planned += [Ahead(f"score {model}", of_model) for model in models]
         return planned

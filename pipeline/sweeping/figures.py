@@ -54,8 +54,8 @@ def _plot(found: Mapping[str, Any], size: str, loss: str) -> Plot:
         for place, (name, line) in enumerate(series_of(found).items()):
             points = sorted((row[f"{size}_kept"], row[loss]) for row in line if row[loss] is not None)
             _line(axes, place, name, points)
-        points = [Point(row[f"{size}_kept"], row[loss], series_name(row)) for row in rows]
-        best = sorted(points[place][:2] for place in front(points))
+        measured = [Point(row[f"{size}_kept"], row[loss], series_name(row)) for row in rows]
+        best = sorted(measured[place][:2] for place in front(measured))
         ring: dict[str, Any] = {"marker": "o", "markersize": 9.0, "fillstyle": "none", "color": INK}
         axes.plot(*zip(*best, strict=True), linestyle="none", label=RING, **ring)
         if dense is not None:
