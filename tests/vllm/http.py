@@ -73,6 +73,18 @@ def streamed(answer: str) -> list[dict[str, Any]]:
     return [part["choices"][0] for part in parts if part.get("choices")]
 
 
+def said_to_a_client(url: str, model: str, **options: Any) -> list[list[str]]:
+    """The words that OpenAI's client gets for a chat about w17 and w33, whole and streamed."""
+    from openai import OpenAI
+
+    chat = OpenAI(base_url=url, api_key="none", timeout=300).chat.completions
+    message: Any = {"role": "user", "content": "w17 w33"}
+    whole = chat.create(model=model, messages=[message], max_tokens=8, **options)
+    parts = chat.create(model=model, messages=[message], max_tokens=8, stream=True, **options)
+    streamed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    return [(whole.choices[0].message.content or "").split(), streamed.split()]
+
+
 def said_by_transformers(folder: Path, prompt: list[int], num_new: int) -> list[str]:
     """The words of greedy tokens."""
     model: Any = LaminaForCausalLM.from_pretrained(folder)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.checkpoints import write
-from tests.vllm.http import free_port, post, said_by_transformers, served, streamed, write_tokenizer
+from tests.vllm.http import free_port, post, said_by_transformers, said_to_a_client, served, streamed, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +52,8 @@ def test_streamed_completion(url: str, folder: Path) -> None:
     words = "".join(part["text"] for part in streamed(answer)).split()
     assert words == said_by_transformers(folder, [5, 17, 33, 9], 8)
     assert "data: [DONE]" in answer.splitlines()
+
+
+def test_a_client_of_openai(url: str, folder: Path) -> None:
+    said = said_to_a_client(url, "small", temperature=0, extra_body={"ignore_eos": True})
+    assert said == [said_by_transformers(folder, [5, 17, 33, 9], 8)] * 2

@@ -13,7 +13,7 @@ import pytest
 from lamina import MODELLING_FILES, modelling_source
 from lamina.configuration_lamina import AUTO_MAP
 from tests.vllm.checkpoints import write
-from tests.vllm.http import free_port, post, said_by_transformers, served, streamed, write_tokenizer
+from tests.vllm.http import free_port, post, said_by_transformers, said_to_a_client, served, streamed, write_tokenizer
 
 # `import lamina` fails in the first, installed or not.
 WITHOUT = "import sys; sys.modules['lamina'] = None; from transformers.cli.transformers import main; main()"
@@ -54,3 +54,9 @@ def test_chat(url: str, folder: Path) -> None:
     assert whole["choices"][0]["message"]["content"].split() == expected, whole
     parts = streamed(post(f"{url}/chat/completions", {**body, "stream": True}))
     assert "".join(part["delta"].get("content") or "" for part in parts).split() == expected
+
+
+def test_a_client_of_openai(url: str, folder: Path) -> None:
+    greedy = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
+    said = said_to_a_client(url, str(folder), extra_body={"generation_config": json.dumps(greedy)})
+    assert said == [said_by_transformers(folder, [5, 17, 33, 9], 8)] * 2
