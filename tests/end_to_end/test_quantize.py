@@ -52,6 +52,7 @@ def multiplied_out(output: Path) -> dict[str, torch.Tensor]:
     config = json.loads((output / "config.json").read_text())["quantization_config"]
     bits: dict[str, int] = {}
     for group in config["config_groups"].values():
+        assert group["format"] == "pack-quantized"  # by which compressed-tensors before 0.20 reads tables, too
         bits |= dict.fromkeys(group["targets"], group["weights"]["num_bits"])
     tensors = read_tensors(output)
     for path in [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]:
