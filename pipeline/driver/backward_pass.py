@@ -14,12 +14,12 @@ from typing import cast
 
 from manifests.entries import GradientEntry
 from manifests.records import ArrayRecord, GradientRecord
-from pipeline.driver.in_flight import UnderWay
-from pipeline.driver.interfaces import Cleaner
+from pipeline.driver.in_flight import LayersInFlight
 from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_keys import dense_key, gradient_key
-from pipeline.driver.reduction import Summing, Taken
-from pipeline.driver.scheduler import Steps
+from pipeline.driver.reduction import PassResult, Reductions
+from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.session import Session
 from pipeline.methods.registry import layer_gradients
 from pipeline.units.units import Backward
 
@@ -27,38 +27,38 @@ from pipeline.units.units import Backward
 class GradientPass:
     """Enters the moments of gradients of every layer that a task asks for."""
 
-    def __init__(self, job: Job, steps: Steps, cleaner: Cleaner) -> None:
+    def __init__(self, job: Job, session: Session) -> None:
         self.job = job
-        self.steps = steps
-        self.cleaner = cleaner
-        self.summing = Summing(steps)
+        self.session = session
+        self.reductions = Reductions(session)
 
-    def run(self) -> None:
+    def run(self) -> TaskStream[None]:
         """Goes back from where the journal says it was left."""
         pending = self._pending()
         if not pending:
             return
-        self.steps.observer.phase("gradient", len(pending), len(self.job.gradient_shards))
-        under_way = UnderWay(self.summing, self.cleaner, partial(self._enter, pending[0]))
+        self.session.observer.phase("gradient", len(pending), len(self.job.gradient_shards))
+        in_flight = LayersInFlight(self.session, partial(self._enter, pending[0]))
         for layer in reversed(pending):
             emit = layer > pending[0] and self.job.gradient == "model"
             store = emit and self.job.is_boundary(layer)
             wanted = layer_gradients(self.job.tasks, layer)
             units = partial(self._units, layer, emit=emit, store=store)
-            under_way.take(layer, wanted, units, stores=store)
-        under_way.finish()
-        self.cleaner.retain_activations(())
+            yield from in_flight.run(layer, wanted, units, stores=store)
+        yield from in_flight.finish()
+        self.session.cleaner.retain_activations(())
 
-    def _enter(self, first: int, layer: int, taken: Taken) -> Sequence[ArrayRecord] | None:
-        """Enters a layer of the pass that ends at the `first`; what the rest needs, if that is less now."""
-        statistics = self.summing.stored(taken)
-        activations = tuple(result.activation for result in taken.done if result.activation)
+    def _enter(self, first: int, layer: int, result: PassResult) -> TaskStream[Sequence[ArrayRecord] | None]:
+        """Enters a layer of the pass that ends at the `first`. Returns the stored hidden states that the rest of the
+        pass needs, if these are fewer now."""
+        statistics = yield from self.reductions.stored(result)
+        activations = tuple(done.activation for done in result.done if done.activation)
         entry = GradientEntry(
             statistics=cast("dict[str, GradientRecord]", statistics),
             activations=activations or None,
         )
-        self.steps.enter(gradient_key(layer), entry)
-        self.steps.observer.layer_done("gradient", layer, {})
+        self.session.enter(gradient_key(layer), entry)
+        self.session.observer.layer_done("gradient", layer, {})
         passed = activations or self.job.gradient == "local"
         return (*activations, *self.stored_inputs(range(first, layer))) if passed else None
 
@@ -69,7 +69,7 @@ class GradientPass:
 
     def stored_inputs(self, layers: range) -> list[ArrayRecord]:
         """The records of the stored inputs of some layers, where the dense pass has been there."""
-        entries = [self.steps.journal.get(dense_key(layer)) for layer in layers]
+        entries = [self.session.journal.get(dense_key(layer)) for layer in layers]
         return [record for entry in entries if entry for record in entry.inputs or () if record]
 
     def _pending(self) -> list[int]:
@@ -77,13 +77,13 @@ class GradientPass:
         return [layer for layer in self.job.gradient_layers() if not self._is_done(layer)]
 
     def _is_done(self, layer: int) -> bool:
-        entry = self.steps.journal.get(gradient_key(layer))
+        entry = self.session.journal.get(gradient_key(layer))
         wanted = layer_gradients(self.job.tasks, layer)
         return entry is not None and all(moment.key in entry.statistics for moment in wanted)
 
     def _inputs(self, layer: int) -> Sequence[ArrayRecord | None]:
         """Records of the stored inputs of a layer, by calibration shard."""
-        return self.steps.entry(dense_key(layer)).inputs or ()
+        return self.session.entry(dense_key(layer)).inputs or ()
 
     def _base(self, layer: int) -> int:
         """The nearest layer above `layer` with committed gradients at its inputs; one past the last: the head."""
@@ -93,7 +93,7 @@ class GradientPass:
         return next((base for base in above if self._gradients(base) is not None), self.job.num_layers)
 
     def _gradients(self, layer: int) -> Sequence[ArrayRecord] | None:
-        entry = self.steps.journal.get(gradient_key(layer))
+        entry = self.session.journal.get(gradient_key(layer))
         return entry.activations if entry else None
 
     def _units(self, layer: int, *, emit: bool, store: bool) -> list[Backward]:

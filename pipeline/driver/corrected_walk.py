@@ -16,11 +16,11 @@ from dataclasses import replace
 from manifests.entries import ActivationsEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, StagedLayer
-from pipeline.driver.interfaces import Cleaner
 from pipeline.driver.job_spec import Job, RanksOf, staged_layer
 from pipeline.driver.ledger_keys import activations_key
-from pipeline.driver.reduction import Summing
-from pipeline.driver.scheduler import Steps, write_unit
+from pipeline.driver.reduction import Reductions
+from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.session import Session, write_unit
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layers_of
 from pipeline.units.sums import Summed
@@ -36,49 +36,49 @@ class CorrectedWalk:
     def __init__(
         self,
         job: Job,
-        steps: Steps,
-        summing: Summing,
-        cleaner: Cleaner,
+        session: Session,
         statistics_of: Callable[[Task], Mapping[Moment, ArrayRecord]],
         told: Callable[[Task], str],
         retain_statistics: Callable[[], None],
     ) -> None:
         self.job = job
-        self.steps = steps
-        self.summing = summing
-        self.cleaner = cleaner
+        self.session = session
+        self.reductions = Reductions(session)
         self.statistics_of = statistics_of
         self.told = told
         self.retain_statistics = retain_statistics
 
-    def run(self, ranks: RanksOf) -> None:
+    def run(self, ranks: RanksOf) -> TaskStream[None]:
         """Goes on where the journal says it was left."""
-        pending = [layer for layer in layers_of(self.job.tasks) if staged_layer(self.steps.journal, layer) is None]
+        pending = [layer for layer in layers_of(self.job.tasks) if staged_layer(self.session.journal, layer) is None]
         if not pending:
             return
         base = next((layer for layer in range(pending[0], 0, -1) if self._activations(layer)), 0)
-        self.steps.observer.phase("correct", pending[-1] + 1 - base, (len(POINTS) + 1) * self.job.shards)
+        self.session.observer.phase("correct", pending[-1] + 1 - base, (len(POINTS) + 1) * self.job.shards)
         for layer in range(base, pending[-1] + 1):
             if layer in pending:
-                self._solve(layer, base, ranks)
+                yield from self._solve(layer, base, ranks)
                 self._drop_drafts()
             if layer < pending[-1] and self.job.is_boundary(layer + 1):
-                base = self._propagate(layer, base)
+                base = yield from self._propagate(layer, base)
 
-    def _solve(self, layer: int, base: int, ranks: RanksOf) -> None:
+    def _solve(self, layer: int, base: int, ranks: RanksOf) -> TaskStream[None]:
         tasks = [task for task in self.job.tasks if task.layer == layer]
         solved: Solved = {}
-        draft = self._drafted(layer, [task for task in tasks if not task.corrections], {}, ranks, solved)
+        uncorrected = [task for task in tasks if not task.corrections]
+        draft: StagedLayer | None = yield from self._drafted(layer, uncorrected, {}, ranks, solved)
         for step, point in enumerate(POINTS):
             asking = {task: moment for task in tasks for moment in task.corrections if moment.point == point}
             if asking:
                 units = self._units(layer, base, step, draft, moments=tuple(sorted(set(asking.values()))))
                 with self._redone(draft):
-                    sums = self.summing.summed(self.summing.take(units[0].moments, units, store=False))
+                    result = yield from self.reductions.run(units[0].moments, units, store=False)
+                    sums = yield from self.reductions.summed(result)
                 pairs = {task: {moment: sums[moment.key]} for task, moment in asking.items()}
-                draft = self._drafted(layer, list(asking), pairs, ranks, solved) or draft
+                drafted = yield from self._drafted(layer, list(asking), pairs, ranks, solved)
+                draft = drafted or draft
         assert draft is not None, "a claimed layer has groups"
-        self.steps.enter_layer(layer, [solved[task] for task in tasks], draft)
+        self.session.enter_layer(layer, [solved[task] for task in tasks], draft)
 
     def _drafted(
         self,
@@ -87,7 +87,7 @@ class CorrectedWalk:
         pairs: Mapping[Task, Mapping[Moment, Summed]],
         ranks: RanksOf,
         solved: Solved,
-    ) -> StagedLayer | None:
+    ) -> TaskStream[StagedLayer | None]:
         """The layer written with these groups solved, as far as their pairs allow; None for no groups."""
         if not tasks:
             return None
@@ -107,7 +107,8 @@ class CorrectedWalk:
         def write(solutions: Sequence[SolveDone]) -> Write:
             return write_unit(layer, [*others, *by_task(solutions).values()])
 
-        solutions, (record,) = self.steps.do_both(units, lambda solutions: [write(solutions)])
+        solutions: list[SolveDone] = yield units
+        (record,) = yield from self.session.build_on(solutions, units, lambda solutions: [write(solutions)])
         solved.update(by_task(solutions))
         every = (*others, *by_task(solutions).values())
         rounded = {path: scheme for _, done in every for path, scheme in done.rounded.items()}
@@ -116,15 +117,15 @@ class CorrectedWalk:
     def _drop_drafts(self) -> None:
         """What the layer in hand was made of, once it is entered."""
         self.retain_statistics()
-        layers = (staged_layer(self.steps.journal, layer) for layer in range(self.job.num_layers))
-        self.cleaner.retain_staged(tuple(staged for staged in layers if staged))
+        layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
+        self.session.cleaner.retain_staged(tuple(staged for staged in layers if staged))
 
-    def _propagate(self, layer: int, base: int) -> int:
+    def _propagate(self, layer: int, base: int) -> TaskStream[int]:
         """Both models' outputs become the committed inputs of the next layer (returned)."""
-        units = self._units(layer, base, len(POINTS), staged_layer(self.steps.journal, layer), emit=True)
-        activations = tuple(result.activation for result in self.steps.do(units))
-        self.steps.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
-        self.cleaner.retain_activations(activations)
+        units = self._units(layer, base, len(POINTS), staged_layer(self.session.journal, layer), emit=True)
+        activations = tuple(result.activation for result in (yield units))
+        self.session.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
+        self.session.cleaner.retain_activations(activations)
         return layer + 1
 
     def _units(
@@ -139,7 +140,7 @@ class CorrectedWalk:
     ) -> list[Pair]:
         """All shards through both layers, in shard order."""
         activations = self._activations(base)
-        replay = tuple(staged_layer(self.steps.journal, before) for before in range(base, layer))
+        replay = tuple(staged_layer(self.session.journal, before) for before in range(base, layer))
         return [
             Pair(
                 layer,
@@ -158,7 +159,7 @@ class CorrectedWalk:
         ]
 
     def _activations(self, layer: int) -> Sequence[ArrayRecord] | None:
-        entry = self.steps.journal.get(activations_key(layer)) if layer else None
+        entry = self.session.journal.get(activations_key(layer)) if layer else None
         return entry.activations if entry else None
 
     @contextmanager

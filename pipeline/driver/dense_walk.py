@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 from manifests.records import ArrayRecord, StagedRecord
 from pipeline.driver.forward_pass import ForwardPass, dense_entry
-from pipeline.driver.interfaces import Cleaner
 from pipeline.driver.job_spec import Job, RanksOf, staged_layer
 from pipeline.driver.layer_reading import LayerReading
 from pipeline.driver.layer_solving import LayersInHand, Solved
 from pipeline.driver.ledger_keys import dense_key
-from pipeline.driver.reduction import Summing, Taken
-from pipeline.driver.scheduler import Steps, solve_units
+from pipeline.driver.reduction import PassResult, Reductions
+from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.session import Session, solve_units
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import layer_moments, layers_of
 from pipeline.units.sums import Summed
-from pipeline.units.units import Solve
 
 
 def layers_behind(workers: int) -> int:
@@ -40,90 +39,91 @@ class DenseWalk:
     def __init__(
         self,
         job: Job,
-        steps: Steps,
-        cleaner: Cleaner,
-        summing: Summing,
+        session: Session,
         retain_statistics: Callable[[Iterable[ArrayRecord]], None],
     ) -> None:
         """`retain_statistics`: drops all stored moments but those that layers wait for, and those that it is given."""
         self.job = job
-        self.steps = steps
-        self.cleaner = cleaner
-        self.summing = summing
+        self.session = session
+        self.reductions = Reductions(session)
         self.retain_statistics = retain_statistics
-        self.forwards = ForwardPass(job, steps.journal)
-        self.in_hand = LayersInHand(steps, self._enter_layer)
+        self.forwards = ForwardPass(job, session.journal)
+        self.in_hand = LayersInHand(session, self._enter_layer)
         self.base = 0  # the last layer whose inputs are committed
         self.asking: list[int] = []  # layers that the pass must be gone through again for
-        self.given: deque[tuple[int, Taken]] = deque()  # whose sums are on their way from the workers
-        self.summed: list[tuple[int, Taken]] = []  # whose sums are being added, or are
-        self.stored: deque[tuple[int, Taken]] = deque()  # whose sums are on their way to the store
+        self.collecting: deque[tuple[int, PassResult]] = deque()  # layers whose sums leave the workers
+        self.adding: list[tuple[int, PassResult]] = []  # layers whose sums are being added, or are
+        self.storing: deque[tuple[int, PassResult]] = deque()  # layers whose sums are being stored
         self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored, and named by no entry
 
-    def run(self, ranks: RanksOf) -> None:
+    def run(self, ranks: RanksOf) -> TaskStream[None]:
         """Goes on where the journal says it was left."""
-        journal, claimed = self.steps.journal, layers_of(self.job.tasks)
+        journal, claimed = self.session.journal, layers_of(self.job.tasks)
         self.asking = [layer for layer in claimed if not staged_layer(journal, layer) and self._missing(layer)]
         if not self.asking:
             return
         last, asking = self.asking[-1], frozenset(self.asking)
         self.base = self.forwards.last_committed("dense", self.asking[0])
-        self.steps.observer.phase("statistics", last + 1 - self.base, self.job.shards)
-        reading = LayerReading(self.steps, last)
+        self.session.observer.phase("statistics", last + 1 - self.base, self.job.shards)
+        reading = LayerReading(self.session, last)
         for layer in range(self.base, last + 1):
             moments = self._missing(layer) if layer in asking else ()
             store = layer < last and (layer + 1) % self._every() == 0
+            weights = yield from reading.weights(layer)
             units = self.forwards.units(
                 "dense", layer, None, moments, self.base,
-                cosine=True, emit=layer < last, store=store, weights=reading.weights(layer),
+                cosine=True, emit=layer < last, store=store, weights=weights,
             )  # fmt: skip
-            choosing = self.summing.choose(moments, units)
-            self._go_on(layer, ranks)
-            grids = self.summing.chosen(choosing)
-            taken = self.summing.take(moments, units, self.job.keep_statistics, grids)
-            self._pass(layer, taken, moments, store)
-        self._end(ranks)
+            choosing = self.reductions.choose(moments, units)
+            yield from self._advance(layer, ranks)
+            grids = yield choosing
+            result = yield from self.reductions.run(moments, units, self.job.keep_statistics, grids)
+            self._enter_pass(layer, result, moments, store)
+        yield from self._end(ranks)
 
     def _every(self) -> int:
         """Layers between two commits of hidden states. Where moments are not kept, it is the factors of what comes of
         them that are waited for: later commits within so many layers would only take room."""
-        behind = 1 if self.job.keep_statistics else layers_behind(self.steps.pool.size)
+        behind = 1 if self.job.keep_statistics else layers_behind(self.session.pool.size)
         return self.job.every * -(-behind // self.job.every)
 
     def _missing(self, layer: int) -> tuple[Moment, ...]:
         """The moments of a layer that are not entered."""
-        return tuple(moment for moment in layer_moments(self.job.tasks, layer) if moment.key not in self._found(layer))
+        return tuple(
+            moment for moment in layer_moments(self.job.tasks, layer) if moment.key not in self._entered(layer)
+        )
 
-    def _found(self, layer: int) -> Mapping[str, ArrayRecord]:
-        entry = self.steps.journal.get(dense_key(layer))
+    def _entered(self, layer: int) -> Mapping[str, ArrayRecord]:
+        entry = self.session.journal.get(dense_key(layer))
         return entry.statistics if entry else {}
 
     # -- the pass ----------------------------------------------------------------------------------------------------
 
-    def _pass(self, layer: int, taken: Taken, moments: tuple[Moment, ...], store: bool) -> None:
-        """All shards are through a layer."""
+    def _enter_pass(self, layer: int, result: PassResult, moments: tuple[Moment, ...], store: bool) -> None:
+        """Enters the pass of all shards through a layer, without moments that are yet to be stored."""
         if moments:
-            self.given.append((layer, taken))
+            self.collecting.append((layer, result))
         keep = self.job.keep_statistics and bool(moments)
         if keep:
-            self.stored.append((layer, taken))
+            self.storing.append((layer, result))
         elif moments:
-            self.samples[layer] = taken.samples
+            self.samples[layer] = result.samples
         if store or not keep:
-            self.steps.enter(dense_key(layer), dense_entry(taken.done, self._found(layer), inputs=False))
+            self.session.enter(dense_key(layer), dense_entry(result.done, self._entered(layer), inputs=False))
         if store:
             self.base = layer + 1
             self._retain_inputs()
         if not keep:
-            self.steps.observer.layer_done("statistics", layer, {})
+            self.session.observer.layer_done("statistics", layer, {})
 
-    def _enter_stored(self) -> None:
+    def _enter_stored(self) -> TaskStream[None]:
         """Enters the moments of the first layer that are to be kept, when they are stored."""
-        layer, taken = self.stored.popleft()
-        statistics = {**self._found(layer), **self.summing.stored(taken)}
-        self.steps.enter(dense_key(layer), dense_entry(taken.done, statistics, inputs=False))
+        layer, result = self.storing.popleft()
+        moments = yield from self.reductions.stored(result)
+        statistics = {**self._entered(layer), **moments}
+        self.session.enter(dense_key(layer), dense_entry(result.done, statistics, inputs=False))
         self._answer(layer)
-        self.steps.observer.layer_done("statistics", layer, {})
+        self.session.observer.layer_done("statistics", layer, {})
 
     def _answer(self, layer: int) -> None:
         """Nobody needs the pass for this layer any more."""
@@ -136,53 +136,53 @@ class DenseWalk:
         first = min([self.base, *self.asking[:1]])
         needed = range(self.forwards.last_committed("dense", first), self.base + 1)
         kept = [self.forwards.activations("dense", layer) for layer in needed]
-        self.cleaner.retain_activations(tuple(record for records in kept for record in records or ()))
+        self.session.cleaner.retain_activations(tuple(record for records in kept for record in records or ()))
 
     # -- what is made of it ------------------------------------------------------------------------------------------
 
-    def _go_on(self, layer: int, ranks: RanksOf) -> None:
-        """What is due between two layers of the pass, before the shards of this one are waited for."""
-        while len(self.given) > 1:  # a worker has the sums of two layers, no more
-            self._take_given()
+    def _advance(self, layer: int, ranks: RanksOf) -> TaskStream[None]:
+        """Does what is due between two layers of the pass, before the shards of this one are waited for."""
+        while len(self.collecting) > 1:  # a worker has the sums of two layers, no more
+            yield from self._collect_one()
         # Before what leaves a layer is gone on from, all before it is entered; else layers that are written may come
         # between sums and their store.
-        while len(self.stored) > (0 if layer == self.base else 1 + self.steps.pool.size):
-            self._enter_stored()
-        self.in_hand.go_on()
-        if len(self.summed) >= max(1, self.steps.pool.size):
-            self.in_hand.go_on(solving=0, writing=len(self.summed))
-            self._solve(ranks)
+        while len(self.storing) > (0 if layer == self.base else 1 + self.session.pool.size):
+            yield from self._enter_stored()
+        yield from self.in_hand.advance()
+        if len(self.adding) >= max(1, self.session.pool.size):
+            yield from self.in_hand.advance(solving=0, writing=len(self.adding))
+            yield from self._solve(ranks)
 
-    def _end(self, ranks: RanksOf) -> None:
-        while self.given:
-            self._take_given()
-        self._solve(ranks)
-        groups = sum(len(units) for units in self.in_hand.solving) // max(1, len(self.in_hand.solving))
-        self.steps.observer.phase("compress", len(self.in_hand), max(1, groups))
-        self.in_hand.go_on(solving=0, writing=0)
-        while self.stored:
-            self._enter_stored()
+    def _end(self, ranks: RanksOf) -> TaskStream[None]:
+        while self.collecting:
+            yield from self._collect_one()
+        yield from self._solve(ranks)
+        groups = self.in_hand.groups // max(1, len(self.in_hand.solving))
+        self.session.observer.phase("compress", len(self.in_hand), max(1, groups))
+        yield from self.in_hand.advance(solving=0, writing=0)
+        while self.storing:
+            yield from self._enter_stored()
 
-    def _take_given(self) -> None:
-        layer, taken = self.given.popleft()
-        self.summing.given(taken)
-        self.summed.append((layer, taken))
+    def _collect_one(self) -> TaskStream[None]:
+        layer, result = self.collecting.popleft()
+        yield from self.reductions.collected(result)
+        self.adding.append((layer, result))
 
-    def _solve(self, ranks: RanksOf) -> None:
-        """Begins the layers whose sums are there."""
-        self.in_hand.begin([self._solves(layer, taken, ranks) for layer, taken in self.summed])
-        self.summed = []
+    def _solve(self, ranks: RanksOf) -> TaskStream[None]:
+        """Starts to solve the layers whose sums are collected."""
+        layers = []
+        for layer, result in self.adding:
+            summed = yield from self.reductions.summed(result)
+            statistics: dict[str, ArrayRecord | Summed] = {**self._entered(layer), **result.samples, **summed}
+            layers.append(solve_units(self.job.tasks, layer, statistics, ranks))
+        self.adding = []
+        self.in_hand.begin(layers)
 
-    def _solves(self, layer: int, taken: Taken, ranks: RanksOf) -> list[Solve]:
-        known = {**self._found(layer), **taken.samples}
-        statistics: dict[str, ArrayRecord | Summed] = {**known, **self.summing.summed(taken)}
-        return solve_units(self.job.tasks, layer, statistics, ranks)
-
-    def _enter_layer(self, layer: int, solved: Solved, record: StagedRecord) -> None:
-        while self.stored and self.stored[0][0] <= layer:
-            self._enter_stored()
-        self.steps.enter_layer(layer, solved, record)
+    def _enter_layer(self, layer: int, solved: Solved, record: StagedRecord) -> TaskStream[None]:
+        while self.storing and self.storing[0][0] <= layer:
+            yield from self._enter_stored()
+        self.session.enter_layer(layer, solved, record)
         if not self.job.keep_statistics:
             self._answer(layer)
             del self.samples[layer]
-            self.retain_statistics([record for found in self.samples.values() for record in found.values()])
+            self.retain_statistics([record for samples in self.samples.values() for record in samples.values()])

@@ -24,7 +24,7 @@ from pipeline.driver.corrected_walk import CorrectedWalk
 from pipeline.driver.curves import take_curves
 from pipeline.driver.dense_walk import DenseWalk
 from pipeline.driver.forward_pass import ForwardPass, dense_entry
-from pipeline.driver.in_flight import UnderWay
+from pipeline.driver.in_flight import LayersInFlight
 from pipeline.driver.interfaces import Cleaner, Journal, Observer, Pool
 from pipeline.driver.job_spec import Job, RanksOf, entered_importance, entered_scores, staged_layer
 from pipeline.driver.layer_reading import LayerReading
@@ -39,8 +39,9 @@ from pipeline.driver.ledger_keys import (
     statistics_key,
 )
 from pipeline.driver.recovery import Repairs, computed_keys
-from pipeline.driver.reduction import Summing, Taken
-from pipeline.driver.scheduler import Steps, solve_units, write_units
+from pipeline.driver.reduction import PassResult, Reductions
+from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.session import Session, solve_units, write_units
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_gradients, layer_moments, layers_of
 from pipeline.units.units import Forward, Measure, Solve, SolveDone
@@ -51,14 +52,13 @@ class Driver:
 
     def __init__(self, job: Job, pool: Pool, journal: Journal, cleaner: Cleaner, observer: Observer) -> None:
         self.job = job
-        self.pool = pool
         self.journal = journal
         self.cleaner = cleaner
         self.observer = observer
         self.repairs = Repairs(journal, computed_keys(job.num_layers), observer)
-        self.steps = Steps(pool, journal, observer, self.repairs)
-        self.summing = Summing(self.steps)
-        self.gradients = GradientPass(job, self.steps, cleaner)
+        self.session = Session(pool, journal, cleaner, observer, self.repairs)
+        self.reductions = Reductions(self.session)
+        self.gradients = GradientPass(job, self.session)
         self.forwards = ForwardPass(job, journal)
 
     def run(self) -> None:
@@ -73,42 +73,42 @@ class Driver:
         """Goes through the phases before ranks are chosen: afterwards all that they follow is in the journal."""
         self._repaired(self._prepare)
 
-    def _repaired(self, phases: Callable[[], None]) -> None:
+    def _repaired(self, phases: Callable[[], TaskStream[None]]) -> None:
         while True:
             try:
-                return phases()
+                return self.session.scheduler.run(phases())
             except (CorruptError, LostInputError) as error:
-                self.steps.cancel()
+                self.session.scheduler.cancel()
                 self.repairs.invalidate(error)
 
-    def _prepare(self, with_moments: bool = True) -> None:
+    def _prepare(self, with_moments: bool = True) -> TaskStream[None]:
         """Without `with_moments`, no moments of the dense model are taken: its layers are solved in that pass."""
         self._retain_statistics()
         with_moments = with_moments and self.job.propagate == "dense"
         has_moments = any(task.moments for task in self.job.tasks)
         if "importance" in self.job.scores or (with_moments and has_moments) or self.gradients.span():
-            self._dense_pass(with_moments)
-        self.gradients.run()
+            yield from self._dense_pass(with_moments)
+        yield from self.gradients.run()
         if self.job.measures:
-            self._measure()
+            yield from self._measure()
         if self.job.predicts:
-            self._predict()
+            yield from self._predict()
 
-    def _run_phases(self) -> None:
+    def _run_phases(self) -> TaskStream[None]:
         in_pass = self.job.solves_in_pass()
-        self._prepare(with_moments=not in_pass)
+        yield from self._prepare(with_moments=not in_pass)
         dense = self.job.propagate == "dense"
         has_moments = any(task.moments for task in self.job.tasks)
         ranks = self.choose_ranks()
         if any(task.corrections for task in self.job.tasks):
             statistics, retain = self._statistics_of, self._retain_statistics
-            CorrectedWalk(self.job, self.steps, self.summing, self.cleaner, statistics, self.told, retain).run(ranks)
+            yield from CorrectedWalk(self.job, self.session, statistics, self.told, retain).run(ranks)
         elif dense or not has_moments:
             if in_pass:
-                DenseWalk(self.job, self.steps, self.cleaner, self.summing, self._retain_statistics).run(ranks)
-            self._solve_all(ranks)
+                yield from DenseWalk(self.job, self.session, self._retain_statistics).run(ranks)
+            yield from self._solve_all(ranks)
         else:
-            CompressedWalk(self.job, self.steps, self.cleaner, self.summing, self._gradient_statistics).run(ranks)
+            yield from CompressedWalk(self.job, self.session, self._gradient_statistics).run(ranks)
         self.cleaner.retain_activations(())
         self._retain_statistics()
 
@@ -128,7 +128,7 @@ class Driver:
 
     # -- the dense pass: importance, and with propagate: dense every statistic --------------------------------------
 
-    def _dense_pass(self, with_moments: bool) -> None:
+    def _dense_pass(self, with_moments: bool) -> TaskStream[None]:
         last = self.job.num_layers - 1
         span = self.gradients.span()  # the layers whose inputs the backward pass will need
         missing = [layer for layer in range(last + 1) if not self._is_measured(layer, with_moments, layer in span)]
@@ -136,18 +136,19 @@ class Driver:
             return
         phase, shards = "statistics" if with_moments else "importance", self.job.dense_shards()
         self.observer.phase(phase, len(missing), len(shards))
-        under_way = UnderWay(self.summing, self.cleaner, partial(self._enter_dense, phase, span))
-        reading = LayerReading(self.steps, last)
+        in_flight = LayersInFlight(self.session, partial(self._enter_dense, phase, span))
+        reading = LayerReading(self.session, last)
         for layer in missing:
             wanted = layer_moments(self.job.tasks, layer) if with_moments else ()
             moments = tuple(moment for moment in wanted if moment.key not in self._dense_found(layer))
             store = self.job.is_boundary(layer + 1) and layer < last
+            weights = yield from reading.weights(layer)
             units = partial(
-                self._dense_units, layer, moments, reading.weights(layer),
+                self._dense_units, layer, moments, weights,
                 emit=layer < last, store=store, keep=layer in span, shards=shards,
             )  # fmt: skip
-            under_way.take(layer, moments, units, stores=store)
-        under_way.finish()
+            yield from in_flight.run(layer, moments, units, stores=store)
+        yield from in_flight.finish()
         self.cleaner.retain_activations(tuple(self.gradients.stored_inputs(span)))
 
     def _dense_units(
@@ -161,12 +162,14 @@ class Driver:
         entry = self.journal.get(dense_key(layer))
         return entry.statistics if entry else {}
 
-    def _enter_dense(self, phase: str, span: range, layer: int, taken: Taken) -> Sequence[ArrayRecord] | None:
-        """The hidden states that are needed from there on, if others than before: what entered the last layer of which
-        they are committed, and what the backward pass will need."""
-        statistics = {**self._dense_found(layer), **self.summing.stored(taken)}
-        entry = dense_entry(taken.done, statistics, inputs=layer in span)
-        self.steps.enter(dense_key(layer), entry)
+    def _enter_dense(
+        self, phase: str, span: range, layer: int, result: PassResult
+    ) -> TaskStream[Sequence[ArrayRecord] | None]:
+        """Enters the dense pass through a layer. Returns the hidden states that are needed from then on, if others than
+        before: the last committed ones, and those that the backward pass will need."""
+        moments = yield from self.reductions.stored(result)
+        entry = dense_entry(result.done, {**self._dense_found(layer), **moments}, inputs=layer in span)
+        self.session.enter(dense_key(layer), entry)
         self.observer.layer_done(phase, layer, {})
         return (*entry.activations, *self.gradients.stored_inputs(span)) if entry.activations else None
 
@@ -183,50 +186,44 @@ class Driver:
         """Of every task, entered once; behind `prepare`."""
         entered = self.journal.get(RANKS)
         if entered is None:
-            scores = entered_scores(self.job, self.steps.entry, entered_importance(self.job, self.steps.entry))
+            scores = entered_scores(self.job, self.session.entry, entered_importance(self.job, self.session.entry))
             importance = {str(layer): value for layer, value in scores.importance.items()}  # as JSON keeps it
             entered = RanksEntry(ranks=self.job.allocate(scores), importance=importance)
-            self.steps.enter(RANKS, entered)
+            self.session.enter(RANKS, entered)
         return entered.ranks
 
-    def _measure(self) -> None:
+    def _measure(self) -> TaskStream[None]:
         """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
         pending = [layer for layer in layers_of(self.job.measures) if self.journal.get(measured_key(layer)) is None]
         if not pending:
             return
         self.observer.phase("measure", len(pending), _groups(self.job.measures, pending))
         while pending:
-            batch, pending = self.steps.batch(pending)
+            batch, pending = self.session.batch(pending)
             units = [Measure(task) for task in self.job.measures if task.layer in batch]
-            for layer, found in self._found(batch, units).items():
-                self.steps.enter(measured_key(layer), MeasuredEntry(measured=found))
+            results = yield units
+            for layer, found in _by_layer(batch, units, results).items():
+                self.session.enter(measured_key(layer), MeasuredEntry(measured=found))
                 self.observer.layer_done("measure", layer, {})
 
-    def _predict(self) -> None:
+    def _predict(self) -> TaskStream[None]:
         """What each size of a group costs the loss, a batch of layers at a time; one entry for each layer."""
         pending = [layer for layer in layers_of(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
         if not pending:
             return
         self.observer.phase("curves", len(pending), _groups(self.job.predicts, pending))
         while pending:
-            batch, pending = self.steps.batch(pending)
+            batch, pending = self.session.batch(pending)
             tasks = {task: self._statistics_of(task) for task in self.job.predicts if task.layer in batch}
-            curves = take_curves(self.steps, tasks)
+            curves = yield from take_curves(self.session, tasks)
             for layer in batch:
                 found = {task.key: curve for task, curve in curves.items() if task.layer == layer}
-                self.steps.enter(curves_key(layer), CurvesEntry(curves=found))
+                self.session.enter(curves_key(layer), CurvesEntry(curves=found))
                 self.observer.layer_done("curves", layer, {})
-
-    def _found(self, layers: list[int], units: Sequence[Measure]) -> dict[int, dict[str, Any]]:
-        """What some units give, by layer and `Task.key`."""
-        results = list(zip(units, self.steps.do(units), strict=True))
-        return {
-            layer: {unit.task.key: found for unit, found in results if unit.task.layer == layer} for layer in layers
-        }
 
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 
-    def _solve_all(self, ranks: RanksOf) -> None:
+    def _solve_all(self, ranks: RanksOf) -> TaskStream[None]:
         """Layer after layer."""
         pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
         if not pending:
@@ -237,13 +234,13 @@ class Driver:
             units = solve_units(self.job.tasks, layer, self.layer_statistics(layer), ranks, self.told)
             return LayerSolves(units, partial(write_units, layer, units), partial(self._enter_solved, layer, units))
 
-        solve_layers(self.steps, pending, solves_of, self._release_statistics)
+        yield from solve_layers(self.session, pending, solves_of, self._release_statistics)
 
     def _enter_solved(
         self, layer: int, solves: Sequence[Solve], solutions: list[SolveDone], records: list[StagedRecord]
     ) -> None:
         (record,) = records
-        self.steps.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
+        self.session.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
 
     def _release_statistics(self, left: Sequence[int]) -> None:
         """Drops those of layers that are done, unless they are kept."""
@@ -253,13 +250,13 @@ class Driver:
 
     def layer_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
         """The moments of a layer that the dense pass and the backward pass have entered, by key."""
-        values = self.steps.entry(dense_key(layer)).statistics if layer_moments(self.job.tasks, layer) else {}
+        values = self.session.entry(dense_key(layer)).statistics if layer_moments(self.job.tasks, layer) else {}
         return {**values, **self._gradient_statistics(layer)}
 
     def _gradient_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
         if not layer_gradients(self.job.tasks, layer):
             return {}
-        return self.steps.entry(gradient_key(layer)).statistics
+        return self.session.entry(gradient_key(layer)).statistics
 
     def told(self, task: Task) -> str:
         """What the task's curve told besides; nothing where it has none."""
@@ -270,6 +267,12 @@ class Driver:
     def _statistics_of(self, task: Task) -> dict[Moment, ArrayRecord]:
         entered = self.layer_statistics(task.layer)
         return {moment: entered[moment.key] for moment in task.moments}
+
+
+def _by_layer(layers: list[int], units: Sequence[Measure], results: Sequence[Any]) -> dict[int, dict[str, Any]]:
+    """The results of some units, by layer and `Task.key`."""
+    pairs = list(zip(units, results, strict=True))
+    return {layer: {unit.task.key: result for unit, result in pairs if unit.task.layer == layer} for layer in layers}
 
 
 def _groups(tasks: Sequence[Task], layers: Collection[int]) -> int:

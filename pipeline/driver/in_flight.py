@@ -1,7 +1,7 @@
-"""Layers that shards have passed, and whose sums are on their way to the store while the next are passed.
+"""Layers whose sums are still being reduced while the next layers are passed.
 
-What a layer's units commit is entered before the next are begun from it, and what these were begun from before is
-dropped when nothing reads it any more.
+A layer is entered before the next one is begun from what it commits. Hidden states that nothing reads any more are
+dropped then.
 """
 
 from __future__ import annotations
@@ -10,56 +10,55 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from manifests.records import ArrayRecord
-from pipeline.driver.interfaces import Cleaner
-from pipeline.driver.reduction import Summing, Taken
+from pipeline.driver.reduction import PassResult, Reductions
+from pipeline.driver.scheduler import TaskStream
+from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.units.units import Summable
 
 AHEAD = 3  # for every so many workers, the sums of one more layer may be on their way to the store
 
 
-class UnderWay:
-    """Enters layers in the order in which they are taken, when their sums are stored."""
+class LayersInFlight:
+    """Enters layers in the order in which they are passed, when their sums are stored."""
 
     def __init__(
-        self, summing: Summing, cleaner: Cleaner, enter: Callable[[int, Taken], Sequence[ArrayRecord] | None]
+        self, session: Session, enter: Callable[[int, PassResult], TaskStream[Sequence[ArrayRecord] | None]]
     ) -> None:
-        """`enter`: is given a layer, and what was taken of it; it gives the stored hidden states that are needed from
-        there on, None: as many as before."""
-        self.summing = summing
-        self.cleaner = cleaner
+        """`enter`: enters a layer. Its stream returns the stored hidden states that are needed from then on; None: as
+        before."""
+        self.session = session
+        self.reductions = Reductions(session)
         self.enter = enter
-        self.taken: deque[tuple[int, Taken]] = deque()
-        self.waiting = 0  # layers that need not be entered before the next is taken
+        self.passed: deque[tuple[int, PassResult]] = deque()
+        self.allowed = 0  # layers that need not be entered before the next is passed
 
-    def take(
-        self,
-        layer: int,
-        moments: Sequence[Moment],
-        units: Callable[[], Sequence[Summable]],
-        *,
-        stores: bool,
-    ) -> None:
-        """Does a layer's units of all shards. `stores`: these commit what the next are begun from, and it is entered
-        before anything is made of it. `units`: gives them, from what is entered by then.
+    def run(
+        self, layer: int, moments: Sequence[Moment], units: Callable[[], Sequence[Summable]], *, stores: bool
+    ) -> TaskStream[None]:
+        """Does a layer's units of all shards.
+
+        `units`: makes them from what is entered by then. `stores`: they commit what the next layer is begun from, so
+        that this layer is entered before the next is passed.
         """
-        choosing = self.summing.choose(moments, units())
-        needed = self._enter_all_but(self.waiting)
-        grids = self.summing.chosen(choosing)
+        choosing = self.reductions.choose(moments, units())
+        needed = yield from self._enter_all_but(self.allowed)
+        grids = yield choosing
         if needed is not None:
-            self.cleaner.retain_activations(tuple(needed))
-        if len(self.taken) > 1:  # a worker has the sums of two layers, no more
-            self.summing.given(self.taken[-2][1])
-        self.taken.append((layer, self.summing.take(moments, units(), grids=grids)))
-        self.waiting = 1 + self.summing.steps.pool.size // AHEAD if moments and not stores else 0
+            self.session.cleaner.retain_activations(tuple(needed))
+        if len(self.passed) > 1:  # a worker has the sums of two layers, no more
+            yield from self.reductions.collected(self.passed[-2][1])
+        result = yield from self.reductions.run(moments, units(), grids=grids)
+        self.passed.append((layer, result))
+        self.allowed = 1 + self.session.pool.size // AHEAD if moments and not stores else 0
 
-    def finish(self) -> None:
-        """Enters what is left."""
-        self._enter_all_but(0)
+    def finish(self) -> TaskStream[None]:
+        """Enters the remaining layers."""
+        yield from self._enter_all_but(0)
 
-    def _enter_all_but(self, count: int) -> Sequence[ArrayRecord] | None:
+    def _enter_all_but(self, count: int) -> TaskStream[Sequence[ArrayRecord] | None]:
         needed: Sequence[ArrayRecord] | None = None
-        while len(self.taken) > count:
-            found = self.enter(*self.taken.popleft())
-            needed = needed if found is None else found
+        while len(self.passed) > count:
+            records = yield from self.enter(*self.passed.popleft())
+            needed = needed if records is None else records
         return needed

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import inf
 from typing import Any, NamedTuple
 
 from manifests.records import StagedRecord
-from pipeline.driver.scheduler import Steps, write_unit
+from pipeline.driver.scheduler import Task, TaskStream, batch, gather
+from pipeline.driver.session import Session, write_unit
 from pipeline.units.units import Solve, SolveDone, SolveSizes, Write
 
 
 class LayerSolves(NamedTuple):
-    """What a layer takes.
+    """The work on a layer.
 
     Attributes:
         units: solve its groups.
@@ -29,36 +30,43 @@ class LayerSolves(NamedTuple):
 
 
 def solve_layers(
-    steps: Steps,
+    session: Session,
     layers: Sequence[int],
     solves_of: Callable[[int], LayerSolves],
     entered: Callable[[Sequence[int]], None],
-) -> None:
+) -> TaskStream[None]:
     """Solves, writes and enters layers in their order, one more than there are workers at a time.
 
-    `entered`: told of the layers that are left, whenever one is entered.
+    `entered`: is called with the layers that are left, whenever one is entered.
     """
-    pending, solving, writing = deque(layers), deque[tuple[int, LayerSolves]](), deque[_Written]()
+    pending, solving, writing = deque(layers), deque[_Solving](), deque[_Writing]()
     while pending or solving or writing:
-        while pending and len(solving) <= steps.pool.size:
+        while pending and len(solving) <= session.pool.size:
             layer = pending.popleft()
-            solving.append((layer, solves_of(layer)))
-            steps.begin(solving[-1][1].units)
+            solves = solves_of(layer)
+            solving.append(_Solving(layer, solves, session.scheduler.spawn(batch(solves.units))))
         if solving:
-            layer, solves = solving.popleft()
-            writing.append(_Written(layer, solves, steps.results(solves.units)))
-            steps.begin(solves.writes(writing[-1].solutions))
-        while writing and (not solving or len(writing) > steps.pool.size):
-            layer, solves, solutions = writing.popleft()
-            records = steps.build_on(solutions, solves.units, solves.writes, begun=True)
-            solves.enter(solutions, records)
-            entered([*pending, *(layer for layer, _ in solving), *(written.layer for written in writing)])
+            layer, solves, task = solving.popleft()
+            solutions = yield task
+            written = session.scheduler.spawn(session.build_on(solutions, solves.units, solves.writes))
+            writing.append(_Writing(layer, solves, solutions, written))
+        while writing and (not solving or len(writing) > session.pool.size):
+            layer, solves, solutions, written = writing.popleft()
+            solves.enter(solutions, (yield written))
+            entered([*pending, *(left.layer for left in solving), *(left.layer for left in writing)])
 
 
-class _Written(NamedTuple):
+class _Solving(NamedTuple):
+    layer: int
+    solves: LayerSolves
+    task: Task[list[Any]]
+
+
+class _Writing(NamedTuple):
     layer: int
     solves: LayerSolves
     solutions: list[Any]
+    task: Task[list[Any]]
 
 
 Solved = list[tuple[Solve, SolveDone]]  # a layer's groups
@@ -67,50 +75,61 @@ Solved = list[tuple[Solve, SolveDone]]  # a layer's groups
 class LayersInHand:
     """Layers that are solved and written while something else goes on, one after another.
 
-    What a layer is solved from is let go of when it is solved: factors that are lost before they are written are not
-    made again here. That is raised (LostInputError).
+    The statistics of a layer are dropped when it is solved: factors that are lost before they are written raise
+    LostInputError, as they cannot be made again here.
     """
 
-    def __init__(self, steps: Steps, enter: Callable[[int, Solved, StagedRecord], None]) -> None:
-        """`enter`: takes a layer that is written."""
-        self.steps = steps
+    def __init__(self, session: Session, enter: Callable[[int, Solved, StagedRecord], TaskStream[None]]) -> None:
+        """`enter`: enters a layer that is written."""
+        self.session = session
         self.enter = enter
-        self.solving: deque[list[Solve]] = deque()
-        self.writing: deque[tuple[Solved, Write]] = deque()
+        self.solving: deque[list[tuple[Solve, Task[list[Any]]]]] = deque()
+        self.writing: deque[tuple[Solved, Write, Task[list[Any]]]] = deque()
 
     def __len__(self) -> int:
         return len(self.solving) + len(self.writing)
 
-    def begin(self, layers: Sequence[list[Solve]]) -> None:
-        """Begins some layers, the first groups of all of them before their second ones: what is given out at a time is
-        of one length, so that no worker waits for another."""
-        self.solving.extend(layers)
-        groups = zip_longest(*layers)
-        self.steps.begin([unit for alike in groups for unit in alike if unit is not None])
+    @property
+    def groups(self) -> int:
+        """The groups of the layers that are being solved."""
+        return sum(len(units) for units in self.solving)
 
-    def go_on(self, solving: float = inf, writing: float = inf) -> None:
-        """Writes what is solved and enters what is written. Waits until no more layers than `solving` are being solved,
-        and then no more than `writing` written."""
+    def begin(self, layers: Sequence[list[Solve]]) -> None:
+        """Starts to solve some layers, the first groups of all of them before their second ones: units that are given
+        out at a time take about equally long, so that no worker waits for another."""
+        alike = (unit for units in zip_longest(*layers) for unit in units if unit is not None)
+        tasks = {unit.key: self.session.scheduler.spawn(batch([unit])) for unit in alike}
+        self.solving.extend([(unit, tasks[unit.key]) for unit in units] for units in layers)
+
+    def advance(self, solving: float = inf, writing: float = inf) -> TaskStream[None]:
+        """Writes solved layers and enters written ones. Waits until at most `solving` layers are being solved, and then
+        until at most `writing` are being written."""
         while True:
-            if self.solving and self.steps.there(self.solving[0]):
-                self._write()
-            elif self.writing and self.steps.there([self.writing[0][1]]):
-                self._enter()
+            if self.solving and all(task.done for _, task in self.solving[0]):
+                yield from self._write()
+            elif self.writing and self.writing[0][2].done:
+                yield from self._enter()
             elif len(self.solving) > solving:
-                self._write()
+                yield from self._write()
             elif len(self.writing) > writing:
-                self._enter()
+                yield from self._enter()
             else:
                 return
 
-    def _write(self) -> None:
-        units = self.solving.popleft()
-        solutions: list[SolveDone] = self.steps.results(units)
-        solved = [(replace(unit, statistics={}), done) for unit, done in zip(units, solutions, strict=True)]
-        self.writing.append((solved, write_unit(units[0].task.layer, solved)))
-        self.steps.begin([self.writing[-1][1]])
+    def _write(self) -> TaskStream[None]:
+        units, tasks = zip(*self.solving.popleft(), strict=True)
+        solutions = yield from gather(tasks)
+        solved = list(_solved(units, solutions))
+        write = write_unit(units[0].task.layer, solved)
+        self.writing.append((solved, write, self.session.scheduler.spawn(batch([write]))))
 
-    def _enter(self) -> None:
-        solved, write = self.writing.popleft()
-        (record,) = self.steps.results([write])
-        self.enter(write.layer, solved, record)
+    def _enter(self) -> TaskStream[None]:
+        solved, write, task = self.writing.popleft()
+        (record,) = yield task
+        yield from self.enter(write.layer, solved, record)
+
+
+def _solved(units: Sequence[Solve], solutions: Sequence[list[SolveDone]]) -> Iterator[tuple[Solve, SolveDone]]:
+    """The groups of a layer without the statistics that they were solved from."""
+    for unit, (solution,) in zip(units, solutions, strict=True):
+        yield replace(unit, statistics={}), solution

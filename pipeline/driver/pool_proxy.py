@@ -23,7 +23,7 @@ class BusyPool(Pool, Protocol):
         ...
 
 
-class PoolAround:
+class PoolProxy:
     """A `BusyPool` by another: everything is as the `whole` one has it, but for what a subclass does otherwise."""
 
     def __init__(self, whole: BusyPool) -> None:

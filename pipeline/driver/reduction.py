@@ -1,28 +1,27 @@
-"""A pass of all shards through a layer, and the sums that come of it, whoever did which shard.
+"""Reduces the moments of a layer: from the sums of single workers to one committed record of each moment.
 
-Every worker keeps one sum of each moment, and knows the shards in it. When all shards are through, these are
-collected, held against their grids, added, and stored, all of it while something else is computed. They are
-exact (docs/methods.md#sums-without-an-order): what matters is that every shard is in one of them, once. The shards of
-a worker that is gone are done again; so is a moment that exceeds its grid, with a wider one.
+Every worker keeps one sum of each moment, and the list of the shards in it. When all shards are through the layer, the
+sums are collected, checked against their grids, added, and stored, while something else is computed. The sums are exact
+(docs/methods.md#sums-without-an-order): only that every shard is in one of them, once, matters. The shards of a worker
+that is gone are done again; so are all shards for a moment that exceeds its grid, with a wider one.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manifests.errors import LostInputError
 from manifests.records import ArrayRecord
-from pipeline.driver.scheduler import Steps
+from pipeline.driver.scheduler import UNTIL_WANTED, Reached, Task, TaskStream, batch
+from pipeline.driver.session import Session
 from pipeline.methods.method import Moment
 from pipeline.units.sums import (
     SUMMED,
     Add,
-    AddDone,
     CheckGrids,
-    CheckGridsDone,
     ChooseGrids,
     ChooseGridsDone,
     Collect,
@@ -33,12 +32,14 @@ from pipeline.units.sums import (
 )
 from pipeline.units.units import ShardDone, Summable
 
+COLLECTED, ADDED = "collected", "added"  # stages of a reduction
+Grids = Mapping[Moment, Any]  # handles
 Parts = Mapping[Moment, tuple[Any, ...]]  # handles
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a worker gave away, in at most `cut` parts for each moment; `key` names the unit that has it."""
+    """The sums that one worker gave away, in at most `cut` parts for each moment; `key` is that of its `Collect`."""
 
     key: str
     done: CollectDone
@@ -46,309 +47,270 @@ class _Part:
 
     @property
     def worker(self) -> str:
-        """Who had it."""
+        """The name of the worker."""
         return self.key.rpartition("/")[2]
 
     def without_diagonals(self) -> _Part:
-        """When they have been looked at."""
+        """Drops what only the check of the grids needs."""
         return replace(self, done=replace(self.done, diagonals={}))
 
 
 @dataclass
-class _Sum:
-    """Moments of some units, which share their grids.
+class _Group:
+    """Moments of some units that share their grids.
 
-    `collects` come first, and a `check` of what all workers gave; then `adds`, where several workers have a part, which
-    nobody holds any more afterwards; then `totals`.
+    Attributes:
+        parts: what the workers gave away; empty once it is added.
+        added: keys of the `Add` units that are done.
+        summed: the moments over all shards.
     """
 
     units: Sequence[Summable]
-    grids: Mapping[Moment, Any]
+    grids: Grids
     parts: list[_Part]
-    store: bool = True
-    collects: list[Collect] = field(default_factory=list)
-    check: list[CheckGrids] = field(default_factory=list)  # one, when all shards are in the parts
-    adds: list[Add] = field(default_factory=list)
-    added: frozenset[str] = frozenset()  # keys of those that are done
+    added: frozenset[str] = frozenset()
     summed: dict[Moment, Summed] = field(default_factory=dict)
-    totals: list[Total] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a pass of all shards gave.
+class PassResult:
+    """The results of a pass of all shards through a layer.
 
     Attributes:
-        done: the results of the units, without samples of values, so that nobody holds those while the next are made.
-        sums: what is on its way to the store (`Summing.summed`, `Summing.stored`).
+        done: the results of the units, without samples of values, so that these are not held during the next pass.
         samples: key -> record of stored samples.
+        reduction: adds and stores the moments; its outcome are their records, by key. None: there are no moments.
+        groups: of the reduction, filled in when it reaches `COLLECTED`.
     """
 
     done: list[ShardDone]
-    sums: list[_Sum]
     samples: Mapping[str, ArrayRecord]
+    reduction: Task[dict[str, ArrayRecord]] | None = None
+    groups: list[_Group] = field(default_factory=list)
 
 
-class Summing:
-    """Does the units of all shards through a layer and adds their moments."""
+class Reductions:
+    """Does the units of all shards through a layer, and reduces their moments."""
 
-    def __init__(self, steps: Steps) -> None:
-        self.steps = steps
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
-    def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> list[ChooseGrids]:
-        """What chooses the grids of the sums of these units, if there will be any, is begun."""
+    def choose(self, moments: Sequence[Moment], units: Sequence[Summable]) -> Task[Grids]:
+        """Starts to choose the grids of the sums of these units; there are none if nothing is summed."""
         values = tuple(moment for moment in moments if moment.kind in SUMMED)
         choosing = [ChooseGrids(replace(units[0], moments=values))] if values else []
-        self.steps.begin(choosing)
-        return choosing
+        return self.session.scheduler.spawn(_chosen(choosing))
 
-    def chosen(self, choosing: Sequence[ChooseGrids]) -> Mapping[Moment, Any]:
-        """The grids, when they are chosen."""
-        found: list[ChooseGridsDone] = self.steps.results(choosing)
-        return {moment: grid for done in found for moment, grid in done.grids.items()}
-
-    def take(
-        self,
-        moments: Sequence[Moment],
-        units: Sequence[Summable],
-        store: bool = True,
-        grids: Mapping[Moment, Any] | None = None,
-    ) -> Taken:
-        """Does the units of all shards. What they have summed is being given away, to be added and stored, when this
-        returns: `given` waits for the first of these. `grids`: where they are chosen already."""
+    def run(
+        self, moments: Sequence[Moment], units: Sequence[Summable], store: bool = True, grids: Grids | None = None
+    ) -> TaskStream[PassResult]:
+        """Does the units of all shards, and starts to reduce what they summed. `grids`: already chosen ones."""
         samples = tuple(moment for moment in moments if moment.kind == "sample")
-        grids = self.chosen(self.choose(moments, units)) if grids is None else grids
+        grids = (yield self.choose(moments, units)) if grids is None else grids
         if not grids:
-            done = self.steps.do(units)
-            return Taken(_stripped(done), [], self._samples(samples, units, done))
-        passed = self._new_pass(grids)
-        units = [replace(unit, sums=passed) for unit in units]
-        done = self.steps.do(units)
-        alone = [unit.for_sums_alone(tuple(grids), passed) for unit in units]  # what may have to be done again
-        made = _Sum(alone, grids, [], store)
-        self._collect(made, done)
-        # Whoever does a shard again for its samples need not, and must not, add it again.
+            done: list[ShardDone] = yield units
+            return PassResult(_stripped(done), (yield from self._samples(samples, units, done)))
+        sums = _new_sums(grids)
+        units = [replace(unit, sums=sums) for unit in units]
+        done = yield units
+        alone = [unit.for_sums_alone(tuple(grids), sums) for unit in units]  # what may have to be done again
+        groups: list[_Group] = []
+        reduction = self.session.scheduler.spawn(self._reduce(alone, _workers(done), grids, store, groups))
+        # A shard that is done again for its samples must not be added again.
         again = [replace(unit, moments=samples, sums=None) for unit in units]
-        return Taken(_stripped(done), [made], self._samples(samples, again, done))
+        records = yield from self._samples(samples, again, done)
+        return PassResult(_stripped(done), records, reduction, groups)
 
-    def given(self, taken: Taken) -> None:
-        """Waits until nothing of it is with the workers any more, and within its grids."""
-        taken.sums[:] = [found for made in taken.sums for found in self._given(made)]
+    def collected(self, result: PassResult) -> TaskStream[None]:
+        """Waits until the workers hold nothing of a pass any more, and its sums are within their grids."""
+        if result.reduction:
+            yield result.reduction.stage(COLLECTED)
 
-    def summed(self, taken: Taken) -> dict[str, Summed]:
-        """The moments over all shards, by key, as they are before they are stored."""
-        found: dict[str, Summed] = {}
-        self.given(taken)
-        for made in taken.sums:
-            self._until(made, self._added)
-            found |= {moment.key: summed for moment, summed in made.summed.items()}
-        return found
+    def summed(self, result: PassResult) -> TaskStream[dict[str, Summed]]:
+        """Waits for the moments over all shards, by key, before they are stored."""
+        if result.reduction:
+            yield result.reduction.stage(ADDED)
+        return {moment.key: summed for group in result.groups for moment, summed in group.summed.items()}
 
-    def stored(self, taken: Taken) -> dict[str, ArrayRecord]:
-        """The moments over all shards: key -> record of what is stored. What is lost on the way is summed again."""
-        records = dict(taken.samples)
-        self.given(taken)
-        for made in taken.sums:
-            found: list[ArrayRecord] = self._until(made, self._written)
-            records |= {total.moment.key: record for total, record in zip(made.totals, found, strict=True)}
+    def stored(self, result: PassResult) -> TaskStream[dict[str, ArrayRecord]]:
+        """Waits for the records of the stored moments over all shards, by key. Losses on the way are made up for."""
+        moments = (yield result.reduction) if result.reduction else {}
+        return {**result.samples, **moments}
+
+    # -- one reduction, from the sums of workers to records ----------------------------------------------------------
+
+    def _reduce(
+        self, units: Sequence[Summable], workers: Sequence[str], grids: Grids, store: bool, groups: list[_Group]
+    ) -> TaskStream[dict[str, ArrayRecord]]:
+        """Collects, checks, adds and stores. Work that is lost is done again once somebody waits for the reduction."""
+        cut = max(1, self.session.pool.size)
+        parts = yield from self._collected_once(units, workers, cut)
+        if missing := _missing(units, parts):
+            yield UNTIL_WANTED
+            parts += yield from self._done_again(missing, grids, parts[0].cut if parts else None)
+        groups += yield from self._within_grids(units, grids, parts)
+        del parts
+        yield Reached(COLLECTED)
+        finishing = [self.session.scheduler.spawn(self._finish(group, store)) for group in groups]
+        for task in finishing:
+            yield task.stage(ADDED)
+        yield Reached(ADDED)
+        records: dict[str, ArrayRecord] = {}
+        for task in finishing:
+            records |= yield task
         return records
 
-    def _collect(self, made: _Sum, done: Sequence[ShardDone]) -> None:
-        """Has the workers give away what they summed, which is checked and added if nothing of it is amiss."""
-        cut = max(1, self.steps.pool.size)
-        made.collects = _collects(made.units, done, cut)
-
-        def check(found: Sequence[CollectDone | None]) -> None:
-            made.parts = _parts(made.collects, found, cut)
-            self.steps.let_go(made.collects)
-            if not _missing(made.units, made.parts):
-                check = _check(made.units, made.grids, made.parts)
-                made.check = [replace(check, diagonals={})]  # asked for by its key; nobody holds the rest
-                self.steps.begin([check], add)
-
-        def add(checked: Sequence[CheckGridsDone]) -> None:
-            if not checked[0].wider:
-                made.parts = [part.without_diagonals() for part in made.parts]
-                self._begin(made)
-
-        self.steps.begin(made.collects, check)
-
-    def _given(self, made: _Sum) -> list[_Sum]:
-        """These sums, when they are being added; what went with a worker or exceeds its grid is summed again first."""
-        if not made.collects:
-            return [made]
-        self.steps.results(made.collects)
-        check, parts = made.check, made.parts
-        made.collects, made.check = [], []
+    def _within_grids(self, units: Sequence[Summable], grids: Grids, parts: list[_Part]) -> TaskStream[list[_Group]]:
+        """Checks sums against their grids. Moments that exceed theirs are summed again, alone, with wider ones."""
         try:
-            checked: list[CheckGridsDone] = self.steps.results(check)
-            if checked and not checked[0].wider:
-                return [made]
+            (checked,) = yield [_check(units, grids, parts)]
         except LostInputError as error:
-            self.steps.settle(check)
-            parts = self._made_again(made.units, made.grids, parts, error)
-        if missing := _missing(made.units, parts):
-            again = self._for_sums_alone(missing, made.grids)
-            parts = parts + self._collected(again, self.steps.do(again), parts[0].cut if parts else None)
-        sums = self._within_grids(made.units, parts)
-        for found in sums:
-            found.store = made.store
-            self._begin(found)
-        return sums
+            yield UNTIL_WANTED
+            parts = yield from self._replaced(units, grids, parts, error)
+            groups: list[_Group] = yield from self._within_grids(units, grids, parts)
+            return groups
+        wider: Grids = checked.wider
+        kept = {moment: grid for moment, grid in grids.items() if moment not in wider}
+        groups = [_Group(units, kept, [part.without_diagonals() for part in parts])] if kept else []
+        if wider:
+            yield UNTIL_WANTED
+            again = _for_sums_alone(units, wider)
+            done = yield again
+            groups += yield from self._within_grids(again, wider, (yield from self._collected(again, _workers(done))))
+        return groups
 
-    def _until(self, made: _Sum, reached: Callable[[_Sum], Any]) -> Any:
+    def _finish(self, group: _Group, store: bool) -> TaskStream[dict[str, ArrayRecord]]:
+        """Adds and stores the moments of a group."""
+        first = group.units[0]
         while True:
             try:
-                return reached(made)
+                yield from self._add(group)
+                yield Reached(ADDED)
+                totals = [Total(first.lineage, first.layer, *summed) for summed in group.summed.items() if store]
+                records = yield totals
+                return {total.moment.key: record for total, record in zip(totals, records, strict=True)}
             except LostInputError as error:
-                self.steps.settle([*made.adds, *made.totals])
-                made.added, made.adds, made.totals = made.added | {add.key for add in made.adds}, [], []
-                lost = not made.added.isdisjoint(error.producers)
-                made.parts = self._made_again(made.units, made.grids, made.parts, error, lost)
-                self._begin(made)
+                yield UNTIL_WANTED
+                lost = not group.added.isdisjoint(error.producers)
+                group.parts = yield from self._replaced(group.units, group.grids, group.parts, error, lost)
 
-    def _added(self, made: _Sum) -> None:
-        while made.adds:
-            adds = list(made.adds)
-            self.steps.results(adds)
-            made.added |= {add.key for add in adds}
-            made.adds, made.parts = made.adds[len(adds) :], []
-
-    def _written(self, made: _Sum) -> list[Any]:
-        self._added(made)
-        return self.steps.results(made.totals)
-
-    def _begin(self, made: _Sum) -> None:
-        """Adds what several workers have summed, on each node first; nobody waits for it yet."""
-        made.summed, nodes = {}, dict[str, list[_Part]]()
-        for part in made.parts:
+    def _add(self, group: _Group) -> TaskStream[None]:
+        """Adds the sums of all workers, on each node first."""
+        nodes: dict[str, list[_Part]] = {}
+        for part in group.parts:
             nodes.setdefault(part.done.node, []).append(part)
-        if len(nodes) == 1:
-            return self._add(made, {"": made.parts}, lambda added: self._store(made, added[""]))
-
-        def across(added: Mapping[str, Parts]) -> None:
-            given = [_Part("", CollectDone(partials, {}, ()), 0) for partials in added.values()]
-            self._add(made, {"": given}, lambda all_added: self._store(made, all_added[""]))
-
-        self._add(made, nodes, across)
-
-    def _add(self, made: _Sum, groups: Mapping[str, list[_Part]], then: Callable[[Mapping[str, Parts]], None]) -> None:
-        """Adds the sums of each group, part by part; what only one worker has is as it is."""
-        lineage, layer = made.units[0].lineage, made.units[0].layer
-        adds = [
-            Add(lineage, layer, moment, number, same, node, tuple(part.worker for part in given if node))
-            for node, given in groups.items()
-            for moment in made.grids
-            if len(given) > 1
-            for number, same in enumerate(zip(*(part.done.partials[moment] for part in given), strict=True))
-        ]
-        known = {node: given[0].done.partials for node, given in groups.items() if len(given) == 1}
-
-        def added(done: Sequence[AddDone]) -> None:
-            found: dict[str, dict[Moment, tuple[Any, ...]]] = {
-                node: dict.fromkeys(made.grids, ()) for node in groups if node not in known
-            }
-            for add, each in zip(adds, done, strict=True):
-                found[add.node][add.moment] += (each.part,)
-            then({**known, **found})
-
-        made.adds += adds
-        if adds:
-            self.steps.begin(adds, added)
+        if len(nodes) > 1:
+            added = yield from self._add_each(group, nodes)
+            parts = [_Part("", CollectDone(partials, {}, ()), 0) for partials in added.values()]
         else:
-            added(())
+            parts = group.parts
+        whole = yield from self._add_each(group, {"": parts})
+        group.parts = []
+        group.summed = {moment: Summed(grid, whole[""][moment]) for moment, grid in group.grids.items()}
 
-    def _store(self, made: _Sum, parts: Parts) -> None:
-        """Begins to store the sums, if they are to be, which nobody waits for yet either."""
-        made.summed = {moment: Summed(grid, parts[moment]) for moment, grid in made.grids.items()}
-        first = made.units[0]
-        if made.store:
-            made.totals = [Total(first.lineage, first.layer, moment, summed) for moment, summed in made.summed.items()]
-            self.steps.begin(made.totals)
+    def _add_each(self, group: _Group, nodes: Mapping[str, list[_Part]]) -> TaskStream[dict[str, Parts]]:
+        """Adds the sums of each node, part by part; the only one of a node is as it is."""
+        lineage, layer = group.units[0].lineage, group.units[0].layer
+        adds = [
+            Add(lineage, layer, moment, number, same, node, tuple(part.worker for part in parts if node))
+            for node, parts in nodes.items()
+            for moment in group.grids
+            if len(parts) > 1
+            for number, same in enumerate(zip(*(part.done.partials[moment] for part in parts), strict=True))
+        ]
+        sums: dict[str, dict[Moment, tuple[Any, ...]]] = {node: dict.fromkeys(group.grids, ()) for node in nodes}
+        for add, done in zip(adds, (yield adds), strict=True):
+            sums[add.node][add.moment] += (done.part,)
+        group.added |= {add.key for add in adds}
+        return {node: parts[0].done.partials if len(parts) == 1 else sums[node] for node, parts in nodes.items()}
 
-    def _samples(
-        self, samples: tuple[Moment, ...], units: Sequence[Summable], done: list[ShardDone]
-    ) -> dict[str, ArrayRecord]:
-        return self.steps.reduced(units[0].lineage, units[0].layer, samples, units, done) if samples else {}
+    # -- what is lost ------------------------------------------------------------------------------------------------
 
-    def _new_pass(self, grids: Mapping[Moment, Any]) -> Sums:
-        # As no other driver of these workers calls one: they may still have a pass that was given up.
-        return Sums(f"pass-{uuid.uuid4().hex}", grids)
+    def _replaced(
+        self, units: Sequence[Summable], grids: Grids, parts: list[_Part], error: LostInputError, known: bool = False
+    ) -> TaskStream[list[_Part]]:
+        """The parts, with lost ones summed again. `known`: something else that was lost is made again, too.
 
-    def _within_grids(self, units: Sequence[Summable], parts: list[_Part]) -> list[_Sum]:
-        """The sums of these units; those that exceed their grids are taken again, alone, with wider ones."""
-        assert units[0].sums is not None
-        grids = units[0].sums.grids
-        try:
-            checked: CheckGridsDone = self.steps.do([_check(units, grids, parts)])[0]
-        except LostInputError as error:
-            return self._within_grids(units, self._made_again(units, grids, parts, error))
-        wider, parts = checked.wider, [part.without_diagonals() for part in parts]
-        kept = {moment: grid for moment, grid in grids.items() if moment not in wider}
-        found = [_Sum(units, kept, parts)] if kept else []
-        if wider:
-            again = self._for_sums_alone(units, wider)
-            found += self._within_grids(again, self._collected(again, self.steps.do(again)))
-        return found
-
-    def _made_again(
-        self,
-        units: Sequence[Summable],
-        grids: Mapping[Moment, Any],
-        parts: list[_Part],
-        error: LostInputError,
-        known: bool = False,
-    ) -> list[_Part]:
-        """The parts, with those that are lost summed again. `known`: that something else is made again, too."""
+        Raises the error when it names none of them.
+        """
         left = [part for part in parts if part.key not in error.producers]
         if len(left) == len(parts) and not known:
             raise error
-        self.steps.repairs.invalidate(error)
-        if not (missing := _missing(units, left)):
-            return left
-        again = self._for_sums_alone(missing, grids)
-        return left + self._collected(again, self.steps.do(again), left[0].cut if left else None)
+        self.session.repairs.invalidate(error)
+        if missing := _missing(units, left):
+            left += yield from self._done_again(missing, grids, left[0].cut if left else None)
+        return left
 
-    def _collected(self, units: Sequence[Summable], done: Sequence[ShardDone], cut: int | None = None) -> list[_Part]:
-        """What the workers have summed of these units; those of workers that are gone meanwhile are done again."""
+    def _done_again(self, units: Sequence[Summable], grids: Grids, cut: int | None) -> TaskStream[list[_Part]]:
+        """Does some shards again for their sums alone, and collects these."""
+        again = _for_sums_alone(units, grids)
+        done = yield again
+        parts: list[_Part] = yield from self._collected(again, _workers(done), cut)
+        return parts
+
+    def _collected(
+        self, units: Sequence[Summable], workers: Sequence[str], cut: int | None = None
+    ) -> TaskStream[list[_Part]]:
+        """Collects the sums of these units. The shards of workers that are gone by then are done again."""
+        cut = max(1, self.session.pool.size) if cut is None else cut
         assert units[0].sums is not None
         grids, parts = units[0].sums.grids, list[_Part]()
-        cut = max(1, self.steps.pool.size) if cut is None else cut
         while True:
-            collects = _collects(units, done, cut)
-            parts += _parts(collects, self.steps.do(collects), cut)
-            if not (units := _missing(units, parts)):
+            parts += yield from self._collected_once(units, workers, cut)
+            if not (missing := _missing(units, parts)):
                 return parts
-            units = self._for_sums_alone(units, grids)
-            done = self.steps.do(units)
+            units = _for_sums_alone(missing, grids)
+            workers = _workers((yield units))
 
-    def _for_sums_alone(self, units: Sequence[Summable], grids: Mapping[Moment, Any]) -> list[Summable]:
-        """The same shards in a new pass, for these moments and nothing else."""
-        passed = self._new_pass(grids)
-        return [unit.for_sums_alone(tuple(grids), passed) for unit in units]
+    def _collected_once(self, units: Sequence[Summable], workers: Sequence[str], cut: int) -> TaskStream[list[_Part]]:
+        """Collects the sums of those workers that are still there."""
+        first, sums = units[0], units[0].sums
+        assert sums is not None
+        collects = [
+            Collect(first.lineage, first.layer, worker, sums.name, tuple(sums.grids), cut) for worker in workers
+        ]
+        results = zip(collects, (yield collects), strict=True)
+        return [_Part(unit.key, done, cut) for unit, done in results if done is not None and done.shards]
+
+    def _samples(
+        self, samples: tuple[Moment, ...], units: Sequence[Summable], done: list[ShardDone]
+    ) -> TaskStream[dict[str, ArrayRecord]]:
+        if not samples:
+            return {}
+        first = units[0]
+        records = yield from self.session.store_samples(first.lineage, first.layer, samples, units, done)
+        return records
 
 
-def _collects(units: Sequence[Summable], done: Sequence[ShardDone], cut: int) -> list[Collect]:
-    """From everybody who did one of these units."""
-    first, passed = units[0], units[0].sums
-    assert passed is not None
-    workers = dict.fromkeys(result.worker for result in done)
-    return [Collect(first.lineage, first.layer, each, passed.name, tuple(passed.grids), cut) for each in workers]
+def _chosen(choosing: Sequence[ChooseGrids]) -> TaskStream[Grids]:
+    results: list[ChooseGridsDone] = yield from batch(choosing)
+    return {moment: grid for done in results for moment, grid in done.grids.items()}
 
 
-def _parts(collects: Sequence[Collect], found: Sequence[CollectDone | None], cut: int) -> list[_Part]:
-    """What there was to have; nothing from workers that are gone."""
-    given = zip(collects, found, strict=True)
-    return [_Part(unit.key, done, cut) for unit, done in given if done is not None and done.shards]
+def _new_sums(grids: Grids) -> Sums:
+    """Sums of a name of their own: workers may still hold those of a pass that was given up."""
+    return Sums(f"pass-{uuid.uuid4().hex}", grids)
+
+
+def _for_sums_alone(units: Sequence[Summable], grids: Grids) -> list[Summable]:
+    """The same shards in a new pass, for these moments and nothing else."""
+    sums = _new_sums(grids)
+    return [unit.for_sums_alone(tuple(grids), sums) for unit in units]
+
+
+def _workers(done: Sequence[ShardDone]) -> tuple[str, ...]:
+    """The workers that did some shards, each once."""
+    return tuple(dict.fromkeys(result.worker for result in done))
 
 
 def _missing(units: Sequence[Summable], parts: Sequence[_Part]) -> list[Summable]:
-    there = [shard for part in parts for shard in part.done.shards]
-    assert len(there) == len(set(there)), "a shard is added once"
-    return [unit for unit in units if unit.shard not in there]
+    """The units whose shards are in none of the parts."""
+    present = [shard for part in parts for shard in part.done.shards]
+    assert len(present) == len(set(present)), "a shard is added once"
+    return [unit for unit in units if unit.shard not in present]
 
 
-def _check(units: Sequence[Summable], grids: Mapping[Moment, Any], parts: Sequence[_Part]) -> CheckGrids:
+def _check(units: Sequence[Summable], grids: Grids, parts: Sequence[_Part]) -> CheckGrids:
     diagonals = {moment: tuple(part.done.diagonals[moment] for part in parts) for moment in grids}
     return CheckGrids(units[0].lineage, units[0].layer, grids, diagonals)
 

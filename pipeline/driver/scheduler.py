@@ -1,232 +1,229 @@
-"""Does units and enters what came of them: what every phase of the driver is made of."""
+"""Runs task streams: generators that yield units of work and receive their results.
+
+A stream yields what it waits for, and receives:
+
+- a sequence of units: their results, in the same order. The units are submitted together.
+- a `Task`: the return value of that task's stream.
+- a `Stage` of a task: None, once the task has announced it.
+- `Reached(name)`: None, at once. It announces a stage of the stream's own task.
+- `UNTIL_WANTED`: None, once another stream waits for this one, directly or not.
+- `NOTHING_DUE`: None, later. Only background streams do (`pipeline.driver.background_pool`).
+
+CorruptError and LostInputError of a unit, or of a task, are raised in the stream at its `yield`, when the other units
+of the batch are done. Any other error ends the whole run. No I/O, no threads: the scheduler waits for the pool alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar
 
-from manifests.entries import GroupReport, LayerEntry
 from manifests.errors import CorruptError, LostInputError
-from manifests.records import ArrayRecord, E, FormSpec, Key, StagedRecord
-from pipeline.driver.interfaces import Journal, Observer, Pool
-from pipeline.driver.job_spec import RanksOf
-from pipeline.driver.ledger_keys import layer_key
-from pipeline.driver.recovery import Repairs
-from pipeline.methods.method import Moment, Task
-from pipeline.units.sums import Summed
-from pipeline.units.units import Lineage, Reduce, ShardDone, Solve, SolveDone, Unit, Write
+from pipeline.driver.interfaces import Observer, Pool
+from pipeline.units.units import Unit
 
 T = TypeVar("T")
-# Gives units that are due and is sent their results, in their order, until it returns; none are due: not yet.
-Course = Generator[Sequence[Unit], list[Any], T]
 
 
-def follow(course: Course[T], do: Callable[[Sequence[Unit]], list[Any]]) -> T:
-    """What a course returns, whose units `do` does. Raises what either raises."""
-    try:
-        units = next(course)
-        while True:
-            units = course.send(do(units))
-    except StopIteration as end:
-        found: T = end.value
-        return found
+class Pause(Enum):
+    """Reasons for a stream to wait for something other than units."""
+
+    UNTIL_WANTED = "until wanted"
+    NOTHING_DUE = "nothing due"
 
 
-def do_units(pool: Pool, units: Sequence[Unit], observer: Observer) -> list[Any]:
-    """Submits units and waits for all of them. Results in the order of the units."""
-    results: dict[str, Any] = {}
-    for unit in units:
-        pool.submit(unit)
-    while len(results) < len(units):
-        unit, result = pool.wait()
-        results[unit.key] = result
-        observer.unit_done(unit, result)
-    return [results[unit.key] for unit in units]
+UNTIL_WANTED, NOTHING_DUE = Pause.UNTIL_WANTED, Pause.NOTHING_DUE
 
 
-class Steps:
-    """A pool and a journal, and what is lost between two units mended."""
+@dataclass(frozen=True)
+class Reached:
+    """Announces a stage of the stream that yields it."""
 
-    def __init__(self, pool: Pool, journal: Journal, observer: Observer, repairs: Repairs) -> None:
+    name: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A point in the course of a task that another stream waits for; reached at the latest when the task is done."""
+
+    task: Task[Any]
+    name: str
+
+
+Step = Sequence[Unit] | Stage | Reached | Pause  # or a Task, which is generic
+TaskStream = Generator[Any, Any, T]
+Loss = CorruptError | LostInputError
+
+
+class Task(Generic[T]):
+    """A stream that a scheduler runs."""
+
+    def __init__(self, stream: TaskStream[T]) -> None:
+        self.stream = stream
+        self.done = False
+        self.outcome: T | None = None
+        self.error: Loss | None = None
+        self.wanted = False  # whether the main stream waits for it, directly or not
+        self.paused = False
+        self.stages: set[str] = set()
+        self.awaited: Task[Any] | None = None
+        self.waiters: list[tuple[Task[Any], str]] = []  # tasks, with the stage they wait for; "": the outcome
+        self.keys: tuple[str, ...] = ()  # of the batch of units in hand
+        self.results: dict[str, Any] = {}
+        self.lost: Loss | None = None  # what a unit of the batch raised
+
+    def stage(self, name: str) -> Stage:
+        """A point to wait for."""
+        return Stage(self, name)
+
+
+def batch(units: Sequence[Unit]) -> TaskStream[list[Any]]:
+    """Does some units. Returns their results, in order."""
+    results: list[Any] = yield units
+    return results
+
+
+def gather(tasks: Iterable[Task[T]]) -> TaskStream[list[T]]:
+    """Waits for some tasks. Returns their outcomes, in order."""
+    outcomes: list[T] = []
+    for task in tasks:
+        outcomes.append((yield task))
+    return outcomes
+
+
+class Scheduler:
+    """Runs streams on a pool; results return to the stream that asked for them."""
+
+    def __init__(self, pool: Pool, observer: Observer) -> None:
         self.pool = pool
-        self.journal = journal
         self.observer = observer
-        self.repairs = repairs
-        self.begun: set[str] = set()  # keys of the units whose results nobody has asked for yet
-        self.found: dict[str, Any] = {}
-        self.lost: dict[str, LostInputError] = {}  # what a unit raised that was not waited for just then
-        self.following: dict[tuple[str, ...], Callable[[list[Any]], None]] = {}
+        self.owners: dict[str, Task[Any]] = {}  # of the submitted units, by key
+        self.live: set[Task[Any]] = set()
 
-    def do(self, units: Sequence[Unit]) -> list[Any]:
-        """Submits units and waits for all of them. Results in the order of the units."""
-        self.begin(units)
-        return self.results(units)
+    def run(self, stream: TaskStream[T]) -> T:
+        """Runs a stream to its end, and whatever it spawns. Returns what it returns.
 
-    def begin(self, units: Sequence[Unit], then: Callable[[list[Any]], None] | None = None) -> None:
-        """Submits units whose results are asked for later, by `results`; `then` is called when all have theirs."""
-        if then is not None:
-            self.following[tuple(unit.key for unit in units)] = then
-        for unit in units:
-            self.begun.add(unit.key)
-            self.pool.submit(unit)
+        Raises:
+            CorruptError, LostInputError: the stream did not handle it.
+            LaminaError: a unit or a stream raised it.
+        """
+        task = self._task(stream)
+        task.wanted = True
+        self._resume(task)
+        while not task.done:
+            self._next_result()
+        while self.owners:  # results that no stream waits for any more
+            self._next_result()
+        if task.error is not None:
+            raise task.error
+        outcome: T = task.outcome  # type: ignore[assignment]  # done without an error
+        return outcome
 
-    def results(self, units: Sequence[Unit]) -> list[Any]:
-        """Waits for units that were begun. Results in their order. Raises what one of them raised."""
-        missing = {unit.key for unit in units} - self.found.keys()
-        while missing:
-            for key in missing & self.lost.keys():
-                self.begun.discard(key)
-                raise self.lost.pop(key)
-            missing.discard(self._next())
-        self.begun -= {unit.key for unit in units}
-        return [self.found.pop(unit.key) for unit in units]
-
-    def there(self, units: Sequence[Unit]) -> bool:
-        """Whether `results` would wait for nothing."""
-        keys = {unit.key for unit in units}
-        return keys <= self.found.keys() or not keys.isdisjoint(self.lost)
-
-    def let_go(self, units: Sequence[Unit]) -> None:
-        """Holds no more of what came of units that were begun: their results are None."""
-        self.found.update(dict.fromkeys(unit.key for unit in units))
-
-    def settle(self, units: Sequence[Unit]) -> None:
-        """Waits for those of some units that were begun, and forgets what came of them."""
-        keys = {unit.key for unit in units}
-        self.following = {names: then for names, then in self.following.items() if not keys & set(names)}
-        for unit in units:
-            if unit.key in self.begun:
-                with suppress(LostInputError):
-                    self.results([unit])
+    def spawn(self, stream: TaskStream[T]) -> Task[T]:
+        """Starts a stream beside the one that calls this; its first units are submitted at once."""
+        task = self._task(stream)
+        self._resume(task)
+        return task
 
     def cancel(self) -> None:
-        """Waits for everything begun, and forgets it."""
+        """Waits for all submitted units, and ends all streams."""
         self.pool.cancel_pending()
-        for known in (self.begun, self.found, self.lost, self.following):
-            known.clear()
+        self.owners.clear()
+        for task in self.live:
+            task.stream.close()
+        self.live.clear()
 
-    def _next(self) -> str:
-        """Waits for a unit: its key."""
+    def _task(self, stream: TaskStream[T]) -> Task[T]:
+        task = Task(stream)
+        self.live.add(task)
+        return task
+
+    def _next_result(self) -> None:
+        """Waits for one unit, and resumes its stream if that was the last of the batch."""
+        assert self.owners, "a stream waits for something that never comes"
         try:
             unit, result = self.pool.wait()
-        except LostInputError as error:
-            if error.unit not in self.begun:
+        except (CorruptError, LostInputError) as error:
+            if error.unit not in self.owners:
                 raise
-            self.lost[error.unit] = error
-            return ""
-        self.found[unit.key] = result
-        self.observer.unit_done(unit, result)
-        for keys in [keys for keys in self.following if unit.key in keys and self.found.keys() >= set(keys)]:
-            self.following.pop(keys)([self.found[key] for key in keys])
-        return unit.key
+            task = self.owners.pop(error.unit)
+            task.lost = task.lost or error
+        else:
+            self.observer.unit_done(unit, result)
+            task = self.owners.pop(unit.key)
+            task.results[unit.key] = result
+        if self.owners.keys().isdisjoint(task.keys):
+            self._end_batch(task)
 
-    def do_both(
-        self, producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
-    ) -> tuple[list[Any], list[Any]]:
-        """Results of some units, and of those that build on them. What is lost in between is done again, no more."""
-        made = self.do(producers)
-        return made, self.build_on(made, producers, consumers)
+    def _end_batch(self, task: Task[Any]) -> None:
+        keys, results, lost = task.keys, task.results, task.lost
+        task.keys, task.results, task.lost = (), {}, None
+        self._resume(task, None if lost else [results[key] for key in keys], lost)
 
-    def build_on(
-        self,
-        made: list[Any],
-        producers: Sequence[Unit],
-        consumers: Callable[[list[Any]], Sequence[Unit]],
-        begun: bool = False,
-    ) -> list[Any]:
-        """Results of the units that build on what `producers` have `made`; there, what is lost is replaced.
-
-        `begun`: these units are under way.
-        """
+    def _resume(self, task: Task[Any], value: Any = None, error: Loss | None = None) -> None:
+        """Runs a stream until it waits for something, or ends."""
         while True:
             try:
-                return self.results(consumers(made)) if begun else self.do(consumers(made))
-            except LostInputError as error:
-                lost = [place for place, unit in enumerate(producers) if unit.key in error.producers]
-                if not lost:
-                    raise
-                self.settle(consumers(made))
-                begun = False
-                self.repairs.invalidate(error)
-                for place, result in zip(lost, self.do([producers[place] for place in lost]), strict=True):
-                    made[place] = result
+                step = task.stream.throw(error) if error is not None else task.stream.send(value)
+            except StopIteration as end:
+                return self._end(task, end.value, None)
+            except (CorruptError, LostInputError) as lost:
+                return self._end(task, None, lost)
+            value, error = None, None
+            if isinstance(step, Task | Stage):
+                other, name = (step, "") if isinstance(step, Task) else (step.task, step.name)
+                if not other.done and name not in other.stages:
+                    return self._await(task, other, name)
+                value, error = (None, other.error) if name or other.error else (other.outcome, None)
+            elif isinstance(step, Reached):
+                self._reach(task, step.name)
+            elif isinstance(step, Pause):
+                assert step is UNTIL_WANTED, "only background streams wait for work that is not due"
+                if not task.wanted:
+                    task.paused = True
+                    return None
+            elif step:
+                return self._submit(task, step)
+            else:
+                value = []
 
-    def reduced(
-        self, lineage: Lineage, layer: int, samples: Sequence[Moment], units: Sequence[Unit], done: list[ShardDone]
-    ) -> dict[str, ArrayRecord]:
-        """The samples of values that the units of all shards have left behind, in shard order: key -> record."""
+    def _submit(self, task: Task[Any], units: Sequence[Unit]) -> None:
+        task.keys = tuple(unit.key for unit in units)
+        for unit in units:
+            assert unit.key not in self.owners, f"{unit.key} is submitted already"
+            self.owners[unit.key] = task
+        for unit in units:
+            self.pool.submit(unit)
 
-        def reduces(done: Sequence[ShardDone]) -> list[Unit]:
-            return [
-                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in samples
-            ]
+    def _await(self, task: Task[Any], other: Task[Any], name: str) -> None:
+        other.waiters.append((task, name))
+        task.awaited = other
+        if task.wanted:
+            self._want(other)
 
-        records = self.build_on(done, units, reduces)
-        return {moment.key: record for moment, record in zip(samples, records, strict=True)}
+    def _want(self, task: Task[Any] | None) -> None:
+        """Marks a task, and what it waits for, as needed by the main stream."""
+        while task is not None and not task.wanted:
+            task.wanted = True
+            if task.paused:
+                task.paused = False
+                self._resume(task)
+            task = task.awaited
 
-    def enter(self, key: Key[E], record: E) -> None:
-        """Commits an entry."""
-        self.journal.commit(key, record)
-        self.repairs.progress()
+    def _reach(self, task: Task[Any], name: str) -> None:
+        task.stages.add(name)
+        ready = [waiter for waiter, stage in task.waiters if stage == name]
+        task.waiters = [(waiter, stage) for waiter, stage in task.waiters if stage != name]
+        for waiter in ready:
+            waiter.awaited = None
+            self._resume(waiter)
 
-    def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
-        """Commits a compressed layer."""
-        entry = layer_entry(layer, solved, record)
-        self.enter(layer_key(layer), entry)
-        self.observer.layer_done("compress", layer, entry.groups)
-
-    def entry(self, key: Key[E]) -> E:
-        """An entry that must be there. Raises CorruptError."""
-        entry = self.journal.get(key)
-        if entry is None:
-            raise CorruptError(
-                f"ledger of RUN_DIR: {key} is missing or damaged although later entries build on it; was a mount lost?",
-                key,
-            )
-        return entry
-
-    def batch(self, pending: list[int]) -> tuple[list[int], list[int]]:
-        """As many layers as there are workers, and the rest."""
-        count = max(1, self.pool.size)  # 0 while the only worker is being replaced
-        return pending[:count], pending[count:]
-
-
-def solve_units(
-    tasks: Sequence[Task],
-    layer: int,
-    statistics: Mapping[str, ArrayRecord | Summed],
-    ranks: RanksOf,
-    told: Callable[[Task], str] = lambda _: "",
-) -> list[Solve]:
-    """Solves every group of a layer. `statistics`: by the keys of moments. `told`: by curves of these."""
-    return [
-        Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments}, told=told(task))
-        for task in tasks
-        if task.layer == layer
-    ]
-
-
-def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]], of: str = "") -> Write:
-    """Writes a layer of which these groups are solved. `of`: as `Write` has it."""
-    forms: dict[str, FormSpec] = {}
-    for _, solution in parts:
-        forms.update(solution.forms)
-    roles = tuple(role for solve, _ in parts for role in solve.task.roles)
-    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms, of)
-
-
-def write_units(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
-    """The one unit that writes a layer of which these groups are solved."""
-    return [write_unit(layer, list(zip(solves, solutions, strict=True)))]
-
-
-def layer_entry(layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> LayerEntry:
-    """What is entered of a compressed layer."""
-    groups = {solve.task.name: _report(solve, done) for solve, done in solved}
-    rounded = {path: scheme for _, done in solved for path, scheme in done.rounded.items()}
-    return LayerEntry(staged=record, forms=write_unit(layer, solved).forms, groups=groups, rounded=rounded)
-
-
-def _report(solve: Solve, solution: SolveDone) -> GroupReport:
-    return GroupReport(**{"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report})
+    def _end(self, task: Task[Any], outcome: Any, error: Loss | None) -> None:
+        task.done, task.outcome, task.error, task.awaited = True, outcome, error, None
+        self.live.discard(task)
+        waiters, task.waiters = task.waiters, []
+        for waiter, stage in waiters:
+            waiter.awaited = None
+            self._resume(waiter, None if stage else outcome, error)

@@ -19,9 +19,9 @@ from pipeline.driver.interfaces import Cleaner, Journal, Observer, Pool
 from pipeline.driver.job_spec import LayersEntered
 from pipeline.driver.ledger_keys import scored_key
 from pipeline.driver.recovery import Repairs
-from pipeline.driver.scheduler import Course, do_units, follow
+from pipeline.driver.scheduler import NOTHING_DUE, Scheduler, TaskStream
 from pipeline.units.scores import Score, Scored, WindowForward, Windows
-from pipeline.units.units import ShardDone, Unit
+from pipeline.units.units import ShardDone
 
 Layers = Sequence[StagedLayer | None]
 Outputs = Callable[[], Sequence[ArrayRecord] | None]  # by shard, of another model; none: of no other; None: not yet
@@ -54,9 +54,9 @@ class Scorer:
             Interrupted: the job was asked to stop; what is entered stays.
         """
         model = _Model(self, windows, name, layers)
-        return model.repaired(lambda: follow(model.outputs(), model.do))
+        return model.repaired(model.outputs)
 
-    def outputs_course(self, windows: Windows, name: str, layers: Layers) -> Course[tuple[ArrayRecord, ...]]:
+    def outputs_stream(self, windows: Windows, name: str, layers: Layers) -> TaskStream[tuple[ArrayRecord, ...]]:
         """As `outputs`, for who does units beside others. Nothing is repaired."""
         return _Model(self, windows, name, layers).outputs()
 
@@ -67,9 +67,9 @@ class Scorer:
         CorruptError when those are damaged.
         """
         model = _Model(self, windows, name, layers)
-        return model.repaired(lambda: follow(model.score(lambda: dense or ()), model.do))
+        return model.repaired(lambda: model.score(lambda: dense or ()))
 
-    def score_course(self, windows: Windows, name: str, layers: Layers, dense: Outputs) -> Course[Scored]:
+    def score_stream(self, windows: Windows, name: str, layers: Layers, dense: Outputs) -> TaskStream[Scored]:
         """As `score`, for who does units beside others; `LayersEntered` are waited for, and `dense` is asked until it
         gives the other model's outputs. Nothing is repaired."""
         return _Model(self, windows, name, layers).score(dense)
@@ -119,40 +119,34 @@ class _Model:
         self.windows = windows
         self.name = name
         self.layers = layers
-        self.begun = False  # whether it has done anything
         keys = [scored_key(name, layer) for layer in range(scorer.num_layers + 1)]
         self.repairs = Repairs(scorer.journal, keys, scorer.observer)
 
-    def repaired(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which is begun again from what is left when hidden states prove damaged or are lost."""
+    def repaired(self, stream: Callable[[], TaskStream[T]]) -> T:
+        """Runs a stream on a pool that has nothing else to do. It starts again from what is entered when hidden states
+        prove damaged or are lost."""
+        scheduler = Scheduler(self.scorer.pool, self.scorer.observer)
         while True:
+            self.scorer.pool.forget()  # workers may hold hidden states of an earlier model of this name
             try:
-                return work()
+                return scheduler.run(stream())
             except (CorruptError, LostInputError) as error:
-                self.begun = False
-                self.scorer.pool.cancel_pending()
+                scheduler.cancel()
                 self.repairs.invalidate(error)
                 if isinstance(error, CorruptError):  # what earlier entries name was dropped
                     self.scorer.forget(self.name)
 
-    def do(self, units: Sequence[Unit]) -> list[Any]:
-        """Units on a pool that has nothing else to do, whose workers hold nothing of an earlier model of this name."""
-        if not self.begun:
-            self.scorer.pool.forget()
-            self.begun = True
-        return do_units(self.scorer.pool, units, self.scorer.observer)
-
-    def outputs(self) -> Course[tuple[ArrayRecord, ...]]:
+    def outputs(self) -> TaskStream[tuple[ArrayRecord, ...]]:
         """All shards through all layers: the records of what leaves the last."""
         _, records = yield from self._through(keep_outputs=True)
         assert records is not None
         return records
 
-    def score(self, other: Outputs) -> Course[Scored]:
+    def score(self, other: Outputs) -> TaskStream[Scored]:
         """All shards through all layers and the head."""
         base, records = yield from self._through(keep_outputs=False)
         while (dense := other()) is None:
-            yield []
+            yield NOTHING_DUE
         done = yield [
             Score(
                 self.windows,
@@ -169,14 +163,14 @@ class _Model:
         ]
         return sum(done, Scored(0.0, 0))
 
-    def _through(self, *, keep_outputs: bool) -> Course[tuple[int, tuple[ArrayRecord, ...] | None]]:
+    def _through(self, *, keep_outputs: bool) -> TaskStream[tuple[int, tuple[ArrayRecord, ...] | None]]:
         """All shards through all layers. The last layer whose inputs are committed, and their records."""
         scorer, last = self.scorer, len(self.layers)
         base, records = self._entered()
         told = False
         for layer in range(base, last):
             while not _there(self.layers, layer):
-                yield []
+                yield NOTHING_DUE
             if scorer.alone() and not told:
                 scorer.observer.phase(f"score {self.name}", last - layer, self.windows.shards)
                 told = True

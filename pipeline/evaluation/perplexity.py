@@ -16,7 +16,7 @@ from manifests.schema import Text, Workers
 from pipeline.checkpoint.reading import expected_tensors, read_checkpoint
 from pipeline.console.progress import JobObserver
 from pipeline.driver.interfaces import Pool
-from pipeline.driver.scheduler import do_units
+from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.scoring import window_units
 from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import window_tokens
@@ -152,11 +152,15 @@ def sweep_scratch(run_dir: Storage) -> None:
 
 
 def score_windows(pool: Pool, windows: Windows, num_layers: int, observer: JobObserver) -> Scored:
-    """All windows through the layers that the workers read, and the head; added in shard order."""
+    """Scores all windows through the layers that the workers read, and the head; added in shard order."""
+    return Scheduler(pool, observer).run(_scored(windows, num_layers, observer))
+
+
+def _scored(windows: Windows, num_layers: int, observer: JobObserver) -> TaskStream[Scored]:
     observer.phase("evaluate", num_layers, windows.shards)
     layers = (None,) * num_layers
     for layer in range(num_layers):
-        do_units(pool, window_units(windows, MODEL, layers, layer), observer)
+        yield window_units(windows, MODEL, layers, layer)
         observer.layer_done("evaluate", layer, {})
-    scores = [Score(windows, MODEL, num_layers, shard, replay=layers) for shard in range(windows.shards)]
-    return sum(do_units(pool, scores, observer), Scored(0.0, 0))
+    scores = yield [Score(windows, MODEL, num_layers, shard, replay=layers) for shard in range(windows.shards)]
+    return sum(scores, Scored(0.0, 0))

@@ -19,14 +19,14 @@ from pipeline.checkpoint.decoding_cost import count_dense
 from pipeline.checkpoint.layer_checks import LayerChecks
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
-from pipeline.driver.background_pool import Aside
+from pipeline.driver.background_pool import BackgroundPool
 from pipeline.driver.driver import Driver
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.job_spec import Job, LayersEntered
 from pipeline.driver.ledger_keys import COMPARED, HARDWARE, HELD_OUT, SCORED, TOKENS
 from pipeline.driver.pool_proxy import BusyPool
 from pipeline.driver.recovery import REPAIRS
-from pipeline.driver.scheduler import Course
+from pipeline.driver.scheduler import NOTHING_DUE, TaskStream
 from pipeline.driver.scoring import Scorer
 from pipeline.evaluation.perplexity import sweep_scratch
 from pipeline.job.calibration import sample_tokens
@@ -56,7 +56,7 @@ LAYER = re.compile(r"(^|/)layer/\d+$")  # of the job, or of a point of a sweep
 class Scoring(Protocol[T_co]):
     """What is made of layers while others are being compressed; it is not waited for that they are."""
 
-    def __call__(self, job: JobContext, aside: Aside, layers: LayersEntered) -> Course[T_co]: ...
+    def __call__(self, job: JobContext, background: BackgroundPool, layers: LayersEntered) -> TaskStream[T_co]: ...
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,15 @@ class JobWorkers:
         for attempt in range(REPAIRS + 1):
             self.pool.forget()  # what is behind layers that are made anew
             layers = LayersEntered(job.ledger, job.inputs.geometry.num_layers, claimed)
-            aside = Aside(self.pool)
+            background = BackgroundPool(self.pool)
             with LayerChecks(job.ledger, job.run_dir.storage, len(layers)) as checks, Background() as preparing:
                 if compared:
-                    aside.add(_compare(job, layers))
-                scored = aside.add(scoring(job, aside, layers)) if scoring else None
-                self.driver(job, journal=checks, aside=aside).run()
+                    background.add(_compare(job, layers))
+                scored = background.add(scoring(job, background, layers)) if scoring else None
+                self.driver(job, journal=checks, background=background).run()
                 if compared:
                     preparing.do(_prepare_assembly, job)
-                aside.finish()
+                background.finish()
                 self._cleaner(job).retain_activations(())
                 job.observer.stage("verify")
                 with interrupting(job.stop):
@@ -179,20 +179,28 @@ class JobWorkers:
         """What the passes over the text give to `work`, entered in the ledger."""
         self.driver(job, work).prepare()
 
-    def scorer_aside(self, job: JobContext, aside: Aside, first: Callable[[], bool] = lambda: True) -> Scorer:
+    def scorer_in_background(
+        self, job: JobContext, background: BackgroundPool, first: Callable[[], bool] = lambda: True
+    ) -> Scorer:
         """Of a model that is scored while others use the workers: its hidden states are committed when they do no more,
         and it is the `first` of those that are scored side by side."""
         cleaner = StoreCleaner(job.run_dir, self.always, self.dropping, lambda: False)
         layers = job.inputs.geometry.num_layers
-        return Scorer(aside, job.ledger, cleaner, job.observer, layers, self.every, lambda: aside.alone and first())
+        return Scorer(
+            background, job.ledger, cleaner, job.observer, layers, self.every, lambda: background.alone and first()
+        )
 
     def driver(
-        self, job: JobContext, work: Job | None = None, journal: Journal | None = None, aside: Aside | None = None
+        self,
+        job: JobContext,
+        work: Job | None = None,
+        journal: Journal | None = None,
+        background: BackgroundPool | None = None,
     ) -> Driver:
-        """Of a job, or of a part of its work. `journal`, `aside`: in place of its ledger, and of these workers."""
-        cleaner = self._cleaner(job, lambda: aside is None or not aside.begun)
+        """Of a job, or of a part of its work. `journal`, `background`: in place of its ledger, and of these workers."""
+        cleaner = self._cleaner(job, lambda: background is None or not background.begun)
         work = replace(work or driver_job(job.inputs), every=self.every)
-        return Driver(work, aside or self.pool, journal or job.ledger, cleaner, job.observer)
+        return Driver(work, background or self.pool, journal or job.ledger, cleaner, job.observer)
 
     def _cleaner(self, job: JobContext, alone: Callable[[], bool] = lambda: True) -> StoreCleaner:
         entries = [job.ledger.get(key) for key in job.ledger.keys(SCORED)]
@@ -207,7 +215,7 @@ def _prepare_assembly(job: JobContext) -> None:
         count_dense(job.inputs.config)
 
 
-def _compare(job: JobContext, layers: LayersEntered) -> Course[None]:
+def _compare(job: JobContext, layers: LayersEntered) -> TaskStream[None]:
     """Enters what the staged layers do on a few tokens beside the dense ones: `verify` measures it again.
 
     Some layers at a time, when they are there; by one worker, as what leaves them enters the next.
@@ -219,7 +227,7 @@ def _compare(job: JobContext, layers: LayersEntered) -> Course[None]:
     for first in range(0, len(layers), COMPARED_LAYERS):
         stop = min(first + COMPARED_LAYERS, len(layers))
         while not all(map(layers.there, range(first, stop))):
-            yield []
+            yield NOTHING_DUE
         (done,) = yield [Compare(tokens, tuple(layers[first:stop]), first, before, head=stop == len(layers))]
         of_all = {name: (*figures[name], *done.figures[name]) for name in ("layer_errors", "sketch")}
         figures, before = {**done.figures, **of_all}, done.after

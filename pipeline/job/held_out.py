@@ -15,11 +15,11 @@ from manifests.entries import HeldOutEntry, HeldOutScoreEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, Key
 from pipeline.console.summary import held_out_line
-from pipeline.driver.background_pool import Aside
+from pipeline.driver.background_pool import BackgroundPool
 from pipeline.driver.job_spec import LayersEntered, staged_layer
 from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, TRIES
 from pipeline.driver.recovery import Repairs
-from pipeline.driver.scheduler import Course
+from pipeline.driver.scheduler import NOTHING_DUE, TaskStream
 from pipeline.driver.scoring import Scorer
 from pipeline.job.compressing import JobWorkers
 from pipeline.job.context import JobContext, driver_job
@@ -53,32 +53,32 @@ def score_held_out(
 
 
 def scoring_held_out(
-    workers: JobWorkers, job: JobContext, aside: Aside, layers: LayersEntered
-) -> Course[HeldOutScoreEntry | None]:
+    workers: JobWorkers, job: JobContext, background: BackgroundPool, layers: LayersEntered
+) -> TaskStream[HeldOutScoreEntry | None]:
     """The same while the layers are compressed, if it will be asked for; nothing of it is entered but what the dense
     model gives. Several workers go through both models side by side, one goes through one after the other."""
     if job.held_out is None or job.ledger.get(HELD_OUT_SCORE) is not None:
         return None
     windows, outputs = _held(job, workers.always)
-    dense = aside.add(_scoring_dense(workers, job, aside, windows)) if outputs is None else None
-    while dense and dense.live and aside.size < 2:
-        yield []
+    dense = background.add(_scoring_dense(workers, job, background, windows)) if outputs is None else None
+    while dense and dense.live and background.size < 2:
+        yield NOTHING_DUE
 
     def dense_outputs() -> Sequence[ArrayRecord] | None:
         if dense is None or dense.live or dense.outcome:
             return dense.outcome if dense else outputs
         raise LostInputError("held-out text: what the dense model gives is lost")
 
-    scorer = workers.scorer_aside(job, aside, lambda: dense is None or not dense.live)
-    found = yield from scorer.score_course(windows, COMPRESSED, layers, dense_outputs)
+    scorer = workers.scorer_in_background(job, background, lambda: dense is None or not dense.live)
+    found = yield from scorer.score_stream(windows, COMPRESSED, layers, dense_outputs)
     return _entry(found)
 
 
 def _scoring_dense(
-    workers: JobWorkers, job: JobContext, aside: Aside, windows: Windows
-) -> Course[tuple[ArrayRecord, ...]]:
-    scorer = workers.scorer_aside(job, aside)
-    outputs = yield from scorer.outputs_course(windows, DENSE, _dense_layers(job))
+    workers: JobWorkers, job: JobContext, background: BackgroundPool, windows: Windows
+) -> TaskStream[tuple[ArrayRecord, ...]]:
+    scorer = workers.scorer_in_background(job, background)
+    outputs = yield from scorer.outputs_stream(windows, DENSE, _dense_layers(job))
     _keep(job, scorer, workers.always, outputs)
     return outputs
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.driver.pool_proxy import BusyPool, PoolAround
+from pipeline.driver.pool_proxy import BusyPool, PoolProxy
 from pipeline.sweeping.points import shifted
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 from pipeline.units.units import Measure, Solve, SolveSizes, Unit
 
 
-class PointPool(PoolAround):
+class PointPool(PoolProxy):
     """The workers count methods through all points; `first` is where the point's begin."""
 
     def __init__(self, whole: BusyPool, first: int) -> None:

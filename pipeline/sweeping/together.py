@@ -13,7 +13,7 @@ from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import RanksOf, staged_layer
 from pipeline.driver.layer_solving import LayerSolves, solve_layers
 from pipeline.driver.ledger_keys import layer_key
-from pipeline.driver.scheduler import layer_entry, write_unit
+from pipeline.driver.session import layer_entry, write_unit
 from pipeline.job.compressing import JobWorkers
 from pipeline.methods.registry import layers_of
 from pipeline.sweeping.context import SweepContext
@@ -54,7 +54,9 @@ class _Together:
         if pending:
             first = self.drivers[0]
             first.observer.phase("compress", len(pending), len(tasks) // len(layers_of(tasks)))
-            solve_layers(first.steps, pending, lambda layer: self._solves(layer, ranks), lambda _: None)
+            first.session.scheduler.run(
+                solve_layers(first.session, pending, lambda layer: self._solves(layer, ranks), lambda _: None)
+            )
 
     def _missing(self, layer: int) -> list[int]:
         """The places of the points that have not got it."""
@@ -88,7 +90,7 @@ class _Together:
         def enter(solutions: list[Any], records: list[StagedRecord]) -> None:
             for at, (place, record) in enumerate(zip(places, records, strict=True)):
                 entry = layer_entry(layer, solved(solutions, at), record)
-                self.drivers[place].steps.enter(layer_key(layer), entry)
+                self.drivers[place].session.enter(layer_key(layer), entry)
             self.drivers[0].observer.layer_done("compress", layer, {})
 
         return LayerSolves(units, writes, enter)

@@ -10,10 +10,10 @@ import pytest
 
 from manifests.errors import CorruptError, LaminaError, StorageError
 from manifests.records import ArrayRecord
-from pipeline.driver.background_pool import Aside
+from pipeline.driver.background_pool import BackgroundPool
 from pipeline.driver.driver import Driver
 from pipeline.driver.job_spec import LayersEntered
-from pipeline.driver.scheduler import Course
+from pipeline.driver.scheduler import NOTHING_DUE, TaskStream
 from pipeline.driver.scoring import Scorer
 from pipeline.methods.method import Task
 from pipeline.methods.registry import layers_of
@@ -66,11 +66,11 @@ class Pool:
         assert not self.waiting
 
 
-def layers(count: int, shards: int, there: Callable[[], bool] = lambda: True) -> Course[list[str]]:
+def layers(count: int, shards: int, there: Callable[[], bool] = lambda: True) -> TaskStream[list[str]]:
     found = []
     for layer in range(count):
         while not there():
-            yield []
+            yield NOTHING_DUE
         found += yield windows(layer, shards)
     return found
 
@@ -82,7 +82,7 @@ def keys(units: Any) -> list[str]:
 def test_idle_workers_alone_are_given_something() -> None:
     """Of three, one solves; who writes has a hand free; whoever goes through a layer is not kept from the next."""
     pool = Pool(3)
-    aside = Aside(pool)
+    aside = BackgroundPool(pool)
     course = aside.add(layers(2, 3))
     aside.submit(FORWARD)
     assert aside.wait() == (FORWARD, FORWARD.key)
@@ -101,7 +101,7 @@ def test_idle_workers_alone_are_given_something() -> None:
 
 def test_a_course_may_wait_for_others() -> None:
     ready: list[int] = []
-    aside = Aside(Pool(2))
+    aside = BackgroundPool(Pool(2))
     course, other = aside.add(layers(1, 1, lambda: bool(ready))), aside.add(layers(1, 2))
     for _ in range(3):
         aside.submit(WRITE)
@@ -115,17 +115,17 @@ def test_a_course_may_wait_for_others() -> None:
 def test_courses_take_turns() -> None:
     """None is kept waiting by another's many units; who waits for what one makes is asked again when that has ended."""
 
-    def shards(model: str) -> Course[str]:
+    def shards(model: str) -> TaskStream[str]:
         yield [WindowForward(Windows((), "float32", 1), model, 0, shard) for shard in range(4)]
         return model
 
-    def behind() -> Course[str]:
+    def behind() -> TaskStream[str]:
         while found.outcome is None:
-            yield []
+            yield NOTHING_DUE
         return (yield from shards("behind"))
 
     pool = Pool(2)
-    aside = Aside(pool)
+    aside = BackgroundPool(pool)
     last = aside.add(behind())
     found, other = aside.add(shards("a")), aside.add(shards("b"))
     aside.alone = True
@@ -138,7 +138,7 @@ def test_courses_take_turns() -> None:
 def test_damage_ends_a_course_and_nothing_else() -> None:
     """What is under way of it then is waited for, or its results would be taken for another's."""
     pool = Pool(4, **{"windowforward/m/0/0": CorruptError("damaged"), SOLVE.key: CorruptError("of the driver's own")})
-    aside = Aside(pool)
+    aside = BackgroundPool(pool)
     course = aside.add(layers(2, 3))
     aside.submit(WRITE)
     assert aside.wait() == (WRITE, WRITE.key)
@@ -147,7 +147,7 @@ def test_damage_ends_a_course_and_nothing_else() -> None:
         aside.wait()
     aside.finish()
     assert (course.outcome, course.live, len(pool.waiting)) == (None, False, 0)
-    full = Aside(Pool(2, **{"windowforward/m/0/0": StorageError("no room")}))
+    full = BackgroundPool(Pool(2, **{"windowforward/m/0/0": StorageError("no room")}))
     full.add(layers(1, 1))
     with pytest.raises(StorageError, match="no room"):
         full.finish()
@@ -155,7 +155,7 @@ def test_damage_ends_a_course_and_nothing_else() -> None:
 
 def test_what_is_cancelled_with_others_is_begun_again() -> None:
     pool = Pool(2)
-    aside = Aside(pool)
+    aside = BackgroundPool(pool)
     course = aside.add(layers(2, 2))
     aside.submit(WRITE)
     aside._fill()
@@ -201,24 +201,24 @@ def compressed_and_scored(name: str, world: World, aside: bool, order: str | int
     job, journal, recorder = JOBS[name](), MemoryJournal(world), Recorder(world)
     tokens = world.store("activation", "tokens")
     held, always = Windows.even(2, 2, "float32", 1, tokens), [tokens]
-    pool = Aside(Measured(world, order, size=3))
+    pool = BackgroundPool(Measured(world, order, size=3))
     entered = LayersEntered(journal, job.num_layers, layers_of(job.tasks))  # type: ignore[arg-type]
 
     def scorer(first: Callable[[], bool]) -> Scorer:
         mine, layers = Careful(world, always, lambda: False), job.num_layers
         return Scorer(pool, journal, mine, recorder, layers, job.every, lambda: pool.alone and first())  # type: ignore[arg-type]
 
-    def scoring_dense() -> Course[Any]:
+    def scoring_dense() -> TaskStream[Any]:
         mine = scorer(lambda: True)
-        outputs = yield from mine.outputs_course(held, "dense", [None] * job.num_layers)
+        outputs = yield from mine.outputs_stream(held, "dense", [None] * job.num_layers)
         always.extend(outputs)
         mine.forget("dense")
         return outputs
 
-    def scoring() -> Course[Scored]:
+    def scoring() -> TaskStream[Scored]:
         dense = pool.add(scoring_dense())
         mine = scorer(lambda: not dense.live)
-        found = yield from mine.score_course(held, "made", entered, lambda: dense.outcome)
+        found = yield from mine.score_stream(held, "made", entered, lambda: dense.outcome)
         mine.forget("made")
         return found
 

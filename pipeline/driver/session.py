@@ -1,0 +1,134 @@
+"""The collaborators of a driver, and the steps that its phases share: commit an entry, solve and write a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from manifests.entries import GroupReport, LayerEntry
+from manifests.errors import CorruptError, LostInputError
+from manifests.records import ArrayRecord, E, FormSpec, Key, StagedRecord
+from pipeline.driver.interfaces import Cleaner, Journal, Observer, Pool
+from pipeline.driver.job_spec import RanksOf
+from pipeline.driver.ledger_keys import layer_key
+from pipeline.driver.recovery import Repairs
+from pipeline.driver.scheduler import Scheduler, TaskStream
+from pipeline.methods.method import Moment, Task
+from pipeline.units.sums import Summed
+from pipeline.units.units import Lineage, Reduce, ShardDone, Solve, SolveDone, Unit, Write
+
+
+class Session:
+    """A scheduler, a journal and their like, for one driver.
+
+    Attributes:
+        repairs: invalidates what proves damaged or lost.
+    """
+
+    def __init__(self, pool: Pool, journal: Journal, cleaner: Cleaner, observer: Observer, repairs: Repairs) -> None:
+        self.pool = pool
+        self.journal = journal
+        self.cleaner = cleaner
+        self.observer = observer
+        self.repairs = repairs
+        self.scheduler = Scheduler(pool, observer)
+
+    def enter(self, key: Key[E], record: E) -> None:
+        """Commits an entry."""
+        self.journal.commit(key, record)
+        self.repairs.progress()
+
+    def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
+        """Commits a compressed layer. Every layer of every walk is committed here."""
+        entry = layer_entry(layer, solved, record)
+        self.enter(layer_key(layer), entry)
+        self.observer.layer_done("compress", layer, entry.groups)
+
+    def entry(self, key: Key[E]) -> E:
+        """Reads an entry that must exist. Raises CorruptError."""
+        entry = self.journal.get(key)
+        if entry is None:
+            raise CorruptError(
+                f"ledger of RUN_DIR: {key} is missing or damaged although later entries build on it; was a mount lost?",
+                key,
+            )
+        return entry
+
+    def batch(self, pending: list[int]) -> tuple[list[int], list[int]]:
+        """Splits layers into as many as there are workers, and the rest."""
+        count = max(1, self.pool.size)  # 0 while the only worker is being replaced
+        return pending[:count], pending[count:]
+
+    def build_on(
+        self, results: list[Any], producers: Sequence[Unit], consumers: Callable[[list[Any]], Sequence[Unit]]
+    ) -> TaskStream[list[Any]]:
+        """Does the units that `consumers` makes of the `results` of `producers`. Returns their results.
+
+        A result that was lost with its worker is computed again, and replaced in `results`. Raises LostInputError for
+        the loss of anything else.
+        """
+        while True:
+            try:
+                built: list[Any] = yield consumers(results)
+                return built
+            except LostInputError as error:
+                lost = [place for place, unit in enumerate(producers) if unit.key in error.producers]
+                if not lost:
+                    raise
+                self.repairs.invalidate(error)
+                again = yield [producers[place] for place in lost]
+                for place, result in zip(lost, again, strict=True):
+                    results[place] = result
+
+    def store_samples(
+        self, lineage: Lineage, layer: int, samples: Sequence[Moment], units: Sequence[Unit], done: list[ShardDone]
+    ) -> TaskStream[dict[str, ArrayRecord]]:
+        """Stores the samples of values that the units of all shards left behind, in shard order: key -> record."""
+
+        def reduces(done: Sequence[ShardDone]) -> list[Unit]:
+            return [
+                Reduce(lineage, layer, moment, tuple(result.partials[moment] for result in done)) for moment in samples
+            ]
+
+        records = yield from self.build_on(done, units, reduces)
+        return {moment.key: record for moment, record in zip(samples, records, strict=True)}
+
+
+def solve_units(
+    tasks: Sequence[Task],
+    layer: int,
+    statistics: Mapping[str, ArrayRecord | Summed],
+    ranks: RanksOf,
+    told: Callable[[Task], str] = lambda _: "",
+) -> list[Solve]:
+    """Solves every group of a layer. `statistics`: by the keys of moments. `told`: by curves of these."""
+    return [
+        Solve(task, ranks[task.key], {moment: statistics[moment.key] for moment in task.moments}, told=told(task))
+        for task in tasks
+        if task.layer == layer
+    ]
+
+
+def write_unit(layer: int, parts: Sequence[tuple[Solve, SolveDone]], of: str = "") -> Write:
+    """Writes a layer of which these groups are solved. `of`: as `Write` has it."""
+    forms: dict[str, FormSpec] = {}
+    for _, solution in parts:
+        forms.update(solution.forms)
+    roles = tuple(role for solve, _ in parts for role in solve.task.roles)
+    return Write(layer, tuple(solution.factors for _, solution in parts), roles, forms, of)
+
+
+def write_units(layer: int, solves: Sequence[Solve], solutions: Sequence[SolveDone]) -> list[Write]:
+    """The one unit that writes a layer of which these groups are solved."""
+    return [write_unit(layer, list(zip(solves, solutions, strict=True)))]
+
+
+def layer_entry(layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> LayerEntry:
+    """The ledger entry of a compressed layer."""
+    groups = {solve.task.name: _report(solve, done) for solve, done in solved}
+    rounded = {path: scheme for _, done in solved for path, scheme in done.rounded.items()}
+    return LayerEntry(staged=record, forms=write_unit(layer, solved).forms, groups=groups, rounded=rounded)
+
+
+def _report(solve: Solve, solution: SolveDone) -> GroupReport:
+    return GroupReport(**{"method": solve.task.method, "ranks": dict(solve.ranks), **solution.report})
