@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _without_control_characters(text: str) -> str:
@@ -15,7 +15,22 @@ def _without_control_characters(text: str) -> str:
     return text
 
 
-Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+LEAST_PERCENT = 2.0  # a number that reads as a percentage; one just above 1 does not
+
+
+def _no_percentage(share: Any) -> Any:
+    """Raises ValueError for what is meant as one: 80, `80%`. Other faults are told by the limits of a share."""
+    sign = isinstance(share, str) and share.strip().endswith("%")
+    try:
+        percent = float(str(share).strip().rstrip("%")) if sign or type(share) in (int, float) else 0.0
+    except ValueError:
+        return share
+    if 0.0 < percent <= 100.0 and (sign or percent >= LEAST_PERCENT):
+        raise ValueError(f"should be a share above 0, and at most 1; for {percent:g} % give {percent / 100:.6g}")
+    return share
+
+
+Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False), BeforeValidator(_no_percentage)]
 Location = Annotated[str, AfterValidator(_without_control_characters)]
 Listed = Field(strict=False)  # YAML has lists only; strict tuples refuse them
 

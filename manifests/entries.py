@@ -19,6 +19,7 @@ from manifests.records import (
     GradientRecord,
     NonNegative,
     Pair,
+    Perplexity,
     Record,
     Row,
     Scheme,
@@ -117,12 +118,15 @@ class ScoredEntry(Record):
 
 
 class HeldOutScoreEntry(Record):
-    """How far the compressed layers are from the dense ones on the held-out tokens (divergence: nats per token)."""
+    """How far the compressed layers are from the dense ones on the held-out tokens (divergence and losses: nats per
+    token)."""
 
     divergence: Finite
-    dense_perplexity: Finite
-    perplexity: Finite
+    dense_perplexity: Perplexity
+    perplexity: Perplexity
     tokens: PositiveInt
+    dense_loss: Finite | None = None
+    loss: Finite | None = None
 
 
 class ScheduleEntry(Record):
@@ -180,7 +184,7 @@ class ScoreEntry(Record):
     seal: Sha256
     text: Mapping[str, Any] | None = None
     seen: float | None = None
-    perplexity: Finite
+    perplexity: Perplexity
     loss: float | None = None
     tokens: PositiveInt
     windows: int | None = None

@@ -6,10 +6,20 @@ read from there is checked against its class once; from hand to hand, records go
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PlainSerializer,
+    PositiveInt,
+    model_validator,
+)
 
 ARRAY_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
 TENSOR_DTYPES = (
@@ -19,12 +29,29 @@ TENSOR_DTYPES = (
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+INFINITY = "Infinity"  # as JSON has it; `float` of Python and `Number` of JavaScript read it
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 E = TypeVar("E")
 T = TypeVar("T")
 Row = Annotated[tuple[T, ...], Field(strict=False)]  # a JSON array; what is in it stays strict
 Pair = Annotated[T, Field(strict=False)]  # the same of a tuple of so many
+
+
+def _read_infinity(perplexity: Any) -> Any:
+    return math.inf if perplexity == INFINITY else perplexity
+
+
+def _write_infinity(perplexity: float) -> float | str:
+    return INFINITY if math.isinf(perplexity) else perplexity
+
+
+Perplexity = Annotated[
+    float,
+    Field(ge=0.0),  # NaN is not
+    BeforeValidator(_read_infinity),
+    PlainSerializer(_write_infinity, when_used="json"),
+]
 
 
 class Key(str, Generic[E]):

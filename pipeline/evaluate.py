@@ -22,6 +22,7 @@ from manifests.schema import Text, Workers
 from pipeline.console.arguments import add_address, add_in_process, check_in_process, parser, run_command
 from pipeline.console.places import prepare_folder
 from pipeline.console.wrapping import say
+from pipeline.evaluation.losses import shown_perplexity
 from pipeline.evaluation.tasks import check_tasks, score_tasks, task_lines
 
 DTYPES = ("bfloat16", "float16", "float32", "stored")
@@ -92,7 +93,8 @@ def _body(arguments: Any) -> int:
 
 
 def _print_perplexity(model: str, found: Mapping[str, Any]) -> None:
-    say(f"{model}: perplexity {found['perplexity']:.4f} over {found['tokens']:,} tokens, windows of {found['window']}")
+    perplexity = shown_perplexity(found["perplexity"], found["loss"])
+    say(f"{model}: perplexity {perplexity} over {found['tokens']:,} tokens, windows of {found['window']}")
 
 
 def _scored_tasks(arguments: Any, model: str) -> Any:

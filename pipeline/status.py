@@ -13,7 +13,8 @@ from manifests.errors import StorageError
 from manifests.records import Key
 from pipeline.console.arguments import parser, run_command
 from pipeline.console.wrapping import say
-from pipeline.driver.ledger_keys import COMPLETE, POINTS, RESULT, point_part
+from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, POINTS, RESULT, point_part
+from pipeline.evaluation.losses import damage_warnings
 from stores.ledger import Ledger
 from stores.lock import read_lock
 from stores.run_directory import ENDED, MANIFEST, existing_run
@@ -50,7 +51,7 @@ def read_status(place: Place) -> dict[str, Any]:
     committed = {kind: sum(key.startswith(f"{kind}/") for key in keys) for kind in ("dense", "statistics", "layer")}
     owner = read_lock(run_dir.storage)
     complete, ended = ledger.get(COMPLETE), read_record(run_dir.storage)
-    points = _points(ledger)
+    points, held_out = _points(ledger), ledger.get(HELD_OUT_SCORE)
     finished = bool(complete) or (points is not None and points["done"] == points["of"])
     return {
         "run_dir": run_dir.place,
@@ -62,6 +63,7 @@ def read_status(place: Place) -> dict[str, Any]:
         "points": points,
         "last_commit": max(ledger.storage.written().values(), default=None),
         "summary": complete.summary if complete else None,
+        "warnings": damage_warnings(complete.summary if complete else {"held_out": held_out and held_out.as_json()}),
         "log": _last_lines(run_dir.logs),
     }
 
@@ -112,6 +114,7 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     if (run := state["last_run"]) and run["exit_code"]:
         yield f"exit code {run['exit_code']}, {run.get('where') or 'before any phase'}: {run['error']}"
         yield f"log: {run['log']}"
+    yield from state["warnings"]
     yield f"output: {state['output'] or f'not known: a run writes {MANIFEST} when it begins to compute'}"
     for name, number in state["layers"].items():
         yield f"layers committed, {name.replace('_', ' ')}: {number}"

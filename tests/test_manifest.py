@@ -450,3 +450,24 @@ def test_rounds_of_older_manifests() -> None:
     assert completed({**stored, "methods": [{**stored["methods"][0], "rounds": 1}]}) == completed(stored)
     (line,) = faults(**loss_aware(rounds=2))
     assert "rounds: 2 is no longer supported; correct: output" in line
+
+
+@pytest.mark.parametrize("given", [80, "80%", "80 %", 80.0])
+@pytest.mark.parametrize("field", ["budget.keep", "budget.bytes", "methods.0.keep", "methods.0.cache_keep"])
+def test_a_percentage_is_told_its_share(field: str, given: object) -> None:
+    block, _, name = field.rpartition(".")
+    entry = {"method": "lorc", name: given} if block == "methods.0" else {"method": "flat_llm"}
+    budget = {"budget": {name: given}} if block == "budget" else {}
+    places = {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r"}
+    with pytest.raises(InputError, match=rf"{field}: should be a share above 0, and at most 1; for 80 % give 0\.8 "):
+        parse_manifest({**places, "methods": [entry], **budget})
+
+
+def test_the_percentage_of_a_point_and_of_a_text_is_told_its_share() -> None:
+    places = {"version": 1, "model": {"source": "m"}, "output": "o", "run_dir": "r"}
+    points = [{"methods": [{"method": "svd"}], "keep": [80]}]
+    with pytest.raises(InputError, match=r"points\.0\.keep\.0: .* for 80 % give 0\.8"):
+        parse_sweep({**places, "points": points})
+    text = [{"files": ["a"], "share": 95}, {"files": ["b"], "share": 0.05}]
+    with pytest.raises(InputError, match=r"text\.0\.share: .* for 95 % give 0\.95"):
+        parse_manifest({**places, "methods": [{"method": "svd"}], "calibration": {"text": text}})

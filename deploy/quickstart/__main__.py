@@ -80,7 +80,7 @@ def _measure(name: str, model: Path, window_tokens: int) -> Row:
     command += ["--window", str(window_tokens), "--json"]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    return Row(name, json.loads(result.stdout)["perplexity"], num_bytes, continue_prompt(model))
+    return Row(name, float(json.loads(result.stdout)["perplexity"]), num_bytes, continue_prompt(model))
 
 
 def continue_prompt(directory: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -109,11 +110,18 @@ def _results(evaluation: Mapping[str, Any], text: str) -> Iterator[tuple[str, st
     """(Data, metric, its name, value) of a summary's scores, the dense model's with its own name."""
     for which, addition in (("perplexity", ""), ("dense", ", dense model")):
         if evaluation.get(which):
-            yield text, "perplexity", f"perplexity{addition}", evaluation[which]["perplexity"]
+            yield text, *_perplexity(evaluation[which], addition)
     for model, addition in (("compressed", ""), ("dense", ", dense model")):
         for task, scores in read_scores(evaluation.get("tasks", {}).get(model, {})).items():
             for metric, figure in scores.metrics.items():
                 yield task, metric, f"{metric}{addition}", figure.value
+
+
+def _perplexity(score: Mapping[str, Any], addition: str) -> tuple[str, str, float]:
+    """Metric, its name, value: the loss where perplexity is infinite, which the hub takes for no number."""
+    if math.isfinite(value := float(score["perplexity"])):
+        return "perplexity", f"perplexity{addition}", value
+    return "loss", f"loss in nats per token{addition}", score["loss"]
 
 
 def _scores(run_dir: Place, seal: str) -> tuple[Mapping[str, Any], str]:

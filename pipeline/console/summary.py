@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.console.wrapping import wrapped
+from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.evaluation.tasks import read_scores, task_lines
 from pipeline.ranks.search import CLOSE, WHOLE
 
@@ -27,9 +29,10 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     """To the terminal, or to another console."""
     console = console or Console()
 
-    def say(line: str) -> None:
+    def say(line: str, style: str | None = None) -> None:
         line = wrapped(line, console.width) if console.is_terminal else line
-        console.print(line, markup=False, highlight=False, soft_wrap=True)  # a path stays one word on one line
+        # A path stays one word on one line.
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     if summary.get("already_finished"):
         now = (
@@ -55,12 +58,15 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     for line in score_lines(summary["evaluation"]):
         say(line)
     say(f"output: {summary['output']}")
+    for warning in damage_warnings(summary):
+        say(warning, style="bold red")
 
 
 def held_out_line(found: Mapping[str, Any]) -> str:
     """How much was lost on text like the calibration text, but not of it."""
     return (
-        f"held-out calibration text: perplexity {found['perplexity']:.4f}, dense {found['dense_perplexity']:.4f}; "
+        f"held-out calibration text: perplexity {shown_perplexity(found['perplexity'], found.get('loss'))}, "
+        f"dense {shown_perplexity(found['dense_perplexity'], found.get('dense_loss'))}; "
         f"divergence {found['divergence']:.3g} nats per token ({found['tokens']:,} tokens)"
     )
 
@@ -74,16 +80,23 @@ def score_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
     """One line for each perplexity, the dense model's beside it where it is known; a warning where it flatters."""
     now, dense = evaluation.get("perplexity"), evaluation.get("dense")
     if now:
-        ratio = (
-            f", dense {dense['perplexity']:.4f}, {now['perplexity'] / dense['perplexity']:.3f} times" if dense else ""
-        )
-        yield f"perplexity {now['perplexity']:.4f}{ratio} ({_extent(now)})"
+        yield f"perplexity {_perplexity(now)}{_beside(now, dense) if dense else ''} ({_extent(now)})"
         if now.get("seen", 0.0) > SEEN_LIMIT:
             yield f"  {seen_warning(now['seen'])}"
     if evaluation.get("tasks"):
         yield from task_lines({model: read_scores(found) for model, found in evaluation["tasks"].items()})
     for entry in evaluation.get("earlier", ()):
-        yield f"earlier: perplexity {entry['perplexity']:.4f} ({_extent(entry)})"
+        yield f"earlier: perplexity {_perplexity(entry)} ({_extent(entry)})"
+
+
+def _perplexity(score: Mapping[str, Any]) -> str:
+    return shown_perplexity(score["perplexity"], score.get("loss"))
+
+
+def _beside(now: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
+    """The dense model's perplexity, and how many times as high this one is, if both are finite."""
+    ratio = float(now["perplexity"]) / float(dense["perplexity"])
+    return f", dense {_perplexity(dense)}{f', {ratio:.3f} times' if math.isfinite(ratio) else ''}"
 
 
 def compute_share(seconds: Mapping[str, Any]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from pipeline.console.progress import JobObserver
 from pipeline.driver.interfaces import Pool
 from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.scoring import window_units
+from pipeline.evaluation.losses import json_perplexity
 from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import window_tokens
 from pipeline.job.inputs import layer_dtype
@@ -130,13 +130,14 @@ def _score(
         observer.stage("start")
         with worker_pool(setup, workers, stop, observer, in_process) as pool:
             found = score_windows(pool, windows, geometry.num_layers, observer)
-    return {
-        "perplexity": math.exp(found.loss / found.tokens),
-        "loss": found.loss / found.tokens,
-        "tokens": found.tokens,
-        "windows": len(tokens),
-        "window": window,
-    }
+    return perplexity_figures(found, len(tokens), window)
+
+
+def perplexity_figures(found: Scored, windows: int, window: int) -> dict[str, Any]:
+    """What was scored over so many windows, as JSON has it."""
+    loss = found.loss / found.tokens
+    figures = {"perplexity": json_perplexity(loss), "loss": loss}
+    return {**figures, "tokens": found.tokens, "windows": windows, "window": window}
 
 
 def _stored_dtype(source: SourceCheckpoint, config: Mapping[str, Any]) -> torch.dtype:

@@ -5,7 +5,7 @@ What leaves the dense model on them is stored once and serves every try at a siz
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +21,7 @@ from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, TRIES
 from pipeline.driver.recovery import Repairs
 from pipeline.driver.scheduler import NOTHING_DUE, TaskStream
 from pipeline.driver.scoring import Scorer
+from pipeline.evaluation.losses import damage_warnings, perplexity_of
 from pipeline.job.compressing import JobWorkers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.units.scores import Scored, Windows
@@ -48,7 +49,10 @@ def score_held_out(
         workers.scorer(job).forget(COMPRESSED)
         if not driver_job(job.inputs).keep_statistics:
             _drop(job)  # no other size will be tried
-        job.observer.say(held_out_line(entered.as_json()))
+        measured = entered.as_json()
+        job.observer.say(held_out_line(measured))
+        for warning in damage_warnings({"held_out": measured}):
+            job.observer.say(warning, logging.WARNING)
     return entered
 
 
@@ -118,11 +122,14 @@ def _measured(job: JobContext, workers: JobWorkers) -> HeldOutScoreEntry:
 
 
 def _entry(found: Scored) -> HeldOutScoreEntry:
+    loss, dense_loss = found.loss / found.tokens, found.dense_loss / found.tokens
     return HeldOutScoreEntry(
         divergence=found.divergence / found.tokens,
-        dense_perplexity=math.exp(found.dense_loss / found.tokens),
-        perplexity=math.exp(found.loss / found.tokens),
+        dense_perplexity=perplexity_of(dense_loss),
+        perplexity=perplexity_of(loss),
         tokens=found.tokens,
+        dense_loss=dense_loss,
+        loss=loss,
     )
 
 

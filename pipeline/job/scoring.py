@@ -19,6 +19,7 @@ from manifests.records import Key
 from pipeline.console.signals import catch_signals
 from pipeline.console.summary import SEEN_LIMIT, seen_warning
 from pipeline.driver.ledger_keys import COMPLETE, score_key, task_score_key
+from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.evaluation.perplexity import score_tokens, sweep_scratch
 from pipeline.evaluation.tasks import score_tasks, tasks_digest
 from pipeline.job.calibration import seen_share, tokens_digest
@@ -59,7 +60,7 @@ def score_output(job: JobContext, seal: str) -> None:
         entry = score_entry(job, "dense" if key.startswith("score/dense/") else "compressed", seal, found)
         job.ledger.commit(key, entry)
         which = "of the dense model " if entry.model == "dense" else ""
-        job.observer.say(f"perplexity {which}{found['perplexity']:.4f} over {found['tokens']:,} tokens")
+        job.observer.say(f"perplexity {which}{_shown(found)} over {found['tokens']:,} tokens")
         if (seen := _seen(job)) > SEEN_LIMIT:
             job.observer.say(f"perplexity: {seen_warning(seen)}", logging.WARNING)
     for task_key, model in _wanted_tasks(job, seal).items():
@@ -67,9 +68,15 @@ def score_output(job: JobContext, seal: str) -> None:
             catch_signals(job.stop)
             which = "dense" if task_key.startswith("task_score/dense/") else "compressed"
             job.observer.say(f"tasks: the {which} model, whole, in this process")
-            trusted, tasks = job.manifest.model.trust_remote_code, job.manifest.evaluation.tasks
-            scores = score_tasks(model, tasks, "evaluation.tasks", trust_remote_code=trusted)
-            job.ledger.commit(task_key, TaskScoreEntry(model=which, seal=seal, tasks=scores))
+            trusted, asked = job.manifest.model.trust_remote_code, job.manifest.evaluation.tasks
+            tasks = score_tasks(model, asked, "evaluation.tasks", trust_remote_code=trusted)
+            job.ledger.commit(task_key, TaskScoreEntry(model=which, seal=seal, tasks=tasks))
+    for warning in damage_warnings({"evaluation": scores(job, seal)}):
+        job.observer.say(warning, logging.WARNING)
+
+
+def _shown(found: Mapping[str, Any]) -> str:
+    return shown_perplexity(found["perplexity"], found["loss"])
 
 
 def score_entry(job: JobContext, model: str, seal: str, found: Mapping[str, Any]) -> ScoreEntry:

@@ -11,6 +11,7 @@ from pipeline.checkpoint.compression_record import SEAL, quick_faults
 from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
 from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED
+from pipeline.evaluation.losses import damage_warnings
 from pipeline.job.compressing import Effort, assemble_output
 from pipeline.job.context import JobContext, begin, check_output, open_job
 from pipeline.job.heartbeat import Heartbeat
@@ -71,7 +72,7 @@ def finished_summary(job: JobContext) -> tuple[dict[str, Any] | None, list[str]]
     summary = {**done.summary, "evaluation": scores(job, seal), "already_finished": True}
     output, trusted = job.manifest.output, job.manifest.model.trust_remote_code
     faults = quick_faults(output, seal) or companion_faults(output, job.inputs.source.storage, trusted)
-    return summary, faults
+    return warned(summary), faults
 
 
 def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,8 +83,14 @@ def score_again(job: JobContext, summary: Mapping[str, Any]) -> dict[str, Any]:
     score_output(job, done.contract_sha256)
     job.observer.stage(None)
     evaluation = scores(job, done.contract_sha256)
-    job.ledger.commit(COMPLETE, done.model_copy(update={"summary": {**done.summary, "evaluation": evaluation}}))
-    return {**summary, "evaluation": evaluation, "scored_now": True}
+    entered = warned({**done.summary, "evaluation": evaluation})
+    job.ledger.commit(COMPLETE, done.model_copy(update={"summary": entered}))
+    return warned({**summary, "evaluation": evaluation, "scored_now": True})
+
+
+def warned(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary with its `warnings`."""
+    return {**summary, "warnings": damage_warnings(summary)}
 
 
 def evaluate_output(job: JobContext, compression: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +104,7 @@ def finish(
 ) -> dict[str, Any]:
     """Enters that the job is done, with its summary."""
     job.observer.stage(None)
-    summary = {
+    measured = {
         "output": job.manifest.output,
         "counts": compression["counts"],
         "layers": compression["layers"],
@@ -109,6 +116,7 @@ def finish(
         "peak_bytes": {"driver": peak_bytes(), "workers": effort.peak_bytes},
         "plan": job.plan.report(),
     }
+    summary = warned(measured)
     done = CompleteEntry(output=job.output, contract_sha256=compression[SEAL], summary=summary)
     job.ledger.commit(COMPLETE, done)
     return summary

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import PurePosixPath
 
+from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.methods.registry import layers_of
 from pipeline.reporting import tables
 from pipeline.reporting.drawing import Plot
@@ -66,6 +67,7 @@ def _head(run: Run) -> str:
         where = f" ({run.ended['where']})" if run.ended.get("where") else ""
         code = f"exit code {run.ended['exit_code']}"
         told.append(f"<p class=error><b>{code}</b>{escape(where)}: {escape(str(run.ended['error']))}</p>")
+    told += [f"<p class=error><b>{escape(warning)}</b></p>" for warning in damage_warnings(run.summary or {})]
     facts = [
         ("layers compressed", f"{len(run.layers)} of {len(layers_of(run.tasks))}"),
         *_facts(run),
@@ -93,7 +95,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     }
     facts = [(told, f"{shares[name]:.2%}") for name, told in wanted.items() if name in shares]
     if "perplexity" in scores:
-        facts.append(("perplexity", f"{scores['perplexity']['perplexity']:.4f}"))
+        facts.append(("perplexity", shown_perplexity(scores["perplexity"]["perplexity"])))
     return [*facts, *predicted, ("time", f"{run.summary['seconds']['total']:,.0f} s")]
 
 

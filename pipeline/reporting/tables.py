@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from manifests.packages import DISTRIBUTION, SERVING_DISTRIBUTION
+from manifests.records import INFINITY
 from pipeline.console.progress import SHOWN
 from pipeline.console.summary import compute_share
 from pipeline.methods.method import read_task_key
@@ -87,9 +88,12 @@ def scores(run: Run) -> str:
     return table("scores", ("", "compressed", *(["dense"] if dense else [])), rows)
 
 
-def _score(name: str, value: float | None) -> str:
+def _score(name: str, value: float | str | None) -> str:
     if value is None:
         return ""
+    if value == INFINITY:
+        return "infinite"
+    assert not isinstance(value, str)
     return f"{value:.2%}" if name == "seen" else number(value)
 
 

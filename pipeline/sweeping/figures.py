@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
+from manifests.records import INFINITY
 from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, MUTED, SERIES, Plot, draw, legend_below
 from pipeline.sweeping.front import TOLERANCE, Point, front
 
@@ -43,21 +44,27 @@ def series_name(row: Mapping[str, Any]) -> str:
 
 
 def _measured(found: Mapping[str, Any], loss: str) -> list[Mapping[str, Any]]:
-    return [row for row in found["points"] if row[loss] is not None]
+    """Those that a plot has room for: not where perplexity is infinite."""
+    return [row for row in found["points"] if _has(row, loss)]
+
+
+def _has(row: Mapping[str, Any], loss: str) -> bool:
+    return row[loss] is not None and math.isfinite(float(row[loss]))
 
 
 def _plot(found: Mapping[str, Any], size: str, loss: str) -> Plot:
     rows = _measured(found, loss)
     dense = found["dense"]["perplexity"] if found["dense"] and loss == "perplexity" else None
+    dense = None if dense == INFINITY else dense
 
     def plot(axes: Axes) -> None:
         for place, (name, line) in enumerate(series_of(found).items()):
-            points = sorted((row[f"{size}_kept"], row[loss]) for row in line if row[loss] is not None)
+            points = sorted((row[f"{size}_kept"], row[loss]) for row in line if _has(row, loss))
             _line(axes, place, name, points)
         measured = [Point(row[f"{size}_kept"], row[loss], series_name(row)) for row in rows]
         best = sorted(measured[place][:2] for place in front(measured))
         ring: dict[str, Any] = {"marker": "o", "markersize": 9.0, "fillstyle": "none", "color": INK}
-        axes.plot(*zip(*best, strict=True), linestyle="none", label=RING, **ring)
+        axes.plot(*_columns(best), linestyle="none", label=RING, **ring)
         if dense is not None:
             axes.axhline(dense, color=MUTED, linewidth=1.0, linestyle=(0, (1, 2)))
             axes.annotate(
@@ -80,7 +87,12 @@ def _plot(found: Mapping[str, Any], size: str, loss: str) -> Plot:
 def _line(axes: Axes, place: int, name: str, points: Sequence[tuple[float, float]]) -> None:
     colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
     dash = DASHES[place // len(SERIES) % len(DASHES)]
-    axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=dash, label=name)
+    axes.plot(*_columns(points), color=colour, marker=marker, linestyle=dash, label=name)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """x and y; of no points, too."""
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def _scale(axes: Axes, values: Sequence[float]) -> None:

@@ -29,7 +29,10 @@ def render_sweep(found: Mapping[str, Any]) -> str:
     """The whole file."""
     plots, name = list(sweep_plots(found).values()), PurePosixPath(found["model"]).name
     parts = [section(f"By {told}", figures(plots, size)) for size, told in SIZES.items()]
-    head = f"<header><h1>{escape(name)}</h1><p>{len(found['points'])} points{escape(_missing(found))}</p></header>"
+    told = "".join(f"<p class=error><b>{escape(warning)}</b></p>" for warning in found["warnings"])
+    head = (
+        f"<header><h1>{escape(name)}</h1><p>{len(found['points'])} points{escape(_missing(found))}</p>{told}</header>"
+    )
     return document(f"{name}: sweep", head, [*parts, section("Points", _points(found))])
 
 
@@ -52,7 +55,7 @@ def _points(found: Mapping[str, Any]) -> str:
     rows = [
         (
             row["point"],
-            *("" if row[column] is None else f"{row[column]:{form}}" for column, (_, form) in FIGURES.items()),
+            *("" if row[column] is None else f"{float(row[column]):{form}}" for column, (_, form) in FIGURES.items()),
             ", ".join(kept for kept in SIZES if row[f"best_by_{kept}"]),
         )
         for row in found["points"]

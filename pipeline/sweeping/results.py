@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from manifests import VERSION
 from pipeline.driver.ledger_keys import RANKS, RESULT
+from pipeline.evaluation.losses import WARNED_NATS, damage_warnings, json_perplexity
 from pipeline.job.scoring import dense_score_key
 from pipeline.sweeping.context import SweepContext
 from pipeline.sweeping.figures import series_name
@@ -36,8 +36,8 @@ DROPPED = ("seconds", "predicted", "numbers", "best by")  # where the terminal i
 GAP = 2
 COLUMNS = (
     "point", "series", "methods", "rounding", "numbers_kept", "bytes", "bytes_kept", "cache_bytes_per_token",
-    "cache_kept", "perplexity", "loss", "loss_over_dense", "divergence", "held_out_perplexity", "predicted_loss",
-    "best_by_bytes", "best_by_cache", "seconds", "output",
+    "cache_kept", "perplexity", "loss", "loss_over_dense", "divergence", "held_out_perplexity", "damaged",
+    "predicted_loss", "best_by_bytes", "best_by_cache", "seconds", "output",
 )  # fmt: skip
 
 
@@ -57,9 +57,20 @@ def results(sweep: SweepContext) -> dict[str, Any]:
         "model": job.manifest.model.source,
         "dense": {name: dense[name] for name in ("perplexity", "loss", "tokens", "window")} if dense else None,
         "points": rows,
+        "warnings": _warnings(rows),
         "missing": [point.point.label for point in sweep.points if not sweep.is_done(point)],
         "seconds": {"phases": job.observer.seconds, "total": job.seconds()},
     }
+
+
+def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line that names the points that lose too much, if any do."""
+    damaged = [row["point"] for row in rows if row["damaged"]]
+    said = (
+        f"WARNING: {len(damaged)} of {len(rows)} points are badly damaged, their loss more than {WARNED_NATS:g} nats "
+        f"per token above the dense model's: {', '.join(damaged)}"
+    )
+    return [said] if damaged else []
 
 
 def as_csv(found: Mapping[str, Any]) -> str:
@@ -95,6 +106,8 @@ def print_results(found: Mapping[str, Any], console: Console | None = None) -> N
     for row in zip(*columns.values(), strict=True):
         shown.add_row(*row)
     console.print(shown)
+    for warning in found["warnings"]:
+        console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _columns(found: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -123,6 +136,8 @@ def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None
     if entry is None or entry.text != sweep.text:
         return None
     counts, held_out, loss = entry.counts, entry.held_out, entry.loss
+    score = {"perplexity": json_perplexity(loss), "loss": loss} if loss is not None else None
+    compared = held_out.as_json() if held_out else None
     kept = {f"{name}_kept": counts[of]["compressed"] / counts[of]["dense"] for name, of in SHARES.items()}
     return {
         "point": point.point.label,
@@ -134,11 +149,12 @@ def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None
         "bytes": counts["bytes"]["compressed"],
         "cache_bytes_per_token": counts["cache_bytes_per_token"]["compressed"],
         "counts": entry.as_json()["counts"],
-        "perplexity": math.exp(loss) if loss is not None else None,
+        "perplexity": score and score["perplexity"],
         "loss": loss,
         "loss_over_dense": loss - dense["loss"] if loss is not None and dense else None,
         "divergence": held_out.divergence if held_out else None,
-        "held_out_perplexity": held_out.perplexity if held_out else None,
+        "held_out_perplexity": compared and compared["perplexity"],
+        "damaged": bool(damage_warnings({"held_out": compared, "evaluation": {"perplexity": score, "dense": dense}})),
         "predicted_loss": entry.predicted,
         "ranks": ranks.as_json()["ranks"] if ranks else {},
         "seconds": entry.seconds,
@@ -151,5 +167,5 @@ def _lost(row: Mapping[str, Any]) -> float:
     return float(row["divergence"] if row["loss"] is None else row["loss"])
 
 
-def _short(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
+def _short(value: float | str | None, form: str) -> str:
+    return "" if value is None else f"{float(value):{form}}"

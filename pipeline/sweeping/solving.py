@@ -3,7 +3,6 @@ another is scored and entered."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from pipeline.checkpoint.counting import count, stored_tensors
 from pipeline.console.signals import catch_signals
 from pipeline.driver.job_spec import entered_scores, staged_layer
 from pipeline.driver.ledger_keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RANKS, RESULT
-from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS
+from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS, perplexity_figures
 from pipeline.job.compressing import JobWorkers, StoreCleaner, assemble_output, job_workers, staged_layers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
@@ -97,8 +96,7 @@ def _figures(found: Scored, windows: Windows) -> dict[str, Any]:
     """As `evaluation.perplexity.score_tokens` gives them."""
     assert windows.tokens is not None
     count, length = windows.tokens.shape
-    loss = found.loss / found.tokens
-    return {"perplexity": math.exp(loss), "loss": loss, "tokens": found.tokens, "windows": count, "window": length}
+    return perplexity_figures(found, count, length)
 
 
 def _stored_windows(job: JobContext, workers: JobWorkers) -> ArrayRecord:

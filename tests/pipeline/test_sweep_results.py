@@ -36,6 +36,7 @@ def row(point: str, kept: float, perplexity: float, **other: Any) -> dict[str, A
         "loss_over_dense": perplexity - 2.0,
         "divergence": 0.1,
         "held_out_perplexity": 3.0,
+        "damaged": False,
         "predicted_loss": None,
         "best_by_bytes": perplexity < 4,
         "best_by_cache": False,
@@ -52,7 +53,7 @@ def results(count: int = 3) -> dict[str, Any]:
         for keep in (0.9, 0.7, 0.5)
     ]
     dense = {"perplexity": 2.0, "loss": 0.7, "tokens": 10, "window": 5}
-    return {"model": "/models/tiny", "dense": dense, "points": rows, "missing": ["method-z-0.9"]}
+    return {"model": "/models/tiny", "dense": dense, "points": rows, "warnings": [], "missing": ["method-z-0.9"]}
 
 
 @pytest.mark.parametrize("seed", range(20))

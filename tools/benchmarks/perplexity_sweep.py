@@ -118,7 +118,7 @@ class Sweep:
             self.known[key] = {"key": key, "settings": self.settings, "seconds": seconds, **found}
             with open(self.arguments.results, "a", encoding="utf-8") as results:
                 results.write(json.dumps(self.known[key]) + "\n")
-            print(f"{key}: {found['perplexity']:.4f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+            print(f"{key}: {float(found['perplexity']):.4f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
         return self.known[key]
 
     def _job(self, point: Point) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def main() -> int:
     end_on_sigterm()
     connect(None, sweep.workers)
     dense = sweep.dense()
-    print(f"dense: {dense['perplexity']:.3f} over {dense['tokens']:,} tokens\n")
+    print(f"dense: {float(dense['perplexity']):.3f} over {dense['tokens']:,} tokens\n")
     rows: dict[str, list[Point]] = {}
     for point in GRIDS[sweep.arguments.grid]():
         rows.setdefault(point[0], []).append(point)
@@ -181,7 +181,7 @@ def main() -> int:
     print(markdown_row(["---"] * (len(keeps) + 2)))
     for name, points in rows.items():
         found = [sweep.point(point) for point in points]
-        scores = [f"{entry['perplexity']:.3f}" for entry in found]
+        scores = [f"{float(entry['perplexity']):.3f}" for entry in found]
         print(markdown_row([name, *scores, f"{found[0]['kept']['parameters']:.3f}"]), flush=True)
     return 0
 
