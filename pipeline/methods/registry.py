@@ -18,10 +18,11 @@ from pipeline.methods.joint_rank_k import JointRankKMethod
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.lorc import LoRCMethod
 from pipeline.methods.loss_aware.method import LossAwareMethod
-from pipeline.methods.method import Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
+from pipeline.methods.method import Group, Key, Measuring, Method, Moment, Predicting, Scores, Task, group_key, task_key
 from pipeline.methods.rounded_size import (
     most_by_bits,
     numbers_of_bytes,
+    overcounted,
     saved_outside,
     scope_numbers,
     scope_units,
@@ -32,17 +33,15 @@ from pipeline.ranks.allocation import (
     Budget,
     Entry,
     Prediction,
-    Weight,
     allocate,
     fixed_numbers,
     tied,
     weighed,
-    weighed_numbers,
 )
 from pipeline.ranks.curves import from_columns
 from pipeline.ranks.importance import angular_importance
 
-Weighing = Mapping[str, Weight]  # by task
+Weights = Mapping[str, float]  # of a number, by task
 
 METHODS: dict[type[MethodEntry], Callable[[Any], Method]] = {
     FlatLLM: FlatLLMMethod,
@@ -141,11 +140,16 @@ def allocate_ranks(
     Raises:
         InputError: the budget cannot be met; the message says the reachable range.
     """
-    chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
+    weights = [_weights(manifest, position, method, geometry) for position, method in enumerate(methods)]
     entries = [
-        _entry(position, method, geometry, scores, _weights(manifest, position, method, geometry), chosen_bits)
-        for position, method in enumerate(methods)
+        _entry(position, method, geometry, scores, by_task)
+        for position, (method, by_task) in enumerate(zip(methods, weights, strict=True))
     ]
+    beyond = sum(
+        _overcounted(manifest, entry, by_task, method.claims(geometry), geometry)
+        for method, entry, by_task in zip(methods, entries, weights, strict=True)
+        if by_task
+    )
     claimed = {(group.layer, role) for method in methods for group in method.claims(geometry) for role in group.roles}
     entries = [entry for entry in entries if entry.dense_numbers]  # others may leave nothing to what is only rounded
     _check_max_loss(manifest, entries)
@@ -167,7 +171,7 @@ def allocate_ranks(
             return Budget("budget.bytes", budget.bytes, units, untouched_units - saved + own_numbers)
         whole, taken = numbers_of_bytes(manifest, geometry, claimed)
         own_numbers *= most_by_bits(manifest.quantize, geometry.bits)
-        return Budget("budget.bytes", budget.bytes, whole, taken + untouched + own_numbers)
+        return Budget("budget.bytes", budget.bytes, whole, taken - beyond + untouched + own_numbers)
 
     return allocate(entries, shared) | _outer_ranks(methods, geometry)
 
@@ -216,13 +220,9 @@ def _entry(
     method: Method,
     geometry: Geometry,
     scores: Scores,
-    weights: Weighing = MappingProxyType({}),
-    chosen_bits: bool = False,
+    weights: Weights = MappingProxyType({}),
 ) -> Entry:
-    """A method as the allocation sees it, which knows groups by the keys of their tasks.
-
-    `chosen_bits`: the numbers of curves are weighed already.
-    """
+    """A method as the allocation sees it, which knows groups by the keys of their tasks."""
     own = _own(scores, position, method, geometry)
 
     def targets(ratio: float) -> dict[Key, float]:
@@ -244,17 +244,19 @@ def _entry(
             replace(variable, group=task_key(variable.layer, position, variable.group)) for variable in variables
         ),
         targets=targets,
-        prediction=_prediction(position, method, geometry, scores, {} if chosen_bits else weights),
+        prediction=_prediction(position, method, geometry, scores, weights),
         most=_most_numbers(method, geometry, scores),
     )
     entry = weighed(entry, weights) if weights else entry
     return tied(entry) if method.uniform else entry
 
 
-def _weights(manifest: Manifest, position: int, method: Method, geometry: Geometry) -> Weighing:
-    """By task, how numbers count where a budget of bytes meets several dtypes; else nothing."""
+def _weights(manifest: Manifest, position: int, method: Method, geometry: Geometry) -> Weights:
+    """By task, what a number counts where a budget of bytes meets several dtypes; else nothing."""
     mixed = geometry.outer_bits or any(layer.own_bits for layer in geometry.layers)
-    if manifest.budget is None or manifest.budget.bytes is None or not mixed:
+    chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
+    weighed_already = chosen_bits and isinstance(method, Predicting) and method.predicts(geometry)
+    if manifest.budget is None or manifest.budget.bytes is None or not mixed or weighed_already:
         return {}
     return {
         task_key(group.layer, position, group.name): weight_of(manifest, geometry.layers[group.layer], group.roles)
@@ -262,8 +264,21 @@ def _weights(manifest: Manifest, position: int, method: Method, geometry: Geomet
     }
 
 
+def _overcounted(
+    manifest: Manifest, entry: Entry, weights: Weights, groups: Sequence[Group], geometry: Geometry
+) -> float:
+    """`overcounted` of what an entry claims inside the layers. `weights`: of its groups, in their order."""
+    return sum(
+        overcounted(
+            manifest, geometry.layers[group.layer], group.roles, entry.heaviest if entry.keeps_share else weight
+        )
+        for group, weight in zip(groups, weights.values(), strict=True)
+        if not {*group.roles} & {*OUTER_ROLES}
+    )
+
+
 def _prediction(
-    position: int, method: Method, geometry: Geometry, scores: Scores, weights: Weighing
+    position: int, method: Method, geometry: Geometry, scores: Scores, weights: Weights
 ) -> Prediction | None:
     """The curves of a method whose ranks follow predicted loss."""
     groups = method.predicts(geometry) if isinstance(method, Predicting) else ()
@@ -271,11 +286,11 @@ def _prediction(
         return None
     keys = [Task.of(position, group).key for group in groups]
     smallest = (method.least_numbers(group, geometry.layers[group.layer]) for group in groups)
-    least = sum(weighed_numbers(numbers, weights.get(key)) for key, numbers in zip(keys, smallest, strict=True))
+    least = sum(weights.get(key, 1.0) * numbers for key, numbers in zip(keys, smallest, strict=True))
     curves = None
     if scores.curves is not None:
         curves = {
-            key: [replace(p, numbers=weighed_numbers(p.numbers, weights.get(key))) for p in from_columns(curve)]
+            key: [replace(p, numbers=weights.get(key, 1.0) * p.numbers) for p in from_columns(curve)]
             for key in keys
             for curve in (scores.curves[key],)
         }

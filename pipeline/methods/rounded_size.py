@@ -18,6 +18,7 @@ from pipeline.kernels.packing import WORD_BITS, words_of
 SHAPE_BYTES = 16  # of each rounded matrix, two int64
 LEAST_BITS, MOST_BITS = 3, 8
 MATRICES = 2  # that a role is stored as, at most
+NARROWED = ("v", "gate", "up")  # roles whose biases are cut with their outputs
 Claimed = Collection[tuple[int, str]] | None  # layers and roles
 PIVOTED, INDEX_BITS = 4, 32  # groups of a layer that may be pivoted, and bits of an index of theirs
 
@@ -32,18 +33,35 @@ def rounded_share(bits: int, group: int | None, dtype_bits: int, scale: float = 
     return bits / dtype_bits + (scale / group if group else 0.0)
 
 
-def weight_of(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str]) -> tuple[float, int]:
-    """(f, p): n numbers of these roles take what f (n - p) + p of those that `numbers_of_bytes` counts do, or less.
+def weight_of(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str]) -> float:
+    """f: n numbers of the matrices of these roles take what f n of those that `numbers_of_bytes` counts do, or less.
 
-    f is of the widest matrix that ranks or codes make smaller; what these roles hold besides is p.
+    It is of the widest matrix that ranks or codes make smaller.
     """
     matrices = [role for role in roles if _is_counted(manifest, role)]
-    plain = layer.numbers(roles) - sum(math.prod(layer.weight_shape(role)) for role in matrices)
     widest = max((layer.bits_of(f"{role}.weight") / layer.bits for role in matrices), default=1.0)
     quantize = manifest.quantize
     if quantize is None:
-        return widest, plain
-    return rounded_share(least_bits(quantize), quantize.group, layer.bits, widest) / _share(manifest, layer.bits), plain
+        return widest
+    return rounded_share(least_bits(quantize), quantize.group, layer.bits, widest) / _share(manifest, layer.bits)
+
+
+def overcounted(manifest: Manifest, layer: LayerGeometry, roles: Sequence[str], weight: float) -> float:
+    """Numbers by which `weight` n, n with all that these roles store, and their part of what `numbers_of_bytes` says is
+    taken are more than what they take at any rank.
+
+    A tensor of p numbers that is neither factored nor rounded, as a bias, takes ω p, and (ω - 1) p of that is in what
+    is taken. Where a bias may be cut and weighs less than the matrices, it counts as they do.
+    """
+    found = 0.0
+    for key, (_, shape) in layer.tensors(roles).items():
+        role, _, part = key.partition(".")
+        if part == "weight" and _is_counted(manifest, role):
+            continue
+        own = layer.bits_of(key) / layer.bits / _share(manifest, layer.bits)
+        stays = part == "bias" and role not in NARROWED
+        found += math.prod(shape) * ((weight - own if stays or weight <= own else 0.0) + own - 1.0)
+    return found
 
 
 def _is_counted(manifest: Manifest, role: str) -> bool:
@@ -83,7 +101,7 @@ def numbers_of_bytes(manifest: Manifest, geometry: Geometry, claimed: Claimed = 
 
 
 def _taken(manifest: Manifest, geometry: Geometry, claimed: Claimed) -> float:
-    """What is stored beyond ρ of the numbers, as `weight_of` weighs them, in numbers of the dtype."""
+    """What is stored beyond ρ of the numbers, matrices as `weight_of` weighs them, in numbers of the dtype."""
     assert manifest.budget is not None
     numbers, units = (count(geometry, manifest.budget.scope) for count in (scope_numbers, scope_units))
     plain, plain_units, widest = float(numbers), units, 1.0

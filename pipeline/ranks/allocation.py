@@ -16,7 +16,6 @@ from pipeline.ranks.budget import Key, RankVariable, fit_ranks, solve_ratio
 from pipeline.ranks.curves import Point, cache_numbers, choose, lower_hull, stored_numbers, summed
 
 Chosen = dict[str, dict[str, int]]
-Weight = tuple[float, int]  # (f, p): n numbers count as f (n - p) + p
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Entry:
         prediction: given, ranks follow predicted loss, and there are no variables.
         followers: task -> the tasks that get its ranks, where they are chosen for several at once.
         most: stored at most by an entry with a size of its own, while what its ranks follow is not measured; else 0.
-        heaviest: what a number counts at most within a budget that others share, where `keep` counts it as one.
+        heaviest: weight of its numbers within a budget that others share, where its own `keep` counts each as one.
     """
 
     where: str
@@ -66,6 +65,11 @@ class Entry:
     def has_own_size(self) -> bool:
         """Whether no common budget applies."""
         return self.fixed or self.keep is not None
+
+    @property
+    def keeps_share(self) -> bool:
+        """Whether its ranks follow a `keep` of its own."""
+        return self.keep is not None and not self.fixed
 
 
 @dataclass(frozen=True)
@@ -170,25 +174,18 @@ def tied(entry: Entry) -> Entry:
     )
 
 
-def weighed(entry: Entry, weights: Mapping[str, Weight]) -> Entry:
-    """The entry with numbers counted by the weights of its tasks. A `keep` of its own goes on counting each as one."""
-    heaviest = max(1.0, *(factor for factor, _ in weights.values()))
-    if entry.keep is not None and not entry.fixed:
+def weighed(entry: Entry, weights: Mapping[str, float]) -> Entry:
+    """The entry with numbers multiplied by the weights of its tasks. A `keep` of its own goes on counting each as one,
+    and where others share a budget, all of them weigh as much as the heaviest."""
+    heaviest = max(1.0, *weights.values())
+    if entry.keeps_share:
         return replace(entry, heaviest=heaviest)
     variables = tuple(replace(each, cost=partial(_weighed_cost, each, weights[each.group])) for each in entry.variables)
     return replace(entry, variables=variables, most=entry.most * heaviest)
 
 
-def _weighed_cost(variable: RankVariable, weight: Weight, rank: float) -> float:
-    return weighed_numbers(variable.cost(rank), weight)
-
-
-def weighed_numbers(numbers: float, weight: Weight | None) -> float:
-    """As they count by a weight; without one, as they are."""
-    if weight is None:
-        return numbers
-    factor, plain = weight
-    return factor * (numbers - plain) + plain
+def _weighed_cost(variable: RankVariable, weight: float, rank: float) -> float:
+    return weight * variable.cost(rank)
 
 
 def _beyond_layer(task: str) -> str:
