@@ -5,7 +5,7 @@ Order of durability: the index is renamed into OUTPUT after everything else; a d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from pipeline.checkpoint.decoding_cost import decoding_costs
 from pipeline.checkpoint.listing import CARD_FILE, OUR_FILES, sweep_halves
 from pipeline.checkpoint.model_card import model_card
 from pipeline.checkpoint.reading import linear_modules
+from pipeline.checkpoint.source_dtypes import FIELD as SOURCE_DTYPES
+from pipeline.checkpoint.source_dtypes import unstored_dtypes
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import COMPARED, layer_key, rest_key
 from pipeline.families.registry import checkpoint_config
@@ -121,7 +123,7 @@ class Assembler:
         self.output.sync(records)
         compression = self._record(plans, records)
         names = self._write_companions()
-        self.output.replace(CONFIG_FILE, encode_json(config := self._config()))
+        self.output.replace(CONFIG_FILE, encode_json(config := self._config(compression["tensors"])))
         self.output.replace(CARD_FILE, model_card(compression, config).encode())
         described = {name: describe_file(self.output, name) for name in (*names, CONFIG_FILE, CARD_FILE)}
         index = index_arguments(compression)
@@ -173,7 +175,7 @@ class Assembler:
             )
         return entry
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self, stored: Collection[str]) -> dict[str, Any]:
         config = checkpoint_config(self.inputs.config, self._forms(), self.inputs.dtype_name)
         rounded: dict[str, Scheme] = {}
         for layer in range(self.inputs.geometry.num_layers):
@@ -184,6 +186,9 @@ class Assembler:
             fields[FIELD] = quantization_config(rounded, linear_modules(config))
         if unused := self._unused(config):
             fields["unused_tensors"] = unused
+        source = self.inputs.source.tensors
+        if dtypes := unstored_dtypes(claimed_tensors(self.inputs), source, stored, self.inputs.dtype_name):
+            fields[SOURCE_DTYPES] = dtypes
         return config | config_fields(self.inputs.methods) | fields
 
     def _unused(self, config: Mapping[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ def dense_weights(layer: DecoderLayer, geometry: LayerGeometry, stored: torch.dt
 
     Every projection is linear whatever it is made of, so its matrix is what it does to the unit vectors. Value heads of
     another width than d are brought to d: narrower ones with zeros, wider ones (absorbed latents) through the d
-    directions of which they are made. `stored`: the dtype that the factors were rounded to.
+    directions of which they are made. `stored`: the coarsest dtype that the factors of v and o were rounded to.
 
     Raises InputError when value heads are of a rank that d numbers do not hold.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.reading import read_checkpoint
+from pipeline.checkpoint.source_dtypes import source_dtype
 from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
 from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of
@@ -65,7 +67,7 @@ def _write(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """`export_checkpoint`, once nothing speaks against it."""
-    geometry, stored = geometry_of(config), getattr(torch, config["dtype"])
+    geometry, dtype_of = geometry_of(config), partial(source_dtype, tensors=checkpoint.tensors, config=config)
     width = config["intermediate_size"] if target == "dense" else mlp_widths(LayersConfig(**config))[0]
     written = written_config(config, width)
     reader = cpu_reader(checkpoint, config, torch.float64)
@@ -76,9 +78,9 @@ def _write(
     for layer in range(geometry.num_layers):
         reader.read_ahead(layer + 1)
         mine = geometry.layers[layer]
-        weights = pad_mlp(dense_weights(reader.block(layer, None).module, mine, stored), width)
-        names = mine.tensors()
-        named = {names[key][0]: tensor.to(stored) for key, tensor in weights.items()}
+        weights = pad_mlp(dense_weights(reader.block(layer, None).module, mine, coarsest(mine, dtype_of)), width)
+        names = {key: name for key, (name, _) in mine.tensors().items()}
+        named = {names[key]: tensor.to(dtype_of(names[key])) for key, tensor in weights.items()}
         for path in map(mine.path, whole_roles(config, mine)):
             if path in packed:
                 del named[path + WEIGHT]
@@ -94,7 +96,9 @@ def _write(
     if all(name in checkpoint.tensors for name in outside):
         copy_shard(written_to, file, checkpoint, outside)
     else:  # rounded: engines take codes of linears in layers, few of them a table's or a head's
-        write_shard(written_to, file, {name: tensor.to(stored) for name, tensor in reader.outer(*outside).items()})
+        write_shard(
+            written_to, file, {name: tensor.to(dtype_of(name)) for name, tensor in reader.outer(*outside).items()}
+        )
     weight_map |= dict.fromkeys(outside, file)
     numbers += sum(math.prod(shape) for _, shape in geometry.outer)
     copy_companions(written_to, checkpoint.storage, _brings_code(checkpoint.storage), OUR_FILES)
@@ -127,6 +131,11 @@ def all_or_nothing(place: Storage) -> Iterator[None]:
 def _brings_code(output: Storage) -> bool:
     """Whether OUTPUT has Python of the source, as it has where its manifest trusted that."""
     return bool({*matching(output, CODE)} - {*MODELLING_FILES})
+
+
+def coarsest(layer: LayerGeometry, dtype_of: Callable[[str], torch.dtype]) -> torch.dtype:
+    """The dtype with the largest rounding errors of the weights of v and o."""
+    return max((dtype_of(f"{layer.path(role)}{WEIGHT}") for role in ("v", "o")), key=lambda each: torch.finfo(each).eps)
 
 
 def whole_roles(config: Mapping[str, Any], layer: LayerGeometry) -> list[str]:

@@ -14,6 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from manifests.errors import InputError
 from manifests.packages import install_advice
 from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
-from pipeline.checkpoint.exporting import compressed_checkpoint, whole_roles
+from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
+from pipeline.checkpoint.source_dtypes import source_dtype
 from pipeline.checkpoint.targets import mlp_widths, refuse_faults
+from pipeline.families.family import LINEAR_ROLES
 from pipeline.families.registry import geometry_of
 from pipeline.kernels.packing import unpack
 from pipeline.rounding.schemes import PACKED, SCALE, SHAPE, packed_modules, rounded_modules
@@ -42,6 +45,9 @@ LAYER_NAMES = {
     "input_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
     "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
 }  # fmt: skip
+
+
+KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # what the file calls them
 
 
 def export_gguf(output: str, destination: str, say: Callable[[str], None]) -> dict[str, Any]:
@@ -81,31 +87,34 @@ def _write(
     import gguf
 
     described = LayersConfig(**config)
-    widths, stored = mlp_widths(described), getattr(torch, config["dtype"])
+    widths = mlp_widths(described)
     uniform = len(set(widths)) == 1
     writer = gguf.GGUFWriter(str(path), "llama" if uniform else "deci")
     _describe_(writer, described, widths[0] if uniform else widths)
     numbers = 0
-    rounded = _rounded(checkpoint, config)
+    rounded, dtypes = _rounded(checkpoint, config), _file_dtypes(checkpoint, config)
     for name, shape in _shapes(described, widths):
         if name in rounded:
             kind = gguf.GGMLQuantizationType[rounded[name].kind]
             bytes_shape: tuple[int, ...] = (shape[0], shape[1] // BLOCK * BYTES[rounded[name].kind])
         else:
-            kind, itemsize = _kind(gguf, len(shape), stored)
-            bytes_shape = (*shape[:-1], shape[-1] * itemsize)
+            dtype = dtypes.get(name, torch.float32)
+            kind, bytes_shape = (
+                getattr(gguf.GGMLQuantizationType, KINDS[dtype]),
+                (*shape[:-1], shape[-1] * dtype.itemsize),
+            )
         writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), int(np.prod(bytes_shape)), raw_dtype=kind)
         numbers += int(np.prod(shape))
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        tensors = _tensors(checkpoint, config, described, stored, say)
+        tensors = _tensors(checkpoint, config, described, say)
         for (name, _), tensor in zip(_shapes(described, widths), tensors, strict=True):
             if name in rounded:
                 kept = rounded[name].read(checkpoint)
             else:
-                kept = tensor.to(torch.float32 if tensor.ndim == 1 else stored).contiguous()
+                kept = tensor.to(dtypes.get(name, torch.float32)).contiguous()
             writer.write_tensor_data(kept.view(torch.uint8).numpy())
     finally:
         writer.close()
@@ -133,24 +142,18 @@ class _Rounded:
 
 def _rounded(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, _Rounded]:
     """By its name in the file, every matrix whose codes llama.cpp's blocks hold; others are multiplied out."""
-    geometry, found = geometry_of(config), {}
-    block = config["block"]
-    named: dict[str, tuple[str, int | None]] = {
-        block["embed"]: ("token_embd.weight", None),
-        block["head"]: ("output.weight", None),
-    }
-    for layer in geometry.layers:
-        heads = {"q": layer.heads, "k": layer.kv_heads}
-        for role in whole_roles(config, layer):
-            named[layer.path(role)] = (f"blk.{layer.index}.{LAYER_NAMES[role]}.weight", heads.get(role))
+    heads: dict[str, int | None] = {config["block"][name]: None for name in ("embed", "head")}
+    for layer in geometry_of(config).layers:
+        rotated = {"q": layer.heads, "k": layer.kv_heads}
+        heads |= {layer.path(role): rotated.get(role) for role in whole_roles(config, layer)}
+    names, found = _file_names(config), {}
     for path, scheme in rounded_modules(config, packed_modules(checkpoint.tensors)).items():
-        if path not in named:
+        if path not in heads:
             continue
         parts = checkpoint.read([path + SCALE, path + SHAPE])
         kind = block_kind(scheme, int(parts[path + SHAPE][1]), parts[path + SCALE])
         if kind is not None:
-            name, rows_of = named[path]
-            found[name] = _Rounded(path, scheme, kind, rows_of)
+            found[names[path]] = _Rounded(path, scheme, kind, heads[path])
     return found
 
 
@@ -199,11 +202,11 @@ def _tensors(
     checkpoint: SourceCheckpoint,
     config: Mapping[str, Any],
     described: LayersConfig,
-    stored: torch.dtype,
     say: Callable[[str], None],
 ) -> Iterator[Tensor]:
     """What `_shapes` names."""
     geometry, block = geometry_of(config), described.block
+    dtype_of = partial(source_dtype, tensors=checkpoint.tensors, config=config)
     outer = [f"{block['embed']}.weight", f"{block['final_norm']}.weight"]
     outer += [] if described.tie_word_embeddings else [f"{block['head']}.weight"]
     reader = cpu_reader(checkpoint, config, torch.float64)
@@ -214,7 +217,7 @@ def _tensors(
     for layer in range(geometry.num_layers):
         reader.read_ahead(layer + 1)
         mine = geometry.layers[layer]
-        weights = dense_weights(reader.block(layer, None).module, mine, stored)
+        weights = dense_weights(reader.block(layer, None).module, mine, coarsest(mine, dtype_of))
         for role, heads in (("q", mine.heads), ("k", mine.kv_heads)):
             weights[f"{role}.weight"] = neighbours_first(weights[f"{role}.weight"], heads)
         yield from (weights[f"{role}.weight"] for role in LAYER_NAMES)
@@ -235,9 +238,17 @@ def _frequency_factors(described: LayersConfig) -> Tensor | None:
     return None if torch.equal(factors, torch.ones_like(factors)) else factors
 
 
-def _kind(gguf: Any, dims: int, stored: torch.dtype) -> tuple[Any, int]:
-    """The type of a tensor in the file, and bytes of a number: norms are float32, all else is as stored."""
-    types = gguf.GGMLQuantizationType
-    if dims == 1 or stored == torch.float32:
-        return types.F32, 4
-    return (types.BF16 if stored == torch.bfloat16 else types.F16), 2
+def _file_names(config: Mapping[str, Any]) -> dict[str, str]:
+    """Path of a matrix's module -> the matrix's name in the file."""
+    names = {config["block"]["embed"]: "token_embd.weight", config["block"]["head"]: "output.weight"}
+    for layer in geometry_of(config).layers:
+        names |= {layer.path(role): f"blk.{layer.index}.{LAYER_NAMES[role]}.weight" for role in LINEAR_ROLES}
+    return names
+
+
+def _file_dtypes(checkpoint: SourceCheckpoint, config: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """Of the matrices in the file: the source's, but float32 where that is float64. Vectors are float32."""
+    dtypes = {
+        name: source_dtype(f"{path}.weight", checkpoint.tensors, config) for path, name in _file_names(config).items()
+    }
+    return {name: dtype if dtype in KINDS else torch.float32 for name, dtype in dtypes.items()}

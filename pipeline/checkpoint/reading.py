@@ -10,6 +10,7 @@ import torch
 import lamina
 from lamina.factored_lamina import stored_state
 from manifests.errors import InputError
+from pipeline.checkpoint.source_dtypes import FIELD as SOURCE_DTYPES
 from pipeline.families.registry import check_fields, geometry_of
 from pipeline.job.inputs import STORED_NAMES
 from pipeline.job.sources import as_loaded, check_buildable, describe_dense
@@ -30,10 +31,13 @@ def read_checkpoint(model: str, code: bool = False) -> tuple[SourceCheckpoint, M
     if missing:
         raise InputError(f"{model}/config.json: lacks {', '.join(missing)}; it is no Lamina checkpoint")
     check_fields(config)
+    known = ", ".join(STORED_NAMES.values())
     if config["dtype"] not in STORED_NAMES.values():
-        known = ", ".join(STORED_NAMES.values())
         raise InputError(f"{model}/config.json: dtype: {config['dtype']!r:.80}; known are {known}")
     check_buildable(config, f"{model}/config.json")
+    dtypes = (config.get(SOURCE_DTYPES) or {}).values()
+    if unknown := [dtype for dtype in dtypes if dtype not in [*STORED_NAMES.values()]]:
+        raise InputError(f"{model}/config.json: {SOURCE_DTYPES}: {unknown[0]!r:.80}; known are {known}")
     try:
         geometry_of(config)
         expected_tensors(config)

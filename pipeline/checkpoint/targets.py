@@ -155,6 +155,7 @@ FIELDS: Mapping[str, Rule] = {
     "sliding_window": _harmless,  # but for layers that slide
     "rope_parameters": _rope,
     "dtype": _dtype,
+    "source_dtypes": _in_file,
     "block": _in_file,  # by BLOCK
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _harmless),  # the vocabulary is left out
     **dict.fromkeys(("attention_dropout", "initializer_range"), _harmless),  # training

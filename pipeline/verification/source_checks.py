@@ -16,6 +16,8 @@ import torch
 from manifests.records import FormSpec
 from pipeline.checkpoint.compression_record import file_fault
 from pipeline.checkpoint.listing import OUR_FILES
+from pipeline.checkpoint.source_dtypes import FIELD as SOURCE_DTYPES
+from pipeline.checkpoint.source_dtypes import unstored_dtypes
 from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.job.calibration import sample_tokens
@@ -54,6 +56,9 @@ def check_source(
     for field in sorted(standard.keys() - set(WRITTEN_FIELDS)):
         if config.get(field) != standard[field]:
             faults.append(f"config.json: {field} is {config.get(field)!r}, by the source {standard[field]!r}")
+    dtypes = unstored_dtypes(compression["claimed"], original.tensors, compression["tensors"], config["dtype"])
+    if (said := config.get(SOURCE_DTYPES) or {}) != dtypes:
+        faults.append(f"config.json: {SOURCE_DTYPES} is {said!r:.200}, by the source {dtypes!r:.200}")
     for name in sorted(compression["files"].keys() - recorded.keys() - OUR_FILES):
         there = original.storage.has(name)
         if there and not is_copy(name, output.read(name), original.storage.read(name)):

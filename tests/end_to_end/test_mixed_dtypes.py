@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from pipeline.checkpoint.targets import TARGETS
 from tests import factories
-from tests.end_to_end.jobs import Job, command, load, logits_of, read_tensors, relative_error, some_tokens
+from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES
+from tests.end_to_end.test_evaluate import WINDOW, evaluate, perplexity
+from tests.end_to_end.test_export_gguf import ROLES, as_llama, read_gguf
+from tests.end_to_end.test_sweep import Sweep
 
 pytestmark = pytest.mark.usefixtures("inline")
 MakeJob = Callable[..., Job]
@@ -146,12 +153,102 @@ def test_at_full_rank(name: str, job: MakeJob, mixed: Callable[..., Path]) -> No
     assert relative_error(logits_of(load(run.output, trust_remote_code=True, dtype=FLOAT), ids), expected) < 1e-3
 
 
-def test_tied_embeddings_of_another_dtype(job: MakeJob, mixed: Callable[..., Path]) -> None:
+def test_tied_embeddings_of_another_dtype(job: MakeJob, mixed: Callable[..., Path], scored: Path) -> None:
     """They are copied as they are, and exported and scored."""
     source = mixed("llama", "embeddings float32", tie_word_embeddings=True)
-    check_job(job(source, methods=[{"method": "flat_llm"}]), source, "embeddings float32")
+    run = job(source, methods=[{"method": "flat_llm"}])
+    check_job(run, source, "embeddings float32")
+    check_export(run, source, "dense")
+    for model in (source, run.output, run.root / "dense"):
+        check_score(model, scored)
 
 
+EXPORTS: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [  # family, mixture, what is done, targets
+    ("llama", "a layer float32", {"methods": [{"method": "flat_llm", "uniform": True}]}, TARGETS),
+    ("llama", "vectors float32", {"methods": [], "budget": None, "quantize": {"bits": 8, "what": "all"}}, TARGETS),
+    ("mistral", "embeddings float32", {"methods": [METHODS["lorc"]], "budget.keep": 0.9}, ("dense", "stock")),
+    ("qwen2", "queries float32", {"methods": [METHODS["joint_rank_k"]], "budget.keep": 0.9}, ("dense", "stock")),
+    ("qwen2", "queries float32", {"methods": [METHODS["lestd"]], "budget.keep": 0.9}, ("dense",)),
+    ("opt", "vectors float16", {"methods": [{"method": "flat_llm", "query_key": "head_pca"}]}, ("dense",)),
+    ("gptj", "a layer float32", {"methods": [{"method": "svd"}], "calibration": None}, ("dense",)),
+]
+
+
+@pytest.mark.parametrize(("family", "mixture", "changes", "targets"), EXPORTS)
+def test_exports(
+    family: str,
+    mixture: str,
+    changes: dict[str, Any],
+    targets: tuple[str, ...],
+    job: MakeJob,
+    mixed: Callable[..., Path],
+) -> None:
+    """Every tensor has the source's dtype, and the logits are the compressed checkpoint's."""
+    source = mixed(family, mixture)
+    run = job(source, **changes)
+    run.run().json  # noqa: B018 - asserts the exit code
+    for target in targets:
+        if target != "gguf" or importlib.util.find_spec("gguf"):
+            check_export(run, source, target)
+
+
+def check_export(run: Job, source: Path, target: str) -> None:
+    """Of every tensor, the dtype; and the logits, as far as the coarsest dtype says them."""
+    destination = run.root / target
+    ended = command("export", str(run.output), "--to", target, str(destination))
+    assert ended.code == 0, ended.err
+    ids = some_tokens(320)
+    expected = logits_of(load(run.output, trust_remote_code=True, dtype=FLOAT), ids)
+    if target == "gguf":
+        check_gguf_dtypes(destination, source)
+        found = logits_of(as_llama(*read_gguf(destination)), ids)
+    else:
+        before = {name: tensor.dtype for name, tensor in read_tensors(source).items()}
+        after = {name: tensor.dtype for name, tensor in read_tensors(destination).items()}
+        packed = {name for name in after if name.endswith(("_packed", "_shape", "_scale"))}
+        scales = {name.replace("_scale", ""): after[name] for name in packed if name.endswith("_scale")}
+        assert {name: after[name] for name in after if name not in packed} | scales == before
+        config = json.loads((destination / "config.json").read_text())
+        assert config["dtype"] == json.loads((run.output / "config.json").read_text())["dtype"]
+        if packed and importlib.util.find_spec("compressed_tensors") is None:
+            return
+        found = logits_of(load(destination, dtype=FLOAT), ids)
+    assert relative_error(found, expected) < 0.03
+
+
+def check_gguf_dtypes(destination: Path, source: Path) -> None:
+    """A matrix that is not rounded has the source's dtype, a vector float32."""
+    import gguf
+
+    tensors = read_tensors(source)
+    kinds = {FLOAT: "F32", BFLOAT: "BF16", HALF: "F16"}
+    for tensor in gguf.GGUFReader(destination).tensors:
+        layer, role = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", tensor.name).groups()  # type: ignore[union-attr]
+        dtype = tensors[f"{f'model.layers.{layer}.' if layer else ''}{ROLES[role]}.weight"].dtype
+        kind = "F32" if len(tensor.shape) == 1 else kinds[dtype]
+        assert tensor.tensor_type.name in (kind, "Q8_0"), tensor.name
+
+
+def check_score(model: Path, text: Path) -> None:
+    """As transformers scores it, in float32; and as stored, to rounding."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    expected, _ = perplexity(load(model, trust_remote_code=True, dtype=FLOAT), tokenizer, text.read_text(), WINDOW)
+    assert evaluate(model, text)["perplexity"] == pytest.approx(expected, rel=1e-5)
+    assert evaluate(model, text, "--dtype", "stored")["perplexity"] == pytest.approx(expected, rel=0.05)
+
+
+def test_a_sweep(job: MakeJob, mixed: Callable[..., Path], scored: Path) -> None:
+    """A point that is kept is its job's checkpoint, byte for byte."""
+    source = mixed("qwen2", "a layer float32")
+    point = {"name": "flat_llm", "methods": [{"method": "flat_llm"}], "save": [0.7]}
+    swept = Sweep(job(source), scored, [point], keep=[0.7])
+    assert swept.run().code == 0
+    alone = job(source, **{"calibration.propagate": "dense", "evaluation": swept.document["evaluation"]})
+    check_job(alone, source, "a layer float32")
+    assert file_digests(swept.job.output / "flat_llm-0.7") == file_digests(alone.output)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "opt"])
 @pytest.mark.parametrize("mixture", ["vectors float32", "a layer float32"])
 @pytest.mark.parametrize(
     ("share", "changes"),
@@ -161,10 +258,10 @@ def test_tied_embeddings_of_another_dtype(job: MakeJob, mixed: Callable[..., Pat
     ],
 )
 def test_a_budget_of_bytes(
-    share: float, changes: dict[str, Any], mixture: str, job: MakeJob, mixed: Callable[..., Path]
+    share: float, changes: dict[str, Any], family: str, mixture: str, job: MakeJob, mixed: Callable[..., Path]
 ) -> None:
     """Is counted in bytes as stored, and never passed."""
-    source = mixed("llama", mixture)
+    source = mixed(family, mixture)
     run = job(source, budget={"bytes": share}, **changes)
     ended = run.run()
     assert ended.code == 0, ended.err

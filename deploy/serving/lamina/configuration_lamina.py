@@ -57,6 +57,7 @@ class LayersConfig(PreTrainedConfig):
     cores of Tucker forms that are stored sparse lie in memory: "dense" or "csr"; it may be chosen anew at each loading.
     `layer_sizes` is empty, or says for each layer what it has of LAYER_FIELDS that is not the model's.
     `unused_tensors`: stored ones that the model does not ask for, as the source had them.
+    `source_dtypes`: of factored tensors of the source, by name, where they are not `dtype`; exports have them so.
     Raises ValueError for a block that cannot be built and for forms that do not fit it, naming layer and role.
     """
 
@@ -90,6 +91,7 @@ class LayersConfig(PreTrainedConfig):
     forms: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     layer_sizes: list[dict[str, int]] = field(default_factory=list)
     unused_tensors: list[str] = field(default_factory=list)
+    source_dtypes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self, **kwargs: Any) -> None:
         _check_types(self)
@@ -195,7 +197,7 @@ def _check_types(config: LayersConfig) -> None:
     for name in COUNTS:
         if type(number := getattr(config, name)) is not int or number < 1:
             raise ValueError(f"config.json: {name} is {number!r}, not a whole number from 1 on")
-    for name, kind in (("block", dict), *dict.fromkeys(LISTS, list).items()):
+    for name, kind in {"block": dict, "source_dtypes": dict, **dict.fromkeys(LISTS, list)}.items():
         if not isinstance(value := getattr(config, name), kind | None):
             raise ValueError(f"config.json: {name} is {value!r}, not a {kind.__name__}")
     for name, value in (config.block or {}).items():
