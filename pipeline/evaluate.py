@@ -20,10 +20,11 @@ from manifests.loading import parse_block
 from manifests.records import Record
 from manifests.schema import Text, Workers
 from pipeline.console.arguments import add_address, add_in_process, check_in_process, parser, run_command
-from pipeline.console.places import prepare_folder
+from pipeline.console.paths import prepare_folder
 from pipeline.console.wrapping import say
 from pipeline.evaluation.losses import shown_perplexity
-from pipeline.evaluation.tasks import check_tasks, score_tasks, task_lines
+from pipeline.evaluation.tasks import score_tasks, task_lines
+from pipeline.inputs.task_names import check_tasks
 
 DTYPES = ("bfloat16", "float16", "float32", "stored")
 

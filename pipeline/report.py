@@ -23,9 +23,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    from pipeline.console.places import prepare_file
+    from pipeline.console.paths import prepare_file
     from pipeline.reporting.page import render  # takes seconds, which --help need not
-    from pipeline.reporting.reading import read_run
+    from pipeline.reporting.run_data import read_run
     from stores.run_directory import REPORT
     from stores.storage import open_storage
 

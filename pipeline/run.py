@@ -96,7 +96,7 @@ def _body(arguments: Any) -> int:
     if arguments.json:
         print(json.dumps(summary))
     else:
-        from pipeline.console.summary import print_summary
+        from pipeline.reporting.summary import print_summary
 
         print_summary(summary)
     return 0

@@ -28,7 +28,7 @@ from pipeline.console.arguments import (
     read_sweep,
     run_command,
 )
-from pipeline.console.places import prepare_folder
+from pipeline.console.paths import prepare_folder
 from stores.storage import Storage
 
 
@@ -56,9 +56,9 @@ def run_sweep(
         check_in_process(address, sweep.workers.max)
     with quick_imports():
         from pipeline.job import stages  # takes seconds, which --help and a wrong sweep need not
-        from pipeline.sweeping.context import open_sweep
         from pipeline.sweeping.results import results, write_results
         from pipeline.sweeping.solving import solve_points
+        from pipeline.sweeping.sweep_context import open_sweep
 
     with open_sweep(sweep, points, fresh=fresh, stop=stop, quiet=False, in_process=in_process) as opened:
         job = opened.job
@@ -79,8 +79,8 @@ def run_sweep(
 
 def write_plots(folder: Storage, found: dict[str, Any]) -> None:
     """Every plot as an SVG file, `LOSS-SIZE.svg`. Raises StorageError."""
-    from pipeline.sweeping.figures import sweep_plots
-    from pipeline.sweeping.page import standalone
+    from pipeline.sweeping.plots import sweep_plots
+    from pipeline.sweeping.sweep_page import standalone
 
     for name, plot in sweep_plots(found).items():
         folder.replace(f"{name}.svg", standalone(plot).encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.plan import probe
+from pipeline.cost_model import probe
 
 SIZES = {
     "LARGEST_HIDDEN": 128,

@@ -10,7 +10,7 @@ from manifests.sweep import load_sweep
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
-from pipeline.plan.__main__ import main as plan
+from pipeline.plan import main as plan
 from tests.published import CONFIGS, PARAMETERS, write_hollow_checkpoint
 
 MANIFESTS = sorted(

@@ -28,13 +28,8 @@ FOLDERS = {  # folder of the repository -> what its modules' names start with
 }
 COMMANDS = {
     f"pipeline.{name}"
-    for name in ("run", "status", "verify", "evaluate", "export", "push", "report", "scale", "sweep", "plan.__main__")
+    for name in ("run", "plan", "status", "verify", "evaluate", "export", "push", "report", "scale", "sweep")
 }
-# Put the parts together, as the commands do; only these and each other import them.
-SHARED_BY_COMMANDS = tuple(
-    f"pipeline.{room}"
-    for room in ("job", "checkpoint", "verification", "evaluation", "reporting", "sweeping", "console")
-)
 METHODS = {"flat_llm", "lorc", "lestd", "joint_rank_k"} | {
     name for entry in MethodEntry.__subclasses__() for name in get_args(entry.model_fields["method"].annotation)
 }
@@ -43,54 +38,55 @@ FILES_WITH_RAY = 3
 
 @dataclass(frozen=True)
 class Layer:
-    """What the modules under a name may import of ours, and of others (`only`: these and the standard library)."""
+    """The modules of ours that the modules under a name may import besides each other; `never`: packages of others;
+    `only`: the only ones, besides the standard library."""
 
-    own: tuple[str, ...]
-    never: frozenset[str] = frozenset()
+    own: tuple[str, ...] = ()
+    never: frozenset[str] = frozenset({"ray"})
     only: frozenset[str] | None = None
 
 
+def _rooms(*names: str) -> tuple[str, ...]:
+    return tuple(f"pipeline.{name}" for name in names)
+
+
+MODELS = _rooms("kernels", "ranks", "families", "methods", "rounding")
+WORK = _rooms("units", "driver", "cost_model")
+BESIDE_A_JOB = _rooms("inputs", "console", "evaluation", "checkpoint", "reporting")
 LAYERS = {  # the longest name that fits a module is its layer
-    "manifests": Layer(("manifests",), never=frozenset({"torch", "ray", "zarr", "transformers"})),
-    "pipeline": Layer(
-        (
-            "manifests",
-            "pipeline.methods",
-            "pipeline.families",
-            "pipeline.units",
-            "pipeline.driver",
-            "lamina.processor_lamina",
-        ),
-        never=frozenset({"ray"}),
+    "manifests": Layer(never=frozenset({"torch", "ray", "zarr", "transformers"})),
+    "lamina": Layer(never=frozenset({"ray", "zarr"})),
+    "stores": Layer(("manifests",)),
+    "pipeline.kernels": Layer(only=frozenset({"torch"})),
+    "pipeline.ranks": Layer(("manifests",)),
+    "pipeline.families": Layer(("manifests",)),
+    "pipeline.methods": Layer(("manifests", *_rooms("kernels", "ranks", "families"))),
+    "pipeline.rounding": Layer(("manifests", *_rooms("kernels", "ranks", "families", "methods"))),
+    "pipeline.units": Layer(("manifests", "pipeline.methods")),
+    "pipeline.driver": Layer(("manifests", *_rooms("methods", "units"))),
+    "pipeline.cost_model": Layer(
+        ("manifests", "lamina.processor_lamina", *_rooms("kernels", "families", "methods", "units", "driver"))
     ),
-    "pipeline.units": Layer(("manifests", "pipeline.methods", "pipeline.units"), never=frozenset({"ray"})),
-    "pipeline.driver": Layer(
-        ("manifests", "pipeline.methods", "pipeline.units", "pipeline.driver"), never=frozenset({"ray"})
+    "workers": Layer(("manifests", "stores", "lamina", *MODELS, *_rooms("units", "cost_model")), never=frozenset()),
+    "pipeline.inputs": Layer(("manifests", "stores", "workers", "lamina", *MODELS, *_rooms("units", "cost_model"))),
+    "pipeline.console": Layer(("manifests", "stores", "pipeline.units")),
+    "pipeline.evaluation": Layer(
+        ("manifests", "stores", "workers", "lamina", *_rooms("families", "units", "driver", "inputs", "console"))
     ),
-    "pipeline.kernels": Layer(("pipeline.kernels",), only=frozenset({"torch"})),
-    "pipeline.ranks": Layer(("manifests", "pipeline.ranks"), never=frozenset({"ray"})),
-    "pipeline.families": Layer(("manifests", "pipeline.families"), never=frozenset({"ray"})),
-    "pipeline.methods": Layer(
-        ("manifests", "pipeline.kernels", "pipeline.ranks", "pipeline.families", "pipeline.methods"),
-        never=frozenset({"ray"}),
+    "pipeline.checkpoint": Layer(
+        ("manifests", "stores", "workers", "lamina", *MODELS, *WORK, *_rooms("inputs", "evaluation"))
     ),
-    "pipeline.rounding": Layer(
-        (
-            "manifests",
-            "pipeline.kernels",
-            "pipeline.ranks",
-            "pipeline.families",
-            "pipeline.methods",
-            "pipeline.rounding",
-        ),
-        never=frozenset({"ray"}),
+    "pipeline.reporting": Layer(("manifests", "stores", *MODELS, *WORK, *_rooms("console", "evaluation"))),
+    "pipeline.verification": Layer(
+        ("manifests", "stores", "workers", "lamina", *MODELS, *_rooms("inputs", "checkpoint"))
     ),
-    "stores": Layer(("manifests", "stores"), never=frozenset({"ray"})),
-    "workers": Layer(("manifests", "pipeline", "stores", "workers", "lamina")),
-    "lamina": Layer(("lamina",), never=frozenset({"ray", "zarr"})),
-    "deploy.quickstart": Layer(("deploy.quickstart",), never=frozenset({"ray", "zarr"})),
+    "pipeline.job": Layer(("manifests", "stores", "workers", "lamina", *MODELS, *WORK, *BESIDE_A_JOB)),
+    "pipeline.sweeping": Layer(("manifests", "stores", "workers", *MODELS, *WORK, *BESIDE_A_JOB, "pipeline.job")),
+    "pipeline": Layer(  # the commands
+        ("manifests", "stores", "workers", *WORK, *BESIDE_A_JOB, *_rooms("verification", "job", "sweeping"))
+    ),
+    "deploy.quickstart": Layer(never=frozenset({"ray", "zarr"})),
 }
-PIPELINE_FOLDERS = {name.split(".")[1] for name in LAYERS if name.startswith("pipeline.")}
 
 
 @dataclass(frozen=True)
@@ -126,10 +122,6 @@ def _under(module: str, prefix: str) -> bool:
     return module == prefix or module.startswith(prefix + ".")
 
 
-def _shared_by_commands(module: str) -> bool:
-    return any(_under(module, room) for room in SHARED_BY_COMMANDS)
-
-
 def _imports(tree: ast.AST, package: str) -> Iterator[tuple[str, str]]:
     """(module, name) of every import; name is empty for `import module`."""
     for node in ast.walk(tree):
@@ -145,8 +137,9 @@ def _imports(tree: ast.AST, package: str) -> Iterator[tuple[str, str]]:
                 yield node.args[0].value, ""
 
 
-def _layer(module: str) -> Layer:
-    return LAYERS[max((name for name in LAYERS if _under(module, name)), key=len)]
+def _room(module: str) -> str:
+    """The name in `LAYERS` that a module belongs to."""
+    return max((name for name in LAYERS if _under(module, name)), key=len)
 
 
 def _method(module: str) -> str | None:
@@ -156,31 +149,25 @@ def _method(module: str) -> str | None:
 
 
 def _allowed_own(module: str, target: str) -> bool:
-    if any(_under(target, prefix) for prefix in _layer(module).own):
-        return True
-    # plan and its like (anything of pipeline outside its folders) know each other.
-    beside = target == "pipeline" or (target.startswith("pipeline.") and target.split(".")[1] not in PIPELINE_FOLDERS)
-    return _layer(module) is LAYERS["pipeline"] and beside
+    """Whether the table lets a module import another. A name in the table stands for the modules of a room, or for one
+    module."""
+    allowed = LAYERS[_room(module)].own
+    return _room(target) in (_room(module), *allowed) or target in allowed
 
 
 def _fault(module: str, target: str) -> str | None:
     """Why `module` may not import `target`, or None."""
-    top = target.split(".")[0]
-    puts_together = module in COMMANDS or _shared_by_commands(module)
-    if target in COMMANDS or (_shared_by_commands(target) and not puts_together):
+    if target in COMMANDS:
         return "nobody imports a command"
-    if puts_together:
-        return None
-    if top in OWN:
+    if target.split(".")[0] in OWN:
         if not _allowed_own(module, target):
             return "not in the table of docs/architecture.md#who-imports-whom"
-        method = _method(target)
-        if method and _layer(module) in (LAYERS["pipeline"], LAYERS["pipeline.units"], LAYERS["pipeline.driver"]):
-            return "plan and driver name no method: go through the registry"
+        if (method := _method(target)) and _room(module) != "pipeline.methods":
+            return "only the registry names a method: go through it"
         if method and _method(module) not in (None, method):
             return "a method imports no other method"
         return None
-    layer = _layer(module)
+    top, layer = target.split(".")[0], LAYERS[_room(module)]
     if top in layer.never or (layer.only is not None and top not in layer.only | sys.stdlib_module_names):
         return "forbidden here"
     return None
@@ -218,13 +205,28 @@ def violations(tree: Tree) -> list[str]:
         found.append(f"ray is imported by {len(with_ray)} files of workers, {FILES_WITH_RAY} allowed: {with_ray}")
     if cycle := _cycle(graph):
         found.append("import cycle: " + " -> ".join(cycle))
+    if cycle := _cycle(_room_graph(graph)):
+        found.append("cycle of rooms: " + " -> ".join(cycle))
     return found
+
+
+def _room_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    rooms: dict[str, set[str]] = {_room(module): set() for module in graph}
+    for module, targets in graph.items():
+        rooms[_room(module)] |= {_room(target) for target in targets & graph.keys()} - {_room(module)}
+    return rooms
 
 
 def test_tree_follows_the_table() -> None:
     tree = read_tree(ROOT)
     assert {"manifests", "manifests.schema", "deploy.quickstart.__main__"} <= tree.sources.keys()
     assert violations(tree) == []
+
+
+def test_a_room_imports_rooms_above_it_alone() -> None:
+    names = list(LAYERS)
+    for name, layer in LAYERS.items():
+        assert all(names.index(_room(own)) < names.index(name) for own in layer.own), name
 
 
 SOUND = {
@@ -243,15 +245,17 @@ SOUND = {
     "pipeline.methods.flat_llm.mlp": "from .value import solve\nfrom pipeline.kernels import spectra",
     "pipeline.methods.flat_llm.value": "import torch",
     "pipeline.methods.lorc": "from pipeline.ranks import budget",
-    "pipeline.plan": "from pipeline import methods\nfrom pipeline.driver import interfaces",
-    "pipeline.plan.__main__": "from pipeline.console import arguments\nfrom pipeline import plan\nimport ray",
+    "pipeline.cost_model.work": "from pipeline.driver import interfaces\nfrom lamina import processor_lamina",
+    "pipeline.plan": "from pipeline.console import arguments\nfrom pipeline.cost_model import work",
+    "pipeline.inputs.sources": "import lamina\nfrom stores import source",
+    "pipeline.job.stages": "from pipeline.inputs import sources\nfrom workers import pool",
     "pipeline.console.arguments": "import rich",
     "pipeline.driver.driver": "from . import interfaces\nfrom pipeline.units import units",
     "pipeline.driver.interfaces": "",
     "pipeline.units": "",
     "pipeline.units.units": "from pipeline.methods import method",
     "pipeline.methods.method": "",
-    "pipeline.run": "import ray\nfrom workers import pool\nimport stores\nfrom pipeline.console.arguments import main",
+    "pipeline.run": "from workers import pool\nimport stores\nfrom pipeline.console.arguments import main",
     "stores": "import zarr\nfrom manifests.errors import CorruptError",
     "workers": "",
     "workers.cluster": "import ray",
@@ -260,10 +264,11 @@ SOUND = {
     "workers.block": "import lamina\nimport stores",
     "lamina": "from .modeling import LaminaModel",
     "lamina.modeling": "import torch, transformers",
+    "lamina.processor_lamina": "import torch",
 }
 PACKAGES = frozenset(
     {"manifests", "pipeline", "pipeline.kernels", "pipeline.families", "pipeline.methods", "pipeline.methods.flat_llm"}
-    | {"pipeline.driver", "pipeline.units", "pipeline.plan", "stores", "workers", "lamina"}
+    | {"pipeline.driver", "pipeline.units", "stores", "workers", "lamina"}
 )
 
 
@@ -291,8 +296,13 @@ def test_sound_tree_has_no_violation() -> None:
         ("pipeline.methods.lorc", "from pipeline.methods.flat_llm.value import f", "imports no other method"),
         ("pipeline.methods.lestd", "from . import lorc", "a method imports no other method"),
         ("pipeline.methods.lorc", "import pipeline.driver.driver", "imports pipeline.driver.driver: not in the table"),
-        ("pipeline.plan", "import importlib\nimportlib.import_module('stores')", "stores: not in the table"),
-        ("pipeline.driver.driver", "from pipeline.methods import lorc", "plan and driver name no method"),
+        ("pipeline.cost_model.work", "import importlib\nimportlib.import_module('stores')", "stores: not in the table"),
+        ("pipeline.cost_model.work", "import lamina.modeling", "lamina.modeling: not in the table"),
+        ("pipeline.driver.driver", "from pipeline.methods import lorc", "only the registry names a method"),
+        ("pipeline.driver.driver", "from pipeline.cost_model import work", "cost_model.work: not in the table"),
+        ("workers.block", "from pipeline.methods.flat_llm import mlp", "only the registry names a method"),
+        ("pipeline.inputs.sources", "from pipeline.job import stages", "pipeline.job.stages: not in the table"),
+        ("pipeline.job.more", "import ray", "pipeline.job.more imports ray: forbidden here"),
         (
             "pipeline.driver.driver",
             "if TYPE_CHECKING:\n    from ray.actor import ActorHandle",
@@ -304,11 +314,10 @@ def test_sound_tree_has_no_violation() -> None:
             "pipeline.kernels.moments: not in the table",
         ),
         ("pipeline.driver.driver", "import pipeline.run", "imports pipeline.run: nobody imports a command"),
-        ("pipeline.driver.driver", "from pipeline.plan import __main__", "nobody imports a command"),
         (
             "pipeline.driver.interfaces",
             "from pipeline.console import arguments",
-            "imports pipeline.console.arguments: nobody imports a command",
+            "imports pipeline.console.arguments: not in the table",
         ),
         ("pipeline.verify", "from pipeline.run import main", "imports pipeline.run: nobody imports a command"),
         (
@@ -329,7 +338,7 @@ def test_sound_tree_has_no_violation() -> None:
         (
             "pipeline.driver.interfaces",
             "from pipeline.driver.driver import step",
-            "import cycle: pipeline.driver.driver -> pipeline.driver.interfaces",
+            "import cycle: pipeline.driver.interfaces -> pipeline.driver.driver",
         ),
         ("pipeline.methods.lorc", "from pipeline.methods import METHODS", "import cycle: pipeline.methods -> "),
     ],

@@ -1,4 +1,4 @@
-"""`python -m tools.simulate`: what jobs on large models would take, on the clock of `pipeline.plan.simulator`.
+"""`python -m tools.simulate`: what jobs on large models would take, on the clock of `tools.simulator.simulator`.
 
 docs/plan.md holds the arithmetic; its tables of predictions are what this prints.
 """
@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from manifests.loading import parse_manifest
 from manifests.schema import Manifest
+from pipeline.cost_model.passes import gradient_tokens, pass_of
+from pipeline.cost_model.phases import phase_seconds
+from pipeline.cost_model.rates import Rates, rates_of
+from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan.job_units import job_units
-from pipeline.plan.passes import gradient_tokens, pass_of
-from pipeline.plan.phases import phase_seconds
-from pipeline.plan.rates import Rates, rates_of
-from pipeline.plan.simulator import Failure, Simulated, simulate
-from pipeline.plan.work import LayerWork, layer_work
+from tools.simulator.job_units import job_units
+from tools.simulator.simulator import Failure, Simulated, simulate
 
 LLAMA = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -119,7 +119,7 @@ def _figures(found: Simulated, phases: dict[str, float]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = argparse.ArgumentParser(prog="python -m tools.simulate", description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--gpu", default="H200", help="whose rates (pipeline/plan/rates.py)")
+    options.add_argument("--gpu", default="H200", help="whose rates (pipeline/cost_model/rates.py)")
     options.add_argument(
         "--fail", type=float, nargs="+", default=(), metavar="SECONDS", help="when one worker after another is gone"
     )

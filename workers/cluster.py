@@ -35,8 +35,8 @@ from ray.job_config import JobConfig
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
-from pipeline.plan.probe import LayerShape, mean_rates, measured_rates
-from pipeline.plan.rates import Rates
+from pipeline.cost_model.probe import LayerShape, mean_rates, measured_rates
+from pipeline.cost_model.rates import Rates
 from workers.hardware import machine_cores, thread_fault
 from workers.liveness import RayWatch, fault_at
 from workers.memory import map_large_tensors

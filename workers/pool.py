@@ -39,7 +39,7 @@ from workers.hardware import differing, software_versions, thread_fault
 from workers.memory_pressure import Pause, others_hold_most
 from workers.metrics import PoolMeters, run_name
 from workers.outcomes import Outcome, UnitAccounts, result_of
-from workers.placing import Held, choose, held
+from workers.placement import Held, choose, held
 from workers.shortage import Shortage
 from workers.tensor_transfer import attach_handles, handle_count
 from workers.trace import unit_kind

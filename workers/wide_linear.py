@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.processor_lamina import product_dtype
-from pipeline.half_precision import linear
+from pipeline.kernels.half_precision import linear
 
 Convert = Callable[[Tensor, torch.dtype], Tensor]
 

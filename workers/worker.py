@@ -64,7 +64,7 @@ from workers.hidden import HiddenStates, HiddenWriter
 from workers.layers import LayerReader
 from workers.memory import return_freed_pages
 from workers.pairing import PairPass
-from workers.scoring import ScorePass
+from workers.score_pass import ScorePass
 from workers.solving import handed_over, layer_tensors, solve_group, solve_sizes
 from workers.sums import LayerSums, Squares
 from workers.tensor_transfer import TensorTransfer, get_all, get_left

@@ -27,13 +27,13 @@ from pipeline.checkpoint.counting import claimed_tensors, count
 from pipeline.checkpoint.decoding_cost import decoding_costs
 from pipeline.checkpoint.listing import CARD_FILE, OUR_FILES, sweep_halves
 from pipeline.checkpoint.model_card import model_card
-from pipeline.checkpoint.reading import linear_modules
-from pipeline.checkpoint.source_dtypes import FIELD as SOURCE_DTYPES
-from pipeline.checkpoint.source_dtypes import unstored_dtypes
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import COMPARED, layer_key, rest_key
 from pipeline.families.registry import checkpoint_config
-from pipeline.job.inputs import Inputs
+from pipeline.inputs.checkpoints import linear_modules
+from pipeline.inputs.job_inputs import Inputs
+from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
+from pipeline.inputs.source_dtypes import unstored_dtypes
 from pipeline.methods.registry import config_fields, layers_of
 from pipeline.rounding.schemes import FIELD, quantization_config
 from stores.checkpoint import (

@@ -9,7 +9,7 @@ from typing import Any
 from lamina import LayersConfig
 from pipeline.driver.interfaces import Journal
 from pipeline.driver.ledger_keys import layer_key
-from pipeline.job.inputs import Inputs
+from pipeline.inputs.job_inputs import Inputs
 from stores.headers import DTYPES
 
 

@@ -23,11 +23,11 @@ from pipeline.checkpoint.assembling import SHARD_SUFFIX
 from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.listing import OUR_FILES
-from pipeline.checkpoint.reading import read_checkpoint
-from pipeline.checkpoint.source_dtypes import source_dtype
 from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
 from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of
+from pipeline.inputs.checkpoints import read_checkpoint
+from pipeline.inputs.source_dtypes import source_dtype
 from pipeline.rounding.schemes import (
     FIELD,
     WEIGHT,

@@ -30,10 +30,10 @@ from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
 from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
-from pipeline.checkpoint.source_dtypes import source_dtype
 from pipeline.checkpoint.targets import mlp_widths, refuse_faults
 from pipeline.families.family import LINEAR_ROLES
 from pipeline.families.registry import geometry_of
+from pipeline.inputs.source_dtypes import source_dtype
 from pipeline.kernels.packing import unpack
 from pipeline.rounding.schemes import PACKED, SCALE, SHAPE, packed_modules, rounded_modules
 from stores.durable import partial_path, storage_errors

@@ -15,11 +15,11 @@ from manifests.errors import InputError
 from manifests.quantize import OUTER_ROLES, Quantize
 from manifests.records import FormSpec, Scheme
 from pipeline.checkpoint.counting import claimed_tensors, stored_numbers
-from pipeline.job.inputs import Inputs
+from pipeline.cost_model.bounds import Size
+from pipeline.cost_model.estimate import Plan, make_plan
+from pipeline.inputs.job_inputs import Inputs
 from pipeline.methods.method import Scores, Shaped, Solution, Task, stored_dtype
 from pipeline.methods.registry import allocate_ranks, measure_tasks, predict_tasks
-from pipeline.plan.bounds import Size
-from pipeline.plan.estimate import Plan, make_plan
 from pipeline.rounding.schemes import SCALE, WEIGHT, packed_dtype, packed_shapes
 from pipeline.rounding.solutions import fitting_group, rounded_matrices
 from stores.headers import DTYPE_NAMES, DTYPES

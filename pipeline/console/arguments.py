@@ -15,8 +15,8 @@ from manifests.errors import InputError, LaminaError
 from manifests.loading import load_manifest
 from manifests.schema import Manifest
 from manifests.sweep import Point, Sweep, load_sweep
-from pipeline.console.endings import ending_of
-from pipeline.console.places import settle_places
+from pipeline.console.exit_status import ending_of
+from pipeline.console.paths import settle_places
 from pipeline.console.wrapping import say
 
 CONNECT_TIMEOUT_S = 30.0

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import pipeline
 from manifests import VERSION
 
 INDENT = 4
@@ -18,11 +17,8 @@ INDENT = 4
 
 def commands() -> dict[str, str]:
     """Name -> what the command does: of the modules of `pipeline` that run, with the descriptions of their parsers."""
-    folder = Path(pipeline.__file__).parent
-    paths = {path.stem: path for path in folder.glob("*.py")} | {
-        path.parent.name: path for path in folder.glob("*/__main__.py")
-    }
-    sources = {name: path.read_text(encoding="utf-8") for name, path in sorted(paths.items())}
+    paths = sorted(Path(__file__).resolve().parents[1].glob("*.py"))
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     return {name: _description(source) for name, source in sources.items() if "__main__" in source}
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from manifests.entries import GroupReport
-from pipeline.console.outlook import Outlook, Paces
+from pipeline.console.eta import Outlook, Paces
 from pipeline.console.wrapping import wrapped
 from pipeline.units.curves import Predict
 from pipeline.units.scores import WindowForward

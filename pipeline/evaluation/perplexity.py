@@ -12,20 +12,20 @@ import torch
 
 from manifests.errors import InputError
 from manifests.schema import Text, Workers
-from pipeline.checkpoint.reading import expected_tensors, read_checkpoint
 from pipeline.console.progress import JobObserver
 from pipeline.driver.interfaces import Pool
 from pipeline.driver.scheduler import Scheduler, TaskStream
 from pipeline.driver.scoring import window_units
 from pipeline.evaluation.losses import json_perplexity
 from pipeline.families.registry import geometry_of
-from pipeline.job.calibration import window_tokens
-from pipeline.job.inputs import layer_dtype
-from pipeline.job.pool import worker_pool
+from pipeline.inputs.calibration import window_tokens
+from pipeline.inputs.checkpoints import expected_tensors, read_checkpoint
+from pipeline.inputs.job_inputs import layer_dtype
 from pipeline.units.scores import Score, Scored, Windows
 from stores.source import SourceCheckpoint
 from stores.storage import Storage
 from workers.config import WorkerConfig
+from workers.pools import worker_pool
 
 SHARDS = 16  # fixed, so that the sum does not depend on the number of workers
 SCRATCH_PREFIX = "evaluation-"
@@ -128,7 +128,7 @@ def _score(
         )
         windows = Windows.even(len(tokens), setup.shards, str(setup.dtype).removeprefix("torch."), setup.micro_batch)
         observer.stage("start")
-        with worker_pool(setup, workers, stop, observer, in_process) as pool:
+        with worker_pool(setup, workers, stop, observer.say, in_process) as pool:
             found = score_windows(pool, windows, geometry.num_layers, observer)
     return perplexity_figures(found, len(tokens), window)
 

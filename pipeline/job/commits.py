@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import torch
 
 from manifests.entries import ScheduleEntry
+from pipeline.cost_model.passes import pass_of
+from pipeline.cost_model.phases import layers_per_commit
+from pipeline.cost_model.probe import LayerShape, measured_rates
+from pipeline.cost_model.rates import GPUS, Rates
+from pipeline.cost_model.work import layer_work
 from pipeline.driver.ledger_keys import SCHEDULE
 from pipeline.job.context import JobContext
-from pipeline.plan.passes import pass_of
-from pipeline.plan.phases import layers_per_commit
-from pipeline.plan.probe import LayerShape, measured_rates
-from pipeline.plan.rates import GPUS, Rates
-from pipeline.plan.work import layer_work
 
 
 def commit_interval(job: JobContext, hardware: Mapping[str, str]) -> int:

@@ -21,16 +21,16 @@ from manifests.records import Key, SourceFile
 from manifests.schema import RANKS_ONLY, Manifest
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.checkpoint.planned_size import plan_of
-from pipeline.console.outlook import read_paces
+from pipeline.console.eta import read_paces
 from pipeline.console.progress import JobObserver
+from pipeline.cost_model.estimate import Plan
 from pipeline.driver.job_spec import Job
 from pipeline.driver.ledger_keys import BEFORE_WORK, COMPLETE, HELD_OUT_SCORE, RANKS, REUSED, SOURCE, TARGET, TRIES
-from pipeline.job.calibration import calibration_tokens, evaluation_tokens
-from pipeline.job.fingerprint import job_fingerprint
-from pipeline.job.inputs import Inputs, check_copied, read_inputs
+from pipeline.inputs.calibration import calibration_tokens, evaluation_tokens
+from pipeline.inputs.fingerprint import job_fingerprint
+from pipeline.inputs.job_inputs import Inputs, check_copied, read_inputs
 from pipeline.job.ledger_entries import check_entries
 from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, predict_tasks
-from pipeline.plan.estimate import Plan
 from pipeline.rounding.tasks import with_moments
 from stores.ledger import Ledger
 from stores.lock import RunLock

@@ -14,7 +14,6 @@ import torch
 from manifests.entries import HeldOutEntry, HeldOutScoreEntry
 from manifests.errors import CorruptError, LostInputError
 from manifests.records import ArrayRecord, Key
-from pipeline.console.summary import held_out_line
 from pipeline.driver.background_pool import BackgroundPool
 from pipeline.driver.job_spec import LayersEntered, staged_layer
 from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, TRIES
@@ -22,8 +21,9 @@ from pipeline.driver.recovery import Repairs
 from pipeline.driver.scheduler import NOTHING_DUE, TaskStream
 from pipeline.driver.scoring import Scorer
 from pipeline.evaluation.losses import damage_warnings, perplexity_of
-from pipeline.job.compressing import JobWorkers
 from pipeline.job.context import JobContext, driver_job
+from pipeline.job.worker_session import JobWorkers
+from pipeline.reporting.summary import held_out_line
 from pipeline.units.scores import Scored, Windows
 
 DENSE, COMPRESSED = "held-out-dense", "held-out"  # as the ledger names what is scored

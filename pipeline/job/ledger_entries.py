@@ -19,10 +19,10 @@ from lamina.decoder_layer_lamina import DecoderLayer
 from lamina.factored_lamina import stored_state
 from manifests.entries import DenseEntry, LayerEntry
 from manifests.records import ArrayRecord, Key
-from pipeline.console.summary import print_summary
 from pipeline.driver.job_spec import Job, entered_scores
 from pipeline.driver.ledger_keys import RANKS, curves_key, measured_key
 from pipeline.methods.registry import layers_of
+from pipeline.reporting.summary import print_summary
 from stores.ledger import Ledger
 
 logger = logging.getLogger("lamina")

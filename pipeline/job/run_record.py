@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from manifests.errors import InUseError, LaminaError
-from pipeline.console.endings import Ending, ending_of
+from pipeline.console.exit_status import Ending, ending_of
 from pipeline.console.log_files import close_log, open_log
 from pipeline.job.context import JobContext
 from stores.run_directory import ENDED

@@ -15,10 +15,10 @@ from manifests.errors import CorruptError, InputError
 from manifests.records import Key
 from pipeline.driver.job_spec import entered_scores
 from pipeline.driver.ledger_keys import HELD_OUT_SCORE, RANKS, TARGET, TRIES, try_key
-from pipeline.job.compressing import Effort, JobWorkers, job_workers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.held_out import forget_other_text, score_held_out, scoring_held_out
+from pipeline.job.worker_session import Effort, JobWorkers, job_workers
 from pipeline.methods.method import Scores
 from pipeline.ranks.curves import predicted_loss
 from pipeline.ranks.search import WHOLE, least_size, next_size

@@ -12,12 +12,12 @@ from pipeline.checkpoint.listing import companion_faults
 from pipeline.console.signals import deferred_signals
 from pipeline.driver.ledger_keys import COMPLETE, HELD_OUT_SCORE, REUSED
 from pipeline.evaluation.losses import damage_warnings
-from pipeline.job.compressing import Effort, assemble_output
 from pipeline.job.context import JobContext, begin, check_output, open_job
 from pipeline.job.heartbeat import Heartbeat
+from pipeline.job.output_scores import missing_scores, score_output, scores
 from pipeline.job.run_record import recorded
-from pipeline.job.scoring import missing_scores, score_output, scores
 from pipeline.job.sizing import compress_to_budget, tries_of
+from pipeline.job.worker_session import Effort, assemble_output
 from workers.in_process_pool import check_device
 from workers.memory import peak_bytes
 

@@ -23,7 +23,7 @@ from pipeline.reporting.drawing import (
     draw,
     legend_below,
 )
-from pipeline.reporting.reading import Run
+from pipeline.reporting.run_data import Run
 from pipeline.reporting.time_figures import time_plots
 
 

@@ -12,7 +12,7 @@ from pipeline.methods.registry import layers_of
 from pipeline.reporting import tables
 from pipeline.reporting.drawing import Plot
 from pipeline.reporting.figures import all_plots, chosen_point
-from pipeline.reporting.reading import Run
+from pipeline.reporting.run_data import Run
 from pipeline.reporting.style import STYLE
 
 STATES = {

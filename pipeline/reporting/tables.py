@@ -11,11 +11,11 @@ from typing import Any
 from manifests.packages import DISTRIBUTION, SERVING_DISTRIBUTION
 from manifests.records import INFINITY
 from pipeline.console.progress import SHOWN
-from pipeline.console.summary import compute_share
 from pipeline.methods.method import read_task_key
 from pipeline.methods.registry import build_methods
 from pipeline.reporting.figures import chosen_point
-from pipeline.reporting.reading import Run
+from pipeline.reporting.run_data import Run
+from pipeline.reporting.summary import compute_share
 
 PACKAGES = (
     "torch", "ray", "transformers", "safetensors", "zarr", "numpy", DISTRIBUTION, SERVING_DISTRIBUTION,

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from pipeline.console.progress import SHOWN
 from pipeline.reporting.drawing import DASHES, INK, MARKERS, MUTED, SERIES, Plot, draw, legend_below
-from pipeline.reporting.reading import Run
+from pipeline.reporting.run_data import Run
 from pipeline.units.units import BesideUnit
 
 COMMITTED = {

@@ -14,8 +14,8 @@ from manifests.errors import InputError
 from manifests.schema import Budget, Manifest
 from manifests.sweep import Point
 from pipeline.driver.ledger_keys import point_part
-from pipeline.job.fingerprint import semantic_fields
-from pipeline.job.inputs import Inputs, check_inputs, opened_model
+from pipeline.inputs.fingerprint import semantic_fields
+from pipeline.inputs.job_inputs import Inputs, check_inputs, opened_model
 from pipeline.methods.method import Task
 from pipeline.units.sharding import gradient_samples
 from stores.ledger import Ledger, LedgerPart

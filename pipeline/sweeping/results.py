@@ -15,12 +15,12 @@ from rich.table import Table
 from manifests import VERSION
 from pipeline.driver.ledger_keys import RANKS, RESULT
 from pipeline.evaluation.losses import WARNED_NATS, damage_warnings, json_perplexity
-from pipeline.job.scoring import dense_score_key
-from pipeline.sweeping.context import SweepContext
-from pipeline.sweeping.figures import series_name
+from pipeline.job.output_scores import dense_score_key
 from pipeline.sweeping.front import Point, front
-from pipeline.sweeping.page import render_sweep
+from pipeline.sweeping.plots import series_name
 from pipeline.sweeping.points import SweptPoint
+from pipeline.sweeping.sweep_context import SweepContext
+from pipeline.sweeping.sweep_page import render_sweep
 from stores.run_directory import RESULTS
 from stores.storage import Storage
 

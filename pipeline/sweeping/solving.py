@@ -16,21 +16,21 @@ from manifests.records import ArrayRecord
 from pipeline.checkpoint.compression_record import SEAL
 from pipeline.checkpoint.counting import count, stored_tensors
 from pipeline.console.signals import catch_signals
+from pipeline.cost_model.rates import known_rates
 from pipeline.driver.job_spec import entered_scores, staged_layer
 from pipeline.driver.ledger_keys import EVALUATION, HARDWARE, HELD_OUT_SCORE, RANKS, RESULT
 from pipeline.evaluation.perplexity import NUMBERS_PER_BATCH, SHARDS, perplexity_figures
-from pipeline.job.compressing import JobWorkers, StoreCleaner, assemble_output, job_workers, staged_layers
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
 from pipeline.job.ledger_entries import check_entries
-from pipeline.job.scoring import dense_score_key, score_entry
+from pipeline.job.output_scores import dense_score_key, score_entry
 from pipeline.job.sizing import compress_and_score
-from pipeline.plan.rates import known_rates
+from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers, staged_layers
 from pipeline.ranks.curves import predicted_loss
-from pipeline.sweeping.context import SweepContext
-from pipeline.sweeping.planning import sweep_outlook
+from pipeline.sweeping.point_pool import PointPool
 from pipeline.sweeping.points import SweptPoint, series_of
-from pipeline.sweeping.pool import PointPool
+from pipeline.sweeping.sweep_context import SweepContext
+from pipeline.sweeping.sweep_plan import sweep_outlook
 from pipeline.sweeping.together import stage_together
 from pipeline.units.scores import Scored, Windows
 

@@ -14,10 +14,10 @@ from pipeline.driver.job_spec import RanksOf, staged_layer
 from pipeline.driver.layer_solving import LayerSolves, solve_layers
 from pipeline.driver.ledger_keys import layer_key
 from pipeline.driver.session import layer_entry, write_unit
-from pipeline.job.compressing import JobWorkers
+from pipeline.job.worker_session import JobWorkers
 from pipeline.methods.registry import layers_of
-from pipeline.sweeping.context import SweepContext
 from pipeline.sweeping.points import SweptPoint
+from pipeline.sweeping.sweep_context import SweepContext
 from pipeline.units.units import SizesSolved, Solve, SolveDone, SolveSizes, Write
 
 

@@ -15,8 +15,8 @@ from lamina import LayersConfig
 from lamina.factored_lamina import stored_state
 from pipeline.checkpoint.compression_record import index_arguments
 from pipeline.checkpoint.counting import stored_numbers
-from pipeline.checkpoint.reading import build_on_meta, expected_tensors
 from pipeline.families.registry import geometry_of
+from pipeline.inputs.checkpoints import build_on_meta, expected_tensors
 from pipeline.kernels.checks import all_finite
 from pipeline.rounding.schemes import packed_dtype
 from stores.checkpoint import index_content

@@ -24,8 +24,8 @@ from pipeline.checkpoint.compression_record import (
     shard_record,
 )
 from pipeline.checkpoint.listing import listed_files
-from pipeline.checkpoint.reading import read_checkpoint
-from pipeline.job.sources import open_dense
+from pipeline.inputs.checkpoints import read_checkpoint
+from pipeline.inputs.sources import open_dense
 from pipeline.verification import output_checks, source_checks
 from pipeline.verification.output_checks import Finding
 from stores.checkpoint import verify_shard

@@ -16,11 +16,11 @@ import torch
 from manifests.records import FormSpec
 from pipeline.checkpoint.compression_record import file_fault
 from pipeline.checkpoint.listing import OUR_FILES
-from pipeline.checkpoint.source_dtypes import FIELD as SOURCE_DTYPES
-from pipeline.checkpoint.source_dtypes import unstored_dtypes
 from pipeline.families.family import LayerGeometry
 from pipeline.families.registry import geometry_of
-from pipeline.job.calibration import sample_tokens
+from pipeline.inputs.calibration import sample_tokens
+from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
+from pipeline.inputs.source_dtypes import unstored_dtypes
 from pipeline.methods.method import served_roles
 from pipeline.methods.unchanged import Unchanged
 from pipeline.rounding.schemes import packed_dtype, packed_names

@@ -14,7 +14,7 @@ import ray.dashboard.modules.job.cli
 import ray.scripts.scripts
 import yaml
 
-from pipeline.plan.__main__ import main as plan
+from pipeline.plan import main as plan
 from tests.published import write_hollow_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ import yaml
 import pipeline.run
 from manifests.loading import load_manifest
 from manifests.schema import Manifest
-from pipeline.plan.__main__ import main as plan
+from pipeline.plan import main as plan
 from tests.deploy.kuberay_schema import faults, read_validators
 from tests.published import write_hollow_checkpoint
 

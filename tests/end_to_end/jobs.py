@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import pipeline.evaluate
 import pipeline.export
-import pipeline.plan.__main__
+import pipeline.plan
 import pipeline.push
 import pipeline.report
 import pipeline.run
@@ -33,7 +33,7 @@ from manifests.records import Record
 
 COMMANDS: dict[str, Callable[[list[str] | None], int]] = {
     "run": pipeline.run.main,
-    "plan": pipeline.plan.__main__.main,
+    "plan": pipeline.plan.main,
     "status": pipeline.status.main,
     "report": pipeline.report.main,
     "scale": pipeline.scale.main,

@@ -13,7 +13,7 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.loading import load_manifest
-from pipeline.console.places import settle_places
+from pipeline.console.paths import settle_places
 from stores.bucket import Bucket
 from stores.disk import Disk
 from stores.storage import Storage, matching

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import pipeline.job.pool
+import workers.pools
 from manifests.schema import Text
 from pipeline.driver.ledger_keys import HELD_OUT
 from stores.activations import ActivationStore
@@ -59,7 +59,7 @@ def test_one_pool_computes_and_scores(job: MakeJob, monkeypatch: pytest.MonkeyPa
             super().__init__(*arguments)
             started.append(self)
 
-    monkeypatch.setattr(pipeline.job.pool, "InProcessPool", Counted)
+    monkeypatch.setattr(workers.pools, "InProcessPool", Counted)
     made = job(**{"methods": [{"method": "loss_aware"}], "budget": {"max_loss": 0.2}, "calibration.propagate": "dense"})
     assert len(made.run().json["tries"]) > 1
     assert len(started) == 1

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import pipeline.job.pool
+import workers.pools
 from tests.end_to_end.jobs import Job, command
 from workers.in_process_pool import NAME, InProcessPool
 
@@ -84,7 +84,7 @@ def test_threads_are_those_of_the_manifest(job: MakeJob, inline: None, monkeypat
             seen.add(torch.get_num_threads())
             return super().wait()
 
-    monkeypatch.setattr(pipeline.job.pool, "InProcessPool", Watched)
+    monkeypatch.setattr(workers.pools, "InProcessPool", Watched)
     summary = job(**{"workers.cpus": 2}).run().json
     assert seen == {2}
     assert torch.get_num_threads() == before

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import Interrupted
-from pipeline.console.outlook import Ahead, Outlook
+from pipeline.console.eta import Ahead, Outlook
 from pipeline.console.progress import JobObserver
 from pipeline.job import heartbeat
 from stores.ledger import Ledger

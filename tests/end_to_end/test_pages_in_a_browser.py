@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.sweeping.page import render_sweep
+from pipeline.sweeping.sweep_page import render_sweep
 from stores.ledger import Ledger
 from tests.end_to_end.jobs import Job, command
 from tests.pipeline.test_sweep_results import results

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import pipeline.job.pool
+import workers.pools
 from tests import factories
 from tests.end_to_end.children import Child
 from tests.end_to_end.clusters import head_node, private_node
@@ -59,7 +59,7 @@ def test_evaluation_brings_its_tokens(
     alone, made = job(**settings), job(**settings)
     expected = _losses(alone.run().json["evaluation"])
     ElsewherePool.folder = tmp_path / "elsewhere"
-    monkeypatch.setattr(pipeline.job.pool, "InProcessPool", ElsewherePool)
+    monkeypatch.setattr(workers.pools, "InProcessPool", ElsewherePool)
     assert _losses(made.run().json["evaluation"]) == expected
     options = ("--text", str(scored), "--window", str(WINDOW), "--json")
     assert command("evaluate", str(made.output), *options).json["loss"] in expected

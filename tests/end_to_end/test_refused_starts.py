@@ -13,8 +13,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import pipeline.job.context
-import pipeline.job.pool
 import pipeline.job.stages
+import workers.pools
 from manifests.errors import InputError, Interrupted, WorkerError
 from stores.disk import Disk
 from tests.end_to_end.jobs import Job, command, file_digests
@@ -36,7 +36,7 @@ def refuse_workers(error: Exception) -> Fault:
         def refuse(*_: Any) -> None:
             raise error
 
-        patch.setattr(pipeline.job.pool, "_pool_class", lambda _: refuse)
+        patch.setattr(workers.pools, "_pool_class", lambda _: refuse)
 
     return make
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.job.calibration import seen_share
+from pipeline.inputs.calibration import seen_share
 from tests import factories
 from tests.end_to_end.children import Child, Hook
 from tests.end_to_end.jobs import Ended, Job, command, file_digests
@@ -151,8 +151,8 @@ def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.
             task: {"documents": 9, "metrics": {"acc": {"value": len(asked_for) / 4, "stderr": 0.125}}} for task in tasks
         }
 
-    monkeypatch.setattr("pipeline.job.inputs.check_tasks", lambda tasks, field, models: None)
-    monkeypatch.setattr("pipeline.job.scoring.score_tasks", score)
+    monkeypatch.setattr("pipeline.inputs.job_inputs.check_tasks", lambda tasks, field, models: None)
+    monkeypatch.setattr("pipeline.job.output_scores.score_tasks", score)
     made = job(evaluation={"tasks": ["arc_easy"]})
     found = made.run().json["evaluation"]["tasks"]
     assert asked_for == [str(made.output), str(made.source)]

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray._raylet import GcsClient
 
-from pipeline.job.unit_log import SUFFIX
+from pipeline.reporting.unit_log import SUFFIX
 from tests.end_to_end.clusters import ENVIRONMENT, free_port, head_node
 from tests.end_to_end.jobs import Job
 from workers.metrics import DEATHS, ERRORS, OF_THE_POOL, OF_WORKERS, RETRIES

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.compression_record import encode_json, read_record, sealed
-from pipeline.checkpoint.reading import read_checkpoint
-from pipeline.job.sources import open_dense
+from pipeline.inputs.checkpoints import read_checkpoint
+from pipeline.inputs.sources import open_dense
 from pipeline.verification.source_checks import SKETCH_BOUND, check_logits
 from stores.corpus import load_tokenizer
 from tests.end_to_end.jobs import Job, command, read_tensors

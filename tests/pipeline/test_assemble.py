@@ -19,7 +19,7 @@ from pipeline.checkpoint import assembling
 from pipeline.checkpoint.assembling import Assembler, plan_shards
 from pipeline.checkpoint.layer_checks import LayerChecks
 from pipeline.driver.ledger_keys import layer_key
-from pipeline.job.inputs import Inputs, read_inputs
+from pipeline.inputs.job_inputs import Inputs, read_inputs
 from stores.disk import Disk
 from stores.durable import partial_path
 from stores.ledger import Ledger

@@ -12,11 +12,7 @@ import pytest
 import torch
 
 from manifests.schema import Manifest
-from pipeline.driver.ledger_keys import SCHEDULE
-from pipeline.job import commits
-from pipeline.job.commits import commit_interval
-from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan.phases import (
+from pipeline.cost_model.phases import (
     REPEATED_SECONDS,
     Pass,
     committed_bytes,
@@ -24,8 +20,12 @@ from pipeline.plan.phases import (
     layers_per_commit,
     phase_seconds,
 )
-from pipeline.plan.rates import Rates, rates_of
-from pipeline.plan.work import LayerWork, layer_work
+from pipeline.cost_model.rates import Rates, rates_of
+from pipeline.cost_model.work import LayerWork, layer_work
+from pipeline.driver.ledger_keys import SCHEDULE
+from pipeline.job import commits
+from pipeline.job.commits import commit_interval
+from pipeline.methods.registry import build_methods, claim_tasks
 from stores.ledger import Ledger
 from tests.pipeline.geometries import llama, manifest
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from manifests.schema import Manifest
+from pipeline.cost_model.work import layer_work
 from pipeline.families.family import Geometry
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan.work import layer_work
 from pipeline.units.sharding import held_out_windows
 from tests.pipeline.geometries import llama, manifest
 from tools.benchmarks.floor import Bare, Needed, floor_seconds, kept_ranks, needed

@@ -10,8 +10,8 @@ import pytest
 
 from manifests.entries import HeldOutScoreEntry
 from manifests.records import INFINITY
-from pipeline.console.summary import held_out_line, score_lines
 from pipeline.evaluation.losses import damage_warnings, json_perplexity, perplexity_of, shown_perplexity
+from pipeline.reporting.summary import held_out_line, score_lines
 
 SCORE = {"tokens": 10, "window": 5}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.console.outlook import Ahead, Outlook, read_paces
+from pipeline.console.eta import Ahead, Outlook, read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.units.units import Forward, ShardDone
 

@@ -11,7 +11,7 @@ import pytest
 
 from manifests.errors import InputError, WorkerError
 from pipeline import evaluate
-from pipeline.console.places import prepare_file, prepare_folder
+from pipeline.console.paths import prepare_file, prepare_folder
 
 FOUND = {"perplexity": 7.5, "tokens": 100, "window": 16}
 

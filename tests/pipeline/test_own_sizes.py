@@ -17,8 +17,8 @@ from manifests.records import Curve
 from manifests.schema import Manifest
 from manifests.sweep import parse_sweep
 from pipeline.families.family import Geometry
-from pipeline.job.inputs import fit_methods
-from pipeline.job.planning import Asked, plan_report
+from pipeline.inputs.job_inputs import fit_methods
+from pipeline.job.plan_report import Asked, plan_report
 from pipeline.methods.by_loss import curve_of
 from pipeline.methods.method import Measuring, Method, Predicting, Scores, Task
 from pipeline.methods.registry import allocate_ranks, build_methods

@@ -9,7 +9,7 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.loading import load_manifest, parse_manifest
-from pipeline.console.places import settle_places
+from pipeline.console.paths import settle_places
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +106,7 @@ def test_letters_that_a_locale_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     def encode(path: str) -> bytes:
         return path.encode("ascii")
 
-    monkeypatch.setattr("pipeline.console.places.os.fsencode", encode)
+    monkeypatch.setattr("pipeline.console.paths.os.fsencode", encode)
     with pytest.raises(InputError, match=r"output: 'aus/größe' has letters .*\(ascii\); set LC_ALL=C.UTF-8"):
         settle_places(manifest(output="aus/größe"), None)
 

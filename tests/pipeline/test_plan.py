@@ -13,20 +13,20 @@ import torch
 
 from manifests.schema import Manifest
 from pipeline.console.amounts import duration
+from pipeline.cost_model import probe, work
+from pipeline.cost_model.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes, rank_remarks
+from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, phase_seconds, solve_seconds
+from pipeline.cost_model.probe import LayerShape, mean_rates, measured_rates
+from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
+from pipeline.cost_model.rounding_work import round_seconds
+from pipeline.cost_model.solve_work import SolveWork, point_features
+from pipeline.cost_model.work import layer_work
 from pipeline.families.family import Geometry
-from pipeline.job import planning
+from pipeline.job import plan_report as planning
 from pipeline.kernels import exact_sums, moments
 from pipeline.methods.method import Moment
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan import probe, work
-from pipeline.plan.__main__ import main
-from pipeline.plan.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes, rank_remarks
-from pipeline.plan.phases import WORKERS_SECONDS, Pass, phase_seconds, solve_seconds
-from pipeline.plan.probe import LayerShape, mean_rates, measured_rates
-from pipeline.plan.rates import NOMINAL_CPU, rates_of
-from pipeline.plan.rounding_work import round_seconds
-from pipeline.plan.solve_work import SolveWork, point_features
-from pipeline.plan.work import layer_work
+from pipeline.plan import main
 from pipeline.rounding.tasks import with_moments
 from pipeline.units.sharding import held_out_windows
 from tests.pipeline.geometries import llama, manifest, other

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from pipeline.methods.method import Task
-from pipeline.sweeping.pool import PointPool
+from pipeline.sweeping.point_pool import PointPool
 from pipeline.units.scores import Compare
 from pipeline.units.units import Solve, Unit
 

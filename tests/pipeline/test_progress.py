@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from manifests.entries import GroupReport
-from pipeline.console.outlook import Ahead, Outlook
+from pipeline.console.eta import Ahead, Outlook
 from pipeline.console.progress import JobObserver
 from pipeline.methods.method import Task
 from pipeline.units.curves import Predict

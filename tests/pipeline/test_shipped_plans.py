@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import pipeline.job.planning
+import pipeline.job.plan_report
+from pipeline.cost_model.rates import NOMINAL_CPU
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.plan.__main__ import main
-from pipeline.plan.rates import NOMINAL_CPU
+from pipeline.plan import main
 from tests import factories
 
 ROOT = Path(__file__).resolve().parents[2] / "manifests"
@@ -21,7 +21,7 @@ RATES = [(), ("--gpu", "H200")]
 
 @pytest.fixture(autouse=True)
 def _not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.job.planning, "measured_rates", lambda *_: NOMINAL_CPU)
+    monkeypatch.setattr(pipeline.job.plan_report, "measured_rates", lambda *_: NOMINAL_CPU)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 

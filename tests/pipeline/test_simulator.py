@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan.job_units import job_units
-from pipeline.plan.phases import (
+from pipeline.cost_model.phases import (
     START_SECONDS,
     Pass,
     add_seconds,
@@ -20,12 +18,14 @@ from pipeline.plan.phases import (
     phase_seconds,
     solve_seconds,
 )
-from pipeline.plan.rates import Rates, rates_of
-from pipeline.plan.simulator import Failure, Unit, simulate
-from pipeline.plan.solve_work import SolveWork
-from pipeline.plan.work import LayerWork, layer_work
+from pipeline.cost_model.rates import Rates, rates_of
+from pipeline.cost_model.solve_work import SolveWork
+from pipeline.cost_model.work import LayerWork, layer_work
+from pipeline.methods.registry import build_methods, claim_tasks
 from tests.pipeline.geometries import llama, manifest
 from tools.simulate import geometry, work_of
+from tools.simulator.job_units import job_units
+from tools.simulator.simulator import Failure, Unit, simulate
 
 RATES = Rates(
     products=100,

@@ -29,8 +29,8 @@ print(json.dumps(ended))
 # What only a rare path needs: texts of a hub, tables, plots, scoring on tasks, other stores, other commands.
 RARE = (
     "datasets", "pyarrow", "pandas", "matplotlib", "lm_eval", "obstore", "gguf", "sklearn", "zarr.testing", "ray.data",
-    "ray.train", "ray.serve", "ray.dashboard", "pipeline.verification", "pipeline.sweeping", "pipeline.reporting",
-    "pipeline.checkpoint.exporting", "lamina.engine_vllm", "tests",
+    "ray.train", "ray.serve", "ray.dashboard", "pipeline.verification", "pipeline.sweeping",
+    "pipeline.reporting.drawing", "pipeline.checkpoint.exporting", "lamina.engine_vllm", "tests",
 )  # fmt: skip
 # transformers' modelling code and what it brings along: a worker runs layers, the driver looks at a model at the end.
 MODELS = (
@@ -46,9 +46,9 @@ OF_THE_DRIVER = (
     "pipeline.job",
     "pipeline.console",
     "pipeline.checkpoint",
-    "pipeline.plan",
+    "pipeline.cost_model",
 )
-COMMANDS = ("run", "plan.__main__", "status", "scale", "verify", "evaluate", "report", "export")
+COMMANDS = ("run", "plan", "status", "scale", "verify", "evaluate", "report", "export")
 
 
 def test_help_status_and_a_wrong_manifest_import_nothing_heavy(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_help_status_and_a_wrong_manifest_import_nothing_heavy(tmp_path: Path) -
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("version: 1\nbudget: {keep: 7}\n", encoding="utf-8")
     words = [[command, "--help"] for command in COMMANDS]
-    words += [["status", str(tmp_path)], ["run", str(wrong)], ["plan.__main__", str(wrong)]]
+    words += [["status", str(tmp_path)], ["run", str(wrong)], ["plan", str(wrong)]]
     command = [sys.executable, "-c", PROGRAM, json.dumps(words), json.dumps(HEAVY)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = json.loads(ended.stdout)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.console.summary import layer_tables, print_summary, score_lines
+from pipeline.reporting.summary import layer_tables, print_summary, score_lines
 
 SCORE = {"perplexity": 12.5, "tokens": 4000, "window": 128, "text": {"files": ["/data/wiki.txt"]}, "seen": 0.0}
 

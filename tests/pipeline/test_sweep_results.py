@@ -13,10 +13,10 @@ from rich.console import Console
 
 from pipeline.reporting.drawing import MARKERS, SERIES
 from pipeline.reporting.style import DARK, LIGHT
-from pipeline.sweeping.figures import RING, sweep_plots
 from pipeline.sweeping.front import Point, front
-from pipeline.sweeping.page import render_sweep, standalone
+from pipeline.sweeping.plots import RING, sweep_plots
 from pipeline.sweeping.results import as_csv, print_results
+from pipeline.sweeping.sweep_page import render_sweep, standalone
 
 
 def row(point: str, kept: float, perplexity: float, **other: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.job.unit_log import units_logged
+from pipeline.reporting.unit_log import units_logged
 
 
 def test_a_line_for_each_unit(tmp_path: Path) -> None:

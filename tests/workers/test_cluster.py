@@ -25,8 +25,8 @@ from ray._private import worker as ray_worker
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
-from pipeline.plan.probe import LayerShape
-from pipeline.plan.rates import NOMINAL_CPU, Rates
+from pipeline.cost_model.probe import LayerShape
+from pipeline.cost_model.rates import NOMINAL_CPU, Rates
 from workers import cluster
 from workers.cluster import autoscales, await_cluster, connect, declared_memory, why_unplaceable
 from workers.ray_messages import log_message

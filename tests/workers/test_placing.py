@@ -10,7 +10,7 @@ from pipeline.methods.method import Moment, Task
 from pipeline.units.scores import WindowForward, Windows
 from pipeline.units.sums import Add, Collect
 from pipeline.units.units import Forward, ReadLayer, Solve, Unit, Write
-from workers.placing import choose
+from workers.placement import choose
 
 WRITE, COLLECT = Write(0, (), (), {}), Collect("compressed", 0, "worker", "pass-0", ())
 

@@ -87,7 +87,7 @@ def test_logits_are_made_a_few_rows_at_a_time(llama: Path, tmp_path: Path, monke
     setup = make_setup(llama, tmp_path / "run")
     worker, unit = make_worker(setup), Score(windows_of(setup), "source", 3, 0, replay=(None,) * 3)
     whole = worker.execute(unit)
-    monkeypatch.setattr("workers.scoring.ROWS_PER_LOGITS", 3)
+    monkeypatch.setattr("workers.score_pass.ROWS_PER_LOGITS", 3)
     again = worker.execute(unit)
     assert (again.loss, again.tokens) == (pytest.approx(whole.loss), whole.tokens)
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lamina import processor_lamina
 from lamina.processor_lamina import product_dtype
-from pipeline.half_precision import linear
+from pipeline.kernels.half_precision import linear
 from tests.workers.bench import (
     EVERYTHING,
     FAMILIES,

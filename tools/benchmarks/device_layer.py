@@ -25,9 +25,7 @@ import torch
 
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
-from pipeline.families.registry import geometry_of, standard_config
-from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan.phases import (
+from pipeline.cost_model.phases import (
     Pass,
     collect_seconds,
     forward_seconds,
@@ -36,8 +34,10 @@ from pipeline.plan.phases import (
     solve_seconds,
     statistics_seconds,
 )
-from pipeline.plan.rates import Rates, rates_of
-from pipeline.plan.work import LayerWork, layer_work
+from pipeline.cost_model.rates import Rates, rates_of
+from pipeline.cost_model.work import LayerWork, layer_work
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.units.sharding import importance_shards
 from pipeline.units.sums import ChooseGrids, Collect
 from pipeline.units.units import Forward, Solve, Unit, Write

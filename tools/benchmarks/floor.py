@@ -36,9 +36,9 @@ import torch
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
 from manifests.schema import Manifest
+from pipeline.cost_model.work import COMPARED_TOKENS
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.plan.work import COMPARED_TOKENS
 from pipeline.units.sharding import held_out_windows, shard_range
 from tools.benchmarks.jobs import end_on_sigterm, environment, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model

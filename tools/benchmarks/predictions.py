@@ -22,15 +22,15 @@ from typing import Any
 
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
+from pipeline.cost_model.passes import gradient_tokens, pass_of
+from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.work import layer_work
 from pipeline.families.registry import geometry_of, standard_config
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan.job_units import job_units
-from pipeline.plan.passes import gradient_tokens, pass_of
-from pipeline.plan.rates import Rates
-from pipeline.plan.simulator import Simulated, simulate
-from pipeline.plan.work import layer_work
 from tools.benchmarks.jobs import ROOT, end_on_sigterm, environment, print_table, run_manifest
 from tools.benchmarks.memory_over_layers import write_model
+from tools.simulator.job_units import job_units
+from tools.simulator.simulator import Simulated, simulate
 
 JOBS = {  # propagate, method, layers
     "dense": ("dense", "flat_llm", 12),

@@ -20,13 +20,13 @@ from torch import Tensor
 from manifests.loading import parse_manifest
 from manifests.methods import LossAware
 from manifests.quantize import Quantize
+from pipeline.cost_model.probe import measured_rates
+from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.rounding_work import round_seconds, rounding_work
+from pipeline.cost_model.solve_work import moment_width
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Group, Solution, Statistics, Task
-from pipeline.plan.probe import measured_rates
-from pipeline.plan.rates import Rates
-from pipeline.plan.rounding_work import round_seconds, rounding_work
-from pipeline.plan.solve_work import moment_width
 from pipeline.rounding.solutions import input_moments, round_solution
 from tools.benchmarks.jobs import print_table
 from tools.simulate import geometry

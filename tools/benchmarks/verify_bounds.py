@@ -26,9 +26,9 @@ from manifests.errors import InputError
 from manifests.loading import parse_manifest
 from manifests.schema import Workers
 from pipeline.checkpoint.compression_record import read_record
-from pipeline.checkpoint.reading import read_checkpoint
-from pipeline.job.calibration import sample_tokens
-from pipeline.job.sources import open_dense
+from pipeline.inputs.calibration import sample_tokens
+from pipeline.inputs.checkpoints import read_checkpoint
+from pipeline.inputs.sources import open_dense
 from pipeline.run import run_job
 from stores.source import SourceCheckpoint
 from tools.benchmarks.jobs import end_on_sigterm, markdown_row

@@ -26,19 +26,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pipeline.job.compressing
 import pipeline.job.context
-import pipeline.job.pool
 import pipeline.job.stages
+import pipeline.job.worker_session
 import pipeline.run
 import stores.checkpoint
 import workers.layers
+import workers.pools
 import workers.worker
 from deploy.quickstart.text import story_text
 from manifests.loading import parse_manifest
 from pipeline.checkpoint.assembling import Assembler
-from pipeline.console.summary import compute_share
 from pipeline.kernels.exact_sums import MomentSum
+from pipeline.reporting.summary import compute_share
 from stores.activations import ActivationReader, ActivationStore, ActivationWriter
 from stores.arrays import ArrayStore
 from stores.ledger import Ledger
@@ -168,9 +168,9 @@ def clocked_run(manifest: Mapping[str, Any]) -> tuple[Clock, float]:
 def run_here(manifest: Mapping[str, Any], pool: Callable[..., InProcessPool]) -> None:
     """The job in this process, without Ray."""
     with (
-        mock.patch.object(pipeline.job.pool, "InProcessPool", pool),
-        mock.patch.object(pipeline.job.compressing, "catch_signals"),
-        mock.patch.object(pipeline.job.compressing, "interrupt_on_signals"),
+        mock.patch.object(workers.pools, "InProcessPool", pool),
+        mock.patch.object(pipeline.job.worker_session, "catch_signals"),
+        mock.patch.object(pipeline.job.worker_session, "interrupt_on_signals"),
     ):
         pipeline.run.run_job(
             parse_manifest(manifest), fresh=True, address=None, stop=threading.Event(), quiet=True, in_process=True

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from manifests.schema import Text
-from pipeline.job.calibration import window_tokens
+from pipeline.inputs.calibration import window_tokens
 from stores.headers import DTYPES, TensorRecord, read_header
 from tests.end_to_end.jobs import command, load, logits_of, relative_error
 from tests.end_to_end.test_export_gguf import as_llama

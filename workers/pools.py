@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from manifests.importing import quick_imports
 from manifests.schema import Workers
-from pipeline.console.progress import JobObserver
 from workers.config import WorkerConfig
 from workers.in_process_pool import InProcessPool
 
@@ -20,18 +19,18 @@ if TYPE_CHECKING:
 
 @contextmanager
 def worker_pool(
-    setup: WorkerConfig, workers: Workers, stop: threading.Event, observer: JobObserver, in_process: bool
+    setup: WorkerConfig, workers: Workers, stop: threading.Event, say: Callable[..., None], in_process: bool
 ) -> Iterator[RayPool | InProcessPool]:
-    """As many workers as are wanted and have something to do; or one, in this process.
+    """Opens a pool of as many workers as are wanted and have something to do, or of one in this process.
 
-    Raises WorkerError when they cannot start.
+    `say`: prints a line, at a level of `logging`. Raises WorkerError when the workers cannot start.
     """
     if workers.max > setup.shards:
-        observer.say(
+        say(
             f"workers.max: {workers.max} is more than the {setup.shards} shards; the rest would be idle",
             logging.WARNING,
         )
-    pool = _pool_class(in_process)(setup, workers, stop, observer.say)
+    pool = _pool_class(in_process)(setup, workers, stop, say)
     try:
         yield pool
     finally:

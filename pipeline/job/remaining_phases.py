@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from manifests.records import Key
-from pipeline.console.outlook import Ahead, Outlook
+from pipeline.console.eta import Ahead, Outlook
+from pipeline.cost_model.passes import gradient_tokens, pass_of
+from pipeline.cost_model.phases import START_SECONDS, WORKERS_SECONDS, Pass, evaluate_seconds, phase_seconds
+from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.work import layer_work, scoring_flops
 from pipeline.driver.ledger_keys import HELD_OUT, HELD_OUT_SCORE, TRIES, curves_key, dense_key, gradient_key, layer_key
 from pipeline.job.context import JobContext, driver_job
-from pipeline.job.scoring import dense_score_key
+from pipeline.job.output_scores import dense_score_key
 from pipeline.methods.registry import layers_of
-from pipeline.plan.passes import gradient_tokens, pass_of
-from pipeline.plan.phases import START_SECONDS, WORKERS_SECONDS, Pass, evaluate_seconds, phase_seconds
-from pipeline.plan.rates import Rates
-from pipeline.plan.work import layer_work, scoring_flops
 
 TRIED = 4  # sizes, about, where the smallest one within a loss is sought
 WALK = ("statistics", "reduce", "solve", "round", "propagate")
@@ -23,7 +23,7 @@ WALK = ("statistics", "reduce", "solve", "round", "propagate")
 
 def job_outlook(job: JobContext, rates: Rates) -> Outlook:
     """Returns the phases ahead of a job that begins or resumes, about `TRIED` times those of a size where one is
-    sought. For a sweep see `pipeline.sweeping.planning.sweep_outlook`."""
+    sought. For a sweep see `pipeline.sweeping.sweep_plan.sweep_outlook`."""
     if job.points:
         return Outlook()
     inputs, manifest = job.inputs, job.manifest

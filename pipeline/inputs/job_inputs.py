@@ -13,10 +13,11 @@ import torch
 
 from manifests.errors import InputError, NumericsError
 from manifests.schema import Manifest
-from pipeline.evaluation.tasks import check_reader_of_rounded, check_tasks
+from pipeline.cost_model.estimate import rank_remarks
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of
-from pipeline.job.sources import describe_dense
+from pipeline.inputs.sources import describe_dense
+from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
 from pipeline.kernels.checks import all_finite
 from pipeline.methods.method import Method, Remarking, Scores, Task
 from pipeline.methods.registry import (
@@ -27,7 +28,6 @@ from pipeline.methods.registry import (
     layer_gradients,
     predict_tasks,
 )
-from pipeline.plan.estimate import rank_remarks
 from pipeline.rounding.tasks import rounded_tasks, rounding_remarks
 from pipeline.units.sharding import gradient_count, gradient_samples, importance_shards
 from stores.headers import DTYPES

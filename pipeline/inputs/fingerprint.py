@@ -12,8 +12,8 @@ import torch
 
 from manifests import VERSION
 from manifests.records import SourceFile
-from pipeline.job.calibration import tokens_digest
-from pipeline.job.inputs import Inputs
+from pipeline.inputs.calibration import tokens_digest
+from pipeline.inputs.job_inputs import Inputs
 
 
 def job_fingerprint(

@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
-from pipeline.driver.in_flight import AHEAD
-from pipeline.plan.phases import (
+from pipeline.cost_model.phases import (
     THREADS,
     Pass,
     add_seconds,
@@ -26,9 +25,10 @@ from pipeline.plan.phases import (
     store_seconds,
     verify_seconds,
 )
-from pipeline.plan.rates import Rates
-from pipeline.plan.solve_work import SolveWork
-from pipeline.plan.work import LayerWork
+from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.solve_work import SolveWork
+from pipeline.cost_model.work import LayerWork
+from pipeline.driver.in_flight import AHEAD
 from pipeline.units.scores import COMPARED_LAYERS
 
 FORGOTTEN = 1_000_000  # more than there are shards: workers forget those of a model before the next is scored
@@ -36,7 +36,7 @@ CORRECTED = 5  # passes of both layers: to each of four points, and to the end
 
 
 class Timed(NamedTuple):
-    """As `pipeline.plan.simulator.Unit`, which is made of it."""
+    """As `tools.simulator.simulator.Unit`, which is made of it."""
 
     name: str
     kind: str

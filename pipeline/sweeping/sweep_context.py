@@ -21,16 +21,16 @@ from manifests.sweep import SWEEP_VERSION, Point, Sweep
 from pipeline.checkpoint.compression_record import quick_faults
 from pipeline.checkpoint.output_directory import OutputFiles, claim_files, claim_output, survey_output
 from pipeline.checkpoint.planned_size import bounded_plan
-from pipeline.console.outlook import read_paces
+from pipeline.console.eta import read_paces
 from pipeline.console.progress import JobObserver
 from pipeline.driver.ledger_keys import BEFORE_WORK, POINTS, RESULT, SOURCE
-from pipeline.job.calibration import calibration_tokens, evaluation_tokens, tokens_digest
+from pipeline.inputs.calibration import calibration_tokens, evaluation_tokens, tokens_digest
+from pipeline.inputs.fingerprint import job_fingerprint
+from pipeline.inputs.job_inputs import check_copied
 from pipeline.job.context import JobContext, driver_job
-from pipeline.job.fingerprint import job_fingerprint
-from pipeline.job.inputs import check_copied
 from pipeline.job.ledger_entries import check_entries
-from pipeline.sweeping.planning import run_dir_bytes
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, shared_inputs
+from pipeline.sweeping.sweep_plan import run_dir_bytes
 from stores.run_directory import SWEEP, RunDirectory
 from stores.storage import open_storage
 

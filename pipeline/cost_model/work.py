@@ -11,6 +11,16 @@ from dataclasses import dataclass
 
 from manifests.quantize import OUTER_ROLES
 from manifests.schema import Manifest
+from pipeline.cost_model.rounding_work import RoundWork, rounding_work
+from pipeline.cost_model.solve_work import (
+    REMOVED_SHARE,
+    SolveWork,
+    curve_work,
+    moment_width,
+    point_features,
+    solve_work,
+    triangle_numbers,
+)
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import (
@@ -20,16 +30,6 @@ from pipeline.methods.registry import (
     layer_moments,
     layers_of,
     predict_tasks,
-)
-from pipeline.plan.rounding_work import RoundWork, rounding_work
-from pipeline.plan.solve_work import (
-    REMOVED_SHARE,
-    SolveWork,
-    curve_work,
-    moment_width,
-    point_features,
-    solve_work,
-    triangle_numbers,
 )
 from pipeline.units.sharding import GRID_TOKENS, held_out_windows, importance_shards
 

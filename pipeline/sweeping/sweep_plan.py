@@ -10,16 +10,16 @@ import torch
 
 from manifests.sweep import Point, Sweep
 from pipeline.checkpoint.planned_size import bounded_plan, plan_of
-from pipeline.console.outlook import Ahead, Outlook
-from pipeline.job.calibration import evaluation_tokens
+from pipeline.console.eta import Ahead, Outlook
+from pipeline.cost_model.estimate import Plan
+from pipeline.cost_model.passes import pass_of
+from pipeline.cost_model.phases import Pass, evaluate_seconds, object_store_bytes, phase_seconds
+from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.work import LayerWork, scoring_flops
+from pipeline.inputs.calibration import evaluation_tokens
+from pipeline.inputs.job_inputs import Inputs
 from pipeline.job.context import JobContext
-from pipeline.job.inputs import Inputs
-from pipeline.job.planning import Asked, asked_rates, planned_work, seconds_of, stored_bytes, verdict
-from pipeline.plan.estimate import Plan
-from pipeline.plan.passes import pass_of
-from pipeline.plan.phases import Pass, evaluate_seconds, object_store_bytes, phase_seconds
-from pipeline.plan.rates import Rates
-from pipeline.plan.work import LayerWork, scoring_flops
+from pipeline.job.plan_report import Asked, asked_rates, planned_work, seconds_of, stored_bytes, verdict
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, series_of, shared_inputs
 
 SHARED = ("start", "statistics", "reduce", "gradient")  # once, whatever the points

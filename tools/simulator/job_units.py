@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from pipeline.plan.loss_units import (
-    CORRECTED,
-    Timed,
-    Units,
-    corrected_units,
-    last_units,
-    loss_units,
-    verify_unit,
-)
-from pipeline.plan.phases import (
+from pipeline.cost_model.phases import (
     START_SECONDS,
     Pass,
     add_seconds,
@@ -30,9 +21,18 @@ from pipeline.plan.phases import (
     statistics_seconds,
     store_seconds,
 )
-from pipeline.plan.rates import Rates
-from pipeline.plan.simulator import WORKER, Unit
-from pipeline.plan.work import LayerWork
+from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.work import LayerWork
+from tools.simulator.loss_units import (
+    CORRECTED,
+    Timed,
+    Units,
+    corrected_units,
+    last_units,
+    loss_units,
+    verify_unit,
+)
+from tools.simulator.simulator import WORKER, Unit
 
 PIECES = 8  # of a layer's sums, as a disk sees them
 

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from manifests.schema import Manifest
+from pipeline.cost_model.bounds import Size, bounded_by, size_bound
+from pipeline.cost_model.passes import pass_of
+from pipeline.cost_model.solve_work import moment_width, solve_work
+from pipeline.cost_model.work import ROWS_PER_PRODUCT, forward_flops
 from pipeline.families.family import Geometry, LayerGeometry
 from pipeline.methods.method import Moment, Task
 from pipeline.methods.registry import layer_moments, layers_of
-from pipeline.plan.bounds import Size, bounded_by, size_bound
-from pipeline.plan.passes import pass_of
-from pipeline.plan.solve_work import moment_width, solve_work
-from pipeline.plan.work import ROWS_PER_PRODUCT, forward_flops
 
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of host memory besides, for CUDA's libraries and context
 PROCESS_BYTES = 700 * 2**20  # a Python process with torch, transformers and ray

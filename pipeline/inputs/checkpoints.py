@@ -10,10 +10,10 @@ import torch
 import lamina
 from lamina.factored_lamina import stored_state
 from manifests.errors import InputError
-from pipeline.checkpoint.source_dtypes import FIELD as SOURCE_DTYPES
 from pipeline.families.registry import check_fields, geometry_of
-from pipeline.job.inputs import STORED_NAMES
-from pipeline.job.sources import as_loaded, check_buildable, describe_dense
+from pipeline.inputs.job_inputs import STORED_NAMES
+from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
+from pipeline.inputs.sources import as_loaded, check_buildable, describe_dense
 from pipeline.rounding.schemes import FIELD, named_modules, packed_shapes, rounded_modules
 from stores.source import SourceCheckpoint, open_source
 

@@ -16,13 +16,13 @@ from manifests.entries import CurvesEntry, DenseEntry, GradientEntry, LayerEntry
 from manifests.errors import InputError, StorageError
 from manifests.records import Curve, TensorDescription
 from manifests.schema import Manifest
+from pipeline.cost_model.estimate import MOMENT_BYTES, Plan, make_plan
 from pipeline.driver.ledger_keys import COMPLETE, RANKS
 from pipeline.families.family import Geometry
 from pipeline.families.registry import geometry_of, standard_config
-from pipeline.job.unit_log import SUFFIX
 from pipeline.methods.method import Task, task_key
 from pipeline.methods.registry import build_methods, claim_tasks
-from pipeline.plan.estimate import MOMENT_BYTES, Plan, make_plan
+from pipeline.reporting.unit_log import SUFFIX
 from pipeline.rounding.tasks import rounded_tasks
 from stores.headers import DTYPES
 from stores.lock import read_lock
@@ -47,7 +47,7 @@ class Run:
         ranks, importance, curves: what the ranks follow, as far as it is chosen. `curves` are by task.
         summary: the job's own, once it was done.
         statistics_bytes: layer -> bytes of its moments in memory.
-        units: what the last run's workers did, in the order in which they were done (`pipeline.job.unit_log`).
+        units: what the last run's workers did, in the order in which they were done (`pipeline.reporting.unit_log`).
         log: the last lines of the last log, and the warnings before them.
     """
 

@@ -12,9 +12,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeline.plan.loss_units import FORGOTTEN
-from pipeline.plan.phases import START_SECONDS
+from pipeline.cost_model.phases import START_SECONDS
 from pipeline.units.scores import shards_each
+from tools.simulator.loss_units import FORGOTTEN
 
 WORKER = "worker"
 LEAVE_WORKERS = {
@@ -190,7 +190,7 @@ class _Run:
         return ready.pop(min(fits)[1])[1] if fits else None
 
     def _fit(self, worker: int, unit: Unit) -> tuple[int, int] | None:
-        """How little speaks against a worker's doing a unit, as `workers.placing` has it; None: too much."""
+        """How little speaks against a worker's doing a unit, as `workers.placement` has it; None: too much."""
         of, holder = unit.of, worker if unit.shard is None else self.holder.get(unit.shard)
         if holder == worker:
             return 0, 0

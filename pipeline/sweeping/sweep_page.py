@@ -11,7 +11,7 @@ from pipeline.reporting.drawing import Plot
 from pipeline.reporting.page import document, figures, section
 from pipeline.reporting.style import DARK, LIGHT
 from pipeline.reporting.tables import table
-from pipeline.sweeping.figures import SIZES, sweep_plots
+from pipeline.sweeping.plots import SIZES, sweep_plots
 
 FIGURES = {
     "numbers_kept": ("numbers", ".4f"),

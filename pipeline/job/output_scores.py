@@ -17,13 +17,13 @@ import torch
 from manifests.entries import ScoreEntry, TaskScoreEntry
 from manifests.records import Key
 from pipeline.console.signals import catch_signals
-from pipeline.console.summary import SEEN_LIMIT, seen_warning
 from pipeline.driver.ledger_keys import COMPLETE, score_key, task_score_key
 from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.evaluation.perplexity import score_tokens, sweep_scratch
 from pipeline.evaluation.tasks import score_tasks, tasks_digest
-from pipeline.job.calibration import seen_share, tokens_digest
+from pipeline.inputs.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext
+from pipeline.reporting.summary import SEEN_LIMIT, seen_warning
 
 
 def missing_scores(job: JobContext) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.records import Origin
-from pipeline.job.inputs import Inputs
+from pipeline.inputs.job_inputs import Inputs
 from pipeline.units.sharding import held_out_windows
 from stores.corpus import draw_samples, evaluation_windows, load_tokenizer, read_documents
 from stores.storage import Place

@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lamina.processor_lamina import product_dtype
 from manifests.schema import Manifest
+from pipeline.cost_model.rates import GIGA, Rates
 from pipeline.families.family import Geometry
-from pipeline.half_precision import linear
-from pipeline.plan.rates import GIGA, Rates
+from pipeline.kernels.half_precision import linear
 
 PROBE_SECONDS = 0.15
 LARGEST_HIDDEN = {"cpu": 2048, "cuda": 8192}  # of the layer that is measured; larger ones go at its rate

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from manifests.quantize import QUANTIZED_ROLES
 from manifests.schema import Manifest
+from pipeline.cost_model.rates import Rates
 from pipeline.families.family import LayerGeometry
 from pipeline.methods.method import Task
-from pipeline.plan.rates import Rates
 
 TRIED_BYTES, NEAREST_BYTES = 200, 700  # of memory for each number while scales are tried: six of them, or twenty
 FED_BYTES = 300  # for each number, mostly the errors before it in its block

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manifests.schema import Manifest
+from pipeline.cost_model.phases import Pass
 from pipeline.driver.job_spec import solves_in_pass
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Task
 from pipeline.methods.registry import build_methods, layer_gradients, layers_of, predict_tasks
-from pipeline.plan.phases import Pass
 from pipeline.units.sharding import gradient_samples, held_out_windows, importance_shards
 
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.cost_model.rates import Rates
+from pipeline.cost_model.rounding_work import round_seconds
+from pipeline.cost_model.solve_work import SolveWork
+from pipeline.cost_model.work import LayerWork
 from pipeline.driver.in_flight import AHEAD
-from pipeline.plan.rates import Rates
-from pipeline.plan.rounding_work import round_seconds
-from pipeline.plan.solve_work import SolveWork
-from pipeline.plan.work import LayerWork
 from pipeline.units.scores import scorers, shards_each
 
 START_SECONDS = 5.0  # of a local Ray and its workers, as measured on a CPU

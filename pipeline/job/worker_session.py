@@ -19,6 +19,7 @@ from pipeline.checkpoint.decoding_cost import count_dense
 from pipeline.checkpoint.layer_checks import LayerChecks
 from pipeline.checkpoint.output_directory import claim_files, survey_output
 from pipeline.console.signals import catch_signals, interrupt_on_signals, interrupting
+from pipeline.cost_model.rates import known_rates
 from pipeline.driver.background_pool import BackgroundPool
 from pipeline.driver.driver import Driver
 from pipeline.driver.interfaces import Journal
@@ -29,15 +30,13 @@ from pipeline.driver.recovery import REPAIRS
 from pipeline.driver.scheduler import NOTHING_DUE, TaskStream
 from pipeline.driver.scoring import Scorer
 from pipeline.evaluation.perplexity import sweep_scratch
-from pipeline.job.calibration import sample_tokens
+from pipeline.inputs.calibration import sample_tokens
 from pipeline.job.commits import commit_interval
 from pipeline.job.context import JobContext, driver_job
 from pipeline.job.heartbeat import Heartbeat
-from pipeline.job.outlook import job_outlook
-from pipeline.job.pool import worker_pool
-from pipeline.job.unit_log import units_logged
+from pipeline.job.remaining_phases import job_outlook
 from pipeline.methods.registry import layers_of
-from pipeline.plan.rates import known_rates
+from pipeline.reporting.unit_log import units_logged
 from pipeline.units.scores import COMPARED_LAYERS, Compare
 from stores.activations import ActivationStore
 from stores.background import Background
@@ -47,6 +46,7 @@ from stores.staging import sweep_staged
 from stores.statistics import StatisticsStore
 from stores.storage import open_storage
 from workers.config import WorkerConfig
+from workers.pools import worker_pool
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -262,7 +262,7 @@ def job_workers(job: JobContext, heartbeat: Heartbeat) -> Iterator[JobWorkers]:
     catch_signals(job.stop)
     setup = worker_config(job, tokens)
     with (
-        worker_pool(setup, job.manifest.workers, job.stop, job.observer, job.in_process) as pool,
+        worker_pool(setup, job.manifest.workers, job.stop, job.observer.say, job.in_process) as pool,
         heartbeat.attending(pool),
         units_logged(pool, job.run_dir.logs, job.name),
         Background() as dropping,

@@ -16,14 +16,9 @@ import torch
 from manifests.errors import InputError, reason
 from manifests.schema import Manifest
 from pipeline.checkpoint.planned_size import plan_of
-from pipeline.families.family import Geometry
-from pipeline.families.registry import geometry_of, standard_config
-from pipeline.job.calibration import evaluation_tokens
-from pipeline.job.inputs import Inputs, fit_methods, read_inputs
-from pipeline.methods.method import Task
-from pipeline.plan.estimate import Plan, make_plan, rank_remarks
-from pipeline.plan.passes import gradient_tokens, pass_of
-from pipeline.plan.phases import (
+from pipeline.cost_model.estimate import Plan, make_plan, rank_remarks
+from pipeline.cost_model.passes import gradient_tokens, pass_of
+from pipeline.cost_model.phases import (
     WORKERS_SECONDS,
     Pass,
     committed_bytes,
@@ -32,9 +27,14 @@ from pipeline.plan.phases import (
     object_store_bytes,
     phase_seconds,
 )
-from pipeline.plan.probe import LayerShape, measured_rates
-from pipeline.plan.rates import Rates, rates_of
-from pipeline.plan.work import LayerWork, layer_work, scoring_flops
+from pipeline.cost_model.probe import LayerShape, measured_rates
+from pipeline.cost_model.rates import Rates, rates_of
+from pipeline.cost_model.work import LayerWork, layer_work, scoring_flops
+from pipeline.families.family import Geometry
+from pipeline.families.registry import geometry_of, standard_config
+from pipeline.inputs.calibration import evaluation_tokens
+from pipeline.inputs.job_inputs import Inputs, fit_methods, read_inputs
+from pipeline.methods.method import Task
 from workers.hardware import machine_cores, thread_fault
 from workers.memory import map_large_tensors
 

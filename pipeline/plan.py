@@ -14,7 +14,7 @@ from pipeline.console.amounts import duration
 from pipeline.console.arguments import add_address, add_manifest, parser, read_manifest, read_sweep, run_command
 
 if TYPE_CHECKING:
-    from pipeline.job.planning import Asked
+    from pipeline.job.plan_report import Asked
 
 SAID = ("fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds")  # elsewhere than in the table
 LONGEST_PHASES = 3
@@ -42,7 +42,7 @@ def _body(arguments: Any) -> int:
         plan = _of_sweep(arguments)
     else:
         manifest = read_manifest(arguments)
-        from pipeline.job.planning import plan_report  # takes seconds, which --help and a wrong manifest need not
+        from pipeline.job.plan_report import plan_report  # takes seconds, which --help and a wrong manifest need not
 
         plan = plan_report(manifest, arguments.config, _asked(arguments))
     if arguments.json:
@@ -56,13 +56,13 @@ def _of_sweep(arguments: Any) -> dict[str, Any]:
     if arguments.config is not None:
         raise InputError("--config: a sweep's points are held against the model's headers; give the model")
     sweep, points = read_sweep(arguments)
-    from pipeline.sweeping.planning import sweep_report
+    from pipeline.sweeping.sweep_plan import sweep_report
 
     return sweep_report(sweep, points, _asked(arguments))
 
 
 def _asked(arguments: Any) -> Asked:
-    from pipeline.job.planning import Asked
+    from pipeline.job.plan_report import Asked
 
     return Asked(arguments.gpu, arguments.tflops, arguments.probe, arguments.address, arguments.connect_timeout)
 

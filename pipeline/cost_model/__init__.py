@@ -1,0 +1,1 @@
+"""The arithmetic of `plan`: bytes, memory, disk and seconds of a job."""

@@ -1,0 +1,63 @@
+"""Names of lm-eval's tasks, checked before a job starts. lm-eval is an extra: `pip install 'CHECKOUT[tasks]'`."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import InputError, reason
+from manifests.packages import install_advice
+
+TASK_NAME = re.compile(r"^task:[ \t]*[\"']?([\w.-]+)", re.MULTILINE | re.ASCII)
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def check_tasks(tasks: Sequence[str], field: str, models: Sequence[str] = ()) -> None:
+    """Raises InputError, naming the field, without lm-eval, for tasks that it does not know and models in a bucket."""
+    if tasks and (remote := [model for model in models if "://" in model]):
+        raise InputError(f"{field}: lm-eval loads whole models from a directory or the hub, not from {remote[0]}")
+    if tasks:
+        find_tasks(tasks, field)
+
+
+def check_reader_of_rounded(field: str) -> None:
+    """Raises InputError, naming the field, where transformers could not load a checkpoint with rounded weights."""
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise InputError(
+            f"{field}: transformers loads rounded weights (quantize) with compressed-tensors, which is not installed: "
+            "`pip install compressed-tensors`"
+        )
+
+
+def find_tasks(tasks: Sequence[str], field: str) -> tuple[list[str], Any]:
+    """Returns the names of the tasks, and a manager of lm-eval that knows them all. Raises InputError."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError(f"{field}: lm-eval is not installed; {install_advice('tasks')}")
+    from lm_eval.tasks import TaskManager
+
+    files = [Path(task) for task in tasks if task.endswith(YAML_SUFFIXES)]
+    names = [_name_in(Path(task), field) if task.endswith(YAML_SUFFIXES) else task for task in tasks]
+    folders = [str(folder) for folder in dict.fromkeys(file.resolve().parent for file in files)]
+    manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(tasks))
+    if unknown := sorted({*names} - {*manager.all_tasks}):
+        raise InputError(
+            f"{field}: lm-eval knows no {', '.join(unknown)}; `lm-eval ls tasks` lists its own, and a YAML file of "
+            "yours is given by its path"
+        )
+    return names, manager
+
+
+def _name_in(file: Path, field: str) -> str:
+    try:
+        found = TASK_NAME.search(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{field}: {file}: cannot be read ({reason(error)}); give the name of a task of lm-eval, or the path of a "
+            "YAML file"
+        ) from error
+    if found is None:
+        raise InputError(f"{field}: {file}: has no line `task: NAME`")
+    return found[1]

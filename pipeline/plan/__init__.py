@@ -1,1 +1,0 @@
-"""What a job would cost, before it runs: bytes, operations, seconds."""
