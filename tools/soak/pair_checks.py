@@ -177,7 +177,7 @@ def exports(played: Played) -> Iterator[str]:
 
 def full_rank(played: Played) -> Iterator[str]:
     """The same job with nothing cut off and nothing rounded is the source."""
-    document = at_full_rank(played.document)
+    document = at_full_rank(played.document, played.spec.width)
     if not document["methods"]:
         return
     Path("full.yaml").write_text(yaml.safe_dump(document))

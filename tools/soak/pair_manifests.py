@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 TEXT = "text.txt"
+TOKENS_PER_NUMBER = 4
 Entry = dict[str, Any]
 
 
@@ -122,15 +124,23 @@ def _drawn(random: Random, layers: int, positions: int) -> Entry:
     return document
 
 
-def at_full_rank(document: Entry) -> Entry:
-    """The same job where nothing is cut off, and nothing rounded."""
-    sizes = ("ranks", "keep", "cache_keep", "skip_above", "allocation")  # by loss, what no token uses is cut at keep: 1
+def at_full_rank(document: Entry, width: int) -> Entry:
+    """The same job where nothing is cut off, and nothing rounded.
+
+    What no token uses costs no loss, and is cut at keep: 1 where ranks follow it: of `loss_aware`, which knows no other
+    ranks, the text has some tokens for each of the `width` numbers that a projection reads at most.
+    """
+    sizes = ("ranks", "keep", "cache_keep", "skip_above", "allocation")
     entries = []
     for entry in document["methods"]:
         kept = {key: value for key, value in entry.items() if key not in sizes}
         entries.append(kept | {"cache_keep" if entry["method"] == "lorc" else "keep": 1.0})
     left_out = ("budget", "quantize", "evaluation")
     kept_blocks = {key: value for key, value in document.items() if key not in left_out}
+    if any(entry["method"] == "loss_aware" for entry in entries):
+        calibration = {key: value for key, value in document["calibration"].items() if key != "gradient"}
+        enough = math.ceil(TOKENS_PER_NUMBER * width / calibration["sequence_length"])
+        kept_blocks["calibration"] = calibration | {"samples": enough, "micro_batch": 8}
     return kept_blocks | {"methods": entries, "output": "full", "run_dir": "full.run"}
 
 

@@ -47,9 +47,19 @@ class ModelSpec:
     @property
     def grouped(self) -> bool:
         """True if every width that a projection reads is a multiple of 32."""
-        inner = [self.config.get(name) for name in ("intermediate_size", "ffn_dim", "n_inner")]
-        heads = self.config["num_attention_heads"] * (self.config.get("head_dim") or 0)
-        return not any(size % 32 for size in (self.config["hidden_size"], heads, *filter(None, inner)))
+        return not any(size % 32 for size in self._widths)
+
+    @property
+    def width(self) -> int:
+        """The most numbers that a projection reads."""
+        return max(self._widths)
+
+    @property
+    def _widths(self) -> list[int]:
+        hidden, heads = self.config["hidden_size"], self.config["num_attention_heads"]
+        inner = [self.config.get(name) or 0 for name in ("intermediate_size", "ffn_dim", "n_inner")]
+        widths = [hidden, heads * self.config.get("head_dim", 0), max(inner) or 4 * hidden]
+        return [width for width in widths if width]
 
     @property
     def layers(self) -> int:
