@@ -64,15 +64,16 @@ def known_ranks(inputs: Inputs) -> Ranks | None:
     chosen_bits = manifest.quantize is not None and manifest.quantize.bits == "auto"
     if chosen_bits or inputs.max_loss is not None or not all(isinstance(method, Shaped) for method in methods):
         return None
-    if measure_tasks(methods, geometry) or predict_tasks(methods, geometry):
+    measuring = {task.method for task in measure_tasks(methods, geometry)}
+    if predict_tasks(methods, geometry) or any(methods[position].fixed_ranks for position in measuring):
         return None
     alike = dict.fromkeys(range(geometry.num_layers), 1.0) if inputs.scores else {}
     ranks = allocate_ranks(manifest, methods, geometry, Scores(alike))
-    return ranks if not inputs.scores or _all_full(inputs, ranks) else None
+    return ranks if not (inputs.scores or measuring) or _all_full(inputs, ranks) else None
 
 
 def _all_full(inputs: Inputs, ranks: Ranks) -> bool:
-    """Whether no rank is below its cap, so that scores change none."""
+    """Whether no rank is below its cap, so that neither scores nor measurements change any."""
     caps = {
         (task.key, variable.name): variable.cap
         for task in inputs.tasks

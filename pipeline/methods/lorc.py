@@ -169,8 +169,9 @@ class LoRCMethod(MethodBase[LoRC]):
             )
 
     def measures(self, geometry: Geometry) -> tuple[Group, ...]:
-        """W_k and W_v of all layers, also those not chosen: progressive ranks follow κ̃_l, a product over depth."""
-        if self.entry.allocation != "progressive":
+        """W_k and W_v of all layers, also those not chosen: progressive ranks follow κ̃_l, a product over depth. Nothing
+        where the whole cache stays."""
+        if self.entry.allocation != "progressive" or self.entry.cache_keep == 1.0:
             return ()
         return tuple(Group(layer, CONDITION, ("k", "v")) for layer in range(geometry.num_layers))
 

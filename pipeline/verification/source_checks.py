@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
 
+from lamina.block_lamina import ATTENTION_ROLES
 from manifests.records import FormSpec
 from pipeline.checkpoint.compression_record import file_fault
 from pipeline.checkpoint.listing import OUR_FILES
@@ -23,9 +24,9 @@ from pipeline.inputs.source_dtypes import FIELD as SOURCE_DTYPES
 from pipeline.inputs.source_dtypes import unstored_dtypes
 from pipeline.methods.method import served_roles
 from pipeline.methods.unchanged import Unchanged
-from pipeline.rounding.schemes import packed_dtype, packed_names
+from pipeline.rounding.schemes import packed_names
 from pipeline.verification.output_checks import Finding
-from stores.headers import DTYPE_NAMES
+from stores.headers import DTYPE_NAMES, DTYPES
 from stores.model_files import is_copy
 from stores.source import SourceCheckpoint
 from stores.storage import Storage
@@ -109,6 +110,8 @@ def check_coverage(
             faults += _copy_faults(original, checkpoint, compression, name, claimed[name])
         else:
             faults += _factor_faults(original, compression, name, (layer, role), described["forms"], claimed[name])
+    for layer in geometry.layers:
+        faults += _group_faults(original, compression, layer, compression["layers"][layer.index]["forms"])
     faults += [f"{name}: claimed by {claimed[name]}, but no tensor of the source" for name in claimed - roles.keys()]
     faults += _stray_faults(original, compression, methods)
     named = ", ".join(sorted(set(claimed.values()))) or "nobody"
@@ -157,11 +160,37 @@ def _factor_faults(
             continue
         served = (layer.path(other) for other in served_roles(f"{role}.{part}", specs))
         names = [name] if is_bias else [f"{other}.weight" for other in served]
-        dtype = DTYPE_NAMES[reduce(torch.promote_types, (original.tensors[each].torch_dtype for each in names))]
         if entry["origin"] != method or entry["form"] != form["form"]:
             yield f"{stored}: {entry['form']} by {entry['origin']}, but {name} is claimed as {form['form']} by {method}"
-        elif entry["dtype"] not in (dtype, "U8") and packed_dtype(stored).is_floating_point:
-            yield f"{stored}: {entry['dtype']} numbers, by the source's {' and '.join(names)} {dtype}"
+        else:
+            yield from _dtype_faults(original, stored, entry["dtype"], names)
+
+
+def _group_faults(
+    original: SourceCheckpoint,
+    compression: Mapping[str, Any],
+    layer: LayerGeometry,
+    forms: Mapping[str, Mapping[str, Any]],
+) -> Iterator[str]:
+    """Tensors that belong to no role but to a group of a layer have the widest dtype of the weights of its roles."""
+    specs = {role: FormSpec(**spec) for role, spec in forms.items()}
+    groups: dict[tuple[str, str], tuple[str, ...]] = {}
+    for role, spec in specs.items():
+        key = spec.group or ("attention" if role in ATTENTION_ROLES else "mlp"), spec.form
+        groups[key] = (*groups.get(key, ()), role)
+    for (group, form), roles in groups.items():
+        path = f"{layer.group_path(roles, group)}.{form}."
+        names = [f"{layer.path(role)}.weight" for role in roles]
+        for stored, entry in compression["tensors"].items():
+            if stored.startswith(path):
+                yield from _dtype_faults(original, stored, entry["dtype"], names)
+
+
+def _dtype_faults(original: SourceCheckpoint, stored: str, stored_dtype: str, names: Sequence[str]) -> Iterator[str]:
+    """`stored` is of integers, or has the widest dtype of those tensors of the source that it stands for."""
+    dtype = DTYPE_NAMES[reduce(torch.promote_types, (original.tensors[each].torch_dtype for each in names))]
+    if stored_dtype != dtype and DTYPES[stored_dtype].is_floating_point:
+        yield f"{stored}: {stored_dtype} numbers, by the source's {' and '.join(names)} {dtype}"
 
 
 def _packed_faults(compression: Mapping[str, Any], names: set[str], method: str) -> Iterator[str]:

@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from pipeline.checkpoint.compression_record import read_record
+from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.checkpoint.targets import TARGETS
+from pipeline.verification.source_checks import check_coverage
 from tests import factories
 from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
 from tests.end_to_end.sources import FAMILIES
@@ -125,6 +128,50 @@ def test_planned_bytes_are_those_written(name: str, mixture: str, job: MakeJob, 
     assert planned["output_bytes"] == sum(tensor.nbytes for tensor in tensors)
 
 
+LATENTS: dict[str, dict[str, Any]] = {
+    "keep": {"methods": [{"method": "lorc", "allocation": "progressive"}], "budget.keep": 1.0},
+    "keep, uniform": {"methods": [{"method": "lorc", "allocation": "uniform"}], "budget.keep": 1.0},
+    "keep of its own": {"methods": [{"method": "lorc", "keep": 1.0, "allocation": "progressive"}], "budget": None},
+    "cache": {"methods": [{"method": "lorc", "cache_keep": 1.0, "allocation": "progressive"}], "budget": None},
+    "most of the cache, uniform": {
+        "methods": [{"method": "lorc", "cache_keep": 0.9, "allocation": "uniform"}],
+        "budget": None,
+    },
+}
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_planned_bytes_of_heads_wider_than_the_hidden_size(name: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
+    """G·d = 64 > D = 48: a latent of the full rank is no wider than D, and a layer at its most may stay dense."""
+    source = mixed("qwen2", "vectors float32", num_key_value_heads=4)
+    run = job(source, **LATENTS[name]).write()
+    planned = command("plan", str(run.manifest), "--json", "--gpu", "H100").json
+    assert planned["output_bound"] == ""
+    check_job(run, source, "vectors float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        ("lestd", "self_attn.tucker.first"),
+        pytest.param("loss_aware", "self_attn.query_key.pivoted.rows.weight", marks=pytest.mark.slow),
+    ],
+)
+def test_verify_reads_the_dtypes_of_groups(name: str, shared: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
+    """Of cores and factors that belong to no role."""
+    source = mixed("qwen2", "queries float32")
+    run = job(source, methods=[METHODS[name]], **{"calibration.propagate": "dense", "budget.keep": 0.6})
+    run.run().json  # noqa: B018 - asserts the exit code
+    (original, standard), (checkpoint, _) = (read_checkpoint(str(place)) for place in (source, run.output))
+    compression = read_record(run.output)
+    assert not check_coverage(original, standard, checkpoint, compression).faults
+    tensor = next(tensor for tensor in compression["tensors"] if tensor.endswith(shared))
+    assert compression["tensors"][tensor]["dtype"] == "F32"
+    compression["tensors"][tensor]["dtype"] = "BF16"
+    (fault,) = check_coverage(original, standard, checkpoint, compression).faults
+    assert fault.startswith(f"{tensor}: BF16 numbers, by the source's")
+
+
 SLOW = ("flat_llm by loss", "loss_aware", "loss_aware plain")
 
 
@@ -151,6 +198,31 @@ def test_at_full_rank(name: str, job: MakeJob, mixed: Callable[..., Path]) -> No
     ids = some_tokens(320)
     expected = logits_of(load(source, dtype=FLOAT), ids)
     assert relative_error(logits_of(load(run.output, trust_remote_code=True, dtype=FLOAT), ids), expected) < 1e-3
+
+
+OTHER_FAMILIES = {"opt": "vectors float32", "gptj": "queries float32"}
+PLAIN_MLP = METHODS | {"joint_rank_k": {"method": "joint_rank_k", "mlp": False}}  # gate and up are what it stacks
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in METHODS])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_other_blocks(family: str, name: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
+    """Biases everywhere and layer norms; parallel blocks."""
+    source = mixed(family, OTHER_FAMILIES[family], num_hidden_layers=2)
+    keep = 0.8 if name == "joint_rank_k" else 0.7  # by what it claims
+    run = job(source, methods=[PLAIN_MLP[name]], **{"calibration.propagate": "dense", "budget.keep": keep})
+    check_job(run, source, OTHER_FAMILIES[family])
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in SLOW])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_other_blocks_at_full_rank(family: str, name: str, job: MakeJob, mixed: Callable[..., Path]) -> None:
+    source = mixed(family, OTHER_FAMILIES[family], num_hidden_layers=2)
+    run = job(source, methods=[{**PLAIN_MLP[name], "keep": 1.0}], budget=None, **{"calibration.propagate": "dense"})
+    check_job(run, source, OTHER_FAMILIES[family])
+    ids = some_tokens(320)
+    expected = logits_of(load(source, dtype=FLOAT), ids)
+    assert relative_error(logits_of(load(run.output, trust_remote_code=True, dtype=FLOAT), ids), expected) < 0.03
 
 
 def test_tied_embeddings_of_another_dtype(job: MakeJob, mixed: Callable[..., Path], scored: Path) -> None:
