@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from pipeline.checkpoint.compression_record import read_record
-from pipeline.checkpoint.reading import read_checkpoint
 from pipeline.checkpoint.targets import TARGETS
+from pipeline.inputs.checkpoints import read_checkpoint
 from pipeline.verification.source_checks import check_coverage
 from tests import factories
 from tests.end_to_end.jobs import Job, command, file_digests, load, logits_of, read_tensors, relative_error, some_tokens
