@@ -33,7 +33,7 @@ class GradientPass:
         self.reductions = Reductions(session)
 
     def run(self) -> TaskStream[None]:
-        """Goes back from where the journal says it was left."""
+        """Runs the pass from where the journal says it was left."""
         pending = self._pending()
         if not pending:
             return
@@ -63,12 +63,12 @@ class GradientPass:
         return (*activations, *self.stored_inputs(range(first, layer))) if passed else None
 
     def span(self) -> range:
-        """The layers whose inputs the pass has yet to read; empty when it is done, or when nobody asks for it."""
+        """The layers whose inputs the pass has yet to read; empty when it is done or not needed."""
         pending = self._pending()
         return range(pending[0], self._base(pending[-1])) if pending else range(0)
 
     def stored_inputs(self, layers: range) -> list[ArrayRecord]:
-        """The records of the stored inputs of some layers, where the dense pass has been there."""
+        """Records of the stored inputs of some layers, as far as the dense pass has entered them."""
         entries = [self.session.journal.get(dense_key(layer)) for layer in layers]
         return [record for entry in entries if entry for record in entry.inputs or () if record]
 
@@ -97,8 +97,8 @@ class GradientPass:
         return entry.activations if entry else None
 
     def _units(self, layer: int, *, emit: bool, store: bool) -> list[Backward]:
-        """All shards that hold samples of the pass back through a layer, in shard order, from the gradients that are
-        committed by now."""
+        """The units that take all shards with gradient samples back through a layer, in shard order, from the gradients
+        that are committed by now."""
         base = self._base(layer)
         gradients = self._gradients(base) if self.job.gradient == "model" else None
         inputs = [self._inputs(above) for above in range(layer, base)]

@@ -26,7 +26,7 @@ from pipeline.units.units import Solve, SolveDone, Unwritten, Write
 
 
 class _Onward(NamedTuple):
-    """Makes a layer's outputs; `solves`: keys of the units whose factors it goes through."""
+    """Computes a layer's outputs; `solves`: keys of the units whose factors it uses."""
 
     task: Task[list[Any]] | None
     solves: frozenset[str] = frozenset()
@@ -48,7 +48,7 @@ class CompressedWalk:
         self.forwards = ForwardPass(job, session.journal)
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
-        """Goes on where the journal says it was left."""
+        """Runs the walk from where the journal says it was left."""
         journal = self.session.journal
         pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(journal, layer)]
         if not pending:
@@ -65,7 +65,7 @@ class CompressedWalk:
                 onward = self._outputs(layer, base, staged_layer(journal, layer))
             if layer < last:
                 base = yield from self._propagate(layer, base, onward)
-                del onward  # which names the layer's factors: gone before the next one's moments are made
+                del onward  # it holds handles of the layer's factors, which must go before the next moments
 
     def _compress(self, layer: int, base: int, ranks: RanksOf, *, emit: bool) -> TaskStream[_Onward]:
         """Takes a layer's moments and compresses it from these; they are stored meanwhile, if they are to outlive it.
@@ -110,13 +110,14 @@ class CompressedWalk:
     def _outputs(
         self, layer: int, base: int, staged: StagedLayer | Unwritten | None, solves: Sequence[Solve] = ()
     ) -> _Onward:
-        """Starts to make a layer's outputs, by the weights that it now has."""
+        """Starts to compute a layer's outputs with its compressed weights."""
         store = self.job.is_boundary(layer + 1)
         units = self.forwards.units("compressed", layer, staged, (), base, store=store)
         return _Onward(self.session.scheduler.spawn(batch(units)), frozenset(solve.key for solve in solves))
 
     def _propagate(self, layer: int, base: int, onward: _Onward) -> TaskStream[int]:
-        """The outputs become the inputs of the next layer. The last layer whose inputs are committed."""
+        """Waits for a layer's outputs, and commits them where they are due. Returns the last layer whose inputs are
+        committed."""
         try:
             done = yield onward.task
         except LostInputError as error:

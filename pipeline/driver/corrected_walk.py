@@ -49,7 +49,7 @@ class CorrectedWalk:
         self.retain_statistics = retain_statistics
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
-        """Goes on where the journal says it was left."""
+        """Runs the walk from where the journal says it was left."""
         pending = [layer for layer in layers_of(self.job.tasks) if staged_layer(self.session.journal, layer) is None]
         if not pending:
             return
@@ -88,7 +88,7 @@ class CorrectedWalk:
         ranks: RanksOf,
         solved: Solved,
     ) -> TaskStream[StagedLayer | None]:
-        """The layer written with these groups solved, as far as their pairs allow; None for no groups."""
+        """Solves some groups and writes a draft of the layer with them. Returns None if there are no groups."""
         if not tasks:
             return None
         units = []
@@ -115,13 +115,13 @@ class CorrectedWalk:
         return StagedLayer(**dict(record), forms=write(solutions).forms, rounded=rounded)
 
     def _drop_drafts(self) -> None:
-        """What the layer in hand was made of, once it is entered."""
+        """Drops the drafts and statistics of a layer that is entered."""
         self.retain_statistics()
         layers = (staged_layer(self.session.journal, layer) for layer in range(self.job.num_layers))
         self.session.cleaner.retain_staged(tuple(staged for staged in layers if staged))
 
     def _propagate(self, layer: int, base: int) -> TaskStream[int]:
-        """Both models' outputs become the committed inputs of the next layer (returned)."""
+        """Commits both models' outputs as the inputs of the next layer. Returns that layer."""
         units = self._units(layer, base, len(POINTS), staged_layer(self.session.journal, layer), emit=True)
         activations = tuple(result.activation for result in (yield units))
         self.session.enter(activations_key(layer + 1), ActivationsEntry(activations=activations))
@@ -138,7 +138,7 @@ class CorrectedWalk:
         moments: tuple[Moment, ...] = (),
         emit: bool = False,
     ) -> list[Pair]:
-        """All shards through both layers, in shard order."""
+        """The units that take all shards through both layers, in shard order."""
         activations = self._activations(base)
         replay = tuple(staged_layer(self.session.journal, before) for before in range(base, layer))
         return [
@@ -164,7 +164,7 @@ class CorrectedWalk:
 
     @contextmanager
     def _redone(self, draft: StagedLayer | None) -> Iterator[None]:
-        """A draft that no entry names yet, and is damaged, is lost: the layer in hand is made again."""
+        """Treats a damaged draft as lost, so that the layer in hand is solved again."""
         try:
             yield
         except CorruptError as error:
@@ -174,7 +174,7 @@ class CorrectedWalk:
 
 
 def _joined(before: SolveDone, after: SolveDone) -> SolveDone:
-    """What two corrections say of a group; the factors are all in the later one."""
+    """Joins the reports and forms of two corrections of a group; the later one has all factors."""
     report = {**before.report, **after.report}
     if worst := [done.report["rounding_error"] for done in (before, after) if "rounding_error" in done.report]:
         report["rounding_error"] = max(worst)

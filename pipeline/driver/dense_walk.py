@@ -28,8 +28,8 @@ from pipeline.units.sums import Summed
 
 
 def layers_behind(workers: int) -> int:
-    """At most so many layers of the pass are not entered: two on their way from the workers, and for each worker one
-    that is summed, one that is solved and one that is written."""
+    """The largest number of passed layers that are not entered: two that leave the workers, and for each worker one
+    that is added, one that is solved and one that is written."""
     return 2 + 3 * max(1, workers)
 
 
@@ -42,7 +42,7 @@ class DenseWalk:
         session: Session,
         retain_statistics: Callable[[Iterable[ArrayRecord]], None],
     ) -> None:
-        """`retain_statistics`: drops all stored moments but those that layers wait for, and those that it is given."""
+        """`retain_statistics`: drops stored moments, except those of unfinished layers and those in its argument."""
         self.job = job
         self.session = session
         self.reductions = Reductions(session)
@@ -50,14 +50,14 @@ class DenseWalk:
         self.forwards = ForwardPass(job, session.journal)
         self.in_hand = LayersInHand(session, self._enter_layer)
         self.base = 0  # the last layer whose inputs are committed
-        self.asking: list[int] = []  # layers that the pass must be gone through again for
+        self.asking: list[int] = []  # layers that the pass has to be run for
         self.collecting: deque[tuple[int, PassResult]] = deque()  # layers whose sums leave the workers
         self.adding: list[tuple[int, PassResult]] = []  # layers whose sums are being added, or are
         self.storing: deque[tuple[int, PassResult]] = deque()  # layers whose sums are being stored
         self.samples: dict[int, Mapping[str, ArrayRecord]] = {}  # stored, and named by no entry
 
     def run(self, ranks: RanksOf) -> TaskStream[None]:
-        """Goes on where the journal says it was left."""
+        """Runs the pass from where the journal says it was left."""
         journal, claimed = self.session.journal, layers_of(self.job.tasks)
         self.asking = [layer for layer in claimed if not staged_layer(journal, layer) and self._missing(layer)]
         if not self.asking:
@@ -82,8 +82,8 @@ class DenseWalk:
         yield from self._end(ranks)
 
     def _every(self) -> int:
-        """Layers between two commits of hidden states. Where moments are not kept, it is the factors of what comes of
-        them that are waited for: later commits within so many layers would only take room."""
+        """The number of layers between two commits of hidden states. Where moments are not kept, a resumed pass starts
+        at the oldest unfinished layer, so that more frequent commits would only take room."""
         behind = 1 if self.job.keep_statistics else layers_behind(self.session.pool.size)
         return self.job.every * -(-behind // self.job.every)
 
@@ -126,26 +126,25 @@ class DenseWalk:
         self.session.observer.layer_done("statistics", layer, {})
 
     def _answer(self, layer: int) -> None:
-        """Nobody needs the pass for this layer any more."""
+        """Marks a layer as finished with the pass."""
         self.asking.remove(layer)
         self._retain_inputs()
 
     def _retain_inputs(self) -> None:
-        """Drops all stored hidden states but those that enter the last layer at which the pass, or one that begins
-        again, may begin, and later ones."""
+        """Drops stored hidden states of layers before the one where a resumed pass would start."""
         first = min([self.base, *self.asking[:1]])
         needed = range(self.forwards.last_committed("dense", first), self.base + 1)
         kept = [self.forwards.activations("dense", layer) for layer in needed]
         self.session.cleaner.retain_activations(tuple(record for records in kept for record in records or ()))
 
-    # -- what is made of it ------------------------------------------------------------------------------------------
+    # -- solving -----------------------------------------------------------------------------------------------------
 
     def _advance(self, layer: int, ranks: RanksOf) -> TaskStream[None]:
-        """Does what is due between two layers of the pass, before the shards of this one are waited for."""
+        """Enters, solves and writes earlier layers, before the shards of this one are waited for."""
         while len(self.collecting) > 1:  # a worker has the sums of two layers, no more
             yield from self._collect_one()
-        # Before what leaves a layer is gone on from, all before it is entered; else layers that are written may come
-        # between sums and their store.
+        # At a commit of hidden states all earlier moments are entered first; otherwise layers may be written while
+        # sums are being stored.
         while len(self.storing) > (0 if layer == self.base else 1 + self.session.pool.size):
             yield from self._enter_stored()
         yield from self.in_hand.advance()

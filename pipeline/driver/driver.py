@@ -1,4 +1,4 @@
-"""The loop over layers: which units are due, in which order they are committed, where an interrupted job goes on.
+"""The loop over layers: decides which units are due, commits their results, and resumes interrupted jobs.
 
 No I/O and no tensors: units go to a pool, results go to a journal (`pipeline.driver.ledger_keys`). Order of durability:
 a layer's statistics are entered before its factors, its factors before the hidden states that follow from them;
@@ -48,7 +48,7 @@ from pipeline.units.units import Forward, Measure, Solve, SolveDone
 
 
 class Driver:
-    """Runs a job's computation to its end: afterwards every claimed layer is staged and entered in the journal."""
+    """Runs the computation of a job. At the end every claimed layer is staged and in the journal."""
 
     def __init__(self, job: Job, pool: Pool, journal: Journal, cleaner: Cleaner, observer: Observer) -> None:
         self.job = job
@@ -62,7 +62,7 @@ class Driver:
         self.forwards = ForwardPass(job, journal)
 
     def run(self) -> None:
-        """Goes through the phases, each from where the journal says it was left.
+        """Runs all phases, each from where the journal says it was left.
 
         Stored data that proves corrupt is taken out of the journal and computed again, and so is what was lost with a
         node before it was committed. What goes wrong more than `repair.REPAIRS` times in the same place is raised.
@@ -70,7 +70,7 @@ class Driver:
         self._repaired(self._run_phases)
 
     def prepare(self) -> None:
-        """Goes through the phases before ranks are chosen: afterwards all that they follow is in the journal."""
+        """Runs the phases that the choice of ranks depends on, and enters their results in the journal."""
         self._repaired(self._prepare)
 
     def _repaired(self, phases: Callable[[], TaskStream[None]]) -> None:
@@ -82,7 +82,8 @@ class Driver:
                 self.repairs.invalidate(error)
 
     def _prepare(self, with_moments: bool = True) -> TaskStream[None]:
-        """Without `with_moments`, no moments of the dense model are taken: its layers are solved in that pass."""
+        """Runs the phases before ranks are chosen. Without `with_moments` the dense pass takes no moments: a later one
+        takes them, and solves layers as it goes."""
         self._retain_statistics()
         with_moments = with_moments and self.job.propagate == "dense"
         has_moments = any(task.moments for task in self.job.tasks)
@@ -113,8 +114,8 @@ class Driver:
         self._retain_statistics()
 
     def _retain_statistics(self, besides: Iterable[ArrayRecord] = ()) -> None:
-        """Drops the moments that no entry names, as an interruption leaves them, but those `besides`, and those of
-        finished layers."""
+        """Drops stored moments of finished layers, and those that an interruption left without an entry, except
+        `besides`."""
         live = [*besides]
         for layer in range(self.job.num_layers):
             if self.job.keep_statistics or self.journal.get(layer_key(layer)) is None:
@@ -154,7 +155,7 @@ class Driver:
     def _dense_units(
         self, layer: int, moments: tuple[Moment, ...], weights: tuple[tuple[Any, ...], tuple[Any, ...]], **asked: Any
     ) -> list[Forward]:
-        """From the inputs that are entered by now."""
+        """The units of all shards, from the inputs that are committed by now."""
         base = self.forwards.last_committed("dense", layer)
         return self.forwards.units("dense", layer, None, moments, base, cosine=True, weights=weights, **asked)
 
@@ -183,7 +184,7 @@ class Driver:
     # -- ranks, and what they follow ---------------------------------------------------------------------------------
 
     def choose_ranks(self) -> RanksOf:
-        """Of every task, entered once; behind `prepare`."""
+        """The ranks of every task, by its key; chosen once, after `prepare`."""
         entered = self.journal.get(RANKS)
         if entered is None:
             scores = entered_scores(self.job, self.session.entry, entered_importance(self.job, self.session.entry))
@@ -193,7 +194,7 @@ class Driver:
         return entered.ranks
 
     def _measure(self) -> TaskStream[None]:
-        """What the dense weights tell, a batch of layers at a time; one entry for each layer."""
+        """Measures the dense weights, a batch of layers at a time; one entry per layer."""
         pending = [layer for layer in layers_of(self.job.measures) if self.journal.get(measured_key(layer)) is None]
         if not pending:
             return
@@ -207,7 +208,7 @@ class Driver:
                 self.observer.layer_done("measure", layer, {})
 
     def _predict(self) -> TaskStream[None]:
-        """What each size of a group costs the loss, a batch of layers at a time; one entry for each layer."""
+        """Takes curves of predicted loss, a batch of layers at a time; one entry per layer."""
         pending = [layer for layer in layers_of(self.job.predicts) if self.journal.get(curves_key(layer)) is None]
         if not pending:
             return
@@ -224,7 +225,7 @@ class Driver:
     # -- solving without a walk: data-free, or from the statistics of the dense pass ---------------------------------
 
     def _solve_all(self, ranks: RanksOf) -> TaskStream[None]:
-        """Layer after layer."""
+        """Solves the remaining layers, several at a time."""
         pending = [layer for layer in layers_of(self.job.tasks) if not staged_layer(self.journal, layer)]
         if not pending:
             return
@@ -243,13 +244,13 @@ class Driver:
         self.session.enter_layer(layer, list(zip(solves, solutions, strict=True)), record)
 
     def _release_statistics(self, left: Sequence[int]) -> None:
-        """Drops those of layers that are done, unless they are kept."""
+        """Drops the statistics of all layers but those left, unless they are kept."""
         if not self.job.keep_statistics:
             live = [self.layer_statistics(layer) for layer in left]
             self.cleaner.retain_statistics(tuple(record for found in live for record in found.values()))
 
     def layer_statistics(self, layer: int) -> Mapping[str, ArrayRecord]:
-        """The moments of a layer that the dense pass and the backward pass have entered, by key."""
+        """The stored moments of a layer, of the dense and the backward pass, by key."""
         values = self.session.entry(dense_key(layer)).statistics if layer_moments(self.job.tasks, layer) else {}
         return {**values, **self._gradient_statistics(layer)}
 
@@ -259,7 +260,7 @@ class Driver:
         return self.session.entry(gradient_key(layer)).statistics
 
     def told(self, task: Task) -> str:
-        """What the task's curve told besides; nothing where it has none."""
+        """The hint of the task's curve for its solve; empty where there is none."""
         entered = self.journal.get(curves_key(task.layer))
         curve = entered.curves.get(task.key) if entered else None
         return curve.told if curve else ""
@@ -276,5 +277,5 @@ def _by_layer(layers: list[int], units: Sequence[Measure], results: Sequence[Any
 
 
 def _groups(tasks: Sequence[Task], layers: Collection[int]) -> int:
-    """How many of the tasks are of one of these layers, on average."""
+    """The average number of tasks per layer, rounded, at least one."""
     return max(1, round(sum(task.layer in layers for task in tasks) / max(1, len(layers))))

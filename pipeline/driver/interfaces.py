@@ -1,4 +1,4 @@
-"""What the driver talks to: the pool that does its units, the journal that remembers them, an observer, a cleaner."""
+"""Interfaces of the driver's collaborators: the pool of workers, the journal, an observer, a cleaner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.units.units import Unit
 
 
 class Pool(Protocol):
-    """Workers that do units in any order; a lost worker's units are recomputed by another."""
+    """Workers that do units in any order. Another worker does the units of one that is lost."""
 
     @property
     def size(self) -> int:
@@ -62,7 +62,7 @@ class Journal(Protocol):
 
 
 class Observer(Protocol):
-    """Who is told how the job goes: the progress display, the log, the status file."""
+    """Receives the progress of a job: for the display, the log, the status file."""
 
     def phase(self, name: str, layers: int, units_per_layer: int) -> None:
         """A phase begins."""

@@ -1,4 +1,4 @@
-"""What the driver must know of a job."""
+"""The description of a job that the driver works by."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RanksOf = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be computed.
+    """The computation of a job.
 
     Attributes:
         allocate: scores -> ranks of every task, by `Task.key`.
@@ -46,7 +46,7 @@ class Job:
     gradient_shards: tuple[int, ...] = ()
 
     def is_boundary(self, layer: int) -> bool:
-        """Whether what enters (or, backwards, leaves) a layer at its input is committed."""
+        """Whether hidden states (or gradients) at a layer's inputs are committed."""
         return layer % self.every == 0
 
     def solves_in_pass(self) -> bool:
@@ -54,12 +54,12 @@ class Job:
         return solves_in_pass(self.propagate, self.tasks, waits=bool(self.scores or self.predicts))
 
     def dense_shards(self) -> Sequence[int]:
-        """The shards that go through the dense model: all, unless they do so for importance alone."""
+        """The shards of the dense pass: all, or fewer if it measures importance alone."""
         summed = self.propagate == "dense" and any(task.moments for task in self.tasks)
         return range(self.shards) if summed or self.gradient_layers() else self.importance_shards
 
     def committed_shards(self, lineage: str, count: int) -> Sequence[int]:
-        """The shards of which `count` hidden states are committed: of a dense pass all, where more was taken then."""
+        """The shards whose hidden states an entry of `count` records holds."""
         alone = lineage == "dense" and count != self.shards
         return self.dense_shards() if alone else range(self.shards)
 
@@ -70,15 +70,15 @@ class Job:
 
 
 def solves_in_pass(propagate: str, tasks: Collection[Task], *, waits: bool) -> bool:
-    """Whether layers are solved while the dense pass goes on, from the moments of their values alone. `waits`: ranks
-    follow something that this or another pass must take of all layers first."""
+    """Whether layers are solved during the dense pass, from moments of values alone. `waits`: ranks depend on results
+    of all layers."""
     moments = {moment for task in tasks for moment in task.moments}
     more = any(moment.kind == "gradient" for moment in moments) or any(task.corrections for task in tasks)
     return propagate == "dense" and bool(moments) and not more and not waits
 
 
 def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mapping[int, float]) -> Scores:
-    """What ranks may follow, from the ledger's entries. `entry` gives the entry of a key, None, or raises."""
+    """Reads from the ledger all that ranks may depend on. `entry` returns the entry of a key or None, or raises."""
     measured: dict[str, Any] = {}
     curves: dict[str, Curve] = {}
     for layer in layers_of(job.measures):
@@ -91,7 +91,7 @@ def entered_scores(job: Job, entry: Callable[[Key[Any]], Any], importance: Mappi
 
 
 def entered_importance(job: Job, entry: Callable[[Key[Any]], Any]) -> dict[int, float]:
-    """Of every layer, from the cosines of its shards, summed in their order; empty when no ranks follow it."""
+    """The importance of every layer, from the cosines of its shards in their order; empty if no ranks depend on it."""
     if "importance" not in job.scores:
         return {}
     means = []
@@ -110,17 +110,17 @@ def staged_layer(journal: Journal, layer: int) -> StagedLayer | None:
 
 
 class LayersEntered(Sequence[StagedLayer | None]):
-    """The layers as they are compressed: staged ones, and None for those of the source."""
+    """The layers of the compressed model: staged ones, and None for those that stay as in the source."""
 
     def __init__(self, journal: Journal, num_layers: int, claimed: Collection[int]) -> None:
-        """`claimed`: the layers that are compressed, sooner or later."""
+        """`claimed`: the layers that are to be compressed."""
         self.journal = journal
         self.num_layers = num_layers
         self.claimed = claimed
         self.known: dict[int, StagedLayer] = {}
 
     def there(self, layer: int) -> bool:
-        """Whether it is known what becomes of a layer."""
+        """Whether a layer is staged, or stays as in the source."""
         if layer in self.claimed and layer not in self.known and (staged := staged_layer(self.journal, layer)):
             self.known[layer] = staged
         return layer not in self.claimed or layer in self.known

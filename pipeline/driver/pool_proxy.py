@@ -1,4 +1,4 @@
-"""A job's pool, and what stands around one."""
+"""Proxies of a job's pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.units.units import Unit
 
 
 class BusyPool(Pool, Protocol):
-    """A pool that knows what its workers took."""
+    """A pool that counts the time and memory of its workers."""
 
     @property
     def seconds(self) -> dict[str, list[float]]:
@@ -24,7 +24,7 @@ class BusyPool(Pool, Protocol):
 
 
 class PoolProxy:
-    """A `BusyPool` by another: everything is as the `whole` one has it, but for what a subclass does otherwise."""
+    """Forwards every call to another pool, `whole`; subclasses change some of them."""
 
     def __init__(self, whole: BusyPool) -> None:
         self.whole = whole
@@ -41,12 +41,12 @@ class PoolProxy:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """As the whole pool's."""
+        """Forwards to the whole pool."""
         return self.whole.seconds
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """As the whole pool's."""
+        """Forwards to the whole pool."""
         return self.whole.peak_bytes
 
     def submit(self, unit: Unit) -> None:
@@ -62,5 +62,5 @@ class PoolProxy:
         self.whole.cancel_pending()
 
     def forget(self) -> None:
-        """As the whole pool's."""
+        """Forwards to the whole pool."""
         self.whole.forget()

@@ -1,4 +1,4 @@
-"""Repairs the journal when stored data proves corrupt: the entries that name it are invalidated."""
+"""Recovery from damaged or lost data: invalidates the entries that name it, so that it is computed again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPAIRS = 3
 
 
 def computed_keys(num_layers: int) -> list[Key[Any]]:
-    """Of what the driver enters that names stored data."""
+    """Keys of all entries of the driver that name stored data."""
     kinds: list[Callable[[int], Key[Any]]] = [
         dense_key,
         gradient_key,
@@ -28,17 +28,17 @@ def computed_keys(num_layers: int) -> list[Key[Any]]:
 
 
 class Repairs:
-    """Repairs a journal, and counts how often, so that what cannot be repaired ends the job."""
+    """Invalidates entries, and counts how often, so that data that stays damaged ends the job."""
 
     def __init__(self, journal: Journal, keys: Sequence[Key[Any]], observer: Observer) -> None:
-        """`keys`: of all entries that may name what is damaged."""
+        """`keys`: of all entries that may name damaged data."""
         self.journal = journal
         self.observer = observer
         self.counts: Counter[str] = Counter()  # by entry; "": what was lost since the last commit
         self.keys = keys
 
     def progress(self) -> None:
-        """Something was committed: what was lost before is made up for."""
+        """Notes that something was committed: earlier losses no longer count."""
         del self.counts[""]
 
     def invalidate(self, error: CorruptError | LostInputError) -> None:
@@ -67,7 +67,8 @@ class Repairs:
                 self.journal.retract(key)
 
     def _invalidate_gradients(self, key: str, entry: GradientEntry | None, path: str) -> None:
-        """The moments of a layer, if they are damaged; and what any layer's come from, of which parts were dropped."""
+        """Retracts the damaged moments of a layer; and the inputs of all layers, parts of which were dropped
+        already."""
         if entry is None or not _names(entry.activations, path):
             self.journal.retract(key)
         for other in self.keys:
@@ -77,7 +78,7 @@ class Repairs:
                 self._strip(other, "inputs")
 
     def _forget_activations(self, kind: str) -> None:
-        """All hidden states of a lineage: the ones before the newest were dropped when those were entered."""
+        """Retracts all hidden states of a lineage: older ones were dropped when newer ones were entered."""
         for key in self.keys:
             if key.startswith(f"{kind}/") and self.journal.get(key) is not None:
                 if kind == "activations":
@@ -86,7 +87,7 @@ class Repairs:
                     self._strip(key, "activations")
 
     def _strip(self, key: Key[Any], field: str) -> None:
-        """Enters an entry again without a field, if it has it."""
+        """Enters an entry again without a field, if it has one."""
         entry = self.journal.get(key)
         if entry is not None and getattr(entry, field, None) is not None:
             self.journal.commit(key, entry.model_copy(update={field: None}))

@@ -24,13 +24,14 @@ from pipeline.units.scores import Score, Scored, WindowForward, Windows
 from pipeline.units.units import ShardDone
 
 Layers = Sequence[StagedLayer | None]
-Outputs = Callable[[], Sequence[ArrayRecord] | None]  # by shard, of another model; none: of no other; None: not yet
+# Records of another model's outputs, by shard; empty: there is no other model; None: not ready.
+Outputs = Callable[[], Sequence[ArrayRecord] | None]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores models under names, one after another. What is entered under a name stays until it is forgotten.
+    """Scores models, each under a name. Entries of a name stay until it is forgotten.
 
     Attributes:
         every: hidden states are committed each time this many layers are done.
@@ -57,11 +58,11 @@ class Scorer:
         return model.repaired(model.outputs)
 
     def outputs_stream(self, windows: Windows, name: str, layers: Layers) -> TaskStream[tuple[ArrayRecord, ...]]:
-        """As `outputs`, for who does units beside others. Nothing is repaired."""
+        """The stream of `outputs`, to run in the background. It repairs nothing."""
         return _Model(self, windows, name, layers).outputs()
 
     def score(self, windows: Windows, name: str, layers: Layers, dense: Sequence[ArrayRecord] | None = None) -> Scored:
-        """What a model loses on all windows, added in shard order.
+        """The loss of a model on all windows, added in shard order.
 
         `dense`: the `outputs` of another model on them, to measure the divergence from. Raises as `outputs` does, and
         CorruptError when those are damaged.
@@ -70,12 +71,12 @@ class Scorer:
         return model.repaired(lambda: model.score(lambda: dense or ()))
 
     def score_stream(self, windows: Windows, name: str, layers: Layers, dense: Outputs) -> TaskStream[Scored]:
-        """As `score`, for who does units beside others; `LayersEntered` are waited for, and `dense` is asked until it
-        gives the other model's outputs. Nothing is repaired."""
+        """The stream of `score`, to run in the background. It waits for `LayersEntered`, and until `dense` returns the
+        other model's outputs. It repairs nothing."""
         return _Model(self, windows, name, layers).score(dense)
 
     def forget(self, name: str) -> None:
-        """Takes back what is entered of a model, and drops it."""
+        """Retracts the entries of a model, and drops its hidden states."""
         for layer in range(self.num_layers + 1):
             self.journal.retract(scored_key(name, layer))
         self.cleaner.retain_activations(())
@@ -91,7 +92,8 @@ def window_units(
     base: int = 0,
     records: Sequence[ArrayRecord] | None = None,
 ) -> list[WindowForward]:
-    """All shards through a layer. `records`: of what enters layer `base`, if that is committed."""
+    """The units that take all shards through a layer. `records`: of the inputs of layer `base`, if they are
+    committed."""
     ahead = layer + 1 if layer + 1 < len(layers) and _there(layers, layer + 1) else None
     return [
         WindowForward(
@@ -137,13 +139,13 @@ class _Model:
                     self.scorer.forget(self.name)
 
     def outputs(self) -> TaskStream[tuple[ArrayRecord, ...]]:
-        """All shards through all layers: the records of what leaves the last."""
+        """Takes all shards through all layers. Returns the records of the last layer's outputs."""
         _, records = yield from self._through(keep_outputs=True)
         assert records is not None
         return records
 
     def score(self, other: Outputs) -> TaskStream[Scored]:
-        """All shards through all layers and the head."""
+        """Takes all shards through all layers and the head."""
         base, records = yield from self._through(keep_outputs=False)
         while (dense := other()) is None:
             yield NOTHING_DUE
@@ -164,7 +166,7 @@ class _Model:
         return sum(done, Scored(0.0, 0))
 
     def _through(self, *, keep_outputs: bool) -> TaskStream[tuple[int, tuple[ArrayRecord, ...] | None]]:
-        """All shards through all layers. The last layer whose inputs are committed, and their records."""
+        """Takes all shards through all layers. Returns the last layer whose inputs are committed, and their records."""
         scorer, last = self.scorer, len(self.layers)
         base, records = self._entered()
         told = False
@@ -188,7 +190,7 @@ class _Model:
         return base, records
 
     def _entered(self) -> tuple[int, tuple[ArrayRecord, ...] | None]:
-        """Where an interruption left this model; of another one of this name, nothing stays."""
+        """The last committed layer of this model, and its records. Retracts entries of another model of this name."""
         for layer in range(len(self.layers), 0, -1):
             entry = self.scorer.journal.get(scored_key(self.name, layer))
             if entry is not None and not all(_there(self.layers, below) for below in range(layer)):

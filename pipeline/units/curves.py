@@ -1,7 +1,4 @@
-"""The units that take the curve of a group of matrices: what each size is predicted to cost the loss.
-
-See `pipeline.units.units`.
-"""
+"""Units that compute the curve of a group of matrices: the predicted loss at each size."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pipeline.methods.method import Moment, Task
 
 @dataclass(frozen=True)
 class BeginCurve:
-    """What all pieces of a group's curve follow from; the result is JSON."""
+    """Computes what all pieces of a group's curve share. The result is JSON."""
 
     task: Task
     statistics: Mapping[Moment, ArrayRecord]
@@ -28,7 +25,7 @@ class BeginCurve:
 
 @dataclass(frozen=True)
 class CurvePieces:
-    """Some pieces of a group's curve, by their numbers; the result is a list of JSON."""
+    """Computes some pieces of a group's curve, by their numbers. The result is a list of JSON."""
 
     task: Task
     statistics: Mapping[Moment, ArrayRecord]
@@ -43,9 +40,9 @@ class CurvePieces:
 
 @dataclass(frozen=True)
 class Predict:
-    """The curve of one group: what each of its sizes is predicted to cost the loss; the result is a `Curve`.
+    """Computes the curve of one group: the predicted loss at each size. The result is a `Curve`.
 
-    `begun`, `pieces`: what workers have made of it, where they shared it; all pieces, in order.
+    `begun`, `pieces`: results of `BeginCurve` and of all `CurvePieces`, in order, where workers shared the curve.
     """
 
     task: Task

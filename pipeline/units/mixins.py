@@ -1,4 +1,4 @@
-"""What several units, and several of their results, say alike. See `pipeline.units.units`."""
+"""Fields that several units, or several results, share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.methods.method import Moment
 
 @dataclass(frozen=True, kw_only=True)
 class Replaying:
-    """A unit that takes a shard onward from the inputs of its layer, which its worker holds, or makes again.
+    """A unit that takes a shard onward from the inputs of its layer, which its worker holds or computes again.
 
     Attributes:
         base: the layer whose inputs are committed (0: the token embeddings); a worker that does not hold the inputs
@@ -27,10 +27,10 @@ class Replaying:
 
 @dataclass(frozen=True)
 class HoldsPartials:
-    """A result with handles of sums, or of samples, by moment: `partials`."""
+    """A result with handles of samples, by moment: `partials`."""
 
     partials: Mapping[Moment, Any]
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of each handle."""
+        """Replaces each handle by `made(handle)`."""
         return replace(self, partials={moment: made(handle) for moment, handle in self.partials.items()})

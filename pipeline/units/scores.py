@@ -1,4 +1,4 @@
-"""The units that score a model on windows of tokens, or hold it against the dense one. See `pipeline.units.units`."""
+"""Units that score a model on windows of tokens, or compare it with the dense one."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ class Windows:
     def even(
         cls, windows: int, shards: int, dtype: str, micro_batch: int, tokens: ArrayRecord | None = None
     ) -> Windows:
-        """Cut in at most so many shards, as calibration samples are."""
+        """Cuts windows into at most so many shards, as calibration samples are cut."""
         shards = min(shards, windows)
         ranges = tuple(shard_range(shard, shards, windows) for shard in range(shards))
         return cls(ranges, dtype, micro_batch, tokens)
 
     @property
     def shards(self) -> int:
-        """How many there are."""
+        """The number of shards."""
         return len(self.ranges)
 
 
 def scorers(shards: int, workers: int) -> int:
-    """How many workers go through one model with so many shards of windows: half of them, as the others go through
-    another one."""
+    """The number of workers that score one model with so many shards: half of all, as the others score another
+    model."""
     return min(shards, math.ceil(workers / 2))
 
 
 def shards_each(shards: int, workers: int) -> int:
-    """How many of these shards each of them takes."""
+    """The largest number of these shards that one worker takes."""
     return math.ceil(shards / scorers(shards, workers))
 
 
 @dataclass(frozen=True)
 class WindowForward(Replaying):
-    """One shard of windows through one layer, for its outputs alone: a `pipeline.units.units.ShardDone`.
+    """Takes one shard of windows through one layer. The result is a `pipeline.units.units.ShardDone`.
 
     Attributes:
         model: names what is scored among all that the same windows go through.
@@ -83,7 +83,7 @@ class WindowForward(Replaying):
 
 @dataclass(frozen=True)
 class Score(Replaying):
-    """What the head makes of one shard of windows behind the last layer: a `Scored`.
+    """Scores one shard of windows with the head, behind the last layer. The result is a `Scored`.
 
     `layer` is one past the last, `staged` the last one, which may hold the head. `dense`: record of the dense model's
     last outputs, to measure the divergence from. The rest as in `WindowForward`.
@@ -112,7 +112,7 @@ class Scored:
     divergence: float = 0.0
 
     def __add__(self, other: Scored) -> Scored:
-        """Of both."""
+        """Adds the sums of other tokens."""
         return Scored(
             self.loss + other.loss,
             self.tokens + other.tokens,
@@ -123,7 +123,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class Compare:
-    """The dense model and the staged layers side by side on a few tokens, some layers of them: a `CompareDone`.
+    """Runs some layers of the dense model and of the staged one side by side on a few tokens. The result is a
+    `CompareDone`.
 
     Attributes:
         tokens: ids of whole samples, all of one length.
@@ -145,17 +146,18 @@ class Compare:
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds."""
+        """The number of handles in its result."""
         return 1 - self.head
 
 
 @dataclass(frozen=True)
 class CompareDone:
-    """What there is of `manifests.records.ComparedFigures`; the handle of what leaves the last of these layers."""
+    """Figures for `manifests.records.ComparedFigures`, and a handle of the hidden states behind the last of these
+    layers."""
 
     figures: Mapping[str, Any]
     after: Any = None
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of the handle."""
+        """Replaces the handle by `made(handle)`."""
         return replace(self, after=made(self.after))

@@ -1,5 +1,5 @@
-"""How calibration samples are cut in shards, which of them importance, grids and the backward pass take, how many are
-held out besides."""
+"""Cuts calibration samples into shards, and chooses samples for importance, grids, the backward pass and held-out
+text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_TOKENS = 16_384  # a narrow model's gradient is noisy at 16 tokens a numbe
 
 
 def shard_range(shard: int, shards: int, samples: int) -> tuple[int, int]:
-    """First and one past the last sample of a shard; sizes differ by at most one."""
+    """The first sample of a shard, and one past its last; sizes differ by at most one."""
     return shard * samples // shards, (shard + 1) * samples // shards
 
 
@@ -28,20 +28,20 @@ def importance_shards(shards: int, samples: int, sequence_length: int) -> tuple[
 
 
 def gradient_count(shard: int, shards: int, samples: int, chosen: int) -> int:
-    """How many samples of a shard, its first ones, are among the `chosen` that are spread evenly over all shards."""
+    """The number of samples of a shard, its first ones, that are among `chosen` ones spread evenly over all shards."""
     first, end = shard_range(shard, shards, samples)
     return end * chosen // samples - first * chosen // samples
 
 
 def gradient_samples(asked: int | None, samples: int, sequence_length: int, hidden: int) -> int:
-    """How many samples the backward pass takes: as many as give 16 tokens for each of `hidden` numbers, and 16,384 at
-    least, unless asked for otherwise; at most all. docs/methods.md#gradient-moments."""
+    """The number of samples of the backward pass: `asked`, or enough for 16 tokens per hidden number and 16,384 tokens;
+    at most all. docs/methods.md#gradient-moments."""
     tokens = max(TOKENS_PER_HIDDEN * hidden, LEAST_TOKENS)
     return min(samples, asked if asked is not None else -(-tokens // sequence_length))
 
 
 def held_out_windows(count: int, samples: int, sequence_length: int) -> int:
-    """How many windows are held out of a text that gives `count` of the samples: a tenth as many, or its share of
+    """The number of windows held out of a text that gives `count` of the samples: a tenth as many, at most its share of
     32,768 tokens."""
     most = -(-HELD_OUT_TOKENS * count // (samples * sequence_length))
     return min(-(-count // HELD_OUT), most)

@@ -1,4 +1,4 @@
-"""The units that make one sum of what workers have summed of a layer's moments, and their results.
+"""Units that reduce the sums of single workers to one moment of a layer, and their results.
 
 See `pipeline.units.units`.
 """
@@ -16,7 +16,8 @@ SUMMED = ("value", "pair", "gradient")  # kinds of moments of which each worker 
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums that a worker keeps over one pass of shards through a layer (docs/methods.md#sums-without-an-order).
+    """Names the sums that a worker keeps over one pass of shards through a layer
+    (docs/methods.md#sums-without-an-order).
 
     Attributes:
         name: of the pass, that no other has; a worker keeps the sums of two: the one at hand, and the one before it.
@@ -39,7 +40,7 @@ class ChooseGrids:
 
     @property
     def shard(self) -> int:
-        """Whose first micro-batch it is."""
+        """The shard whose first micro-batch is taken."""
         return int(self.forward.shard)
 
     @property
@@ -49,7 +50,7 @@ class ChooseGrids:
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds."""
+        """The number of handles in its result."""
         return len(self.forward.moments)
 
 
@@ -60,13 +61,13 @@ class ChooseGridsDone:
     grids: Mapping[Moment, Any]
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of each handle."""
+        """Replaces each handle by `made(handle)`."""
         return replace(self, grids={moment: made(handle) for moment, handle in self.grids.items()})
 
 
 @dataclass(frozen=True)
 class Collect:
-    """Takes over what one worker has summed in a pass; the worker keeps nothing of it.
+    """Collects the sums of one worker over a pass. The worker drops them.
 
     Each sum is given in up to `parts` parts. The result is a `CollectDone`, or None if the worker is gone, and its sums
     with it.
@@ -86,13 +87,13 @@ class Collect:
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds at most."""
+        """The largest number of handles in its result."""
         return len(self.moments) * (self.parts + 1)
 
 
 @dataclass(frozen=True)
 class CollectDone:
-    """What a worker gave away; nothing, if it had no such sums.
+    """The sums of a worker; empty if it had none.
 
     Attributes:
         partials: by moment, the handles of the parts of the sum. Workers cut a moment alike.
@@ -107,7 +108,7 @@ class CollectDone:
     node: str = ""
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of each handle."""
+        """Replaces each handle by `made(handle)`."""
         partials = {moment: tuple(map(made, parts)) for moment, parts in self.partials.items()}
         diagonals = {moment: made(handle) for moment, handle in self.diagonals.items()}
         return replace(self, partials=partials, diagonals=diagonals)
@@ -115,7 +116,7 @@ class CollectDone:
 
 @dataclass(frozen=True)
 class CheckGrids:
-    """Whether a layer's sums over all shards are within their grids: a `CheckGridsDone`.
+    """Checks a layer's sums over all shards against their grids. The result is a `CheckGridsDone`.
 
     `diagonals`: of each moment, as all workers have given them.
     """
@@ -132,24 +133,24 @@ class CheckGrids:
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds at most."""
+        """The largest number of handles in its result."""
         return len(self.grids)
 
 
 @dataclass(frozen=True)
 class CheckGridsDone:
-    """Handles of wider grids, of the moments that exceed theirs."""
+    """Handles of wider grids for the moments that exceed theirs."""
 
     wider: Mapping[Moment, Any]
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of each handle."""
+        """Replaces each handle by `made(handle)`."""
         return replace(self, wider={moment: made(handle) for moment, handle in self.wider.items()})
 
 
 @dataclass(frozen=True)
 class Add:
-    """Adds one part of what some workers have summed of a moment; leaves a handle of it behind.
+    """Adds one part of a moment over some workers. The result is an `AddDone`.
 
     `node`: that these are on, if there are others; `near`: names of workers there, one of whom does it.
     """
@@ -169,24 +170,24 @@ class Add:
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds."""
+        """The number of handles in its result."""
         return 1
 
 
 @dataclass(frozen=True)
 class AddDone:
-    """The handle of a part of a moment over all shards."""
+    """A handle of one part of a moment, summed over those workers."""
 
     part: Any
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of the handle."""
+        """Replaces the handle by `made(handle)`."""
         return replace(self, part=made(self.part))
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A moment as it was summed: handles of its grid, and of parts that are yet to be added, or put together."""
+    """A moment in memory: handles of its grid and of its parts."""
 
     grid: Any
     partials: tuple[Any, ...]
@@ -194,7 +195,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class Total:
-    """Stores a moment of a layer; the result is its record.
+    """Stores a moment of a layer. The result is its record.
 
     Of gradients it holds besides what `kernels.shrinkage` needs: `square_norms`, `sequences`, `tokens`.
     """

@@ -1,4 +1,4 @@
-"""Units of work and their results: what the driver asks of workers, and what they answer.
+"""Units of work that the driver sends to workers, and their results.
 
 Units and results are small and picklable; tensors travel between workers behind opaque handles, past the driver.
 """
@@ -21,7 +21,7 @@ Lineage = Literal["dense", "compressed", "paired", "gradient"]
 
 @dataclass(frozen=True)
 class Forward(Replaying):
-    """One calibration shard through one layer.
+    """Takes one calibration shard through one layer.
 
     Attributes:
         lineage: whose hidden states come in and go out: those of the dense model or of the compressed one.
@@ -58,11 +58,11 @@ class Forward(Replaying):
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds."""
+        """The number of handles in its result."""
         return sum(moment.kind == "sample" for moment in self.moments)
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """The same shard for these moments and nothing else, without the layers that were read for it."""
+        """Returns a unit that takes only these moments of the same shard, without the layers that were read for it."""
         asked = replace(self, moments=moments, sums=sums, cosine=False, emit=False, store=False, keep_inputs=False)
         return replace(asked, ahead=None, weights=(), ahead_weights=())
 
@@ -86,24 +86,24 @@ class ReadLayer:
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds."""
+        """The number of handles in its result."""
         return 1
 
 
 @dataclass(frozen=True)
 class ReadDone:
-    """The handle of tensors of the source, by name."""
+    """A handle of source tensors, by name."""
 
     tensors: Any
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of the handle."""
+        """Replaces the handle by `made(handle)`."""
         return replace(self, tensors=made(self.tensors))
 
 
 @dataclass(frozen=True)
 class ShardDone(HoldsPartials):
-    """What came of a shard's pass through a layer.
+    """The results of a shard's pass through a layer.
 
     Attributes:
         partials: handles of samples of values, by moment.
@@ -122,7 +122,7 @@ class ShardDone(HoldsPartials):
 
 @dataclass(frozen=True)
 class Pair(Replaying):
-    """One calibration shard through the dense layer and through what has been made of it, side by side.
+    """Takes one calibration shard through the dense layer and its compressed version, side by side.
 
     docs/methods.md#corrections. Both models' hidden states travel together: (M, S, 2·D), the dense ones first.
 
@@ -152,17 +152,17 @@ class Pair(Replaying):
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds."""
+        """The number of handles in its result."""
         return 0
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """As of a `Forward`."""
+        """Returns a unit that takes only these moments of the same shard."""
         return replace(self, moments=moments, sums=sums, emit=False, store=False)
 
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradient samples of one calibration shard back through a layer, by its dense weights.
+    """Takes the gradient samples of one calibration shard back through the dense layer.
 
     docs/methods.md#gradient-moments.
 
@@ -204,11 +204,11 @@ class Backward:
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds."""
+        """The number of handles in its result."""
         return 0
 
     def for_sums_alone(self, moments: tuple[Moment, ...], sums: Sums) -> Self:
-        """As of a `Forward`."""
+        """Returns a unit that takes only these moments of the same shard."""
         return replace(self, moments=moments, sums=sums, emit=False, store=False)
 
 
@@ -217,7 +217,7 @@ Summable = Forward | Pair | Backward  # whose worker adds its moments to its sum
 
 @dataclass(frozen=True)
 class Reduce:
-    """Puts samples of values together, in shard order, and stores them; the result is their record."""
+    """Joins samples of values in shard order and stores them. The result is their record."""
 
     lineage: Lineage
     layer: int
@@ -232,7 +232,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Solve:
-    """Compresses one group of one layer; with a pair among the statistics, as far as that allows.
+    """Compresses one group of one layer. With a pair among the statistics, it applies one correction.
 
     `statistics`: as they are stored, or as they were summed.
     `before`: the handle of the factors that the group's correction before this one gave.
@@ -252,14 +252,14 @@ class Solve:
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds."""
+        """The number of handles in its result."""
         return 1
 
 
 @dataclass(frozen=True)
 class SolveDone:
-    """Handle of the factors, the forms they take, the figures for the summary, and how matrices are rounded, by the
-    path of their module."""
+    """A compressed group: a handle of its factors, their forms, figures for the summary, and the rounding scheme of
+    each matrix by the path of its module."""
 
     factors: Any
     forms: Mapping[str, FormSpec]
@@ -267,13 +267,13 @@ class SolveDone:
     rounded: Mapping[str, Scheme] = field(default_factory=dict)
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of the handle."""
+        """Replaces the handle by `made(handle)`."""
         return replace(self, factors=made(self.factors))
 
 
 @dataclass(frozen=True)
 class SolveSizes:
-    """As `Solve`, at several sizes of which nothing was corrected; what they share is read and computed once."""
+    """Compresses one group at several sizes, without corrections. Work that the sizes share is done once."""
 
     task: Task
     sizes: tuple[Mapping[str, int], ...]
@@ -287,24 +287,24 @@ class SolveSizes:
 
     @property
     def handles(self) -> int:
-        """How many handles its result holds."""
+        """The number of handles in its result."""
         return len(self.sizes)
 
 
 @dataclass(frozen=True)
 class SizesSolved:
-    """What `SolveSizes` gives, size by size."""
+    """The results of `SolveSizes`, size by size."""
 
     sizes: tuple[SolveDone, ...]
 
     def with_handles(self, made: Callable[[Any], Any]) -> Self:
-        """With `made(handle)` in place of each handle."""
+        """Replaces each handle by `made(handle)`."""
         return replace(self, sizes=tuple(done.with_handles(made) for done in self.sizes))
 
 
 @dataclass(frozen=True)
 class Write:
-    """Writes one layer: the factors of its groups, by tensor name, and the rest copied from the source.
+    """Writes one layer: the factors of its groups, and copies of the other tensors from the source.
 
     Attributes:
         roles: what the groups claim; of these nothing is copied.
@@ -325,7 +325,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Unwritten:
-    """A compressed layer while it is being written, from where its factors are in memory.
+    """A compressed layer that is being written; its factors are in memory.
 
     Attributes:
         name: that no other has.
@@ -340,7 +340,7 @@ class Unwritten:
 
 @dataclass(frozen=True)
 class Measure:
-    """What a method's ranks follow, of one group, from the dense weights alone; the result is JSON."""
+    """Measures one group on the dense weights, for the method's choice of ranks. The result is JSON."""
 
     task: Task
 
