@@ -50,6 +50,7 @@ class Ledger:
         """`lock`: under which it is committed to; see `RunLock.fence`."""
         self.storage = open_storage(place)
         self.lock = lock
+        self.guard: Callable[[], None] = lambda: None  # called before each commit: what it raises ends that
         self._entries: dict[str, dict[str, Any] | None] = {}  # by name; None: damaged
         self._written: dict[str, bytes] = {}  # by name, what is committed here and was not asked for yet
         self._known: tuple[str, Listing] | None = None  # by whom it is held, and what there is then
@@ -61,7 +62,10 @@ class Ledger:
             ValueError: no key, or something in it that JSON cannot say.
             InUseError: another has taken the lock; nothing was committed.
             StorageError: the entry could not be written; the record before it still counts.
+
+        Raises what `guard` raises, too.
         """
+        self.guard()
         self._append(key, record)
 
     def retract(self, key: str) -> None:

@@ -9,8 +9,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MAX_FAULTS = 20
 MAX_JSON_BYTES = 512 * 1024 * 1024  # an index of a million tensors has 100 MB
+CONTENT_FIELDS = ("size", "mtime_ns", "inode")  # of a stamp; a hard link of another job changes the ctime
 
 FileStamp = dict[str, int | str]
 
@@ -43,7 +45,9 @@ class SourceCheckpoint:
     """A checked checkpoint. Holds no open file, so that it can be sent to workers on nodes that see its place.
 
     `tensors`: every tensor by name; `files`: the safetensors files; `config`: the content of config.json;
-    `cache_bytes`: of the reading node's disk, for tensors that come from a bucket (`stores.node_cache`).
+    `cache_bytes`: of the reading node's disk, for tensors that come from a bucket (`stores.node_cache`); `tags`: of
+    files in a bucket, the entity tags that they have to have; `opened`: stamps of files on a disk from before the
+    first of them was read.
     """
 
     storage: Storage
@@ -52,6 +56,8 @@ class SourceCheckpoint:
     files: tuple[str, ...]
     indexed: bool
     cache_bytes: int = 0
+    tags: Mapping[str, int | str] = field(default_factory=dict)
+    opened: Mapping[str, FileStamp] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -81,7 +87,7 @@ class SourceCheckpoint:
         tensors: dict[str, torch.Tensor] = {}
         for file_name in sorted({record.file for record in records}):
             with self.storage.reader(file_name) as file:
-                self._check_size(file_name, file.size)
+                self._check_same(file_name, file)
                 if self.cache_bytes and file.tag:
                     file = NodeCache(self.cache_bytes).over(file, f"{self.storage.at(file_name)} {file.tag}")
                 tensors |= read_tensors(file, [record for record in records if record.file == file_name])
@@ -91,7 +97,7 @@ class SourceCheckpoint:
         """A tensor's bytes as they are in the file, in pieces. Raises as `read` does."""
         record, done_bytes = self._record(name), 0
         with self.storage.reader(record.file) as file:
-            self._check_size(record.file, file.size)
+            self._check_same(record.file, file)
             for piece in file.pieces(record.begin, record.end, piece_bytes):
                 done_bytes += len(piece)
                 yield piece
@@ -129,20 +135,32 @@ class SourceCheckpoint:
 
     def _digest(self, file_name: str, known: SourceFile | None) -> SourceFile:
         stamp = self.file_stamp(file_name)
+        before = self.opened.get(file_name, stamp)
+        if any(before.get(field) != stamp.get(field) for field in CONTENT_FIELDS):
+            raise self._unsteady(file_name)
         if known is not None and known.as_json() == {**stamp, "sha256": known.sha256}:
             return known
         sha256 = self.storage.sha256(file_name)
         if self.file_stamp(file_name) != stamp:
-            path = self.storage.at(file_name)
-            raise StorageError(f"{path}: changed while it was read; let nothing write to the source, then start again")
+            raise self._unsteady(file_name)
         return SourceFile.model_validate({**stamp, "sha256": sha256})
+
+    def _unsteady(self, file_name: str) -> StorageError:
+        path = self.storage.at(file_name)
+        return StorageError(f"{path}: changed while it was read; let nothing write to the source, then start again")
 
     def _record(self, name: str) -> TensorRecord:
         if name not in self.tensors:
             raise InputError(f"{self.place}: no tensor {name!r} among its {len(self.tensors)}")
         return self.tensors[name]
 
-    def _check_size(self, file_name: str, actual_bytes: int) -> None:
+    def _check_same(self, file_name: str, file: Readable) -> None:
+        expected_tag, actual_bytes = self.tags.get(file_name), file.size
+        if expected_tag and file.tag and file.tag != expected_tag:
+            raise StorageError(
+                f"{self.storage.at(file_name)}: changed after the job opened it (entity tag {file.tag}, was "
+                f"{expected_tag}); restore it, then run the same command again"
+            )
         # The header was checked to account for every byte: the end of the last tensor is the file's size.
         expected_bytes = max(record.end for record in self.tensors.values() if record.file == file_name)
         if actual_bytes < expected_bytes:
@@ -177,6 +195,7 @@ def is_hub_id(source: str) -> bool:
 
 def _open(storage: Storage) -> SourceCheckpoint:
     names = frozenset(storage.files())
+    opened = _stamps(storage, names)
     faults: list[str] = []
     config = _read_object(storage, CONFIG_FILE, faults)
     indexed = SINGLE_FILE not in names  # transformers, too, takes the single file where both are there
@@ -185,7 +204,17 @@ def _open(storage: Storage) -> SourceCheckpoint:
     missing = "missing, though the index names it; fetch the model anew"
     faults += [f"{storage.at(file)}: {missing}" for file in names_of if file not in names]
     raise_faults(f"{storage.at()}: no usable checkpoint", faults)
-    return SourceCheckpoint(storage, config, tensors, tuple(names_of), indexed)
+    return SourceCheckpoint(storage, config, tensors, tuple(names_of), indexed, opened=opened)
+
+
+def _stamps(storage: Storage, names: Set[str]) -> dict[str, FileStamp]:
+    """Of the files of a checkpoint on a disk; in a bucket, each would cost a request."""
+    stamps: dict[str, FileStamp] = {}
+    for name in names if storage.folder is not None else ():
+        if name in (CONFIG_FILE, INDEX_FILE) or name.endswith(".safetensors"):
+            with suppress(OSError, ValueError):  # reading it will say why
+                stamps[name] = dict(storage.stamp(name))
+    return stamps
 
 
 def raise_faults(what: str, faults: Sequence[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 import ray
 import torch
 from ray import _raylet
-from ray._common.utils import get_system_memory
+from ray._common.utils import get_default_system_temp_dir, get_system_memory
 from ray._private import node as ray_node
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
@@ -33,10 +32,11 @@ from ray.exceptions import AuthenticationError
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.job_config import JobConfig
 
-from manifests.errors import InputError, Interrupted, WorkerError
+from manifests.errors import InputError, Interrupted, StorageError, WorkerError
 from manifests.schema import Workers
 from pipeline.cost_model.probe import LayerShape, mean_rates, measured_rates
 from pipeline.cost_model.rates import Rates
+from stores.storage import open_storage
 from workers.hardware import machine_cores, thread_fault
 from workers.liveness import RayWatch, fault_at
 from workers.memory import map_large_tensors
@@ -45,6 +45,7 @@ from workers.ray_messages import log_message
 LOOK_SECONDS = 0.2
 AGENTS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")  # processes that a raylet starts, and dies with
 AGENT_PORTS = ("DASHBOARD_AGENT_LISTEN", "METRICS_AGENT", "METRICS_EXPORT", "RUNTIME_ENV_AGENT")
+SESSION_BYTES = 32_000_000  # a small job's logs are 2 MB, a long one's are rotated
 PROBED = 64  # workers at most, to measure what one does
 STARTS = 2  # of a Ray of our own, on a machine that may be busy
 SOCKET_PATH = "AF_UNIX path length"  # of which the system takes 107 bytes
@@ -145,7 +146,7 @@ def _refusal(found: str | None, error: Exception) -> str:
         said = " ".join(str(error).split())
         return f"Ray: the cluster at {found} is of another version than this command: {said}; install the same on both"
     if SOCKET_PATH in str(error):
-        place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        place = get_default_system_temp_dir()
         return (
             f"Ray: no socket can be below {place}, whose path is too long; set TMPDIR (or RAY_TMPDIR) to a shorter one"
         )
@@ -155,8 +156,28 @@ def _refusal(found: str | None, error: Exception) -> str:
     )
 
 
+def check_temporary_folder() -> None:
+    """Tries the folder in which a Ray of our own keeps its sockets and logs.
+
+    Raises InputError: nothing can be written there, or it has too little room.
+    """
+    place = open_storage(get_default_system_temp_dir())
+    remedy = "set TMPDIR (or RAY_TMPDIR) to a folder with room, whose path is short"
+    try:
+        place.prepare()
+        free_bytes = place.free_bytes()
+    except StorageError as error:
+        raise InputError(f"Ray keeps its sockets and logs in {place.at()}: {error}; {remedy}") from error
+    if free_bytes is not None and free_bytes < SESSION_BYTES:
+        raise InputError(
+            f"Ray keeps its sockets and logs in {place.at()}, which has {free_bytes / 1e6:.1f} MB free of the "
+            f"{SESSION_BYTES / 1e6:.0f} MB that it may need; {remedy}"
+        )
+
+
 def _start_local(workers: Workers) -> None:
     """A Ray of our own. Raises WorkerError when it does not start, twice."""
+    check_temporary_folder()
     _listen_on_loopback()
     _have_token()
     os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, workers starve on a busy machine

@@ -98,7 +98,8 @@ class Assembler:
         source_files: Mapping[str, SourceFile],
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`source_files`: by name, for the record. `guard`: raises if RUN_DIR is no longer ours."""
+        """`source_files`: by name, for the record. `guard`: raises if RUN_DIR is no longer ours, or the
+        source has changed."""
         self.guard = guard
         self.inputs = inputs
         self.journal = journal

@@ -24,6 +24,7 @@ from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
+from pipeline.console.places import prepare_folder
 from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.checkpoints import read_checkpoint
@@ -47,7 +48,8 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
     """Writes OUTPUT as an ordinary checkpoint, a layer in memory at a time, the index last. Returns what it stores.
 
     Raises:
-        InputError: no Lamina checkpoint, a destination that holds something, or forms that the target cannot have.
+        InputError: no Lamina checkpoint, a destination that holds something or cannot be written to, or forms that the
+            target cannot have.
         StorageError: a file cannot be read or written.
     """
     checkpoint, config = compressed_checkpoint(output, destination)
@@ -56,6 +58,7 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
         raise InputError(f"{written_to.at()}: holds something; give a directory that does not, or is not there yet")
     refuse_faults(config, target)
     with all_or_nothing(written_to):
+        prepare_folder("destination", written_to.at())
         return _write(checkpoint, config, target, written_to, say)
 
 
@@ -155,7 +158,10 @@ def compressed_checkpoint(output: Place, destination: Place) -> tuple[SourceChec
     """OUTPUT and its config. Raises InputError where it is no Lamina checkpoint, or is what would be written into."""
     checkpoint, config = read_checkpoint(open_storage(output).at())
     if config.get("model_type") != "lamina":
-        raise InputError(f"{checkpoint.place}: not compressed by Lamina; it is what it is")
+        raise InputError(
+            f"{checkpoint.place}: not compressed by Lamina, but an ordinary checkpoint ({config.get('model_type')}), "
+            "which engines read without an export; give the `output` of a job's manifest"
+        )
     if holds(checkpoint.storage.address, open_storage(destination).address):
         raise InputError(f"{destination}: in {checkpoint.place}, which would no longer verify; give another place")
     return checkpoint, {**config, "core": "dense"}

@@ -34,7 +34,9 @@ from pipeline.methods.registry import allocate_ranks, layers_of, measure_tasks, 
 from pipeline.rounding.tasks import with_moments
 from stores.ledger import Ledger
 from stores.lock import RunLock
+from stores.model_files import companions
 from stores.run_directory import MANIFEST, RunDirectory, Standing
+from stores.source_watch import SourceWatch
 from stores.storage import open_storage
 from workers.memory import map_large_tensors
 
@@ -53,6 +55,7 @@ class JobContext:
         stop: set by a signal, or when a lock is lost.
         started: time.monotonic().
         standing: how the run directory stood to the job when it was opened; `begin` makes it the job's.
+        watch: of the files that the job reads and copies.
         points: of a sweep, the manifests of its points.
         in_process: units are done in this process, without Ray.
     """
@@ -70,6 +73,7 @@ class JobContext:
     stop: threading.Event
     started: float
     standing: Standing
+    watch: SourceWatch
     points: tuple[Manifest, ...] = ()
     in_process: bool = False
 
@@ -133,17 +137,30 @@ def open_job(
         if fresh or run_dir.ledger.get(COMPLETE) is None:
             found.replaceable()  # a finished job may find that nothing is to be written
         adaptable = partial(_solves_again, manifest, found.replaceable)
+        watch = watch_source(inputs, source_files, run_dir.ledger)
         fingerprint = job_fingerprint(inputs, tokens, source_files)
         standing = run_dir.check_fingerprint(fingerprint, fresh, adaptable, BEFORE_WORK)
         job = JobContext(
             inputs, tokens, held_out, evaluation, source_files, run_dir, locks, found, plan, observer, stop, started,
-            standing, in_process=in_process,
+            standing, watch, in_process=in_process,
         )  # fmt: skip
         if standing.goes_on:
             check_ledger(job)
         elif standing.kind == "new":  # a start that is refused has not read the source in vain
             run_dir.ledger.commit(SOURCE, source_files)
         yield job
+
+
+def watch_source(inputs: Inputs, source_files: Mapping[str, SourceFile], ledger: Ledger) -> SourceWatch:
+    """Watches what a job reads and copies of its source: nothing is committed to the ledger once a file has changed.
+
+    Raises StorageError where a file cannot be read.
+    """
+    storage = inputs.source.storage
+    copied = companions(storage, inputs.manifest.model.trust_remote_code)
+    watch = SourceWatch(storage, source_files, copied)
+    ledger.guard = watch.check
+    return watch
 
 
 def check_ledger(job: JobContext) -> None:

@@ -286,14 +286,24 @@ def assemble_output(job: JobContext) -> dict[str, Any]:
 
 
 def _assembler(job: JobContext) -> Assembler:
-    return Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, job.run_dir.lock.check)
+    def guard() -> None:
+        job.run_dir.lock.check()
+        job.watch.check_all()
+
+    return Assembler(job.inputs, job.ledger, job.run_dir.storage, job.source_files, guard)
+
+
+def _tags(job: JobContext) -> dict[str, Any]:
+    """File of the source -> entity tag, of those that are in a bucket."""
+    described = {file: found.as_json() for file, found in job.source_files.items()}
+    return {file: fields["e_tag"] for file, fields in described.items() if "e_tag" in fields}
 
 
 def worker_config(job: JobContext, tokens: ArrayRecord | None) -> WorkerConfig:
     """What workers of this job are told."""
     manifest, calibration = job.manifest, job.manifest.calibration
     return WorkerConfig(
-        source=replace(job.inputs.source, cache_bytes=int(manifest.workers.cache_gb * 1e9)),
+        source=replace(job.inputs.source, cache_bytes=int(manifest.workers.cache_gb * 1e9), tags=_tags(job)),
         config=job.inputs.config,
         geometry=job.inputs.geometry,
         run_dir=open_storage(job.run_dir.storage.address),

@@ -27,7 +27,7 @@ from pipeline.driver.ledger_keys import BEFORE_WORK, POINTS, RESULT, SOURCE
 from pipeline.inputs.calibration import calibration_tokens, evaluation_tokens, tokens_digest
 from pipeline.inputs.fingerprint import job_fingerprint
 from pipeline.inputs.job_inputs import check_copied
-from pipeline.job.context import JobContext, driver_job
+from pipeline.job.context import JobContext, driver_job, watch_source
 from pipeline.job.ledger_entries import check_entries
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, shared_inputs
 from pipeline.sweeping.sweep_plan import run_dir_bytes
@@ -138,11 +138,12 @@ def open_sweep(
         source_files = inputs.source.file_digests(run_dir.ledger.get(SOURCE) or {})
         if source_files != run_dir.ledger.get(SOURCE):
             check_copied(inputs)
+        watch = watch_source(inputs, source_files, run_dir.ledger)
         standing = run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh, before_work=BEFORE_WORK)
         nothing = OutputFiles(sweep.output, frozenset(), frozenset(), (), fresh)
         job = JobContext(
             inputs, tokens, held_out, evaluation, source_files, run_dir, (), nothing, plan, observer, stop, started,
-            standing, tuple(point.manifest for point in points), in_process,
+            standing, watch, tuple(point.manifest for point in points), in_process,
         )  # fmt: skip
         found = SweepContext(sweep, swept, job)
         if standing.goes_on:

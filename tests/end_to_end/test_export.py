@@ -131,6 +131,7 @@ def test_what_cannot_be_is_refused_with_what_would_change_it(job: MakeJob, llama
         assert not destination.exists()
     ended = command("export", str(llama), "--to", "dense", str(tmp_path / "nothing"))
     assert (ended.code, "not compressed by Lamina" in ended.err) == (2, True), ended.err
+    assert "give the `output` of a job's manifest" in ended.err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     ended = command("export", str(made.output), "--to", "dense", str(tmp_path / "full"))
@@ -139,6 +140,26 @@ def test_what_cannot_be_is_refused_with_what_would_change_it(job: MakeJob, llama
     ended = command("export", str(made.output), "--to", "dense", str(made.output / "dense"))
     assert (ended.code, "would no longer verify; give another place" in ended.err) == (2, True), ended.err
     assert sorted(made.output.iterdir()) == before
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("target", ["dense", "gguf"])
+def test_a_destination_is_tried_before_a_layer_is_computed(
+    target: str, job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = job()
+    made.run().json  # noqa: B018 - asserts the exit code
+    (tmp_path / "locked").mkdir()
+
+    def refuse(*_: Any) -> None:
+        raise StorageError("Permission denied")
+
+    monkeypatch.setattr(Disk, "prepare", refuse)
+    monkeypatch.setattr("pipeline.checkpoint.exporting.cpu_reader", lambda *_: pytest.fail("a layer is read"))
+    monkeypatch.setattr("pipeline.checkpoint.gguf_file.cpu_reader", lambda *_: pytest.fail("a layer is read"))
+    ended = command("export", str(made.output), "--to", target, str(tmp_path / "locked" / "exported"))
+    assert (ended.code, "cannot be used" in ended.err, "Permission denied" in ended.err) == (2, True, True), ended.err
+    assert not any((tmp_path / "locked").iterdir())
 
 
 @pytest.mark.usefixtures("inline")

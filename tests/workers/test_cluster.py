@@ -27,6 +27,7 @@ from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
 from pipeline.cost_model.probe import LayerShape
 from pipeline.cost_model.rates import NOMINAL_CPU, Rates
+from stores.disk import Disk
 from workers import cluster
 from workers.cluster import autoscales, await_cluster, connect, declared_memory, why_unplaceable
 from workers.ray_messages import log_message
@@ -202,12 +203,26 @@ def test_the_environment_s_address_is_named(starts: list[dict[str, Any]], monkey
         connect(None, Workers())
 
 
-def test_a_path_too_long_for_sockets(starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp/long")
+def test_a_path_too_long_for_sockets(
+    starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "long"))
     starts.pop(0)["faults"].extend([OSError("AF_UNIX path length cannot exceed 107 bytes: x"), OSError("another")])
-    with pytest.raises(InputError, match=r"no socket can be below /tmp/long.*set TMPDIR"):
+    with pytest.raises(InputError, match=r"no socket can be below .*/long.*set TMPDIR"):
         connect(None, Workers())
     with pytest.raises(OSError, match="another"):
+        connect(None, Workers())
+
+
+@pytest.mark.usefixtures("starts")
+def test_a_temporary_folder_that_cannot_hold_a_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(Disk, "free_bytes", lambda _: 1_000_000)
+    with pytest.raises(InputError, match=r"has 1\.0 MB free of the 32 MB.*set TMPDIR"):
+        connect(None, Workers())
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"keeps its sockets and logs in .*/file: .*set TMPDIR"):
         connect(None, Workers())
 
 
