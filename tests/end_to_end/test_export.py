@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from manifests.errors import StorageError
+from stores.disk import Disk
 from tests.end_to_end.jobs import Ended, Job, command, load, logits_of, relative_error, some_tokens
 from tests.end_to_end.sources import make_source
 

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +288,23 @@ def test_a_file_that_changes_while_it_is_hashed(directory: Path, monkeypatch: py
     monkeypatch.setattr(DiskFile, "sha256", changing)
     with pytest.raises(StorageError, match="changed while it was read"):
         source.file_digests({})
+
+
+def test_a_change_between_opening_and_digesting_is_noticed(directory: Path) -> None:
+    """Offsets of the old header would be read from the new file."""
+    source = open_source(str(directory))
+    path = directory / source.files[1]
+    os.link(path, directory / "another-name")  # which changes the ctime alone
+    assert source.file_digests({}).keys() >= {path.name}
+    path.write_bytes(path.read_bytes())
+    with pytest.raises(StorageError, match="changed while it was read"):
+        source.file_digests({})
+
+
+def test_another_object_in_a_bucket_is_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(str(directory))
+    monkeypatch.setattr(DiskFile, "tag", "new")
+    same, other = (replace(source, tags=dict.fromkeys(source.files, tag)) for tag in ("new", "old"))
+    assert same.read(["scalar"])["scalar"] == 2.5
+    with pytest.raises(StorageError, match="changed after the job opened it .entity tag new, was old"):
+        other.read(["scalar"])
