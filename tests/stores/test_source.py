@@ -306,5 +306,5 @@ def test_another_object_in_a_bucket_is_not_read(directory: Path, monkeypatch: py
     monkeypatch.setattr(DiskFile, "tag", "new")
     same, other = (replace(source, tags=dict.fromkeys(source.files, tag)) for tag in ("new", "old"))
     assert same.read(["scalar"])["scalar"] == 2.5
-    with pytest.raises(StorageError, match="changed after the job opened it .entity tag new, was old"):
+    with pytest.raises(StorageError, match=r"changed after the job opened it .entity tag new, was old"):
         other.read(["scalar"])
