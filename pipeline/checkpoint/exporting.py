@@ -24,7 +24,7 @@ from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
-from pipeline.console.places import prepare_folder
+from pipeline.console.paths import prepare_folder
 from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.checkpoints import read_checkpoint

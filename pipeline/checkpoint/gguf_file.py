@@ -31,7 +31,7 @@ from pipeline.checkpoint.dense_weights import dense_weights
 from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
 from pipeline.checkpoint.targets import mlp_widths, refuse_faults
-from pipeline.console.places import prepare_folder
+from pipeline.console.paths import prepare_folder
 from pipeline.families.family import LINEAR_ROLES
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.source_dtypes import source_dtype
