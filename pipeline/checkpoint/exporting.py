@@ -24,7 +24,6 @@ from pipeline.checkpoint.compression_record import encode_json
 from pipeline.checkpoint.dense_weights import dense_weights, pad_mlp
 from pipeline.checkpoint.listing import OUR_FILES
 from pipeline.checkpoint.targets import Target, mlp_widths, refuse_faults, written_config
-from pipeline.console.paths import prepare_folder
 from pipeline.families.family import LINEAR_ROLES, Geometry, LayerGeometry
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.checkpoints import read_checkpoint
@@ -58,7 +57,7 @@ def export_checkpoint(output: Place, target: Target, destination: Place, say: Ca
         raise InputError(f"{written_to.at()}: holds something; give a directory that does not, or is not there yet")
     refuse_faults(config, target)
     with all_or_nothing(written_to):
-        prepare_folder("destination", written_to.at())
+        try_destination(written_to)
         return _write(checkpoint, config, target, written_to, say)
 
 
@@ -112,6 +111,14 @@ def _write(
     write_index(written_to, weight_map, size, numbers)
     before = sum(record.num_bytes for record in checkpoint.tensors.values())
     return {"parameters": numbers, "bytes": size, "bytes_before": before, "index": written_to.at(INDEX_FILE)}
+
+
+def try_destination(folder: Storage) -> None:
+    """Tries a write where an export goes, before anything is computed for it. Raises InputError."""
+    try:
+        folder.prepare()
+    except StorageError as error:
+        raise InputError(f"{folder.at()}: cannot be used as a destination: {error}") from error
 
 
 @contextmanager

@@ -31,7 +31,6 @@ from pipeline.checkpoint.dense_weights import dense_weights
 from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
 from pipeline.checkpoint.targets import mlp_widths, refuse_faults
-from pipeline.console.paths import prepare_folder
 from pipeline.families.family import LINEAR_ROLES
 from pipeline.families.registry import geometry_of
 from pipeline.inputs.source_dtypes import source_dtype
@@ -70,7 +69,7 @@ def export_gguf(output: str, destination: str, say: Callable[[str], None]) -> di
     if os.path.lexists(path):
         raise InputError(f"{destination}: is there already; give a file that is not")
     refuse_faults(config, "gguf")
-    prepare_folder("destination", str(path.parent))
+    try_destination(open_storage(path.parent))
     partial = partial_path(path)
     try:
         with storage_errors("writing", path):
