@@ -28,7 +28,7 @@ from manifests.errors import InputError
 from manifests.packages import install_advice
 from manifests.records import Scheme
 from pipeline.checkpoint.dense_weights import dense_weights
-from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, whole_roles
+from pipeline.checkpoint.exporting import coarsest, compressed_checkpoint, try_destination, whole_roles
 from pipeline.checkpoint.gguf_blocks import BLOCK, BYTES, Kind, block_kind, blocks
 from pipeline.checkpoint.targets import mlp_widths, refuse_faults
 from pipeline.families.family import LINEAR_ROLES
@@ -38,7 +38,7 @@ from pipeline.kernels.packing import unpack
 from pipeline.rounding.schemes import PACKED, SCALE, SHAPE, packed_modules, rounded_modules
 from stores.durable import partial_path, storage_errors
 from stores.source import SourceCheckpoint
-from stores.storage import is_address
+from stores.storage import is_address, open_storage
 from workers.layers import cpu_reader
 
 LAYER_NAMES = {
