@@ -144,9 +144,9 @@ def in_process(name: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def without_ray() -> Iterator[None]:
-    """In here `command` gives `--in-process`."""
-    more = MORE.set(in_process)
+def without_ray(options: Callable[[str], tuple[str, ...]] = in_process) -> Iterator[None]:
+    """In here `command` gives `--in-process`, or other `options` of each command."""
+    more = MORE.set(options)
     try:
         yield
     finally:

@@ -139,7 +139,7 @@ def direct_autoscaler() -> None:
 def test_the_autoscaler_adds_nodes(job: MakeJob, inline: None) -> None:
     """From none to `workers.max`: Ray's autoscaler starts a node for every worker that has no place."""
     settings = {"calibration.samples": 16, "calibration.shards": 8, "workers": {"min": 1, "max": 3}}
-    made, alone = job(**settings), job(**settings)
+    made, alone = job(**settings), job(**{**settings, "workers": {"max": 1}})
     assert alone.run().code == 0
     with head_node(0, "--include-dashboard=false", most_nodes=3) as address:
         arguments = [str(made.manifest), "--address", address]
