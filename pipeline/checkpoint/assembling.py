@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lamina import MODELLING_FILES, modelling_source
@@ -256,9 +257,13 @@ class Assembler:
         return {field: said.get(field, {}) for field in ("groups", "forms")}
 
     def _companions(self) -> list[str]:
-        """The files that travel with the weights; the tokenizer's settings are written where the source has none."""
-        wanted = {*companions(self.inputs.source.storage, self._trusted), TOKENIZER_SETTINGS}
-        return sorted(wanted - OUR_FILES)
+        """The files that travel with the weights. A tokenizer's settings are written where the source has none."""
+        wanted = {*companions(self.inputs.source.storage, self._trusted)}
+        return sorted((wanted | {TOKENIZER_SETTINGS} if self._tokenizer_class else wanted) - OUR_FILES)
+
+    @cached_property
+    def _tokenizer_class(self) -> str | None:
+        return tokenizer_class(self.inputs.source.storage, self._trusted)
 
     @property
     def _trusted(self) -> bool:
@@ -267,7 +272,7 @@ class Assembler:
     def _write_companions(self) -> list[str]:
         """Writes what travels with the weights. Returns the names."""
         source, trusted = self.inputs.source.storage, self._trusted
-        names = copy_companions(self.output, source, trusted, OUR_FILES, tokenizer_class(source, trusted))
+        names = copy_companions(self.output, source, trusted, OUR_FILES, self._tokenizer_class)
         for name in MODELLING_FILES:
             self.output.replace(name, modelling_source(name))
         return [*names, *MODELLING_FILES]
