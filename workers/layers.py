@@ -153,12 +153,16 @@ class LayerReader:
         return {role: found[name] for role, name in names.items()}
 
     def _placed_weights(self, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
-        """Those of a layer's source tensors that its block holds as they are stored."""
+        """Those of a layer's source tensors that its block holds as they are stored.
+
+        A block at hand may be in float32 after it was placed in the setup's dtype, to which a wider bias was rounded.
+        """
         if self.current is None or not self._placed_dense(layer):
             return {}
         prefix, records = self.setup.geometry.layers[layer].prefix, self.setup.source.tensors
         state = {prefix + name: tensor.detach() for name, tensor in stored_state(self.current[1].module).items()}
-        return {name: state[name] for name in names if name in state and state[name].dtype == records[name].torch_dtype}
+        exact = [name for name in names if name in state and records[name].torch_dtype == self.setup.dtype]
+        return {name: state[name] for name in exact if state[name].dtype == self.setup.dtype}
 
     def _placed_dense(self, layer: int) -> bool:
         return self.current is not None and self.current[0] == _name(layer, None)
