@@ -160,11 +160,11 @@ class _Predictor:
         total = sum(first.loss for first in firsts.values())
         for roles, after_OI in multiplied(solution, rounded.rounded).items():
             role, change_OI = roles[0], after_OI - before[roles]
+            if not change_OI.any():
+                continue  # a role that is skipped, whose inputs may not have been summed
             moment_II = self.statistics.mean(INPUTS[role])[0]
             if role in solution.inputs:
                 moment_II = solution.inputs[role]().to(torch.float64)
-            if not change_OI.any():
-                continue  # a role that is skipped
             if role in METRICS:
                 felt_OO = self.statistics.mean(METRICS[role])[0]
                 total += 0.5 * float(((felt_OO @ change_OI) * (change_OI @ moment_II)).sum())

@@ -237,6 +237,16 @@ def test_exports(wide: Path, job: MakeJob, methods: list[Any]) -> None:
         assert relative_error(logits_of(load(stock), ids), meant) < 1e-5
 
 
+def test_bits_are_chosen_where_a_role_is_skipped(wide: Path, job: MakeJob) -> None:
+    """LoRC's values change `o`, whose inputs nobody sums where it is skipped."""
+    made = job(
+        wide, methods=[{"method": "lorc", "allocation": "loss"}], budget={"bytes": 0.6}, **rounding("auto", skip=["o"])
+    )
+    made.run().json  # noqa: B018 - asserts the exit code
+    assert not [name for name in read_tensors(made.output) if "o_proj.weight_packed" in name]
+    assert command("verify", str(made.output), "--source", str(wide), "--json").code == 0
+
+
 @pytest.mark.parametrize("methods", [[], [{"method": "loss_aware"}]], ids=["none", "loss"])
 def test_bits_are_chosen_with_ranks(wide: Path, job: MakeJob, methods: list[Any]) -> None:
     """Within the bytes; where sizes leave a choice, parts differ. transformers reads the mixture."""
