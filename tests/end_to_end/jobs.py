@@ -170,8 +170,9 @@ def command(name: str, *arguments: str) -> Ended:
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """File name -> sha256, of everything in a folder."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+    """Path below a folder -> sha256, of every file in it."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:

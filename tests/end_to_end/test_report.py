@@ -251,4 +251,4 @@ def test_output_and_wrong_input(done: Job, tmp_path: Path) -> None:
     assert not (done.run_dir / "report.html").exists()
     assert Page(elsewhere.read_text())
     assert command("report", str(tmp_path)).code == 2
-    assert command("report", str(done.run_dir), "--output", str(tmp_path / "none" / "x.html")).code == 1
+    assert command("report", str(done.run_dir), "--output", str(tmp_path / "none" / "x.html")).code == 2

@@ -221,7 +221,7 @@ def test_killed_with_ray_it_goes_on(sweep: Callable[..., Sweep], inline: None) -
     assert child.end() == -signal.SIGKILL, child.said
     state = command("status", str(made.job.run_dir), "--json").json
     assert (state["state"], state["points"]) == ("killed", {"done": 1, "of": 4})
-    child = Child("sweep", [str(made.path)], made.job.root / "log-2")
+    child = Child("sweep", [str(made.path)], made.job.root / "log-2", inline=False)
     assert child.end() == 0, child.said
     assert "phase statistics" not in child.said
     assert _measured(json.loads((made.job.run_dir / "sweep.json").read_text())) == _measured(expected)

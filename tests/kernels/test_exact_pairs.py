@@ -50,7 +50,9 @@ def test_against_float64(dtype: torch.dtype, scale: float, missing: float) -> No
         torch.testing.assert_close(found_1PF[0, rows], expected_PF[rows], rtol=2e-5, atol=2e-5 * largest)
     squares_1P = torch.cat((values.double(), errors.double()), dim=-1).flatten(0, 1).square().sum(dim=0)[None]
     scaled_1P = squares_1P * 4.0 ** -grid.exponents.double()
-    torch.testing.assert_close(total.squares(), scaled_1P, rtol=1e-6, atol=2.0**-10)
+    # Squares of values are a diagonal of float32 products, which each processor adds in its own order.
+    for rows, tolerance in ((slice(0, 6), 2e-5), (slice(6, 10), 1e-6)):
+        torch.testing.assert_close(total.squares()[:, rows], scaled_1P[:, rows], rtol=tolerance, atol=2.0**-10)
 
 
 def test_any_order_and_any_grouping_gives_the_same_bits() -> None:

@@ -13,7 +13,7 @@ from manifests.errors import InputError, WorkerError
 from pipeline import evaluate
 from pipeline.console.paths import prepare_file, prepare_folder
 
-FOUND = {"perplexity": 7.5, "tokens": 100, "window": 16}
+FOUND = {"perplexity": 7.5, "loss": 2.0149, "tokens": 100, "window": 16}
 
 
 def test_a_folder_is_created_and_tried(tmp_path: Path) -> None:

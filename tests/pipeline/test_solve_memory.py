@@ -17,9 +17,9 @@ torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(0)
 weights = {role: torch.empty(32768, 512, dtype=torch.bfloat16).normal_(generator=generator) for role in ("gate", "up")}
 tiny = {role: weight[:600] for role, weight in weights.items()}
-_joint(tiny, 8, None, "gate_up")
+_joint(tiny, 8, None)
 before = peak_bytes()
-_joint(weights, 352, None, "gate_up")
+_joint(weights, 352, None)
 print((peak_bytes() - before) / sum(weight.nbytes for weight in weights.values()))
 """
 
