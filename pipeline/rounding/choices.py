@@ -69,9 +69,18 @@ def with_bits(
     others = [weight for name, weight in weights.items() if name.removesuffix(".weight") not in roles]
     plain = sum(weight.numel() for weight in others)
     wider = math.ceil(sum(weight.numel() * (8 * weight.itemsize - bits) for weight in others) / bits)
+    if not roles:  # all are skipped: the bits of nothing
+        whole = [
+            Point({**point.ranks, BITS: CHOICES[0]}, point.numbers + wider, UNDERSTATED * point.loss, point.cache)
+            for point in from_columns(curve)
+        ]
+        return to_columns(frontier(whole), curve.told)
     scale = max(8 * weights[f"{role}.weight"].itemsize / bits for role in roles)
     feedbacks = Feedbacks()
-    predictors = {choice: _Predictor(roles, weights, statistics, quantize, choice, feedbacks) for choice in CHOICES}
+    known_roles = [role for role in group.roles if role in QUANTIZED_ROLES]  # a skipped one may share a rounded factor
+    predictors = {
+        choice: _Predictor(known_roles, weights, statistics, quantize, choice, feedbacks) for choice in CHOICES
+    }
     points = []
     for line in _alike(from_columns(curve)):
         sampled, known = _sampled(line), []
@@ -143,7 +152,8 @@ class _Predictor:
         self.weights, self.statistics = weights, statistics
         # By role, of the dense one: predicted loss, share of squares lost.
         self.whole: dict[str, tuple[float, float]] = {}
-        for role in (role for role in roles if role not in METRICS):
+        self.reading = [role for role in roles if role not in METRICS]
+        for role in (role for role in self.reading if role not in quantize.skip):
             weight_OI = weights[f"{role}.weight"].to(torch.float64)
             moment_II, felt_O = statistics.mean(INPUTS[role])[0], statistics.mean(_felt(role))[0]
             group = fitting_group(weight_OI.shape[1], quantize.group)
@@ -185,7 +195,7 @@ class _Predictor:
         """By role that reads the stream, G of each output that the solution gives."""
         found = {}
         gain_k = self._gain(solution, before)
-        for role in self.whole:
+        for role in self.reading:
             felt_O = self.statistics.mean(_felt(role))[0]
             if role in solution.outputs:
                 felt_O = felt_O[solution.outputs[role]]

@@ -37,8 +37,8 @@ def with_moments(task: Task, manifest: Manifest) -> Task:
         return task
     roles = [role for role in task.roles if role not in manifest.quantize.skip]
     needed = input_moments(roles)
-    if manifest.quantize.bits == "auto":
-        needed += gradient_moments(roles)
+    if manifest.quantize.bits == "auto" and roles:
+        needed += gradient_moments(task.roles)  # a skipped role may share a rounded factor
     return replace(task, moments=tuple(dict.fromkeys((*task.moments, *needed))))
 
 

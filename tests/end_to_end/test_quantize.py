@@ -330,3 +330,18 @@ def test_corrections_make_up_for_rounding(wide: Path, job: MakeJob) -> None:
         name for name in read_tensors(plain.output) if name.endswith("_packed")
     }
     assert command("verify", str(corrected.output), "--source", str(wide), "--json").code == 0
+
+
+SKIPPED = {
+    "keys alone": [{"method": "lorc", "allocation": "loss"}],
+    "queries with keys": [{"method": "joint_rank_k", "mlp": False, "allocation": "loss"}],
+}
+
+
+@pytest.mark.parametrize("methods", SKIPPED.values(), ids=SKIPPED)
+def test_bits_are_chosen_where_keys_are_skipped(wide: Path, job: MakeJob, methods: list[Any]) -> None:
+    made = job(wide, methods=methods, budget={"bytes": 0.7}, **rounding("auto", skip=["k"]))
+    ended = made.run("--debug")
+    assert ended.code == 0, ended.err
+    assert not [name for name in read_tensors(made.output) if "k_proj" in name and name.endswith("weight_packed")]
+    assert command("verify", str(made.output), "--source", str(wide), "--json").code == 0
