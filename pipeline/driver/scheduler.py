@@ -52,7 +52,6 @@ class Stage:
     name: str
 
 
-Step = Sequence[Unit] | Stage | Reached | Pause  # or a Task, which is generic
 TaskStream = Generator[Any, Any, T]
 Loss = CorruptError | LostInputError
 
