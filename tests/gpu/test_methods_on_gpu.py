@@ -19,9 +19,9 @@ from pipeline.rounding.choices import gradient_moments
 from pipeline.rounding.solutions import input_moments
 from pipeline.units.curves import Predict
 from tests.emulated_device import EmulatedDevice
-from tests.pipeline.geometries import llama
-from tests.pipeline.loss_aware_weights import make_statistics
-from tests.pipeline.test_by_loss import manifest, problem
+from tests.families.geometries import llama
+from tests.methods.loss_aware_weights import make_statistics
+from tests.methods.test_by_loss import manifest, problem
 from workers.curves import made_of_curve
 from workers.solving import solve_group
 

@@ -24,7 +24,7 @@ from stores.disk import Disk
 from stores.durable import partial_path
 from stores.ledger import Ledger
 from stores.source import INDEX_FILE
-from tests.pipeline.geometries import manifest
+from tests.families.geometries import manifest
 from tests.workers.bench import LOW, flip, make_setup, make_worker, save_source, solve_layer
 
 CLAIMED = [0, 2]

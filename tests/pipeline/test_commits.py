@@ -27,7 +27,7 @@ from pipeline.job import commits
 from pipeline.job.commits import commit_interval
 from pipeline.methods.registry import build_methods, claim_tasks
 from stores.ledger import Ledger
-from tests.pipeline.geometries import llama, manifest
+from tests.families.geometries import llama, manifest
 
 TEXT = {"text": {"files": ["text.txt"]}, "samples": 256, "sequence_length": 4096, "shards": 256}
 LARGE = {

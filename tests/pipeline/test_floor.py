@@ -12,7 +12,7 @@ from pipeline.cost_model.work import layer_work
 from pipeline.families.family import Geometry
 from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.units.sharding import held_out_windows
-from tests.pipeline.geometries import llama, manifest
+from tests.families.geometries import llama, manifest
 from tools.benchmarks.floor import Bare, Needed, floor_seconds, kept_ranks, needed
 
 SAMPLES, LENGTH, KEEP = 20, 32, 0.8

@@ -29,7 +29,7 @@ from pipeline.methods.registry import build_methods, claim_tasks
 from pipeline.plan import main
 from pipeline.rounding.tasks import with_moments
 from pipeline.units.sharding import held_out_windows
-from tests.pipeline.geometries import llama, manifest, other
+from tests.families.geometries import llama, manifest, other
 from workers import cluster
 
 TEXT = {"files": ["text.txt"]}

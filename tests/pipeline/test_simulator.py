@@ -22,7 +22,7 @@ from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.solve_work import SolveWork
 from pipeline.cost_model.work import LayerWork, layer_work
 from pipeline.methods.registry import build_methods, claim_tasks
-from tests.pipeline.geometries import llama, manifest
+from tests.families.geometries import llama, manifest
 from tools.simulate import geometry, work_of
 from tools.simulator.job_units import job_units
 from tools.simulator.simulator import Failure, Unit, simulate

@@ -25,7 +25,7 @@ from pipeline.units.sums import SUMMED, ChooseGrids, Collect, Summed, Sums, Tota
 from pipeline.units.units import Backward, Forward, Reduce, Solve, SolveDone, Summable, Write
 from stores.activations import ActivationStore
 from stores.source import open_source
-from tests.pipeline.geometries import manifest
+from tests.families.geometries import manifest
 from tests.serving.serving_sources import make_source
 from workers.config import WorkerConfig
 from workers.tensor_transfer import LocalTransfer

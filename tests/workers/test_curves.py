@@ -14,8 +14,8 @@ from manifests.records import Curve
 from pipeline.methods.loss_aware.method import LossAwareMethod
 from pipeline.methods.method import Statistics, Task
 from pipeline.units.curves import BeginCurve, CurvePieces, CurveUnit, Predict
-from tests.pipeline.geometries import llama, other
-from tests.pipeline.loss_aware_weights import make_statistics, make_weights
+from tests.families.geometries import llama, other
+from tests.methods.loss_aware_weights import make_statistics, make_weights
 from workers.curves import made_of_curve
 
 

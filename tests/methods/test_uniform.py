@@ -12,9 +12,9 @@ from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods, scope_numbers
 from pipeline.methods.registry import predict_tasks as predicted
 from pipeline.ranks.curves import Point, choose, from_columns, predicted_loss, summed, to_columns
-from tests.pipeline.geometries import llama
-from tests.pipeline.test_multiples import manifest
-from tests.pipeline.test_registry import LLAMA2_7B, stored
+from tests.families.geometries import llama
+from tests.methods.test_multiples import manifest
+from tests.methods.test_registry import LLAMA2_7B, stored
 
 
 @pytest.mark.parametrize("keep", [0.9, 0.75, 0.6])

@@ -17,9 +17,9 @@ from pipeline.methods.method import Group, Method, Moment, Predicting, Scores, S
 from pipeline.methods.registry import allocate_ranks, build_methods, predict_tasks
 from pipeline.methods.rounded_size import scope_numbers
 from pipeline.ranks.curves import from_columns
-from tests.pipeline.geometries import llama, other
-from tests.pipeline.loss_aware_weights import make_statistics, make_weights
-from tests.pipeline.tucker_weights import rebuild as tucker_weights
+from tests.families.geometries import llama, other
+from tests.methods.loss_aware_weights import make_statistics, make_weights
+from tests.methods.tucker_weights import rebuild as tucker_weights
 
 GEOMETRIES = {"mha": llama("mha"), "gqa": llama("gqa"), "biased": llama("biased"), "opt": other("opt")}
 

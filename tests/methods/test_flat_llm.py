@@ -13,8 +13,8 @@ from pipeline.families.family import LayerGeometry
 from pipeline.methods.flat_llm import FlatLLMMethod
 from pipeline.methods.method import Group, Moment, Solution, Statistics
 from pipeline.methods.registry import build_methods
-from tests.pipeline import naive_flat_llm as naive
-from tests.pipeline.geometries import SIZES, alone, llama, manifest, other
+from tests.families.geometries import SIZES, alone, llama, manifest, other
+from tests.methods import naive_flat_llm as naive
 
 SMALL = {"hidden_size": 24, "intermediate_size": 18, "num_hidden_layers": 1}
 HEAD_DIMS = {"mha": 6, "gqa": 8, "mqa": 6, "biased": 6, "wide-heads": 20}

@@ -16,9 +16,9 @@ from pipeline.methods.method import Predicting, Scores
 from pipeline.methods.registry import allocate_ranks, build_methods, claim_tasks
 from pipeline.methods.rounded_size import scope_numbers
 from pipeline.ranks.curves import from_columns
-from tests.pipeline.geometries import llama
-from tests.pipeline.loss_aware_weights import make_statistics, make_weights
-from tests.pipeline.test_registry import LLAMA2_7B, stored
+from tests.families.geometries import llama
+from tests.methods.loss_aware_weights import make_statistics, make_weights
+from tests.methods.test_registry import LLAMA2_7B, stored
 
 BY_RATIO: dict[str, dict[str, Any]] = {
     "flat_llm": {"method": "flat_llm", "query_key": "head_pca"},

@@ -16,7 +16,7 @@ from pipeline.families.family import Geometry
 from pipeline.methods.method import Group, Moment, Solution, Statistics
 from pipeline.methods.registry import allocate_ranks, build_methods
 from pipeline.methods.separate import GROUPS
-from tests.pipeline.geometries import llama, manifest, other
+from tests.families.geometries import llama, manifest, other
 
 FAMILIES = {"gqa": llama(), "biased": llama("biased"), "opt": other("opt"), "gptj": other("gptj")}
 LOW_RANK: tuple[dict[str, Any], ...] = (

@@ -24,8 +24,8 @@ from pipeline.methods.method import Measuring, Method, Predicting, Scores, Task
 from pipeline.methods.registry import allocate_ranks, build_methods
 from pipeline.methods.rounded_size import numbers_of_bytes, scope_numbers
 from tests import factories
-from tests.pipeline.geometries import llama
-from tests.pipeline.test_registry import stored
+from tests.families.geometries import llama
+from tests.methods.test_registry import stored
 
 BY_LOSS = {"allocation": "loss"}
 LATENT = {"method": "lorc", "cache_keep": 0.25}

@@ -21,8 +21,8 @@ from pipeline.methods.unchanged import BITS
 from pipeline.ranks.curves import Point, from_columns, to_columns
 from pipeline.rounding.choices import CHOICES, METRICS, UNDERSTATED, _Predictor, gradient_moments, with_bits
 from pipeline.rounding.solutions import Feedbacks, input_moments, multiplied, round_solution
-from tests.pipeline.geometries import llama
-from tests.pipeline.loss_aware_weights import features, make_statistics, make_weights
+from tests.families.geometries import llama
+from tests.methods.loss_aware_weights import features, make_statistics, make_weights
 
 ROWS, COLUMNS, TOKENS = 96, 64, 500
 RANKS = (16, 32, COLUMNS)

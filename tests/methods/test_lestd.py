@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.families.family import Geometry
 from pipeline.methods.method import Moment, Scores, Statistics
-from tests.pipeline.tucker_weights import (
+from tests.methods.tucker_weights import (
     GEOMETRIES,
     Json,
     group_of,

@@ -15,7 +15,7 @@ from pipeline.families.family import Geometry
 from pipeline.methods.method import Scores
 from pipeline.methods.registry import allocate_ranks, build_methods
 from pipeline.methods.rounded_size import numbers_of_bytes, scope_numbers
-from tests.pipeline.geometries import llama
+from tests.families.geometries import llama
 
 
 def wide(**sizes: Any) -> Geometry:

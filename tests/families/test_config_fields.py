@@ -16,7 +16,7 @@ from pipeline.families import registry
 from pipeline.families.config_fields import fixed_fields, kept_fields, listed_fields, unread_fields
 from pipeline.families.registry import FAMILIES, checkpoint_config, standard_config
 from pipeline.families.source_config import source_config
-from tests.pipeline.test_families import GPTJ, OPT, SMALL
+from tests.families.test_registry import GPTJ, OPT, SMALL
 
 SIZES = {"opt": OPT, "gptj": GPTJ}
 TOKENS = {"bos_token_id": None, "eos_token_id": [3, 4], "pad_token_id": 7}

@@ -14,8 +14,8 @@ from pipeline.families.family import Geometry
 from pipeline.methods.loss_aware.pairs import READERS_RIDGE, WRITERS_RIDGE, carry, complete, pair
 from pipeline.methods.method import Group, Moment, Ranks, Solution, Statistics
 from pipeline.ranks.curves import from_columns
-from tests.pipeline.loss_aware_weights import make_statistics, make_weights, rebuild
-from tests.pipeline.test_loss_aware import GEOMETRIES, group_of, method_of
+from tests.methods.loss_aware_weights import make_statistics, make_weights, rebuild
+from tests.methods.test_loss_aware import GEOMETRIES, group_of, method_of
 
 TOKENS = 40
 NAMES = ("query_key", "attention", "mlp")

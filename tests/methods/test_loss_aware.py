@@ -27,8 +27,8 @@ from pipeline.methods.registry import (
     scope_numbers,
 )
 from pipeline.ranks.curves import Point, from_columns, predicted_loss
-from tests.pipeline.geometries import llama, other
-from tests.pipeline.loss_aware_weights import TOKENS, counted, make_statistics, make_weights, rebuild
+from tests.families.geometries import llama, other
+from tests.methods.loss_aware_weights import TOKENS, counted, make_statistics, make_weights, rebuild
 
 GEOMETRIES = {
     "mha": llama("mha"),

@@ -20,8 +20,8 @@ from pipeline.methods.registry import (
     config_fields,
     measure_tasks,
 )
-from tests.pipeline.geometries import llama, other
-from tests.pipeline.tucker_weights import (
+from tests.families.geometries import llama, other
+from tests.methods.tucker_weights import (
     GEOMETRIES,
     Json,
     document,

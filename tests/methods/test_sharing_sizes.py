@@ -14,8 +14,8 @@ from pipeline.methods.method import Group, Ranks, SharingSizes, Statistics
 from pipeline.methods.svd import SVDMethod
 from pipeline.methods.svd_llm import SVDLLMMethod
 from pipeline.ranks.curves import from_columns
-from tests.pipeline.geometries import llama
-from tests.pipeline.loss_aware_weights import make_statistics, make_weights
+from tests.families.geometries import llama
+from tests.methods.loss_aware_weights import make_statistics, make_weights
 from workers.solving import Solved, solve_group, solve_sizes
 
 WHERE = llama("gqa")

@@ -20,7 +20,7 @@ from pipeline.methods.registry import (
     layer_moments,
     scope_numbers,
 )
-from tests.pipeline.geometries import SIZES, llama, manifest, other
+from tests.families.geometries import SIZES, llama, manifest, other
 
 LLAMA2_7B = llama(
     "mha",

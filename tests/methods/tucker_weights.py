@@ -17,7 +17,7 @@ from manifests.loading import parse_manifest
 from pipeline.families.family import Geometry
 from pipeline.methods.lestd import LeSTDMethod
 from pipeline.methods.method import Group, Solution
-from tests.pipeline.geometries import llama, other
+from tests.families.geometries import llama, other
 
 GEOMETRIES: dict[str, Geometry] = {
     "mha": llama("mha"),
