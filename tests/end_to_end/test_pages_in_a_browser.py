@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.sweeping.sweep_page import render_sweep
 from stores.ledger import Ledger
 from tests.end_to_end.jobs import Job, command
-from tests.pipeline.test_sweep_results import results
+from tests.sweeping.test_results import results
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE, DESKTOP = 360, 1280
