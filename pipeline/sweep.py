@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.console.signals import exit_on_signals, interrupt_on_signals
 
 if __name__ == "__main__":
-    exit_on_signals()  # what follows takes seconds
+    exit_on_signals()  # the imports below take seconds
 
 import json
 import logging
@@ -43,20 +43,20 @@ def run_sweep(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     in_process: bool = False,
 ) -> dict[str, Any]:
-    """Does what is missing of a sweep, and writes sweep.json, .csv and .html to its run directory. Returns the results.
+    """Compute the missing points of a sweep and write sweep.json, .csv and .html to its run directory.
 
-    `show` gets them first: whatever then fails of writing, they are seen; and whatever fails of showing, written.
+    Return the results. `show` is called with them before they are written, and they are written even if it fails.
 
     Raises:
-        InputError: something given is wrong (exit 2); found before anything expensive.
-        Interrupted: `stop` was set; resumable (exit 75).
-        LaminaError: a point failed; resumable after a fix (exit 1).
+        InputError: an input is wrong (exit 2); raised before any expensive work.
+        Interrupted: `stop` was set; the sweep can be resumed (exit 75).
+        LaminaError: a point failed; the sweep can be resumed after a fix (exit 1).
     """
     if in_process:
         check_in_process(address, sweep.workers.max)
     with quick_imports():
-        from pipeline.job import stages  # takes seconds, which --help and a wrong sweep need not
-        from pipeline.sweeping.results import results, write_results
+        from pipeline.job import stages  # slow imports, only after the arguments are checked
+        from pipeline.sweeping.results import sweep_results, write_results
         from pipeline.sweeping.solving import solve_points
         from pipeline.sweeping.sweep_context import open_sweep
 
@@ -69,25 +69,24 @@ def run_sweep(
                 stages.join_cluster(job, address, connect_timeout_s)
                 opened = opened.begin()
                 solve_points(opened, heartbeat)
-        found = results(opened)
+        results = sweep_results(opened)
         try:
-            show(found)
+            show(results)
         finally:
-            write_results(job.run_dir.storage, found)
-        return found
+            write_results(job.run_dir.storage, results)
+        return results
 
 
-def write_plots(folder: Storage, found: dict[str, Any]) -> None:
-    """Every plot as an SVG file, `LOSS-SIZE.svg`. Raises StorageError."""
+def write_plots(folder: Storage, results: dict[str, Any]) -> None:
+    """Write every plot as an SVG file, `LOSS-SIZE.svg`. Raises StorageError."""
     from pipeline.sweeping.plots import sweep_plots
-    from pipeline.sweeping.sweep_page import standalone
 
-    for name, plot in sweep_plots(found).items():
-        folder.replace(f"{name}.svg", standalone(plot).encode())
+    for name, plot in sweep_plots(results).items():
+        folder.replace(f"{name}.svg", plot.svg.encode())
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command. Returns the exit code."""
     options = parser("sweep", "Compares methods at several sizes from one calibration; run again, it goes on.")
     add_manifest(options, "what is compared")
     options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
@@ -104,8 +103,8 @@ def _body(arguments: Any) -> int:
     sweep, points = read_sweep(arguments)
     plots = prepare_folder("--plots", arguments.plots) if arguments.plots else None
     out = sys.stdout
-    with redirect_stdout(sys.stderr):  # Ray prints what its nodes say, which is no JSON
-        found = run_sweep(
+    with redirect_stdout(sys.stderr):  # Ray prints messages of its nodes, which must not mix with JSON
+        results = run_sweep(
             sweep,
             points,
             fresh=arguments.fresh,
@@ -116,19 +115,19 @@ def _body(arguments: Any) -> int:
             in_process=arguments.in_process,
         )
     if plots is not None:
-        write_plots(plots, found)
+        write_plots(plots, results)
     return 0
 
 
-def _show(found: dict[str, Any], as_json: bool, out: TextIO) -> None:
+def _show(results: dict[str, Any], as_json: bool, out: TextIO) -> None:
     if as_json:
-        print(json.dumps(found), file=out, flush=True)
+        print(json.dumps(results), file=out, flush=True)
         return
     from rich.console import Console
 
     from pipeline.sweeping.results import print_results
 
-    print_results(found, Console(file=out))
+    print_results(results, Console(file=out))
     out.flush()
 
 

@@ -1,4 +1,4 @@
-"""The plots of a run: each is drawn where the run has what it shows, else left out."""
+"""The plots of a run. A plot is left out where the run has no data for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pipeline.reporting.drawing import (
     GRID,
     INK,
     MARKERS,
-    MUTED,
     SERIES,
     Plot,
     by_layer,
@@ -26,9 +25,12 @@ from pipeline.reporting.drawing import (
 from pipeline.reporting.run_data import Run
 from pipeline.reporting.time_figures import time_plots
 
+MEBI = 2**20
+WITH_LEGEND_INCHES = 3.1  # the height of a plot with a legend below
+
 
 def all_plots(run: Run) -> list[Plot]:
-    """In the order of the page."""
+    """Draw all plots, in the order of the page."""
     plots = [_importance(run), *_ranks(run), _stored(run), *_curves(run), _predicted_loss(run)]
     plots += [_errors(run), *_spectra(run), _conditions(run), *time_plots(run)]
     return [plot for plot in plots if plot is not None]
@@ -44,29 +46,28 @@ def _importance(run: Run) -> Plot | None:
         by_layer(axes, run.geometry.num_layers, "share")
         axes.set_title("importance")
 
-    told = "How far each layer turns its input on calibration text: the share that its ranks follow."
-    return Plot("ranks", draw("importance", plot), told)
+    caption = "How far each layer turns its input on calibration text. Ranks follow this share."
+    return draw("ranks", "importance", caption, plot)
 
 
 def _ranks(run: Run) -> list[Plot]:
-    """One plot for every rank that a method chooses."""
-    found: dict[tuple[int, str, str], dict[int, int]] = {}
+    """Draw one plot for every rank that a method chooses."""
+    ranks_of: dict[tuple[int, str, str], dict[int, int]] = {}
     for task, ranks in run.ranks.items():
         layer, method, group = read_task_key(task)
         for name, rank in ranks.items():
-            found.setdefault((method, group, name), {})[layer] = rank
-    return [_rank_plot(run, key, by) for key, by in found.items()]
+            ranks_of.setdefault((method, group, name), {})[layer] = rank
+    return [_rank_plot(run, *key, rank_by_layer) for key, rank_by_layer in ranks_of.items()]
 
 
-def _rank_plot(run: Run, key: tuple[int, str, str], rank_by_layer: Mapping[int, int]) -> Plot:
-    method, group, name = key
+def _rank_plot(run: Run, method: int, group: str, name: str, rank_by_layer: Mapping[int, int]) -> Plot:
     layers = sorted(rank_by_layer)
     full = [cap for layer in layers if (cap := run.caps.get((task_key(layer, method, group), name)))]
     title = group if name == group else f"{group}: {name}"
 
     def plot(axes: Axes) -> None:
         if len(full) == len(layers):
-            axes.step(layers, full, where="mid", color=MUTED, linestyle="--", linewidth=1.0)
+            axes.step(layers, full, where="mid", color=INK, linestyle="--", linewidth=1.0)
         axes.plot(layers, [rank_by_layer[layer] for layer in layers], color=SERIES[0], marker=MARKERS[0])
         by_layer(axes, run.geometry.num_layers, "rank")
         axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -74,8 +75,8 @@ def _rank_plot(run: Run, key: tuple[int, str, str], rank_by_layer: Mapping[int, 
         axes.set_title(f"rank of {title}")
 
     method_name = build_methods(run.manifest)[int(method)].name
-    told = f"Rank of {title} ({method_name}) in each layer; the dashed line is the full rank."
-    return Plot("ranks", draw(f"rank-{method}-{group}-{name}", plot), told)
+    caption = f"Rank of {title} ({method_name}) in each layer. The dashed line is the full rank."
+    return draw("ranks", f"rank-{method}-{group}-{name}", caption, plot)
 
 
 def _stored(run: Run) -> Plot | None:
@@ -83,22 +84,27 @@ def _stored(run: Run) -> Plot | None:
         return None
     layers = sorted(run.layers)
     stored = {layer: run.stored_bytes(layer) for layer in layers}
-    groups = sorted({group for found in stored.values() for group in found}, key=lambda name: (name == "rest", name))
-    mebi = 2**20
+    names = {group for by_group in stored.values() for group in by_group}
+    groups = sorted(names, key=lambda group: (group == "rest", group))
 
     def plot(axes: Axes) -> None:
-        below = [0.0] * len(layers)
-        for place, group in enumerate(groups):
-            heights = [stored[layer].get(group, 0) / mebi for layer in layers]
-            axes.bar(layers, heights, bottom=below, color=_colour(group, place), label=group, width=0.8)
-            below = [under + height for under, height in zip(below, heights, strict=True)]
-        axes.axhline(run.plan.layer_bytes / mebi, color=INK, linestyle="--", linewidth=1.0, label="dense")
+        _stack(axes, layers, {group: [stored[layer].get(group, 0) / MEBI for layer in layers] for group in groups})
+        axes.axhline(run.plan.layer_bytes / MEBI, color=INK, linestyle="--", linewidth=1.0, label="dense")
         by_layer(axes, run.geometry.num_layers, "MiB")
         axes.set_title("stored bytes")
         legend_below(axes, 4)
 
-    told = "Bytes that each compressed layer stores, by group; the dashed line is a layer of the source."
-    return Plot("ranks", draw("stored", plot, height_inches=3.1), told)
+    caption = "Bytes that each compressed layer stores, by group. The dashed line is a layer of the source."
+    return draw("ranks", "stored", caption, plot, WITH_LEGEND_INCHES)
+
+
+def _stack(axes: Axes, layers: Sequence[int], heights_by_group: Mapping[str, Sequence[float]]) -> None:
+    """Draw a stack of bars for each layer, a colour for each group."""
+    bottom = [0.0] * len(layers)
+    for place, (group, heights) in enumerate(heights_by_group.items()):
+        colour = GRID if group == "rest" else SERIES[place % len(SERIES)]
+        axes.bar(layers, heights, bottom=bottom, color=colour, label=group)
+        bottom = [under + height for under, height in zip(bottom, heights, strict=True)]
 
 
 def _curves(run: Run) -> list[Plot]:
@@ -120,90 +126,87 @@ def _curve_plot(run: Run, group: str, tasks: list[str]) -> Plot:
             if chosen is not None and curve.loss[chosen]:
                 share = curve.numbers[chosen] / curve.numbers[-1]
                 axes.plot(share, curve.loss[chosen], MARKERS[0], color=colour)
-        _by_depth(axes, run, "share of the dense numbers stored", "nats per token")
+        _label_lines_by_depth(axes, run, "share of the dense numbers stored", "nats per token")
         axes.set_title(f"predicted loss of {group}")
 
-    told = f"Predicted loss of {group} by what it stores, one line for each layer; a dot is what was chosen."
-    return Plot("curves", draw(f"curves-{group}", plot), told)
+    caption = f"Predicted loss of {group} by what it stores, a line for each layer. A dot is the chosen size."
+    return draw("curves", f"curves-{group}", caption, plot)
 
 
-def _by_depth(axes: Axes, run: Run, across: str, upward: str) -> None:
-    """Axes of lines that are coloured by layer: what falls by orders of magnitude over a share."""
+def _label_lines_by_depth(axes: Axes, run: Run, x_label: str, y_label: str) -> None:
+    """Label the axes of lines that are coloured by layer, with a logarithmic y axis."""
     axes.set_yscale("log")
-    axes.set_xlabel(across)
-    axes.set_ylabel(upward)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     first, last = (Line2D([], [], color=depth_colour(depth)) for depth in (0.0, 1.0))
     axes.legend([first, last], ["layer 0", f"layer {run.geometry.num_layers - 1}"], loc="lower left")
 
 
 def _frontier(curve: Curve) -> list[tuple[float, float]]:
-    """(share of the dense numbers, loss) of the points that no smaller one undercuts; the dense one is the last."""
-    found: list[tuple[float, float]] = []
+    """Return (share of the dense numbers, loss) of the points that lose less than every smaller one."""
+    frontier: list[tuple[float, float]] = []
     for numbers, loss in sorted(zip(curve.numbers, curve.loss, strict=True)):
-        if not found or loss < found[-1][1]:
-            found.append((numbers / curve.numbers[-1], loss))
-    return found
+        if not frontier or loss < frontier[-1][1]:
+            frontier.append((numbers / curve.numbers[-1], loss))
+    return frontier
 
 
 def chosen_point(run: Run, task: str) -> int | None:
-    """The place in a task's curve of the ranks that were chosen; None before they are, or if it has no such point."""
+    """Return the index of the chosen ranks in a task's curve, or None if ranks are not chosen or not on the curve."""
     ranks, curve = run.ranks.get(task), run.curves[task]
-    places = range(len(curve.numbers))
     if ranks is None:
         return None
-    return next((at for at in places if all(curve.ranks[name][at] == rank for name, rank in ranks.items())), None)
+    indices = range(len(curve.numbers))
+    return next((i for i in indices if all(curve.ranks[name][i] == rank for name, rank in ranks.items())), None)
 
 
 def _predicted_loss(run: Run) -> Plot | None:
-    chosen = {task: place for task in run.curves if (place := chosen_point(run, task)) is not None}
+    chosen = {task: point for task in run.curves if (point := chosen_point(run, task)) is not None}
     if not chosen:
         return None
-    groups = sorted({read_task_key(task).group for task in chosen})
     layers = sorted({read_task_key(task).layer for task in chosen})
+    groups = sorted({read_task_key(task).group for task in chosen})
+    loss = {group: dict.fromkeys(layers, 0.0) for group in groups}
+    for task, point in chosen.items():
+        layer, _, group = read_task_key(task)
+        loss[group][layer] += run.curves[task].loss[point]
 
     def plot(axes: Axes) -> None:
-        below = [0.0] * len(layers)
-        for place, group in enumerate(groups):
-            loss = dict.fromkeys(layers, 0.0)
-            for task, point in chosen.items():
-                if read_task_key(task).group == group:
-                    loss[read_task_key(task).layer] += run.curves[task].loss[point]
-            axes.bar(layers, list(loss.values()), bottom=below, color=SERIES[place % len(SERIES)], label=group)
-            below = [under + loss[layer] for under, layer in zip(below, layers, strict=True)]
+        _stack(axes, layers, {group: list(losses.values()) for group, losses in loss.items()})
         by_layer(axes, run.geometry.num_layers, "nats per token")
         axes.set_title("predicted loss by layer")
         legend_below(axes, 4)
 
-    told = "Predicted loss of what was chosen, by layer and group: where the budget was taken from."
-    return Plot("curves", draw("predicted-loss", plot, height_inches=3.1), told)
+    caption = "Predicted loss of the chosen sizes, by layer and group."
+    return draw("curves", "predicted-loss", caption, plot, WITH_LEGEND_INCHES)
 
 
 def _errors(run: Run) -> Plot | None:
-    found = _figures(run, "error")
-    if not any(value > 0 for values in found.values() for value in values.values()):
+    errors = _figures(run, "error")
+    if not any(value > 0 for values in errors.values() for value in values.values()):
         return None
-    told = "Relative squared error of each group where it is made, 1 less the kept energy; none at full rank."
-    return Plot("errors", _lines(run, "errors", "relative squared error", found), told)
+    caption = "Relative squared error of each group, which is 1 less the kept energy. It is zero at full rank."
+    return _line_plot(run, "errors", "relative squared error", errors, caption)
 
 
 def _conditions(run: Run) -> Plot | None:
-    found = _figures(run, "condition")
-    if not found:
+    conditions = _figures(run, "condition")
+    if not conditions:
         return None
-    told = "Condition number of what was solved for each group; fallbacks are in the table."
-    return Plot("errors", _lines(run, "conditions", "condition number", found), told)
+    caption = "Condition number of the system that was solved for each group. The table lists fallbacks."
+    return _line_plot(run, "conditions", "condition number", conditions, caption)
 
 
 def _spectra(run: Run) -> list[Plot]:
-    found: dict[str, dict[int, tuple[Sequence[float], float]]] = {}
+    spectra: dict[str, dict[int, tuple[Sequence[float], float]]] = {}
     for layer, entry in sorted(run.layers.items()):
-        for group, report in entry.groups.items():
-            told = report.as_json()
-            for name in sorted(name for name in told if name.endswith("spectrum")):
-                error = told.get(name.removesuffix("spectrum") + "error", 0.0)
+        for group, group_report in entry.groups.items():
+            report = group_report.as_json()
+            for name in sorted(name for name in report if name.endswith("spectrum")):
+                error = report.get(name.removesuffix("spectrum") + "error", 0.0)
                 line = f"{group}: {name.removesuffix('_spectrum')}" if name != "spectrum" else group
-                found.setdefault(line, {})[layer] = (told[name], error)
-    return [_spectrum_plot(run, line, values) for line, values in found.items()]
+                spectra.setdefault(line, {})[layer] = (report[name], error)
+    return [_spectrum_plot(run, line, values) for line, values in spectra.items()]
 
 
 def _spectrum_plot(run: Run, line: str, values: Mapping[int, tuple[Sequence[float], float]]) -> Plot:
@@ -219,28 +222,30 @@ def _spectrum_plot(run: Run, line: str, values: Mapping[int, tuple[Sequence[floa
                 before, after = beyond[max(0, at - 1)], beyond[at]
                 part = (before - error) / (before - after) if before > after else 0.0
                 axes.plot((at - 1 + part) / steps, error, MARKERS[0], color=colour)
-        _by_depth(axes, run, "share of the full rank", "energy beyond it")
+        _label_lines_by_depth(axes, run, "share of the full rank", "energy beyond it")
         axes.set_title(f"spectrum of {line}")
 
-    told = f"Share of the energy of {line} that stands beyond a rank, a line for each layer; a dot is what was chosen."
-    return Plot("errors", draw(f"spectrum-{line.replace(': ', '-')}", plot), told)
+    caption = (
+        f"Share of the energy of {line} that stands beyond a rank, a line for each layer. A dot is the chosen rank."
+    )
+    return draw("errors", f"spectrum-{line.replace(': ', '-')}", caption, plot)
 
 
-def _figures(run: Run, ending: str) -> dict[str, dict[int, float]]:
-    """`group` or `group: figure` -> layer -> value, of every figure of the reports whose name ends so."""
-    found: dict[str, dict[int, float]] = {}
+def _figures(run: Run, suffix: str) -> dict[str, dict[int, float]]:
+    """Return `group` or `group: figure` -> layer -> value, of the reported figures whose name has this suffix."""
+    figures: dict[str, dict[int, float]] = {}
     for layer, entry in sorted(run.layers.items()):
         for group, report in entry.groups.items():
             for name, value in sorted(report.as_json().items()):
-                if name.endswith(ending) and isinstance(value, float):
-                    line = group if name == ending else f"{group}: {name.removesuffix(ending).strip('_')}"
-                    found.setdefault(line, {})[layer] = value
-    return found
+                if name.endswith(suffix) and isinstance(value, float):
+                    line = group if name == suffix else f"{group}: {name.removesuffix(suffix).strip('_')}"
+                    figures.setdefault(line, {})[layer] = value
+    return figures
 
 
-def _lines(run: Run, name: str, label: str, found: Mapping[str, Mapping[int, float]]) -> str:
+def _line_plot(run: Run, name: str, label: str, lines: Mapping[str, Mapping[int, float]], caption: str) -> Plot:
     def plot(axes: Axes) -> None:
-        for place, (line, values) in enumerate(found.items()):
+        for place, (line, values) in enumerate(lines.items()):
             shown = {layer: value for layer, value in values.items() if value > 0}
             (drawn,) = axes.plot(list(shown), list(shown.values()), label=line, color=SERIES[place % len(SERIES)])
             drawn.set(linestyle=DASHES[place % len(DASHES)], marker=MARKERS[place % len(MARKERS)])
@@ -249,8 +254,4 @@ def _lines(run: Run, name: str, label: str, found: Mapping[str, Mapping[int, flo
         axes.set_title(label)
         legend_below(axes, 3)
 
-    return draw(name, plot, height_inches=3.1)
-
-
-def _colour(group: str, place: int) -> str:
-    return GRID if group == "rest" else SERIES[place % len(SERIES)]
+    return draw("errors", name, caption, plot, WITH_LEGEND_INCHES)

@@ -1,9 +1,10 @@
-"""What a run directory tells of its job, finished or not. Changes nothing; needs neither source nor output."""
+"""Read a run directory for a report. Neither source nor output is needed, and nothing is written."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +15,7 @@ import torch
 
 from manifests.entries import CurvesEntry, DenseEntry, GradientEntry, LayerEntry, StatisticsEntry
 from manifests.errors import InputError, StorageError
-from manifests.records import Curve, TensorDescription
+from manifests.records import Curve
 from manifests.schema import Manifest
 from pipeline.cost_model.estimate import MOMENT_BYTES, Plan, make_plan
 from pipeline.driver.ledger_keys import COMPLETE, RANKS
@@ -30,31 +31,30 @@ from stores.run_directory import ENDED, FINGERPRINT, MANIFEST, existing_run
 from stores.storage import Place, Storage, matching
 
 LOG_LINES = 60
-OF_A_UNIT = {"unit", "kind", "worker", "ended", "seconds", "peak_bytes", "tokens"}
+UNIT_FIELDS = {"unit", "kind", "worker", "ended", "seconds", "peak_bytes", "tokens"}
 KINDS = ("layer", "curves", "dense", "gradient", "statistics")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A job as its run directory has it.
+    """A job as its run directory records it.
 
     Attributes:
-        state: running, done, interrupted, failed, or stopped (by what left no record, as SIGKILL).
-        ended: how its last run ended: outcome, exit code, error, where; None when that left no record.
-        fingerprint: what decides its results: source digests, config, semantic manifest, code, dtype, device.
-        commits: (time in seconds, key) of every entry of the ledger that still is the latest, in order of time.
-        layers: layer -> its entry.
-        ranks, importance, curves: what the ranks follow, as far as it is chosen. `curves` are by task.
-        summary: the job's own, once it was done.
+        state: running, done, interrupted, failed, or stopped (without a record, as by SIGKILL).
+        ended: the record of the end of the last run: outcome, exit code, error, where; None without one.
+        fingerprint: decides the results: source digests, config, semantic manifest, code, dtype, device.
+        commits: (Unix time, key) of the current ledger entries, in order of time.
+        layers: layer -> ledger entry.
+        ranks: task -> ranks, once they are chosen; importance: layer -> share; curves: by task.
+        summary: the summary of the finished job.
         statistics_bytes: layer -> bytes of its moments in memory.
-        units: what the last run's workers did, in the order in which they were done (`pipeline.reporting.unit_log`).
+        units: finished units of the last run, in the order in which they finished (`pipeline.reporting.unit_log`).
         log: the last lines of the last log, and the warnings before them.
     """
 
     path: str
     state: str
     ended: Mapping[str, Any] | None
-    owner: Mapping[str, Any] | None
     manifest: Manifest
     manifest_text: str
     fingerprint: Mapping[str, Any]
@@ -71,21 +71,21 @@ class Run:
 
     @cached_property
     def geometry(self) -> Geometry:
-        """Of the dense model."""
+        """The geometry of the dense model."""
         return geometry_of(standard_config(self.fingerprint["config"]), 8 * self._itemsize)
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """What the manifest claims."""
+        """The tasks of the manifest."""
         tasks = claim_tasks(build_methods(self.manifest), self.geometry)
         return tasks if self.manifest.quantize is None else rounded_tasks(tasks, self.manifest, self.geometry)
 
     @cached_property
     def plan(self) -> Plan:
-        """As the job made it, once it is done; before, with bounds on what it stores."""
+        """The plan in the summary of a finished job; before, a plan with upper bounds on stored bytes."""
         plan = make_plan(self.manifest, self.geometry, self.tasks, self._itemsize, self.geometry.model_bytes())
-        made = (self.summary or {}).get("plan", {})
-        return replace(plan, **{each.name: made[each.name] for each in fields(Plan) if each.name in made})
+        stored = (self.summary or {}).get("plan", {})
+        return replace(plan, **{each.name: stored[each.name] for each in fields(Plan) if each.name in stored})
 
     @property
     def _itemsize(self) -> int:
@@ -95,18 +95,14 @@ class Run:
     @cached_property
     def caps(self) -> dict[tuple[str, str], int]:
         """(task, name) -> the full rank, of every rank that is chosen from a range or from a curve."""
-        found = {
+        return {
             (task_key(variable.layer, position, variable.group), variable.name): variable.cap
             for position, method in enumerate(build_methods(self.manifest))
             for variable in method.rank_variables(self.geometry)
-        }
-        of_curves = {
-            (task, name): max(values) for task, curve in self.curves.items() for name, values in curve.ranks.items()
-        }
-        return found | of_curves
+        } | {(task, name): max(values) for task, curve in self.curves.items() for name, values in curve.ranks.items()}
 
     def stored_bytes(self, layer: int) -> dict[str, int]:
-        """What a compressed layer stores, by group; `rest` is what nobody claims."""
+        """Return the stored bytes of a compressed layer by group; `rest` is claimed by no task."""
         prefixes = [
             (prefix + ".", task.name)
             for task in self.tasks
@@ -116,16 +112,16 @@ class Run:
                 self.geometry.layers[layer].group_path(task.roles, task.name),
             )
         ]
-        found: dict[str, int] = {}
+        stored: Counter[str] = Counter()
         for name, tensor in self.layers[layer].staged.tensors.items():
-            fitting = [(len(prefix), group) for prefix, group in prefixes if name.startswith(prefix)]
-            group = max(fitting)[1] if fitting else "rest"
-            found[group] = found.get(group, 0) + tensor_bytes(tensor)
-        return found
+            fitting = ((len(prefix), group) for prefix, group in prefixes if name.startswith(prefix))
+            _, group = max(fitting, default=(0, "rest"))
+            stored[group] += math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+        return stored
 
 
 def read_run(place: Place) -> Run:
-    """Reads all of it. Raises InputError when `place` is no run directory, or not one of this version."""
+    """Read a run directory. Raises InputError if `place` is none, or is of another version."""
     run_dir = existing_run(place)
     storage, manifest = run_dir.storage, run_dir.read_manifest()
     if manifest is None:
@@ -151,7 +147,6 @@ def read_run(place: Place) -> Run:
         path=storage.address,
         state=_state(owner, ended, complete),
         ended=ended,
-        owner=owner,
         manifest=manifest,
         manifest_text=storage.read(MANIFEST).decode(),
         fingerprint=fingerprint["fields"],
@@ -159,18 +154,13 @@ def read_run(place: Place) -> Run:
         layers={_layer(key): entry for key, entry in entries.items() if isinstance(entry, LayerEntry)},
         ranks=ranks.ranks if ranks else {},
         importance={int(layer): value for layer, value in ranks.importance.items()} if ranks else {},
-        curves={task: curve for found in curves for task, curve in found.items()},
+        curves={task: curve for by_task in curves for task, curve in by_task.items()},
         summary=complete.summary if complete else None,
         record_sha256=complete.contract_sha256 if complete else None,
         statistics_bytes=_statistics_bytes(entries),
         units=_units(run_dir.logs),
         log=_log(run_dir.logs),
     )
-
-
-def tensor_bytes(tensor: TensorDescription) -> int:
-    """Of a tensor as a ledger entry describes it."""
-    return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
 
 
 def _state(owner: Mapping[str, Any] | None, ended: Mapping[str, Any] | None, complete: object) -> str:
@@ -182,12 +172,12 @@ def _state(owner: Mapping[str, Any] | None, ended: Mapping[str, Any] | None, com
 
 
 def _json(storage: Storage, name: str) -> dict[str, Any] | None:
-    """None where there is none, or none that can be read."""
+    """Return the object in a JSON file, or None if the file is missing or damaged."""
     try:
-        found = json.loads(storage.read(name))
+        content = json.loads(storage.read(name))
     except (OSError, StorageError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _layer(key: str) -> int:
@@ -195,13 +185,12 @@ def _layer(key: str) -> int:
 
 
 def _statistics_bytes(entries: Mapping[str, Any]) -> dict[int, int]:
-    """From the shapes in the entries: moments are float64, stored or not."""
-    found: dict[int, int] = {}
+    """Return layer -> bytes of its float64 moments, by the shapes in the entries."""
+    sizes: Counter[int] = Counter()
     for key, entry in entries.items():
         if isinstance(entry, DenseEntry | GradientEntry | StatisticsEntry):
-            size = sum(math.prod(record.shape) for record in entry.statistics.values()) * MOMENT_BYTES
-            found[_layer(key)] = found.get(_layer(key), 0) + size
-    return {layer: size for layer, size in found.items() if size}
+            sizes[_layer(key)] += sum(math.prod(record.shape) for record in entry.statistics.values()) * MOMENT_BYTES
+    return +sizes
 
 
 def _commits(ledger: Storage, keys: Sequence[str]) -> tuple[tuple[float, str], ...]:
@@ -213,12 +202,12 @@ def _commits(ledger: Storage, keys: Sequence[str]) -> tuple[tuple[float, str], .
 
 
 def _units(logs: Storage) -> tuple[Mapping[str, Any], ...]:
-    """Lines that a kill has cut off are left out."""
-    found = []
+    """Read the last unit log, without lines that a kill has cut off."""
+    units = []
     for line in _last_file(logs, f"*{SUFFIX}"):
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return tuple(unit for unit in found if isinstance(unit, dict) and unit.keys() >= OF_A_UNIT)
+            units.append(json.loads(line))
+    return tuple(unit for unit in units if isinstance(unit, dict) and unit.keys() >= UNIT_FIELDS)
 
 
 def _log(logs: Storage) -> tuple[str, ...]:
@@ -228,6 +217,6 @@ def _log(logs: Storage) -> tuple[str, ...]:
 
 
 def _last_file(logs: Storage, pattern: str) -> list[str]:
-    """The lines of the last of the files of a kind."""
+    """Return the lines of the last file that fits a pattern."""
     names = matching(logs, [pattern])
     return logs.read(names[-1]).decode(errors="replace").splitlines() if names else []

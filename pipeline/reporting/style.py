@@ -1,20 +1,12 @@
-"""How a report looks. Colours are variables, so that plots follow the reader's scheme; print is always light."""
+"""The style sheet of the pages. It follows the reader's colour scheme on screen; print is always light."""
 
-# Lines have the ten colours of M. A. Petroff, "Accessible Color Sequences for Data Visualization" (arXiv 2107.02270),
-# which colour-blind readers tell apart; those that would be faint are darker on white and lighter on black.
 LIGHT = """
   --paper: #ffffff; --panel: #f6f7f9; --ink: #1c2128; --muted: #59636e; --grid: #d5dae0;
   --bad: #b3261e; --good: #1a7340;
-  --first: #2b5fd0; --last: #d1542f;
-  --series-1: #3f90da; --series-2: #e76300; --series-3: #832db6; --series-4: #bd1f01; --series-5: #717581;
-  --series-6: #d98c00; --series-7: #3fa6ad; --series-8: #a96b59; --series-9: #8d8440; --series-10: #1c2128;
 """
 DARK = """
   --paper: #10141a; --panel: #191f27; --ink: #e6eaef; --muted: #9aa4b0; --grid: #343c47;
   --bad: #ff8a80; --good: #62d08f;
-  --first: #76a5ff; --last: #ff9a6b;
-  --series-1: #3f90da; --series-2: #e76300; --series-3: #b878e0; --series-4: #f0553c; --series-5: #94a4a2;
-  --series-6: #ffa90e; --series-7: #92dadd; --series-8: #c08a7a; --series-9: #b9ac70; --series-10: #e6eaef;
 """
 STYLE = f"""
 :root {{ color-scheme: light dark; {LIGHT} }}
@@ -43,7 +35,7 @@ dd {{ margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }}
 .plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1.25rem; }}
 figure {{ margin: 0; max-width: 34rem; break-inside: avoid; }}
 figure svg {{ display: block; width: 100%; height: auto; }}
-figure svg text {{ font-family: inherit !important; }}
+figure svg text {{ font-family: inherit !important; fill: var(--ink) !important; }}
 figcaption {{ color: var(--muted); font-size: .82rem; }}
 .wide {{ overflow-x: auto; margin: .75rem 0; }}
 .beside {{ display: flex; flex-wrap: wrap; gap: 0 2.5rem; align-items: start; margin-top: 1rem; }}

@@ -1,4 +1,4 @@
-"""The end of a job as a person reads it: ranks and errors per layer, what is kept, scores, where the time went."""
+"""Print the summary of a finished job: ranks and errors by layer, sizes, scores, and time."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.evaluation.tasks import read_scores, task_lines
 from pipeline.ranks.search import CLOSE, WHOLE
 
-SEEN_LIMIT = 0.1  # of the passages of an evaluation text: what different texts share by themselves is less
-FIGURES = re.compile(r".*error.*|tucker_ranks.*|numbers|predicted.*")  # of a group's report, beside its ranks
+SEEN_LIMIT = 0.1  # share of passages in both texts; unrelated texts share less
+FIGURES = re.compile(r".*error.*|tucker_ranks.*|numbers|predicted.*")  # fields of a group's report in the table
 NOTES = re.compile(r"(fallback|dropped|clipped|jitter|selection_jitter|scaled|dense|repaired).*")
-ROOM = 24  # characters a column of notes needs at least
-MOST_WIDE = 1000  # columns, where a table's own width is asked for
-GAP = 2  # between columns, one of it the table's divider
+NOTES_WIDTH = 24  # least characters of the column of notes
+UNBOUNDED = 1000  # console width at which a table shows its natural width
+GAP = 2  # characters between columns, the table's divider among them
 
 
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
-    """To the terminal, or to another console."""
+    """Print the summary to the terminal, or to another console."""
     console = console or Console()
 
     def say(line: str, style: str | None = None) -> None:
@@ -35,12 +35,8 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     if summary.get("already_finished"):
-        now = (
-            "scored now"
-            if summary.get("scored_now")
-            else "nothing to do (`python -m pipeline.verify` reads every byte)"
-        )
-        say(f"{summary['output']}: finished before; {now}")
+        nothing = "nothing to do (`python -m pipeline.verify` reads every byte)"
+        say(f"{summary['output']}: finished before; {'scored now' if summary.get('scored_now') else nothing}")
     for table in layer_tables(summary["layers"], console.width):
         console.print(table)
         console.print()
@@ -62,29 +58,30 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         say(warning, style="bold red")
 
 
-def held_out_line(found: Mapping[str, Any]) -> str:
-    """How much was lost on text like the calibration text, but not of it."""
+def held_out_line(held_out: Mapping[str, Any]) -> str:
+    """Say the scores on held-out calibration text."""
     return (
-        f"held-out calibration text: perplexity {shown_perplexity(found['perplexity'], found.get('loss'))}, "
-        f"dense {shown_perplexity(found['dense_perplexity'], found.get('dense_loss'))}; "
-        f"divergence {found['divergence']:.3g} nats per token ({found['tokens']:,} tokens)"
+        f"held-out calibration text: perplexity {_perplexity(held_out)}, "
+        f"dense {shown_perplexity(held_out['dense_perplexity'], held_out.get('dense_loss'))}; "
+        f"divergence {held_out['divergence']:.3g} nats per token ({held_out['tokens']:,} tokens)"
     )
 
 
-def seen_warning(seen: float) -> str:
-    """What it means that a model was calibrated on the text that it is scored on."""
-    return f"{seen:.0%} of the evaluation text occurs in the calibration samples, which flatters; score another text"
+def seen_warning(share: float) -> str:
+    """Warn that a share of the evaluation text is also in the calibration samples."""
+    return f"{share:.0%} of the evaluation text occurs in the calibration samples, which flatters; score another text"
 
 
 def score_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each perplexity, the dense model's beside it where it is known; a warning where it flatters."""
-    now, dense = evaluation.get("perplexity"), evaluation.get("dense")
-    if now:
-        yield f"perplexity {_perplexity(now)}{_beside(now, dense) if dense else ''} ({_extent(now)})"
-        if now.get("seen", 0.0) > SEEN_LIMIT:
-            yield f"  {seen_warning(now['seen'])}"
+    """Say the perplexities, with the dense model's if it was scored, and the scores of tasks."""
+    compressed, dense = evaluation.get("perplexity"), evaluation.get("dense")
+    if compressed:
+        ratio = _versus_dense(compressed, dense) if dense else ""
+        yield f"perplexity {_perplexity(compressed)}{ratio} ({_extent(compressed)})"
+        if compressed.get("seen", 0.0) > SEEN_LIMIT:
+            yield f"  {seen_warning(compressed['seen'])}"
     if evaluation.get("tasks"):
-        yield from task_lines({model: read_scores(found) for model, found in evaluation["tasks"].items()})
+        yield from task_lines({model: read_scores(scores) for model, scores in evaluation["tasks"].items()})
     for entry in evaluation.get("earlier", ()):
         yield f"earlier: perplexity {_perplexity(entry)} ({_extent(entry)})"
 
@@ -93,22 +90,21 @@ def _perplexity(score: Mapping[str, Any]) -> str:
     return shown_perplexity(score["perplexity"], score.get("loss"))
 
 
-def _beside(now: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
-    """The dense model's perplexity, and how many times as high this one is, if both are finite."""
-    ratio = float(now["perplexity"]) / float(dense["perplexity"])
+def _versus_dense(compressed: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
+    """Say the dense model's perplexity, and the ratio if both are finite."""
+    ratio = float(compressed["perplexity"]) / float(dense["perplexity"])
     return f", dense {_perplexity(dense)}{f', {ratio:.3f} times' if math.isfinite(ratio) else ''}"
 
 
 def compute_share(seconds: Mapping[str, Any]) -> float:
-    """Share of the workers' busy time inside matrix products and decompositions."""
+    """Return the share of the workers' busy time that they spend in matrix products and decompositions."""
     units = seconds["units"].values()
     busy = sum(spent for _, spent, _ in units)
     return sum(computing for _, _, computing in units) / busy if busy else 0.0
 
 
 def layer_tables(layers: Sequence[Mapping[str, Any]], width: int) -> list[Table]:
-    """A row for each layer, the same figures in each; as many tables as the width asks for. The last one has the notes,
-    if there are any."""
+    """Build tables with a row for each layer, as many as the width needs. Notes, if any, are in the last one."""
     rows = [dict(_figures(entry["groups"])) for entry in layers]
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
     notes = [", ".join(_notes(entry["groups"])) for entry in layers]
@@ -116,10 +112,10 @@ def layer_tables(layers: Sequence[Mapping[str, Any]], width: int) -> list[Table]
     room = width - GAP - len("layer")
     parts: list[list[tuple[str, str]]] = [[]]
     for heading in headings:
-        if parts[-1] and sum(widths[one] for one in parts[-1]) + widths[heading] > room:
+        if parts[-1] and sum(widths[column] for column in parts[-1]) + widths[heading] > room:
             parts.append([])
         parts[-1].append(heading)
-    if any(notes) and parts[-1] and sum(widths[one] for one in parts[-1]) + ROOM > room:
+    if any(notes) and parts[-1] and sum(widths[column] for column in parts[-1]) + NOTES_WIDTH > room:
         parts.append([])
     tables = [_table(["layer", *(f"{group}\n{name}" if name else group for group, name in part)]) for part in parts]
     if any(notes):
@@ -132,7 +128,7 @@ def layer_tables(layers: Sequence[Mapping[str, Any]], width: int) -> list[Table]
 
 
 def _figures(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[str, str], str]]:
-    """(Group, figure) -> as shown."""
+    """Yield ((group, figure), cell) of a layer."""
     for group, report in groups.items():
         for name, rank in report["ranks"].items():
             yield (group, "rank" if name == group else name), f"{rank:,}"
@@ -142,7 +138,7 @@ def _figures(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[st
 
 
 def _notes(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """What is out of the ordinary in a layer."""
+    """Yield the unusual events of a layer's solves."""
     for group, report in groups.items():
         for name, value in sorted(report.items()):
             if NOTES.fullmatch(name) and value:
@@ -150,9 +146,12 @@ def _notes(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _say_counts(counts: Mapping[str, Mapping[str, int]], console: Console, say: Callable[[str], None]) -> None:
-    """As a table, or, where its figures would be cut, as lines."""
-    table = _count_table(counts)
-    if console.measure(table, options=console.options.update(max_width=MOST_WIDE)).maximum <= console.width:
+    """Print a table, or lines if the table is wider than the console."""
+    table = _table(["", "dense", "compressed", "kept"])
+    table.columns[0].justify = "left"
+    for name, pair in counts.items():
+        table.add_row(name.replace("_", " "), f"{pair['dense']:,}", f"{pair['compressed']:,}", f"{_kept(pair):.4f}")
+    if console.measure(table, options=console.options.update(max_width=UNBOUNDED)).maximum <= console.width:
         console.print(table)
     else:
         for name, pair in counts.items():
@@ -165,16 +164,8 @@ def _kept(pair: Mapping[str, int]) -> float:
     return pair["compressed"] / pair["dense"] if pair["dense"] else 1.0
 
 
-def _count_table(counts: Mapping[str, Mapping[str, int]]) -> Table:
-    table = _table(["", "dense", "compressed", "kept"])
-    table.columns[0].justify = "left"
-    for name, pair in counts.items():
-        table.add_row(name.replace("_", " "), f"{pair['dense']:,}", f"{pair['compressed']:,}", f"{_kept(pair):.4f}")
-    return table
-
-
 def _table(headings: Sequence[str]) -> Table:
-    """Columns of numbers: right-aligned, never cut."""
+    """Return an empty table of numbers, right-aligned and never cut."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -183,8 +174,8 @@ def _table(headings: Sequence[str]) -> Table:
 
 def _extent(entry: Mapping[str, Any]) -> str:
     text = entry.get("text", {})
-    named = text.get("dataset") or ", ".join(Path(name).name for name in text.get("files", ()))
-    return f"{f'{named}, ' if named else ''}{entry['tokens']:,} tokens, windows of {entry['window']}"
+    name = text.get("dataset") or ", ".join(Path(file).name for file in text.get("files", ()))
+    return f"{f'{name}, ' if name else ''}{entry['tokens']:,} tokens, windows of {entry['window']}"
 
 
 def _time_line(seconds: Mapping[str, Any]) -> str:

@@ -1,9 +1,10 @@
-"""Tables of a report: what the plots show, as numbers, and what no plot shows."""
+"""Tables of a report."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -21,7 +22,7 @@ PACKAGES = (
     "torch", "ray", "transformers", "safetensors", "zarr", "numpy", DISTRIBUTION, SERVING_DISTRIBUTION,
 )  # fmt: skip
 NARROW_COLUMNS = 3
-SCORES = {  # of an evaluation
+SCORES = {  # field of an evaluation -> heading
     "perplexity": "perplexity",
     "loss": "loss, nats per token",
     "tokens": "tokens scored",
@@ -29,21 +30,21 @@ SCORES = {  # of an evaluation
     "window": "tokens in a window",
     "seen": "share of the text that occurs in the calibration samples",
 }
-UNITS = {  # kind of unit -> in words
+UNITS = {  # kind of unit -> heading
     "windowforward": "forward, scored text",
     "choosegrids": "choose grids of sums",
     "checkgrids": "check grids of sums",
 }
-OF_A_GROUP = ("method", "ranks", "error", "condition", "fallback", "jitter")
+SHOWN_BESIDE = ("method", "ranks", "error", "condition", "fallback", "jitter")  # fields of a group without a note
 
 
 def table(name: str, headers: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1) -> str:
-    """A table whose first `words` columns hold words and the others numbers, set right. Cells are escaped here.
+    """Render a table: the first `words` columns are text, the others right-aligned numbers. Cells are escaped here.
 
-    Where a screen is narrow, a table of more than `NARROW_COLUMNS` shows each row as a list of labelled cells.
+    On a narrow screen, a table of more than `NARROW_COLUMNS` columns shows each row as a list of labelled cells.
     """
-    found = list(rows)
-    if not found:
+    rows = list(rows)
+    if not rows:
         return ""
     stacked = len(headers) > NARROW_COLUMNS
 
@@ -55,35 +56,35 @@ def table(name: str, headers: Sequence[str], rows: Iterable[Sequence[Any]], word
         parts = zip(attributes, cells, strict=True)
         return f"<tr>{''.join(f'<{tag}{attribute}>{escape(str(cell))}</{tag}>' for attribute, cell in parts)}</tr>"
 
-    body = "\n".join(row(cells, "td") for cells in found)
+    body = "\n".join(row(cells, "td") for cells in rows)
     head = f"<thead>{row(headers, 'th')}</thead>"
     shape = " class=stack" if stacked else ""
     return f'<div class=wide><table id="{name}"{shape}>{head}\n<tbody>\n{body}\n</tbody></table></div>'
 
 
 def kept(run: Run) -> str:
-    """The counts of a job that is done."""
+    """Render the dense and compressed sizes of a finished job."""
     counts = (run.summary or {}).get("counts", {})
     rows = [
-        (
-            name.replace("_", " "),
-            f"{pair['dense']:,}",
-            f"{pair['compressed']:,}",
-            f"{pair['compressed'] / pair['dense']:.4f}" if pair["dense"] else "",
-        )
-        for name, pair in counts.items()
+        _compared(name.replace("_", " "), pair["dense"], pair["compressed"], ".4f") for name, pair in counts.items()
     ]
     return table("kept", ("", "dense", "compressed", "kept"), rows)
 
 
+def _compared(name: str, first: int, second: int | None, form: str) -> tuple[str, ...]:
+    """Return the cells of two amounts and of the second over the first."""
+    ratio = f"{second / first:{form}}" if second is not None and first else ""
+    return name, f"{first:,}", "" if second is None else f"{second:,}", ratio
+
+
 def scores(run: Run) -> str:
-    """What was measured on the output, beside the dense model where that was scored, too."""
+    """Render the scores of the output, beside the dense model's if it was scored."""
     evaluation = (run.summary or {}).get("evaluation", {})
-    now, dense = evaluation.get("perplexity") or {}, evaluation.get("dense") or {}
+    compressed, dense = evaluation.get("perplexity") or {}, evaluation.get("dense") or {}
     rows = [
-        (label, *(_score(name, scored.get(name)) for scored in (now, *([dense] if dense else []))))
+        (label, *(_score(name, scores.get(name)) for scores in (compressed, *([dense] if dense else []))))
         for name, label in SCORES.items()
-        if name in now or name in dense
+        if name in compressed or name in dense
     ]
     return table("scores", ("", "compressed", *(["dense"] if dense else [])), rows)
 
@@ -98,12 +99,12 @@ def _score(name: str, value: float | str | None) -> str:
 
 
 def layers(run: Run) -> str:
-    """Every group of every committed layer, and what had to be done for it."""
+    """Render every group of every committed layer: ranks, notes, sizes and errors."""
     rows, methods = [], build_methods(run.manifest)
     for layer, entry in sorted(run.layers.items()):
         stored = run.stored_bytes(layer)
-        for group, entered in entry.groups.items():
-            report = entered.as_json()
+        for group, group_report in entry.groups.items():
+            report = group_report.as_json()
             error, condition = report.get("error"), report.get("condition")
             rows.append(
                 (
@@ -124,19 +125,19 @@ def layers(run: Run) -> str:
 
 
 def predictions(run: Run) -> str:
-    """What each choice is predicted to cost, where ranks follow curves."""
+    """Render the predicted loss of each chosen size, where ranks follow curves."""
     rows = []
     for task, curve in run.curves.items():
-        place = chosen_point(run, task)
-        if place is not None:
+        point = chosen_point(run, task)
+        if point is not None:
             layer, _, group = read_task_key(task)
-            numbers, loss = curve.numbers[place], curve.loss[place]
+            numbers, loss = curve.numbers[point], curve.loss[point]
             rows.append((layer, group, f"{numbers:,}", f"{numbers / curve.numbers[-1]:.4f}", f"{loss:.3e}"))
     return table("predictions", ("layer", "group", "numbers", "kept", "nats per token"), sorted(rows), words=2)
 
 
 def plan_and_measurement(run: Run) -> str:
-    """What `pipeline.plan` says beside what was found; where nothing is measured yet, the plan alone."""
+    """Render the amounts of the plan beside the measured ones, as far as they are measured."""
     summary, plan = run.summary or {}, run.plan
     counts, peaks = summary.get("counts", {}), summary.get("peak_bytes", {})
     pairs = {
@@ -155,58 +156,51 @@ def plan_and_measurement(run: Run) -> str:
         "bytes read": (plan.read_bytes, None),
         "calibration tokens": (plan.calibration_tokens, None),
     }
-    rows = [
-        (
-            name,
-            f"{planned:,}",
-            f"{found:,}" if found is not None else "",
-            f"{found / planned:.3f}" if found and planned else "",
-        )
-        for name, (planned, found) in pairs.items()
-    ]
+    rows = [_compared(name, planned, measured, ".3f") for name, (planned, measured) in pairs.items()]
     return table("plan", ("", "plan", "measured", "measured / plan"), rows)
 
 
 def seconds(run: Run) -> str:
-    """Where the time of the last run went."""
-    found = (run.summary or {}).get("seconds", {})
-    rows = [(SHOWN.get(name, name), f"{spent:,.1f}") for name, spent in found.get("phases", {}).items()]
-    rows += [("total", f"{found['total']:,.1f}")] if "total" in found else []
+    """Render the seconds of the last run by phase."""
+    times = (run.summary or {}).get("seconds", {})
+    rows = [(SHOWN.get(name, name), f"{spent:,.1f}") for name, spent in times.get("phases", {}).items()]
+    rows += [("total", f"{times['total']:,.1f}")] if "total" in times else []
     return table("seconds", ("", "seconds"), rows)
 
 
 def units(run: Run) -> str:
-    """What the workers did."""
-    found = (run.summary or {}).get("seconds", {}).get("units", {})
+    """Render the number and seconds of the workers' units by kind."""
+    kinds = (run.summary or {}).get("seconds", {}).get("units", {})
     rows = [
         (UNITS.get(kind, kind), f"{count:,.0f}", f"{spent:,.1f}", f"{computing / spent:.0%}" if spent else "")
-        for kind, (count, spent, computing) in found.items()
+        for kind, (count, spent, computing) in kinds.items()
     ]
     if rows:
-        busy = sum(spent for _, spent, _ in found.values())
-        share = compute_share({"units": found})
-        rows.append(("all", f"{sum(count for count, _, _ in found.values()):,.0f}", f"{busy:,.1f}", f"{share:.0%}"))
+        count, busy, _ = map(sum, zip(*kinds.values(), strict=True))
+        rows.append(("all", f"{count:,.0f}", f"{busy:,.1f}", f"{compute_share({'units': kinds}):.0%}"))
     return table("units", ("unit", "done", "seconds of workers", "inside products"), rows)
 
 
 def peaks(run: Run) -> str:
-    """Memory of each process."""
-    found = (run.summary or {}).get("peak_bytes", {})
-    rows = [("driver", found["driver"])] if "driver" in found else []
-    rows += sorted(found.get("workers", {}).items())
+    """Render the peak memory of each process."""
+    peak_bytes = (run.summary or {}).get("peak_bytes", {})
+    rows = [("driver", peak_bytes["driver"])] if "driver" in peak_bytes else []
+    rows += sorted(peak_bytes.get("workers", {}).items())
     return table("memory", ("process", "peak MiB"), [(name, f"{size / 2**20:,.0f}") for name, size in rows])
 
 
 def versions(run: Run) -> str:
-    """Of the job, and of what reads it now."""
+    """Render the versions of the job's code and of the packages that this report is made with."""
     rows = [("code of the job", run.fingerprint["code"]), ("dtype", run.fingerprint["dtype"])]
     rows += [("device", run.fingerprint["device"]), ("Python of this report", platform.python_version())]
-    rows += [(f"{name} of this report", found) for name in PACKAGES if (found := _version(name))]
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            rows.append((f"{name} of this report", version(name)))
     return table("versions", ("", ""), rows, words=2)
 
 
 def digests(run: Run) -> str:
-    """sha256 of what was read and of what was written."""
+    """Render the sha256 of the source's files, the written layers, the record and the calibration tokens."""
     rows = [
         ("source", name, f"{file['size']:,}", file["sha256"])
         for name, file in sorted(run.fingerprint["source"].items())
@@ -222,24 +216,17 @@ def digests(run: Run) -> str:
 
 
 def number(value: float) -> str:
-    """As a person reads it: whole numbers whole, others to six digits."""
+    """Format a number: integers whole, others to six digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 def _notes(report: Mapping[str, Any]) -> str:
-    """Fallbacks first, then whatever else a method reports."""
-    told = ["fallback"] if report.get("fallback") else []
-    told += [f"jitter {report['jitter']:.3g}"] if report.get("jitter") else []
-    told += [
+    """Say fallbacks first, then the other figures that a method reports."""
+    notes = ["fallback"] if report.get("fallback") else []
+    notes += [f"jitter {report['jitter']:.3g}"] if report.get("jitter") else []
+    notes += [
         f"{name.replace('_', ' ')} {number(value) if isinstance(value, (int, float)) else value}"
         for name, value in report.items()
-        if name not in OF_A_GROUP and not name.endswith("spectrum") and value not in (0, False, None)
+        if name not in SHOWN_BESIDE and not name.endswith("spectrum") and value not in (0, False, None)
     ]
-    return ", ".join(told)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return ", ".join(notes)

@@ -1,4 +1,4 @@
-"""What each worker did when, a line of JSON for each unit beside the log: `report` draws it, programs may read it."""
+"""A file beside the log with a JSON line for each finished unit. `report` draws it; other programs may read it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from manifests.errors import StorageError
+from manifests.errors import StorageError, reason
 from stores.storage import Place, open_storage
 
 LOG = logging.getLogger("lamina")
@@ -18,24 +18,23 @@ SUFFIX = ".units.jsonl"
 
 
 class Traced(Protocol):
-    """A pool that tells of every unit that is done: `unit`, `kind`, `layer`, `shard`, `worker`, `ended` (Unix time by
-    the driver's clock), `seconds`, `compute_seconds`, `peak_bytes`, `tokens`, `error`."""
+    """A pool that calls `trace` with every finished unit: `unit`, `kind`, `layer`, `shard`, `worker`, `ended` (Unix
+    time by the driver's clock), `seconds`, `compute_seconds`, `peak_bytes`, `tokens`, `error`."""
 
     trace: Callable[[dict[str, Any]], None]
 
 
 @contextmanager
 def units_logged(pool: Traced, logs: Place, run: str) -> Iterator[None]:
-    """Within it, a file of its own in `logs` takes a line for each unit. What cannot be written ends no job.
+    """Log every unit of the block to a new file in `logs`. A failed write is a warning and ends the logging.
 
-    `run`: what the job is called there.
+    `run`: the name of the job in each line.
     """
     storage, name = open_storage(logs), f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{SUFFIX}"
-    path = storage.at(name)
     try:
         file = storage.appender(name)
     except OSError as error:
-        LOG.warning("units are not logged: %s: %s", path, error.strerror)
+        LOG.warning("units are not logged: %s: %s", storage.at(name), error.strerror)
         yield
         return
 
@@ -43,18 +42,17 @@ def units_logged(pool: Traced, logs: Place, run: str) -> Iterator[None]:
         try:
             file.write(json.dumps({"run": run, **line}) + "\n")
         except (OSError, StorageError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            LOG.warning("units are not logged any more: %s: %s", path, reason)
-            pool.trace = _nothing
+            LOG.warning("units are not logged any more: %s: %s", storage.at(name), reason(error))
+            pool.trace = _ignore
 
     pool.trace = write
     try:
         yield
     finally:
-        pool.trace = _nothing
-        with suppress(OSError, StorageError):  # what was left in the buffer
+        pool.trace = _ignore
+        with suppress(OSError, StorageError):  # from the last buffered lines
             file.close()
 
 
-def _nothing(_: dict[str, Any]) -> None:
-    """Takes what nobody keeps."""
+def _ignore(_: dict[str, Any]) -> None:
+    pass

@@ -1,4 +1,4 @@
-"""Plots of a sweep: what is lost against what is stored; points that no other one beats are ringed."""
+"""Plots of a sweep: loss against size, with a ring around the points of the Pareto front."""
 
 from __future__ import annotations
 
@@ -10,95 +10,80 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
 from manifests.records import INFINITY
-from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, MUTED, SERIES, Plot, draw, legend_below
+from pipeline.reporting.drawing import DASHES, GRID, INK, MARKERS, SERIES, Plot, draw, legend_below
 from pipeline.sweeping.front import TOLERANCE, Point, front
 
 SIZES = {"bytes": "bytes of the checkpoint", "cache": "bytes of the cache per token"}
 LOSSES = {"perplexity": "perplexity", "loss_over_dense": "loss over dense, nats per token", "divergence": "divergence"}
-TALL_INCHES, ROW_INCHES = 2.8, 0.2  # of the axes, and of each row of the legend
+AXES_INCHES, LEGEND_ROW_INCHES = 2.8, 0.2  # heights
 RING = f"no better point up to {TOLERANCE:.0%} larger"
-STEEP = 4.0  # the largest over the smallest, from which on an axis is logarithmic
+STEEP = 4.0  # largest over smallest loss from which the axis is logarithmic
 
 
-def sweep_plots(found: Mapping[str, Any]) -> dict[str, Plot]:
-    """`LOSS-SIZE` -> plot, of each loss that was measured and each size that the points differ in."""
+def sweep_plots(results: Mapping[str, Any]) -> dict[str, Plot]:
+    """Draw `LOSS-SIZE` -> plot, for each measured loss and each size in which the points differ."""
     return {
-        f"{loss}-{size}": _plot(found, size, loss)
+        f"{loss}-{size}": _plot(results, size, loss)
         for loss in LOSSES
         for size in SIZES
-        if len({row[f"{size}_kept"] for row in _measured(found, loss)}) > 1
+        if len({row[f"{size}_kept"] for row in results["points"] if _is_finite(row[loss])}) > 1
     }
 
 
-def series_of(found: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """The points that are drawn as one line: alike but for their size."""
-    lines: dict[str, list[Mapping[str, Any]]] = {}
-    for row in found["points"]:
-        lines.setdefault(series_name(row), []).append(row)
-    return lines
-
-
 def series_name(row: Mapping[str, Any]) -> str:
-    """Returns the name of the line that a point is drawn in."""
+    """Return the name of the line that a point is drawn in: its points differ in size alone."""
     return "-".join(part for part in (row["series"], row["rounding"]) if part)
 
 
-def _measured(found: Mapping[str, Any], loss: str) -> list[Mapping[str, Any]]:
-    """Those that a plot has room for: not where perplexity is infinite."""
-    return [row for row in found["points"] if _has(row, loss)]
+def _is_finite(loss: float | str | None) -> bool:
+    return loss is not None and math.isfinite(float(loss))
 
 
-def _has(row: Mapping[str, Any], loss: str) -> bool:
-    return row[loss] is not None and math.isfinite(float(row[loss]))
-
-
-def _plot(found: Mapping[str, Any], size: str, loss: str) -> Plot:
-    rows = _measured(found, loss)
-    dense = found["dense"]["perplexity"] if found["dense"] and loss == "perplexity" else None
+def _plot(results: Mapping[str, Any], size: str, loss: str) -> Plot:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in results["points"]:
+        line = lines.setdefault(series_name(row), [])
+        if _is_finite(row[loss]):
+            line.append((row[f"{size}_kept"], row[loss]))
+    dense = results["dense"]["perplexity"] if results["dense"] and loss == "perplexity" else None
     dense = None if dense == INFINITY else dense
 
     def plot(axes: Axes) -> None:
-        for place, (name, line) in enumerate(series_of(found).items()):
-            points = sorted((row[f"{size}_kept"], row[loss]) for row in line if _has(row, loss))
-            _line(axes, place, name, points)
-        measured = [Point(row[f"{size}_kept"], row[loss], series_name(row)) for row in rows]
+        for place, (name, points) in enumerate(lines.items()):
+            colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
+            dash = DASHES[place // len(SERIES) % len(DASHES)]
+            axes.plot(*_columns(sorted(points)), color=colour, marker=marker, linestyle=dash, label=name)
+        measured = [Point(*point, name) for name, points in lines.items() for point in points]
         best = sorted(measured[place][:2] for place in front(measured))
         ring: dict[str, Any] = {"marker": "o", "markersize": 9.0, "fillstyle": "none", "color": INK}
         axes.plot(*_columns(best), linestyle="none", label=RING, **ring)
         if dense is not None:
-            axes.axhline(dense, color=MUTED, linewidth=1.0, linestyle=(0, (1, 2)))
-            axes.annotate(
-                "dense", (0.01, dense), xycoords=("axes fraction", "data"), color=MUTED, ha="left", va="bottom"
-            )
-        _scale(axes, [row[loss] for row in rows] + ([dense] if dense is not None else []))
+            axes.axhline(dense, color=INK, linewidth=1.0, linestyle=(0, (1, 2)))
+            at = ("axes fraction", "data")
+            axes.annotate("dense", (0.01, dense), xycoords=at, color=INK, ha="left", va="bottom")
+        _scale(axes, [point.loss for point in measured] + ([dense] if dense is not None else []))
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_xlabel(f"{SIZES[size]}, share of the dense model's")
         axes.set_ylabel(LOSSES[loss])
         legend_below(axes, 2)
 
-    told = (
+    caption = (
         f"{LOSSES[loss].capitalize()} by {SIZES[size]}. Ringed: no other point is as small and loses as little, nor "
         f"does one of another curve with {TOLERANCE:.0%} of the dense model's bytes more lose less."
     )
-    rows_below = math.ceil((len(series_of(found)) + 1) / 2)
-    return Plot(size, draw(f"{loss}-{size}", plot, TALL_INCHES + ROW_INCHES * rows_below), told)
+    legend_rows = math.ceil((len(lines) + 1) / 2)
+    return draw(size, f"{loss}-{size}", caption, plot, AXES_INCHES + LEGEND_ROW_INCHES * legend_rows)
 
 
-def _line(axes: Axes, place: int, name: str, points: Sequence[tuple[float, float]]) -> None:
-    colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
-    dash = DASHES[place // len(SERIES) % len(DASHES)]
-    axes.plot(*_columns(points), color=colour, marker=marker, linestyle=dash, label=name)
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """x and y; of no points, too."""
+def _columns(points: Sequence[tuple[float, ...]]) -> tuple[list[float], list[float]]:
+    """Return the x and the y values, which may be none."""
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _scale(axes: Axes, values: Sequence[float]) -> None:
-    """Logarithmic where the values ask for it: one bad point hides the others else."""
-    least = min(values)
-    if least <= 0 or max(values) < STEEP * least:
+def _scale(axes: Axes, losses: Sequence[float]) -> None:
+    """Make the y axis logarithmic if one large loss would flatten the others."""
+    least = min(losses)
+    if least <= 0 or max(losses) < STEEP * least:
         return
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

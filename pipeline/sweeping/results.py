@@ -1,4 +1,4 @@
-"""What came of a sweep: a row for each point, as a table, CSV and JSON; which points no other one beats."""
+"""The results of a sweep as JSON, CSV, HTML and a table in the terminal: a row for each point."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.driver.ledger_keys import RANKS, RESULT
 from pipeline.evaluation.losses import WARNED_NATS, damage_warnings, json_perplexity
 from pipeline.job.output_scores import dense_score_key
 from pipeline.sweeping.front import Point, front
-from pipeline.sweeping.plots import series_name
+from pipeline.sweeping.plots import SIZES, series_name
 from pipeline.sweeping.points import SweptPoint
 from pipeline.sweeping.sweep_context import SweepContext
 from pipeline.sweeping.sweep_page import render_sweep
@@ -32,7 +32,7 @@ MEASURED = {  # heading -> field and form
     "predicted": ("predicted_loss", ".3g"),
     "seconds": ("seconds", ".1f"),
 }
-DROPPED = ("seconds", "predicted", "numbers", "best by")  # where the terminal is narrow, in this order; the CSV has all
+DROPPED = ("seconds", "predicted", "numbers", "best by")  # columns that a narrow terminal lacks, in this order
 GAP = 2
 COLUMNS = (
     "point", "series", "methods", "rounding", "numbers_kept", "bytes", "bytes_kept", "cache_bytes_per_token",
@@ -41,16 +41,16 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def results(sweep: SweepContext) -> dict[str, Any]:
-    """All that is entered, as JSON: `dense`, the text, and `points` in the order of the sweep."""
+def sweep_results(sweep: SweepContext) -> dict[str, Any]:
+    """Return all committed results as JSON: `dense`, and `points` in the order of the sweep."""
     job = sweep.job
     scored = next((job.ledger.get(key) for key in dense_score_key(job)), None)
     dense = scored.as_json() if scored else None
     rows = [row for point in sweep.points if (row := _row(sweep, point, dense)) is not None]
-    for kept in ("bytes", "cache"):
-        best = front([Point(row[f"{kept}_kept"], _lost(row), series_name(row)) for row in rows])
+    for size in SIZES:
+        best = front([Point(row[f"{size}_kept"], _loss(row), series_name(row)) for row in rows])
         for place, row in enumerate(rows):
-            row[f"best_by_{kept}"] = place in best
+            row[f"best_by_{size}"] = place in best
     return {
         "version": RESULTS_VERSION,
         "code_version": VERSION,
@@ -64,41 +64,38 @@ def results(sweep: SweepContext) -> dict[str, Any]:
 
 
 def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line that names the points that lose too much, if any do."""
+    """Return a warning that names the damaged points, if there are any."""
     damaged = [row["point"] for row in rows if row["damaged"]]
-    said = (
+    warning = (
         f"WARNING: {len(damaged)} of {len(rows)} points are badly damaged, their loss more than {WARNED_NATS:g} nats "
         f"per token above the dense model's: {', '.join(damaged)}"
     )
-    return [said] if damaged else []
+    return [warning] if damaged else []
 
 
-def as_csv(found: Mapping[str, Any]) -> str:
-    """A line for each point, under the names of COLUMNS; nothing where nothing was measured."""
+def as_csv(results: Mapping[str, Any]) -> str:
+    """Return a line for each point with the columns COLUMNS. A figure that was not measured is empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows({**row, "methods": "+".join(row["methods"])} for row in found["points"])
+    writer.writerows({**row, "methods": "+".join(row["methods"])} for row in results["points"])
     return text.getvalue()
 
 
-def write_results(run_dir: Storage, found: Mapping[str, Any]) -> None:
-    """sweep.json, sweep.csv and sweep.html. Raises StorageError."""
-    contents = (json.dumps(found, indent=2) + "\n", as_csv(found), render_sweep(found))
+def write_results(run_dir: Storage, results: Mapping[str, Any]) -> None:
+    """Write sweep.json, sweep.csv and sweep.html. Raises StorageError."""
+    contents = (json.dumps(results, indent=2) + "\n", as_csv(results), render_sweep(results))
     for name, content in zip(RESULTS, contents, strict=True):
         run_dir.replace(name, content.encode())
 
 
-def print_results(found: Mapping[str, Any], console: Console | None = None) -> None:
-    """A row for each point, to the terminal or to another console: what was measured, as far as the width allows."""
-    console = console or Console()
-    columns = _columns(found)
+def print_results(results: Mapping[str, Any], console: Console) -> None:
+    """Print a row for each point, with as many of the measured columns as fit the width."""
+    columns = _columns(results)
     room = console.width - max(len(cell) for cell in columns["point"])
-    while sum(_width(*column) for column in columns.items()) - _width("point", columns["point"]) > room:
-        dropped = next((name for name in DROPPED if name in columns), None)
-        if dropped is None:
-            break
-        del columns[dropped]
+    for dropped in DROPPED:
+        if sum(_width(*column) for column in columns.items()) - _width("point", columns["point"]) > room:
+            columns.pop(dropped, None)
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
         words = name in ("point", "best by")
@@ -106,13 +103,13 @@ def print_results(found: Mapping[str, Any], console: Console | None = None) -> N
     for row in zip(*columns.values(), strict=True):
         shown.add_row(*row)
     console.print(shown)
-    for warning in found["warnings"]:
+    for warning in results["warnings"]:
         console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
 
 
-def _columns(found: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Heading -> cells, the dense model's first; none that is empty."""
-    dense, rows = found["dense"], found["points"]
+def _columns(results: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return heading -> cells of the columns that are not empty; the dense model's cell is the first."""
+    dense, rows = results["dense"], results["points"]
     columns = {"point": ["dense", *(row["point"] for row in rows)]}
     for name in SHARES:
         columns[name] = ["1", *(f"{row[f'{name}_kept']:.4f}" for row in rows)]
@@ -120,8 +117,7 @@ def _columns(found: Mapping[str, Any]) -> dict[str, list[str]]:
     columns["perplexity"] += [_short(row["perplexity"], ".4f") for row in rows]
     for heading, (name, form) in MEASURED.items():
         columns[heading] = ["", *(_short(row[name], form) for row in rows)]
-    best = [", ".join(kept for kept in ("bytes", "cache") if row[f"best_by_{kept}"]) for row in rows]
-    columns["best by"] = ["", *best]
+    columns["best by"] = ["", *(", ".join(size for size in SIZES if row[f"best_by_{size}"]) for row in rows)]
     return {name: cells for name, cells in columns.items() if any(cells)}
 
 
@@ -130,7 +126,7 @@ def _width(heading: str, cells: Sequence[str]) -> int:
 
 
 def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """None where the point is still to be done."""
+    """Return the results of a point, or None if it has none yet."""
     ledger, manifest = point.ledger(sweep.job.ledger), point.point.manifest
     entry, ranks = ledger.get(RESULT), ledger.get(RANKS)
     if entry is None or entry.text != sweep.text:
@@ -162,8 +158,8 @@ def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None
     }
 
 
-def _lost(row: Mapping[str, Any]) -> float:
-    """What points are compared by: the loss on the evaluation text, or else the divergence on held-out text."""
+def _loss(row: Mapping[str, Any]) -> float:
+    """Return the loss on the evaluation text, or else the divergence on held-out text."""
     return float(row["divergence"] if row["loss"] is None else row["loss"])
 
 

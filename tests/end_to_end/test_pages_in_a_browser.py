@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.sweeping.sweep_page import render_sweep
 from stores.ledger import Ledger
+from tests.contrast import contrast
 from tests.end_to_end.jobs import Job, command
 from tests.sweeping.test_results import results
 
@@ -137,15 +137,3 @@ def test_pages_are_readable(pages: dict[str, str], tmp_path: Path) -> None:
                 assert (seen["hidden"], seen["scrolled"]) == (0, []), where
     assert len(schemes["light"]["done 360"]["plots"]) > len(schemes["light"]["killed 360"]["plots"]) > 3
     assert schemes["light"]["done 360"]["hidden"] > 0, "digests are folded until they are asked for"
-
-
-def contrast(one: str, other: str) -> float:
-    """Of two colours `rgb(R, G, B)`: 1 to 21, as WCAG 2 counts it."""
-
-    def luminance(colour: str) -> float:
-        shares = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shares)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)

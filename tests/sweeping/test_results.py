@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import io
 import random
-import re
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from pipeline.reporting.drawing import MARKERS, SERIES
-from pipeline.reporting.style import DARK, LIGHT
+from pipeline.reporting.drawing import INK, MARKERS, SERIES
 from pipeline.sweeping.front import Point, front
 from pipeline.sweeping.plots import RING, sweep_plots
 from pipeline.sweeping.results import as_csv, print_results
-from pipeline.sweeping.sweep_page import render_sweep, standalone
+from pipeline.sweeping.sweep_page import render_sweep
+from tests.contrast import contrast
 
 
 def row(point: str, kept: float, perplexity: float, **other: Any) -> dict[str, Any]:
@@ -82,13 +81,17 @@ def test_a_curve_that_wins_for_a_hair_s_breadth_more_bytes_takes_the_ring() -> N
 def test_each_line_has_a_colour_and_a_marker_of_its_own() -> None:
     """Ten methods and baselines; the legend says what a ring is, and its tolerance."""
     svg = sweep_plots(results(8))["perplexity-bytes"].svg
-    assert len(set(re.findall(r"stroke: var\(--series-\d+\)", svg))) == 8
+    assert sum(f"stroke: {colour}" in svg for colour in SERIES) == 8
     assert RING in svg
     assert "1%" in RING
     assert len(set(SERIES)) == len(set(MARKERS)) == len(SERIES) == 10
-    for scheme in (LIGHT, DARK):
-        colours = dict(re.findall(r"--series-(\d+): (#\w{6})", scheme))
-        assert len(colours) == len(set(colours.values())) == len(SERIES)
+
+
+@pytest.mark.parametrize("paper", ["#ffffff", "#10141a", "#000000"])
+def test_a_plot_can_be_read_on_light_and_on_dark_paper(paper: str) -> None:
+    """Its lines as WCAG 2 asks it of graphics; its text, which pages colour, as of large text."""
+    assert min(contrast(colour, paper) for colour in SERIES) > 3
+    assert contrast(INK, paper) > 4
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -121,11 +124,11 @@ def test_plots_of_what_was_measured() -> None:
 
 def test_a_plot_is_a_file_of_its_own() -> None:
     (plot, *_) = sweep_plots(results()).values()
-    root = ElementTree.fromstring(standalone(plot))
+    root = ElementTree.fromstring(plot.svg)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert root.get("viewBox")
+    assert root.findtext("{http://www.w3.org/2000/svg}title") == plot.caption
     text = "".join(root.itertext())
-    assert "prefers-color-scheme" in text
     assert "perplexity" in text
     assert "method-a" in text
 
