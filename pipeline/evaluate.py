@@ -23,7 +23,7 @@ from pipeline.console.arguments import add_address, add_in_process, check_in_pro
 from pipeline.console.paths import prepare_folder
 from pipeline.console.wrapping import say
 from pipeline.evaluation.losses import shown_perplexity
-from pipeline.evaluation.tasks import score_tasks, task_lines
+from pipeline.evaluation.task_scores import score_tasks, task_lines
 from pipeline.inputs.task_names import check_tasks
 
 DTYPES = ("bfloat16", "float16", "float32", "stored")

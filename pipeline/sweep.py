@@ -56,8 +56,8 @@ def run_sweep(
         check_in_process(address, sweep.workers.max)
     with quick_imports():
         from pipeline.job import stages  # slow imports, only after the arguments are checked
+        from pipeline.sweeping.point_solving import solve_points
         from pipeline.sweeping.results import sweep_results, write_results
-        from pipeline.sweeping.solving import solve_points
         from pipeline.sweeping.sweep_context import open_sweep
 
     with open_sweep(sweep, points, fresh=fresh, stop=stop, quiet=False, in_process=in_process) as opened:

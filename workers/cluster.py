@@ -34,7 +34,7 @@ from ray.job_config import JobConfig
 
 from manifests.errors import InputError, Interrupted, StorageError, WorkerError
 from manifests.schema import Workers
-from pipeline.cost_model.probe import LayerShape, mean_rates, measured_rates
+from pipeline.cost_model.probe import ProbedShape, mean_rates, measured_rates
 from pipeline.cost_model.rates import Rates
 from stores.storage import open_storage
 from workers.hardware import machine_cores, thread_fault
@@ -268,7 +268,7 @@ def _bare_node() -> Iterator[None]:
         ray_node.Node = usual  # type: ignore[misc]
 
 
-def probe_workers(workers: Workers, dtype: torch.dtype, shape: LayerShape) -> Rates:
+def probe_workers(workers: Workers, dtype: torch.dtype, shape: ProbedShape) -> Rates:
     """What one of these workers does in a second while the others work, too: measured where Ray places them.
 
     All that the cluster has room for are measured at a time, `PROBED` at most; the mean of them is returned.

@@ -20,7 +20,7 @@ from pipeline.checkpoint.compression_record import (
 )
 from pipeline.checkpoint.listing import CARD_FILE
 from pipeline.driver.ledger_keys import COMPLETE
-from pipeline.evaluation.tasks import read_scores
+from pipeline.evaluation.task_scores import read_scores
 from stores.hub_upload import upload_model
 from stores.run_directory import existing_run
 from stores.source import INDEX_FILE, is_hub_id

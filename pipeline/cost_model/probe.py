@@ -40,8 +40,8 @@ HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """Of the layers that a job goes through. `features`: of all query heads; `read_features`: of keys, or of values."""
+class ProbedShape:
+    """The sizes of the layers whose speed is measured. `features`: of all query heads; `read_features`: of keys, or values."""
 
     hidden: int = 1024
     intermediate: int = 2816
@@ -50,7 +50,7 @@ class LayerShape:
     read_features: int = 1024
 
     @classmethod
-    def of(cls, geometry: Geometry, manifest: Manifest) -> LayerShape:
+    def of(cls, geometry: Geometry, manifest: Manifest) -> ProbedShape:
         """Of a model, with the samples of a job."""
         widest = max(geometry.layers, key=lambda layer: layer.intermediate)
         calibration = manifest.calibration
@@ -58,12 +58,12 @@ class LayerShape:
         features, read = (heads * widest.head_dim for heads in (widest.heads, widest.kv_heads))
         return cls(geometry.hidden, widest.intermediate, sequence, features, read)
 
-    def at_most(self, hidden: int, length: int) -> LayerShape:
+    def at_most(self, hidden: int, length: int) -> ProbedShape:
         """Narrowed as a whole, in heads of 64, and on shorter samples."""
         share = min(1.0, hidden / self.hidden)
         narrowed, read = (max(1, int(share * size) // HEAD_DIM) for size in (self.hidden, self.read_features))
         each = max(1, round(int(share * self.features) / HEAD_DIM / read))  # query heads of a key's
-        return LayerShape(
+        return ProbedShape(
             narrowed * HEAD_DIM,
             max(1, int(share * self.intermediate)),
             min(self.sequence, length),
@@ -77,7 +77,7 @@ def measured_rates(
     dtype: torch.dtype,
     threads: int,
     workers_per_node: int = 1,
-    shape: LayerShape | None = None,
+    shape: ProbedShape | None = None,
 ) -> Rates:
     """Of this process, a fraction of a second for each rate. Network and disk are assumed.
 
@@ -87,7 +87,7 @@ def measured_rates(
     before = torch.get_num_threads()
     torch.set_num_threads(threads if device.type == "cpu" else before)
     try:
-        return _measured(device, dtype, workers_per_node, shape or LayerShape())
+        return _measured(device, dtype, workers_per_node, shape or ProbedShape())
     finally:
         torch.set_num_threads(before)
 
@@ -100,7 +100,7 @@ def mean_rates(found: Sequence[Rates]) -> Rates:
     })  # fmt: skip
 
 
-def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, shape: LayerShape) -> Rates:
+def _measured(device: torch.device, dtype: torch.dtype, workers_per_node: int, shape: ProbedShape) -> Rates:
     kind, size = device.type, DOUBLE_SIZE[device.type]
     narrowed = shape.at_most(LARGEST_HIDDEN[kind], LONGEST[kind])
     layer = _Layer(device, dtype, narrowed)
@@ -157,7 +157,7 @@ def _solved(positive_nn: Tensor, right_nn: Tensor) -> Tensor:
     return solved_nn
 
 
-def _moment_rate(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> float:
+def _moment_rate(device: torch.device, dtype: torch.dtype, shape: ProbedShape) -> float:
     """Operations a second of Xᵀ X in float32, of numbers of the checkpoint's dtype where a GPU's matrix units add them
     so."""
     tokens = MOMENT_TOKENS[device.type]
@@ -174,7 +174,7 @@ def _moment_rate(device: torch.device, dtype: torch.dtype, shape: LayerShape) ->
 class _Layer:
     """A gated layer with norms, rotations and checks, on random numbers."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, shape: LayerShape) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, shape: ProbedShape) -> None:
         self.device, self.dtype, self.shape, self.samples = device, dtype, shape, SAMPLES[device.type]
         hidden, inner, length = shape.hidden, shape.intermediate, shape.sequence
         self.query, self.out, self.gate, self.up, self.down = (

@@ -10,7 +10,7 @@ import torch
 from manifests.entries import ScheduleEntry
 from pipeline.cost_model.passes import pass_of
 from pipeline.cost_model.phases import layers_per_commit
-from pipeline.cost_model.probe import LayerShape, measured_rates
+from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import GPUS, Rates
 from pipeline.cost_model.work import layer_work
 from pipeline.driver.ledger_keys import SCHEDULE
@@ -41,7 +41,7 @@ def _rates(job: JobContext, device: str) -> Rates:
     """Of the workers' GPU by its name, or of this machine's CPU, measured."""
     workers = job.manifest.workers
     if not workers.gpus:
-        shape = LayerShape.of(job.inputs.geometry, job.manifest)
+        shape = ProbedShape.of(job.inputs.geometry, job.manifest)
         return measured_rates(torch.device("cpu"), job.inputs.dtype, workers.cpus, workers.max, shape)
     if device in GPUS:
         return GPUS[device]

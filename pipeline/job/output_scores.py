@@ -20,7 +20,7 @@ from pipeline.console.signals import catch_signals
 from pipeline.driver.ledger_keys import COMPLETE, score_key, task_score_key
 from pipeline.evaluation.losses import damage_warnings, shown_perplexity
 from pipeline.evaluation.perplexity import score_tokens, sweep_scratch
-from pipeline.evaluation.tasks import score_tasks, tasks_digest
+from pipeline.evaluation.task_scores import score_tasks, tasks_digest
 from pipeline.inputs.calibration import seen_share, tokens_digest
 from pipeline.job.context import JobContext
 from pipeline.reporting.summary import SEEN_LIMIT, seen_warning

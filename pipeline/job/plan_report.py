@@ -27,7 +27,7 @@ from pipeline.cost_model.phases import (
     object_store_bytes,
     phase_seconds,
 )
-from pipeline.cost_model.probe import LayerShape, measured_rates
+from pipeline.cost_model.probe import ProbedShape, measured_rates
 from pipeline.cost_model.rates import Rates, rates_of
 from pipeline.cost_model.work import LayerWork, layer_work, scoring_flops
 from pipeline.families.family import Geometry
@@ -146,7 +146,7 @@ def _of_config(path: Path) -> tuple[Geometry, torch.dtype]:
 
 def asked_rates(manifest: Manifest, geometry: Geometry, dtype: torch.dtype, asked: Asked) -> Rates:
     """From where they are asked for. Raises InputError."""
-    workers, shape = manifest.workers, LayerShape.of(geometry, manifest)
+    workers, shape = manifest.workers, ProbedShape.of(geometry, manifest)
     if asked.gpu is not None:
         try:
             return rates_of(asked.gpu)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from pipeline.console.wrapping import wrapped
 from pipeline.evaluation.losses import damage_warnings, shown_perplexity
-from pipeline.evaluation.tasks import read_scores, task_lines
+from pipeline.evaluation.task_scores import read_scores, task_lines
 from pipeline.ranks.search import CLOSE, WHOLE
 
 SEEN_LIMIT = 0.1  # share of passages in both texts; unrelated texts share less

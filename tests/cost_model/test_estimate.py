@@ -16,7 +16,7 @@ from pipeline.console.amounts import duration
 from pipeline.cost_model import probe, work
 from pipeline.cost_model.estimate import PROCESS_BYTES, Plan, _solve_bytes, make_plan, moment_bytes, rank_remarks
 from pipeline.cost_model.phases import WORKERS_SECONDS, Pass, phase_seconds, solve_seconds
-from pipeline.cost_model.probe import LayerShape, mean_rates, measured_rates
+from pipeline.cost_model.probe import ProbedShape, mean_rates, measured_rates
 from pipeline.cost_model.rates import NOMINAL_CPU, rates_of
 from pipeline.cost_model.rounding_work import round_seconds
 from pipeline.cost_model.solve_work import SolveWork, point_features
@@ -488,7 +488,7 @@ def test_fewer_tokens_than_a_moment_has_columns(method: str, samples: int, said:
 
 def test_rates_are_measured_on_this_machine() -> None:
     """What is assumed is as it stands."""
-    found = measured_rates(torch.device("cpu"), torch.float32, 1, 3, LayerShape(300, 200, 64, 256, 128))
+    found = measured_rates(torch.device("cpu"), torch.float32, 1, 3, ProbedShape(300, 200, 64, 256, 128))
     measured = (
         found.products,
         found.backward,
@@ -507,10 +507,10 @@ def test_rates_are_measured_on_this_machine() -> None:
 
 def test_what_is_measured_is_a_layer_of_the_job_s_shape_or_a_narrower_one() -> None:
     asked = manifest(calibration=calibration(sequence_length=40))
-    assert LayerShape.of(llama(), asked) == LayerShape(48, 80, 40, 64, 32)
-    assert LayerShape(8192, 28672, 4096, 8192, 1024).at_most(2048, 512) == LayerShape(2048, 7168, 512, 2048, 256)
-    assert LayerShape(1000, 10, 7, 1000, 200).at_most(2048, 512) == LayerShape(960, 10, 7, 960, 192)
-    assert LayerShape(8, 10, 7, 8, 8).at_most(2048, 512) == LayerShape(64, 10, 7, 64, 64)
+    assert ProbedShape.of(llama(), asked) == ProbedShape(48, 80, 40, 64, 32)
+    assert ProbedShape(8192, 28672, 4096, 8192, 1024).at_most(2048, 512) == ProbedShape(2048, 7168, 512, 2048, 256)
+    assert ProbedShape(1000, 10, 7, 1000, 200).at_most(2048, 512) == ProbedShape(960, 10, 7, 960, 192)
+    assert ProbedShape(8, 10, 7, 8, 8).at_most(2048, 512) == ProbedShape(64, 10, 7, 64, 64)
 
 
 def test_sums_are_counted_as_they_are_added() -> None:

@@ -142,7 +142,7 @@ def test_killed_after_a_score_was_entered(tmp_path: Path, job: MakeJob) -> None:
 
 @pytest.mark.usefixtures("inline")
 def test_tasks_of_both_models_are_scored_once(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval itself is in tests/evaluation/test_tasks.py; here, what a job asks it, keeps and says."""
+    """lm-eval itself is in tests/evaluation/test_task_scores.py; here, what a job asks it, keeps and says."""
     asked_for: list[str] = []
 
     def score(model: str, tasks: tuple[str, ...], field: str, **options: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ray._private import worker as ray_worker
 
 from manifests.errors import InputError, Interrupted, WorkerError
 from manifests.schema import Workers
-from pipeline.cost_model.probe import LayerShape
+from pipeline.cost_model.probe import ProbedShape
 from pipeline.cost_model.rates import NOMINAL_CPU, Rates
 from stores.disk import Disk
 from workers import cluster
@@ -327,10 +327,10 @@ def test_as_many_workers_are_probed_as_there_is_room_for(
     free: dict[str, float], probes: int, on_one: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share their nodes, and what is found is their mean."""
-    fake, shape = Probed(**free), LayerShape(64, 64, 16)
+    fake, shape = Probed(**free), ProbedShape(64, 64, 16)
     speeds = iter(range(1, 10))
 
-    def measured(device: torch.device, dtype: torch.dtype, threads: int, per_node: int, asked: LayerShape) -> Rates:
+    def measured(device: torch.device, dtype: torch.dtype, threads: int, per_node: int, asked: ProbedShape) -> Rates:
         assert (device.type, dtype, threads, asked) == ("cpu", torch.bfloat16, 2, shape)
         return replace(NOMINAL_CPU, products=float(next(speeds)), workers_per_node=per_node)
 

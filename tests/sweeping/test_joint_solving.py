@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from manifests.errors import Interrupted, LaminaError, WorkerError
+from pipeline.sweeping.joint_solving import stage_together
 from pipeline.sweeping.points import MOST_TOGETHER, series_of
-from pipeline.sweeping.together import stage_together
 
 
 def point(methods: str) -> Any:

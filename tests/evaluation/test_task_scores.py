@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pipeline.evaluate
 from manifests.errors import InputError
-from pipeline.evaluation import tasks
-from pipeline.evaluation.tasks import read_scores, score_tasks, task_lines, tasks_digest
+from pipeline.evaluation import task_scores as tasks
+from pipeline.evaluation.task_scores import read_scores, score_tasks, task_lines, tasks_digest
 from pipeline.inputs.task_names import check_reader_of_rounded, check_tasks
 from tests.end_to_end.sources import make_source
 

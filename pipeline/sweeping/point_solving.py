@@ -27,11 +27,11 @@ from pipeline.job.output_scores import dense_score_key, score_entry
 from pipeline.job.sizing import compress_and_score
 from pipeline.job.worker_session import JobWorkers, StoreCleaner, assemble_output, job_workers, staged_layers
 from pipeline.ranks.curves import predicted_loss
+from pipeline.sweeping.joint_solving import stage_together
 from pipeline.sweeping.point_pool import PointPool
 from pipeline.sweeping.points import SweptPoint, series_of
 from pipeline.sweeping.sweep_context import SweepContext
 from pipeline.sweeping.sweep_plan import sweep_outlook
-from pipeline.sweeping.together import stage_together
 from pipeline.units.scores import Scored, Windows
 
 DENSE, COMPRESSED = "evaluation-dense", "evaluation"  # as the ledger names what is scored
