@@ -41,7 +41,7 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class ProbedShape:
-    """The sizes of the layers whose speed is measured. `features`: of all query heads; `read_features`: of keys, or values."""
+    """The sizes of the layer that is measured. `features`: of all query heads; `read_features`: of keys or values."""
 
     hidden: int = 1024
     intermediate: int = 2816
