@@ -5,12 +5,11 @@ from __future__ import annotations
 from pipeline.console.signals import deferred_signals, exit_on_signals, interrupt_on_signals
 
 if __name__ == "__main__":
-    exit_on_signals()  # what follows takes seconds
+    exit_on_signals()  # the imports below take seconds
 
 import json
 import sys
 import threading
-from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ DTYPES = ("bfloat16", "float16", "float32", "stored")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return the exit code."""
     options = parser("evaluate", "Perplexity over windows, one layer in memory at a time; and lm-eval's tasks.")
     options.add_argument("model", help="directory of a dense or compressed checkpoint, or a hub id")
     options.add_argument("--text", nargs="+", metavar="FILE", help=".txt, .jsonl, .json or .parquet: perplexity")
@@ -74,28 +73,25 @@ def _body(arguments: Any) -> int:
         check_tasks(arguments.tasks, "--tasks", [model for model in (arguments.model, arguments.beside) if model])
     if arguments.scratch:
         prepare_folder("--scratch", str(arguments.scratch))
-    found: dict[str, Any] = {}
-    scores: dict[str, Any] = {}
-    try:  # whatever fails, scores that there are are printed
+    score: dict[str, Any] = {}
+    tasks: dict[str, Any] = {}
+    try:  # a failure must not lose the scores before it
         if arguments.text:
-            found = _perplexity(arguments)
+            score = _perplexity(arguments)
             if not arguments.json:
-                _print_perplexity(arguments.model, found)
-        models = (arguments.model, *([arguments.beside] if arguments.beside else [])) if arguments.tasks else ()
-        for model in models:
-            scores[model] = _scored_tasks(arguments, model)
+                perplexity = shown_perplexity(score["perplexity"], score["loss"])
+                extent = f"{score['tokens']:,} tokens, windows of {score['window']}"
+                say(f"{arguments.model}: perplexity {perplexity} over {extent}")
+        for model in (arguments.model, arguments.beside) if arguments.tasks else ():
+            if model:
+                tasks[model] = _scored_tasks(arguments, model)
     finally:
-        if arguments.json and (found or scores):
-            tasks = {"tasks": scores} if scores else {}
-            print(json.dumps({"model": arguments.model, **found, **tasks}, default=Record.as_json))
-        elif scores:
-            say("\n".join(task_lines(scores)))
+        if arguments.json and (score or tasks):
+            by_task = {"tasks": tasks} if tasks else {}
+            print(json.dumps({"model": arguments.model, **score, **by_task}, default=Record.as_json))
+        elif tasks:
+            say("\n".join(task_lines(tasks)))
     return 0
-
-
-def _print_perplexity(model: str, found: Mapping[str, Any]) -> None:
-    perplexity = shown_perplexity(found["perplexity"], found["loss"])
-    say(f"{model}: perplexity {perplexity} over {found['tokens']:,} tokens, windows of {found['window']}")
 
 
 def _scored_tasks(arguments: Any, model: str) -> Any:
@@ -116,7 +112,7 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
     workers = parse_block(
         Workers, {"max": arguments.workers, "cpus": arguments.cpus, "gpus": arguments.gpus}, "--workers, --cpus, --gpus"
     )
-    import torch  # this and what follows take seconds, which --help and wrong options need not
+    import torch  # slow imports, only after the options are checked
 
     from pipeline.console.progress import JobObserver
     from pipeline.evaluation.perplexity import measure_perplexity
@@ -124,17 +120,17 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
 
     stop = threading.Event()
 
-    def start() -> None:
+    def connect_workers() -> None:
         if arguments.in_process:
             check_device(workers)
             return
-        from workers.cluster import connect  # and Ray
+        from workers.cluster import connect  # imports Ray
 
         with deferred_signals(stop):
             connect(arguments.address, workers, arguments.connect_timeout, stop.is_set)
 
     interrupt_on_signals(stop)
-    with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints, too
+    with redirect_stdout(sys.stderr), JobObserver(quiet=arguments.json) as observer:  # Ray prints to stdout
         dtype = None if arguments.dtype == "stored" else getattr(torch, arguments.dtype)
         return measure_perplexity(
             arguments.model,
@@ -145,7 +141,7 @@ def _perplexity(arguments: Any) -> dict[str, Any]:
             stop,
             observer,
             arguments.scratch,
-            start,
+            connect_workers,
             trust_remote_code=arguments.trust_remote_code,
             in_process=arguments.in_process,
         )

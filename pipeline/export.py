@@ -1,4 +1,4 @@
-"""`python -m pipeline.export OUTPUT --to dense|stock|gguf DEST`: for engines that know nothing of our code."""
+"""`python -m pipeline.export OUTPUT --to dense|stock|gguf DEST`: writes a checkpoint for engines without our code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.console.wrapping import say
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return the exit code."""
     options = parser("export", "Writes a compressed checkpoint as an ordinary one of its source's family.")
     options.add_argument("output", help="the compressed checkpoint")
     options.add_argument(
@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    interrupt_on_signals(threading.Event())  # so that what was begun is removed
-    from pipeline.checkpoint.exporting import export_checkpoint  # takes seconds, which --help need not
+    interrupt_on_signals(threading.Event())  # an interrupted export removes its files
+    from pipeline.checkpoint.exporting import export_checkpoint  # slow import, not needed for --help
     from pipeline.checkpoint.gguf_file import export_gguf
 
     note = partial(say, stream=sys.stderr)

@@ -1,4 +1,4 @@
-"""`python -m pipeline.plan MANIFEST`: what a job, or a sweep, would do. Reads headers and configs, no weights."""
+"""`python -m pipeline.plan MANIFEST`: the cost of a job or of a sweep. Reads headers and configs, no weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pipeline.console.arguments import add_address, add_manifest, parser, read_m
 if TYPE_CHECKING:
     from pipeline.job.plan_report import Asked
 
-SAID = ("fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds")  # elsewhere than in the table
+NOT_IN_TABLE = ("fits", "limits", "remarks", "rates", "phases", "points", "estimated_seconds")
 LONGEST_PHASES = 3
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return the exit code."""
     options = parser(
         "plan",
         "Says whether a job or a sweep fits, how long it takes, what it reads and writes; reads no weights.",
@@ -39,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _body(arguments: Any) -> int:
     if "points" in read_document(arguments.manifest):
-        plan = _of_sweep(arguments)
+        plan = _sweep_plan(arguments)
     else:
         manifest = read_manifest(arguments)
-        from pipeline.job.plan_report import plan_report  # takes seconds, which --help and a wrong manifest need not
+        from pipeline.job.plan_report import plan_report  # slow import, only after the manifest is checked
 
         plan = plan_report(manifest, arguments.config, _asked(arguments))
     if arguments.json:
@@ -52,7 +52,7 @@ def _body(arguments: Any) -> int:
     return 0
 
 
-def _of_sweep(arguments: Any) -> dict[str, Any]:
+def _sweep_plan(arguments: Any) -> dict[str, Any]:
     if arguments.config is not None:
         raise InputError("--config: a sweep's points are held against the model's headers; give the model")
     sweep, points = read_sweep(arguments)
@@ -68,7 +68,7 @@ def _asked(arguments: Any) -> Asked:
 
 
 def _print(plan: Mapping[str, Any]) -> None:
-    """The verdict, the time, then tables."""
+    """Print the verdict, the time, then tables."""
     from rich.console import Console
     from rich.table import Table
 
@@ -78,7 +78,7 @@ def _print(plan: Mapping[str, Any]) -> None:
     for phase, seconds in plan["phases"].items():
         table.add_row(f"time, {phase}", duration(seconds))
     for name, value in plan.items():
-        if name not in SAID:
+        if name not in NOT_IN_TABLE:
             table.add_row(name.replace("_", " "), _shown(name, value))
     Console().print(table)
     if "points" in plan:
@@ -89,7 +89,7 @@ def _print(plan: Mapping[str, Any]) -> None:
 
 
 def verdict_lines(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Whether a job fits, or the limits that it exceeds; how long it takes, and its longest phases."""
+    """Say that a job fits or which limits it exceeds, then its time and its longest phases."""
     yield from plan["limits"] or ["fits, as far as this machine can tell"]
     seconds, phases = plan["estimated_seconds"], plan["phases"]
     longest = sorted(phases, key=lambda phase: -phases[phase])[:LONGEST_PHASES]

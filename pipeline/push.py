@@ -1,4 +1,4 @@
-"""`python -m pipeline.push OUTPUT REPOSITORY`: a compressed checkpoint to the hub, its card with scores."""
+"""`python -m pipeline.push OUTPUT REPOSITORY`: uploads a compressed checkpoint to the hub, its card with scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.console.arguments import parser, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return the exit code."""
     options = parser("push", "Uploads a compressed checkpoint to a model repository on the hub.")
     options.add_argument("output", help="the compressed checkpoint")
     options.add_argument("repository", help="ORGANISATION/NAME; made if it is not there")
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    from pipeline.checkpoint.publishing import publish  # takes seconds, which --help need not
+    from pipeline.checkpoint.publishing import publish  # slow import, not needed for --help
 
     commit = publish(
         arguments.output,

@@ -1,4 +1,4 @@
-"""`python -m pipeline.report RUN_DIR`: one HTML file about a job that is done, or not yet, or failed.
+"""`python -m pipeline.report RUN_DIR`: writes one HTML file about a job in any state.
 
 docs/formats.md#run_dir.
 """
@@ -14,7 +14,7 @@ from pipeline.console.wrapping import say
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return the exit code."""
     options = parser("report", "Writes one HTML file about a job: ranks, errors, memory, time; works at any moment.")
     options.add_argument("run_dir", help="the run directory of the job")
     options.add_argument("--output", help="the file to write; default: report.html in RUN_DIR")
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _body(arguments: Any) -> int:
     from pipeline.console.paths import prepare_file
-    from pipeline.reporting.page import render  # takes seconds, which --help need not
+    from pipeline.reporting.page import render  # slow import, not needed for --help
     from pipeline.reporting.run_data import read_run
     from stores.run_directory import REPORT
     from stores.storage import open_storage

@@ -1,4 +1,4 @@
-"""`python -m pipeline.run MANIFEST`: the job, from a manifest to a checkpoint that loads and scores.
+"""`python -m pipeline.run MANIFEST`: runs a job, from a manifest to an evaluated checkpoint.
 
 docs/architecture.md#the-way-of-a-layer.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pipeline.console.signals import exit_on_signals, interrupt_on_signals
 
 if __name__ == "__main__":
-    exit_on_signals()  # what follows takes seconds
+    exit_on_signals()  # the imports below take seconds
 
 import json
 import sys
@@ -40,17 +40,17 @@ def run_job(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     in_process: bool = False,
 ) -> dict[str, Any]:
-    """Runs a job to its end, or goes on with one that was interrupted. Returns the summary.
+    """Run a job to its end, or resume an interrupted one. Return the summary.
 
     Raises:
-        InputError: something given is wrong (exit 2); found before anything expensive.
-        Interrupted: `stop` was set; resumable (exit 75).
-        LaminaError: the job failed; resumable after a fix (exit 1).
+        InputError: an input is wrong (exit 2); raised before any expensive work.
+        Interrupted: `stop` was set; the job can be resumed (exit 75).
+        LaminaError: the job failed; it can be resumed after a fix (exit 1).
     """
     if in_process:
         check_in_process(address, manifest.workers.max)
     with quick_imports():
-        from pipeline.job import stages  # takes seconds, which --help and a wrong manifest need not
+        from pipeline.job import stages  # slow imports, only after the arguments are checked
 
     with stages.open_job(manifest, fresh=fresh, stop=stop, quiet=quiet, in_process=in_process) as job:
         summary, faults = stages.finished_summary(job)
@@ -70,7 +70,7 @@ def run_job(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return the exit code."""
     options = parser("run", "Compresses a model by a manifest; run again, it goes on where it was.")
     add_manifest(options)
     options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")
@@ -84,7 +84,7 @@ def _body(arguments: Any) -> int:
     stop = threading.Event()
     interrupt_on_signals(stop)
     manifest = read_manifest(arguments)
-    with redirect_stdout(sys.stderr):  # Ray prints what its nodes say, which is no JSON
+    with redirect_stdout(sys.stderr):  # Ray prints messages of its nodes, which must not mix with JSON
         summary = run_job(
             manifest,
             fresh=arguments.fresh,

@@ -13,7 +13,7 @@ from stores.run_directory import existing_run
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return the exit code."""
     options = parser("scale", "Changes how many workers a running job wants, until it ends; the output stays the same.")
     options.add_argument("run_dir", help="the run directory of the job")
     options.add_argument("--workers", type=int, required=True, help="from 1 to the number of calibration shards")

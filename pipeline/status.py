@@ -1,4 +1,4 @@
-"""`python -m pipeline.status RUN_DIR`: how far a job is, who works on what. Changes nothing."""
+"""`python -m pipeline.status RUN_DIR`: the progress of a job and of its workers. Writes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADVICE["failed"] = "; run the same command again when the cause is mended"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return the exit code."""
     options = parser("status", "Says how far a job is; works whether it runs or not.")
     options.add_argument("run_dir", help="the run directory of the job")
     options.add_argument("--json", action="store_true", help="print one JSON object")
@@ -44,7 +44,7 @@ def _body(arguments: Any) -> int:
 
 
 def read_status(place: Place) -> dict[str, Any]:
-    """Everything known of a run directory. Raises InputError when it is none."""
+    """Return the state of a run directory as JSON. Raises InputError if `place` is none."""
     run_dir = existing_run(place)
     ledger = run_dir.ledger
     keys = ledger.keys()
@@ -69,7 +69,7 @@ def read_status(place: Place) -> dict[str, Any]:
 
 
 def read_record(run_dir: Storage) -> dict[str, Any] | None:
-    """How a run ended, as it wrote it (pipeline/job/run_record.py); None when no run has ended, or not legibly."""
+    """Return the record of the end of a run (pipeline/job/run_record.py), or None if it is missing or damaged."""
     try:
         record = json.loads(run_dir.read(ENDED))
         return record if record["version"] == 1 and record["outcome"] and "exit_code" in record else None
@@ -78,7 +78,7 @@ def read_record(run_dir: Storage) -> dict[str, Any] | None:
 
 
 def _points(ledger: Ledger) -> dict[str, int] | None:
-    """Of a sweep: how many points it has, and how many of them a result."""
+    """Return the number of points of a sweep, and of those with a result; None for a job."""
     if (entry := ledger.get(POINTS)) is None:
         return None
     keys: list[Key[PointEntry]] = [Key(f"{point_part(digest)}/{RESULT}") for digest in entry.digests]
@@ -96,7 +96,7 @@ def _state(owner: dict[str, Any] | None, finished: bool, ended: dict[str, Any] |
 
 
 def _was_killed(owner: dict[str, Any] | None, ended: dict[str, Any] | None) -> bool:
-    """Whether the last owner of the lock left without a word: no record with its token, no release."""
+    """True if the last owner of the lock neither released it nor wrote a record of its end."""
     return owner is not None and not owner.get("released") and (ended or {}).get("run") != owner.get("token")
 
 

@@ -60,7 +60,7 @@ def run_sweep(
         from pipeline.sweeping.results import sweep_results, write_results
         from pipeline.sweeping.sweep_context import open_sweep
 
-    with open_sweep(sweep, points, fresh=fresh, stop=stop, quiet=False, in_process=in_process) as opened:
+    with open_sweep(sweep, points, fresh=fresh, stop=stop, in_process=in_process) as opened:
         job = opened.job
         if not all(map(opened.is_done, opened.points)):
             with job.observer, stages.recorded(job), stages.heartbeat(job) as heartbeat:
@@ -86,7 +86,7 @@ def write_plots(folder: Storage, results: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns the exit code."""
+    """Run the command and return the exit code."""
     options = parser("sweep", "Compares methods at several sizes from one calibration; run again, it goes on.")
     add_manifest(options, "what is compared")
     options.add_argument("--fresh", action="store_true", help="start over, whatever the run directory holds")

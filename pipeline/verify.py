@@ -1,4 +1,4 @@
-"""`python -m pipeline.verify OUTPUT [--source DIR]`: is this checkpoint what a job wrote, and whole?"""
+"""`python -m pipeline.verify OUTPUT [--source DIR]`: checks that a checkpoint is whole and as a job wrote it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAULTS_SHOWN = 10
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
+    """Run the command and return the exit code."""
     options = parser(
         "verify", "Checks digests, contents, forms, finite values, counts; with --source coverage, layers and logits."
     )
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _body(arguments: Any) -> int:
-    from pipeline.verification.runner import verify  # takes seconds, which --help need not
+    from pipeline.verification.runner import verify  # slow import, not needed for --help
 
     findings = []
     for finding in verify(arguments.output, arguments.source, arguments.bound):

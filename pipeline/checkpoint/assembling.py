@@ -24,7 +24,7 @@ from pipeline.checkpoint.compression_record import (
     index_arguments,
     sealed,
 )
-from pipeline.checkpoint.counting import claimed_tensors, count
+from pipeline.checkpoint.counting import claimed_tensors, count_sizes
 from pipeline.checkpoint.decoding_cost import decoding_costs
 from pipeline.checkpoint.listing import CARD_FILE, OUR_FILES, sweep_halves
 from pipeline.checkpoint.model_card import model_card
@@ -227,7 +227,7 @@ class Assembler:
                 },
             },
             "manifest": self.inputs.manifest.semantic(),
-            "counts": count(self.inputs, tensors, forms),
+            "counts": count_sizes(self.inputs, tensors, forms),
             "decoding": decoding_costs({**self.inputs.config, "forms": [dict(layer) for layer in forms]}),
             "layers": [self._layer_report(layer) for layer in range(geometry.num_layers)],
             "compared": compared.compared.as_json() if (compared := self.journal.get(COMPARED)) else None,

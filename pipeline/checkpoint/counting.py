@@ -13,7 +13,7 @@ from pipeline.inputs.job_inputs import Inputs
 from stores.headers import DTYPES
 
 
-def count(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def count_sizes(inputs: Inputs, tensors: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Stored numbers and bytes, dense and compressed, from what was written; and the cache per token."""
     geometry, itemsize = inputs.geometry, inputs.dtype.itemsize
     described = LayersConfig(**{**inputs.config, "forms": [dict(layer) for layer in forms]})

@@ -38,11 +38,15 @@ class Session:
         self.journal.commit(key, record)
         self.repairs.progress()
 
-    def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
-        """Commits a compressed layer. Every layer of every walk is committed here."""
+    def commit_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> LayerEntry:
+        """Commits a compressed layer. Every layer of every walk, and of every point of a sweep, is committed here."""
         entry = layer_entry(layer, solved, record)
         self.enter(layer_key(layer), entry)
-        self.observer.layer_done("compress", layer, entry.groups)
+        return entry
+
+    def enter_layer(self, layer: int, solved: Sequence[tuple[Solve, SolveDone]], record: StagedRecord) -> None:
+        """Commits a compressed layer and reports it to the observer."""
+        self.observer.layer_done("compress", layer, self.commit_layer(layer, solved, record).groups)
 
     def entry(self, key: Key[E]) -> E:
         """Reads an entry that must exist. Raises CorruptError."""

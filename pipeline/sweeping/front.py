@@ -1,15 +1,15 @@
-"""The points of a sweep that no other one beats: its Pareto front, with a tolerance in bytes between curves."""
+"""The Pareto front of a sweep's points, with a tolerance in size between curves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-TOLERANCE = 0.01  # of the dense model's bytes: by so much a point of another curve may be larger
+TOLERANCE = 0.01  # share of the dense model's bytes by which a point of another curve may be larger
 
 
 class Point(NamedTuple):
-    """A size, as a share of the dense model's, what is lost at it, and the curve that the point belongs to."""
+    """A size as a share of the dense model's, the loss at it, and the curve of the point."""
 
     size: float
     loss: float
@@ -17,10 +17,10 @@ class Point(NamedTuple):
 
 
 def front(points: Sequence[Point], tolerance: float = TOLERANCE) -> frozenset[int]:
-    """Returns the places of the points that no other one beats.
+    """Return the indices of the points that no other point beats.
 
-    One that is no larger and loses no more beats a point, unless it is equal in both; so does one of another curve that
-    loses less and is larger by at most `tolerance`.
+    A point beats another if it is no larger and loses no more, and differs in one of them. A point of another curve
+    also beats it if it loses less and is larger by at most `tolerance`.
     """
     return frozenset(
         place for place, point in enumerate(points) if not any(_beats(other, point, tolerance) for other in points)

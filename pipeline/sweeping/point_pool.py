@@ -1,4 +1,4 @@
-"""The workers of a sweep as one of its points sees them."""
+"""The view that a point of a sweep has of the workers."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from pipeline.sweeping.points import shifted
 from pipeline.units.curves import BeginCurve, CurvePieces, Predict
 from pipeline.units.units import Measure, Solve, SolveSizes, Unit
 
+TASK_UNITS = (Measure, BeginCurve, CurvePieces, Predict, Solve, SolveSizes)
+
 
 class PointPool(PoolProxy):
-    """The workers count methods through all points; `first` is where the point's begin."""
+    """Translates a point's method numbers. The workers number the methods of all points; its own begin at `first`."""
 
     def __init__(self, whole: BusyPool, first: int) -> None:
         super().__init__(whole)
         self.first = first
-        self.given: dict[str, Unit] = {}  # by the key that the workers know
+        self.submitted: dict[str, Unit] = {}  # by the key that the workers know
 
     def submit(self, unit: Unit) -> None:
-        """Queues a unit."""
-        there = replace(unit, task=shifted(unit.task, self.first)) if isinstance(unit, OF_TASKS) else unit
-        self.given[there.key] = unit
-        self.whole.submit(there)
+        """Submit a unit with the workers' number of its method."""
+        translated = replace(unit, task=shifted(unit.task, self.first)) if isinstance(unit, TASK_UNITS) else unit
+        self.submitted[translated.key] = unit
+        self.whole.submit(translated)
 
     def wait(self) -> tuple[Unit, Any]:
-        """The next finished unit, as it was submitted, and its result."""
+        """Return the next finished unit, as it was submitted, and its result."""
         unit, result = self.whole.wait()
-        return self.given.pop(unit.key), result
+        return self.submitted.pop(unit.key), result
 
     def cancel_pending(self) -> None:
-        """Waits for everything submitted and forgets the results."""
+        """Wait for all submitted units and discard their results."""
         self.whole.cancel_pending()
-        self.given.clear()
-
-
-OF_TASKS = (Measure, BeginCurve, CurvePieces, Predict, Solve, SolveSizes)
+        self.submitted.clear()

@@ -1,20 +1,21 @@
-"""Every point of a sweep: one pass over the text for all; those alike but for their size are solved together; one after
-another is scored and entered."""
+"""The work of a sweep: one pass over the text for all points, joint solves of points that differ in size alone, then
+score and commit point by point."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import count
 
 import torch
+from torch import Tensor
 
 from manifests.entries import PointEntry, TokensEntry
 from manifests.errors import CorruptError
 from manifests.records import ArrayRecord
 from pipeline.checkpoint.compression_record import SEAL
-from pipeline.checkpoint.counting import count, stored_tensors
+from pipeline.checkpoint.counting import count_sizes, stored_tensors
 from pipeline.console.signals import catch_signals
 from pipeline.cost_model.rates import known_rates
 from pipeline.driver.job_spec import entered_scores, staged_layer
@@ -34,90 +35,83 @@ from pipeline.sweeping.sweep_context import SweepContext
 from pipeline.sweeping.sweep_plan import sweep_outlook
 from pipeline.units.scores import Scored, Windows
 
-DENSE, COMPRESSED = "evaluation-dense", "evaluation"  # as the ledger names what is scored
-PASSING = (  # what a point leaves when it is entered
-    "layer/", "activations/", "compared", "held_out_score", "scored/",
-)  # fmt: skip
+DENSE, COMPRESSED = "evaluation-dense", "evaluation"  # names of the scored models in the ledger
+TEMPORARY = (
+    "layer/",
+    "activations/",
+    "compared",
+    "held_out_score",
+    "scored/",
+)  # entries retracted with a point's result
 
 
 def solve_points(sweep: SweepContext, heartbeat: Heartbeat) -> None:
-    """Enters what is missing: every point's result, and the checkpoints that are wanted.
+    """Commit the result of every missing point, and write the checkpoints that the sweep saves.
 
     Raises:
-        Interrupted: a signal came; what is entered stays.
+        Interrupted: a signal came; committed results stay.
     """
     pending = [point for point in sweep.points if not sweep.is_done(point)]
     if not pending:
         return
-    job = sweep.job
+    job, numbers = sweep.job, count(1)
     with job_workers(job, heartbeat) as workers:
         device = (job.ledger.get(HARDWARE) or {})["device"]
         job.observer.expect(sweep_outlook(pending, job, known_rates(device)))
         _take_statistics(job, pending, workers)
         windows = _score_dense(job, workers)
-        place = 0
         for series in series_of(pending):
-            took_s = _stage(sweep, series, workers)
-            for number, point in enumerate(series, start=1):
-                place += 1
-                job.observer.say(f"point {place} of {len(pending)}: {point.point.label}")
+            seconds = _stage(sweep, series, workers)
+            for place, point in enumerate(series, start=1):
+                job.observer.say(f"point {next(numbers)} of {len(pending)}: {point.point.label}")
                 catch_signals(job.stop)
-                _solve(sweep, point, workers, windows, took_s / len(series))
-                waiting = [record for other in series[number:] for record in staged_layers(sweep.of(other).ledger)]
-                StoreCleaner(job.run_dir, workers.always, workers.dropping).retain_staged(tuple(waiting))
+                _solve(sweep, point, workers, windows, seconds / len(series))
+                staged = [record for other in series[place:] for record in staged_layers(sweep.of(other).ledger)]
+                StoreCleaner(job.run_dir, workers.always, workers.dropping).retain_staged(tuple(staged))
 
 
 def _take_statistics(job: JobContext, pending: list[SweptPoint], workers: JobWorkers) -> None:
-    """The passes over the text: the union of what the points ask for."""
-    asked = {point.first + place for point in pending for place in range(len(point.inputs.methods))}
-    tasks = tuple(task for task in job.inputs.tasks if task.method in asked)
+    """Pass over the text, with the union of the points' moments and scores."""
+    methods = {point.first + place for point in pending for place in range(len(point.inputs.methods))}
+    tasks = tuple(task for task in job.inputs.tasks if task.method in methods)
     scores = frozenset(score for point in pending for score in point.inputs.scores)
     shared = replace(driver_job(job.inputs), tasks=tasks, scores=scores, measures=(), predicts=())
     workers.take_statistics(job, shared)
 
 
 def _score_dense(job: JobContext, workers: JobWorkers) -> Windows | None:
-    """The windows of the evaluation text, stored for the workers; the dense model is scored on them once."""
+    """Store the windows of the evaluation text for the workers, and score the dense model on them once."""
     if job.evaluation is None:
         return None
-    count, length = job.evaluation.shape
-    batch, tokens = max(1, NUMBERS_PER_BATCH // length), _stored_windows(job, workers)
-    windows = Windows.even(count, SHARDS, "float32", batch, tokens)
+    num_windows, length = job.evaluation.shape
+    tokens = _stored_windows(job, job.evaluation.to(torch.int32))
+    workers.always.append(tokens)
+    windows = Windows.even(num_windows, SHARDS, "float32", max(1, NUMBERS_PER_BATCH // length), tokens)
     (key,) = dense_score_key(job)
     if job.ledger.get(key) is None:
         scorer = workers.scorer(job)
-        found = scorer.score(windows, DENSE, [None] * job.inputs.geometry.num_layers)
-        job.ledger.commit(key, score_entry(job, "dense", key.rpartition("/")[2], _figures(found, windows)))
+        scored = scorer.score(windows, DENSE, [None] * job.inputs.geometry.num_layers)
+        figures = perplexity_figures(scored, num_windows, length)
+        job.ledger.commit(key, score_entry(job, "dense", key.rpartition("/")[2], figures))
         scorer.forget(DENSE)
     return windows
 
 
-def _figures(found: Scored, windows: Windows) -> dict[str, Any]:
-    """As `evaluation.perplexity.score_tokens` gives them."""
-    assert windows.tokens is not None
-    count, length = windows.tokens.shape
-    return perplexity_figures(found, count, length)
-
-
-def _stored_windows(job: JobContext, workers: JobWorkers) -> ArrayRecord:
-    assert job.evaluation is not None
-    ids, store, entered = job.evaluation.to(torch.int32), job.run_dir.activations, job.ledger.get(EVALUATION)
-    if entered is not None:
-        try:
-            if not torch.equal(store.open(entered.tokens).read(0, entered.tokens.shape[0]), ids):
-                entered = None
-        except CorruptError as error:
-            job.observer.repaired(str(error), [EVALUATION])
-            entered = None
-    if entered is None:
-        entered = TokensEntry(tokens=store.write_tokens(ids))
-        job.ledger.commit(EVALUATION, entered)
-    workers.always.append(entered.tokens)
-    return entered.tokens
+def _stored_windows(job: JobContext, ids: Tensor) -> ArrayRecord:
+    """Return the record of stored token ids. They are written again if they are damaged or of another text."""
+    store, entry = job.run_dir.activations, job.ledger.get(EVALUATION)
+    try:
+        if entry and torch.equal(store.open(entry.tokens).read(0, entry.tokens.shape[0]), ids):
+            return entry.tokens
+    except CorruptError as error:
+        job.observer.repaired(str(error), [EVALUATION])
+    entry = TokensEntry(tokens=store.write_tokens(ids))
+    job.ledger.commit(EVALUATION, entry)
+    return entry.tokens
 
 
 def _stage(sweep: SweepContext, series: Sequence[SweptPoint], workers: JobWorkers) -> float:
-    """The layers of points that share their solves; the seconds that they took."""
+    """Solve the layers of a series jointly. Return the seconds that this took."""
     started = time.monotonic()
     for point in series:
         job = sweep.of(point)
@@ -128,7 +122,7 @@ def _stage(sweep: SweepContext, series: Sequence[SweptPoint], workers: JobWorker
 
 
 def _workers_of(point: SweptPoint, workers: JobWorkers) -> JobWorkers:
-    """What a point is scored on is not committed on the way: killed, it is scored again."""
+    """Return the workers of a point. Its hidden states are not committed: after a kill it is scored again."""
     pool, every = PointPool(workers.pool, point.first), point.inputs.geometry.num_layers + 1
     return JobWorkers(pool, workers.always, every, workers.dropping)
 
@@ -136,7 +130,7 @@ def _workers_of(point: SweptPoint, workers: JobWorkers) -> JobWorkers:
 def _solve(
     sweep: SweepContext, point: SweptPoint, workers: JobWorkers, windows: Windows | None, shared_s: float
 ) -> None:
-    """`shared_s`: the point's part of the seconds that solving it with others took."""
+    """Solve, score and commit a point. `shared_s`: its part of the seconds of joint solves."""
     job, started = sweep.of(point), time.monotonic()
     own = _workers_of(point, workers)
     scored = _compress_and_score(job, own, windows, compared=point.point.save)
@@ -145,7 +139,7 @@ def _solve(
     catch_signals(job.stop)
     entry = PointEntry(
         text=sweep.text,
-        counts=count(job.inputs, tensors, forms),
+        counts=count_sizes(job.inputs, tensors, forms),
         loss=scored.loss / scored.tokens if scored else None,
         held_out=job.ledger.get(HELD_OUT_SCORE),
         predicted=_predicted(job),
@@ -154,15 +148,15 @@ def _solve(
         seal=compression[SEAL] if compression else None,
     )
     job.ledger.commit(RESULT, entry)
-    for key in (key for kind in PASSING for key in job.ledger.keys(kind)):
+    for key in (key for kind in TEMPORARY for key in job.ledger.keys(kind)):
         job.ledger.retract(key)
-    job.observer.say(result_line(point.point.label, entry))
+    job.observer.say(_result_line(point.point.label, entry))
 
 
 def _compress_and_score(
     job: JobContext, workers: JobWorkers, windows: Windows | None, *, compared: bool
 ) -> Scored | None:
-    """A staged layer that is damaged in between is made again, once."""
+    """Compress and score a point. A staged layer that is damaged meanwhile is solved again, once."""
     for attempt in range(2):
         compress_and_score(job, workers, compared=compared)
         if windows is None:
@@ -178,22 +172,22 @@ def _compress_and_score(
 
 
 def _predicted(job: JobContext) -> float | None:
-    """By the curves, nats per token; None where ranks follow nothing that predicts a loss."""
-    made, calibration, ranks = driver_job(job.inputs), job.manifest.calibration, job.ledger.get(RANKS)
+    """Return the loss in nats per token that the curves predict, or None if not every task has a curve of it."""
+    spec, calibration, ranks = driver_job(job.inputs), job.manifest.calibration, job.ledger.get(RANKS)
     if ranks is None or calibration is None or calibration.gradient.kind == "local":
         return None
-    if not made.tasks or {task.key for task in made.predicts} != {task.key for task in made.tasks}:
+    if not spec.tasks or {task.key for task in spec.predicts} != {task.key for task in spec.tasks}:
         return None
-    scores = entered_scores(made, job.ledger.get, {})
+    scores = entered_scores(spec, job.ledger.get, {})
     return predicted_loss(scores.curves or {}, ranks.ranks)
 
 
-def result_line(label: str, entry: PointEntry) -> str:
-    """What came of a point, for the log."""
+def _result_line(label: str, entry: PointEntry) -> str:
+    """Say the size, the losses and the seconds of a point, for the log."""
     counts, parts = entry.counts, []
-    kept = counts["bytes"]["compressed"] / counts["bytes"]["dense"]
+    share = counts["bytes"]["compressed"] / counts["bytes"]["dense"]
     if entry.loss is not None:
         parts.append(f"loss {entry.loss:.4f}")
     if entry.held_out:
         parts.append(f"divergence {entry.held_out.divergence:.3g}")
-    return f"{label}: {kept:.2%} of the bytes, {', '.join(parts)} ({entry.seconds:.1f} s)"
+    return f"{label}: {share:.2%} of the bytes, {', '.join(parts)} ({entry.seconds:.1f} s)"

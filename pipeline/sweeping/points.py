@@ -1,4 +1,4 @@
-"""The points of a sweep as jobs that share a run directory, their statistics and their workers."""
+"""The points of a sweep as jobs that share a run directory, statistics and workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from manifests.errors import InputError
-from manifests.schema import Budget, Manifest
+from manifests.schema import Budget
 from manifests.sweep import Point
 from pipeline.driver.ledger_keys import point_part
 from pipeline.inputs.fingerprint import semantic_fields
@@ -21,8 +21,8 @@ from pipeline.units.sharding import gradient_samples
 from stores.ledger import Ledger, LedgerPart
 from stores.source import SourceCheckpoint
 
-MOST_TOGETHER = 8  # points: the layers of all of them are staged at once
-SHARED = ("dense", "gradient", "tokens", "held_out", "hardware", "source")  # kinds of entries
+MOST_TOGETHER = 8  # points that are solved jointly; the layers of all of them are staged at once
+SHARED = ("dense", "gradient", "tokens", "held_out", "hardware", "source")  # kinds of ledger entries
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class SweptPoint:
     """A point whose manifest fits the model.
 
     Attributes:
-        first: the place of its first method among those of all points, as the workers count them.
-        digest: of what decides its bytes: the same point has the same, whatever else is in the sweep.
-        curves_digest: of what decides its curves, which size does not.
+        first: the index of its first method among the methods of all points, which the workers number.
+        digest: digest of everything that decides its bytes; it does not depend on the other points.
+        curves_digest: digest of everything that decides its curves, which is all but the size.
     """
 
     point: Point
@@ -42,36 +42,35 @@ class SweptPoint:
     curves_digest: str
 
     def ledger(self, whole: Ledger) -> Ledger:
-        """Its view of the sweep's: statistics are everybody's, curves those of the same methods."""
-        of_methods = dict.fromkeys(("curves", "measured"), f"methods/{self.curves_digest}")
-        return LedgerPart(whole, point_part(self.digest), dict.fromkeys(SHARED, "") | of_methods)
+        """Return its view of the ledger: statistics are shared by all points, curves by those with the same methods."""
+        by_methods = dict.fromkeys(("curves", "measured"), f"methods/{self.curves_digest}")
+        return LedgerPart(whole, point_part(self.digest), dict.fromkeys(SHARED, "") | by_methods)
 
 
 class SharedInputs(Inputs):
-    """The inputs of all points together. The same calibration whatever the points ask of it, so that more may come."""
+    """The inputs of all points together. Calibration does not depend on the points, so that more can be added later."""
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether there is text."""
+        """True if the manifest has calibration text, whether a point needs it or not."""
         return self.manifest.calibration is not None
 
     @property
     def gradient_samples(self) -> int:
-        """As many as a point takes that asks for gradients."""
-        calibration = self.manifest.calibration
-        if calibration is None:
+        """The number of samples with gradients, as of a point that needs them."""
+        if (calibration := self.manifest.calibration) is None:
             return 0
-        asked, length = calibration.gradient.samples, calibration.sequence_length
-        return gradient_samples(asked, calibration.samples, length, self.geometry.hidden)
+        samples, length = calibration.gradient.samples, calibration.sequence_length
+        return gradient_samples(samples, calibration.samples, length, self.geometry.hidden)
 
 
 def read_points(points: Sequence[Point], weights: bool = True) -> tuple[SweptPoint, ...]:
-    """Every point held against the model, of which headers are read once.
+    """Check every point against the model, whose headers are read once.
 
-    `weights`: whether those of a hub id are fetched, after everything else proved right.
+    `weights`: also download the weights of a hub id, once all checks have passed.
 
     Raises:
-        InputError: with a line for each fault, and the points that have it; nothing was written.
+        InputError: a point is wrong; the message has a line for each fault with the points that have it.
     """
     return opened_model(points[0].manifest, weights, partial(_check_points, points))
 
@@ -99,37 +98,33 @@ def _check_points(
 
 
 def series_of(points: Sequence[SweptPoint]) -> list[tuple[SweptPoint, ...]]:
-    """The points in their order, those together that are alike but for their size."""
-    found: list[tuple[SweptPoint, ...]] = []
-    for _, alike in groupby(points, key=lambda point: point.curves_digest):
-        series = tuple(alike)
-        found += [series[start : start + MOST_TOGETHER] for start in range(0, len(series), MOST_TOGETHER)]
-    return found
+    """Group consecutive points that differ in size alone, at most `MOST_TOGETHER` in a group."""
+    series: list[tuple[SweptPoint, ...]] = []
+    for _, group in groupby(points, key=lambda point: point.curves_digest):
+        alike = tuple(group)
+        series += [alike[start : start + MOST_TOGETHER] for start in range(0, len(alike), MOST_TOGETHER)]
+    return series
 
 
 def shared_inputs(swept: Sequence[SweptPoint], output: str) -> SharedInputs:
-    """What one pass over the text takes for all of them."""
-    manifests, one = [point.point.manifest for point in swept], swept[0].inputs
-    manifest = one.manifest.model_copy(
+    """Return the inputs of one pass over the text for all points."""
+    manifests, first = [point.point.manifest for point in swept], swept[0].inputs
+    manifest = first.manifest.model_copy(
         update={
             "output": output,
-            "methods": tuple(entry for found in manifests for entry in found.methods),
-            "budget": Budget(keep=max(_share(found) for found in manifests)),
+            "methods": tuple(entry for manifest in manifests for entry in manifest.methods),
+            "budget": Budget(keep=max(manifest.budget.share if manifest.budget else 1.0 for manifest in manifests)),
             "quantize": None,
         }
     )
     tasks = tuple(shifted(task, point.first) for point in swept for task in point.inputs.tasks)
     methods = tuple(method for point in swept for method in point.inputs.methods)
-    return SharedInputs(manifest, one.source, one.config, one.geometry, methods, tasks, one.dtype)
+    return SharedInputs(manifest, first.source, first.config, first.geometry, methods, tasks, first.dtype)
 
 
 def shifted(task: Task, first: int) -> Task:
-    """A point's task as the workers know it."""
+    """Return a point's task with the workers' number of its method."""
     return replace(task, method=first + task.method)
-
-
-def _share(manifest: Manifest) -> float:
-    return manifest.budget.share if manifest.budget else 1.0
 
 
 def _digest(fields: Any) -> str:

@@ -134,14 +134,14 @@ def _row(sweep: SweepContext, point: SweptPoint, dense: Mapping[str, Any] | None
     counts, held_out, loss = entry.counts, entry.held_out, entry.loss
     score = {"perplexity": json_perplexity(loss), "loss": loss} if loss is not None else None
     compared = held_out.as_json() if held_out else None
-    kept = {f"{name}_kept": counts[of]["compressed"] / counts[of]["dense"] for name, of in SHARES.items()}
+    shares = {f"{name}_kept": counts[of]["compressed"] / counts[of]["dense"] for name, of in SHARES.items()}
     return {
         "point": point.point.label,
         "series": point.point.series,
         "methods": [entry.method for entry in manifest.methods],
         "budget": manifest.budget.model_dump(mode="json", exclude_none=True) if manifest.budget else None,
         "rounding": point.point.rounding,
-        **kept,
+        **shares,
         "bytes": counts["bytes"]["compressed"],
         "cache_bytes_per_token": counts["cache_bytes_per_token"]["compressed"],
         "counts": entry.as_json()["counts"],

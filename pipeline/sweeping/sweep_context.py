@@ -1,4 +1,4 @@
-"""A sweep that may work: every point checked, the run directory held, what all points share."""
+"""A checked sweep that holds the locks of its run directory and of the checkpoints that it saves."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from stores.storage import open_storage
 
 @dataclass(frozen=True)
 class SweepContext:
-    """What every stage of a sweep is given.
+    """The context of every stage of a sweep.
 
     Attributes:
-        job: what the points share: inputs, tokens, run directory, locks.
+        job: the context that the points share: inputs, tokens, run directory, locks.
     """
 
     sweep: Sweep
@@ -48,26 +48,26 @@ class SweepContext:
     job: JobContext
 
     def of(self, point: SweptPoint) -> JobContext:
-        """The job of a point by itself, but for its workers."""
+        """Return the job context of a single point."""
         run_dir = self.job.run_dir.with_ledger(point.ledger(self.job.run_dir.ledger))
         return replace(self.job, inputs=point.inputs, run_dir=run_dir)
 
     def remarks(self) -> dict[str, list[str]]:
-        """What the methods have to say before anything is computed, and of which points it is said."""
-        said: dict[str, list[str]] = {}
+        """Return remark -> labels of the points whose methods make it."""
+        remarks: dict[str, list[str]] = {}
         for point in self.points:
             for remark in point.inputs.remarks:
-                said.setdefault(remark, []).append(point.point.label)
-        return said
+                remarks.setdefault(remark, []).append(point.point.label)
+        return remarks
 
     @property
     def text(self) -> str:
-        """Digest of the tokens that points are scored on."""
+        """The digest of the tokens that points are scored on."""
         tokens = [tokens_digest(self.job.evaluation), tokens_digest(self.job.held_out)]
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     def begin(self) -> SweepContext:
-        """Makes the run directory the sweep's, as its work may begin. Returns what the stages go on with."""
+        """Bind the run directory to the sweep before its work begins. Return the context of the next stages."""
         self.job.run_dir.bind(self.job.standing)
         begun = replace(self, job=replace(self.job, standing=replace(self.job.standing, kind="same")))
         if not self.job.standing.goes_on:
@@ -81,7 +81,7 @@ class SweepContext:
         return begun
 
     def enter(self) -> None:
-        """Enters what the sweep reads and which points it has, takes back what makes no sense of what is entered."""
+        """Commit the digests of the source and of the points, and retract entries that do not fit the job."""
         job, ledger = self.job, self.job.ledger
         ledger.commit(SOURCE, job.source_files)
         ledger.commit(POINTS, PointsEntry(digests=tuple(point.digest for point in self.points)))
@@ -89,7 +89,7 @@ class SweepContext:
         job.run_dir.storage.replace(SWEEP, write_yaml(self.sweep.model_dump(mode="json")).encode())
 
     def is_done(self, point: SweptPoint) -> bool:
-        """Whether all that is asked of a point is there."""
+        """True if a point has a result on this text, and an undamaged checkpoint if the sweep saves it."""
         if not self.job.standing.goes_on:
             return False
         entry = point.ledger(self.job.ledger).get(RESULT)
@@ -98,8 +98,8 @@ class SweepContext:
         if not point.point.save:
             return True
         output = point.point.manifest.output
-        known = entry.seal if entry.output == open_storage(output).address else None
-        return known is not None and not quick_faults(output, known)
+        seal = entry.seal if entry.output == open_storage(output).address else None
+        return seal is not None and not quick_faults(output, seal)
 
 
 @contextmanager
@@ -109,15 +109,14 @@ def open_sweep(
     *,
     fresh: bool,
     stop: threading.Event,
-    quiet: bool,
     in_process: bool = False,
 ) -> Iterator[SweepContext]:
-    """Checks everything that can be known before computing, and holds the sweep's places.
+    """Check the sweep and hold the locks of its directories while the block runs.
 
     Raises:
-        InputError: something given is wrong; nothing was computed.
+        InputError: an input is wrong; raised before any computation.
     """
-    started, observer = time.monotonic(), JobObserver(quiet=quiet)
+    started, observer = time.monotonic(), JobObserver()
     observer.stage("checks")
     swept = read_points(points)
     inputs = shared_inputs(swept, sweep.output)
@@ -140,28 +139,28 @@ def open_sweep(
             check_copied(inputs)
         watch = watch_source(inputs, source_files, run_dir.ledger)
         standing = run_dir.check_fingerprint(_fingerprint(inputs, tokens, source_files), fresh, before_work=BEFORE_WORK)
-        nothing = OutputFiles(sweep.output, frozenset(), frozenset(), (), fresh)
+        no_files = OutputFiles(sweep.output, frozenset(), frozenset(), (), fresh)
         job = JobContext(
-            inputs, tokens, held_out, evaluation, source_files, run_dir, (), nothing, plan, observer, stop, started,
+            inputs, tokens, held_out, evaluation, source_files, run_dir, (), no_files, plan, observer, stop, started,
             standing, watch, tuple(point.manifest for point in points), in_process,
         )  # fmt: skip
-        found = SweepContext(sweep, swept, job)
+        context = SweepContext(sweep, swept, job)
         if standing.goes_on:
-            found.enter()
-        elif standing.kind == "new":  # a start that is refused has not read the source in vain
+            context.enter()
+        elif standing.kind == "new":  # if the start is refused later, the next one need not digest the source again
             run_dir.ledger.commit(SOURCE, source_files)
         for point in swept:
             if point.point.save:
                 output = open_storage(point.point.manifest.output)
                 locks.append(stack.enter_context(claim_output(output)))
                 survey_output(output, point.ledger(run_dir.ledger), fresh).replaceable()
-        yield replace(found, job=replace(job, locks=tuple(locks)))
+        yield replace(context, job=replace(job, locks=tuple(locks)))
 
 
 def _fingerprint(
     inputs: SharedInputs, tokens: torch.Tensor | None, source_files: Mapping[str, SourceFile]
 ) -> dict[str, Any]:
-    """Of what all points share: points come and go."""
+    """Return the fingerprint of what all points share: points may be added and removed."""
     fields = job_fingerprint(inputs, tokens, source_files)
     shared = {name: fields["manifest"][name] for name in ("seed", "calibration", "workers")}
     return {**fields, "manifest": {"sweep": SWEEP_VERSION, **shared}}

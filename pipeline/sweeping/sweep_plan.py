@@ -1,4 +1,4 @@
-"""What a sweep takes: what all points share, and what each of them takes besides. `python -m pipeline.plan SWEEP`."""
+"""The plan of a sweep: the costs that all points share, and those of each point. `python -m pipeline.plan SWEEP`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pipeline.job.context import JobContext
 from pipeline.job.plan_report import Asked, asked_rates, planned_work, seconds_of, stored_bytes, verdict
 from pipeline.sweeping.points import SharedInputs, SweptPoint, read_points, series_of, shared_inputs
 
-SHARED = ("start", "statistics", "reduce", "gradient")  # once, whatever the points
+SHARED = ("start", "statistics", "reduce", "gradient")  # phases that all points share
 
 
-def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[str, Any]:
-    """As JSON: the plan of what all points share, seconds by phase, and `points`. Raises InputError."""
+def sweep_report(sweep: Sweep, points: tuple[Point, ...], request: Asked) -> dict[str, Any]:
+    """Return the plan as JSON: shared amounts, seconds by phase, and `points`. Raises InputError."""
     swept = read_points(points, weights=False)
     shared = shared_inputs(swept, sweep.output)
-    rates = asked_rates(shared.manifest, shared.geometry, shared.dtype, asked)
+    rates = asked_rates(shared.manifest, shared.geometry, shared.dtype, request)
     tokens = evaluation_tokens(shared)
     whole = _seconds(shared, tokens, rates)
     phases = {name: whole[name] for name in SHARED if name in whole}
@@ -42,7 +42,7 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[
             seconds["assemble"] + seconds["verify"] + seconds.get("compare", 0.0) if point.point.save else 0.0
         )
         rows.append(_row(point, sum(own.values())))
-        if point.curves_digest not in curved:  # of the same methods they are taken once
+        if point.curves_digest not in curved:  # points with the same methods share their curves
             own["curves"] = seconds.get("curves", 0.0)
         curved.add(point.curves_digest)
         phases |= {name: phases[name] + amount for name, amount in own.items()}
@@ -55,23 +55,23 @@ def sweep_report(sweep: Sweep, points: tuple[Point, ...], asked: Asked) -> dict[
         read_bytes=plan.read_bytes + (len(rows) - 1) * shared.geometry.decoder_numbers() * shared.dtype.itemsize,
     )
     report = plan.report() | _stored_bytes(swept, shared, rates) | seconds_of(phases, rates)
-    del report["expected_numbers"]  # of each point
+    del report["expected_numbers"]  # points differ in it
     remarks = list(dict.fromkeys(remark for point in swept for remark in point.inputs.remarks))
-    return report | verdict(shared.manifest, report, asked, remarks) | {"points": rows}
+    return report | verdict(shared.manifest, report, request, remarks) | {"points": rows}
 
 
 def _stored_bytes(swept: Sequence[SweptPoint], shared: Inputs, rates: Rates) -> dict[str, int]:
-    """As `stored_bytes` of a job: of the pass over the text, or of points that are solved together, if that is more."""
-    found = stored_bytes(*_work(shared), rates, shared.manifest)
+    """Return `stored_bytes` of the pass over the text. The object store must also hold the joint solves of a series."""
+    stored = stored_bytes(*_work(shared), rates, shared.manifest)
     for series in series_of(swept):
         work, way = _work(series[0].inputs)
-        together = replace(work, written_bytes=sum(_work(point.inputs)[0].written_bytes for point in series))
-        found["object_store_bytes"] = max(found["object_store_bytes"], object_store_bytes(together, rates, way))
-    return found
+        joint = replace(work, written_bytes=sum(_work(point.inputs)[0].written_bytes for point in series))
+        stored["object_store_bytes"] = max(stored["object_store_bytes"], object_store_bytes(joint, rates, way))
+    return stored
 
 
 def sweep_outlook(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) -> Outlook:
-    """What is ahead of a sweep in which these points are missing; `job`: what they share."""
+    """Return the phases ahead of a sweep that lacks the `pending` points. `job`: the context that they share."""
     whole = _seconds(job.inputs, job.evaluation, rates)
     names = ("start", "statistics", "gradient")
     planned = [Ahead(name, whole[name]) for name in names if name in whole]
@@ -93,13 +93,13 @@ def sweep_outlook(pending: Sequence[SweptPoint], job: JobContext, rates: Rates) 
 
 
 def run_dir_bytes(swept: Sequence[SweptPoint], plan: Plan) -> int:
-    """Stored in the run directory at a time; `plan`: of what the points share, with the layers of the largest one."""
+    """Return the most bytes in the run directory at a time. `plan`: of what the points share."""
     staged = max(sum(_plan(point.inputs).output_bytes for point in series) for series in series_of(swept))
     return plan.run_dir_bytes + max(0, staged - plan.output_bytes)
 
 
 def _seconds(inputs: Inputs, evaluation: torch.Tensor | None, rates: Rates) -> dict[str, float]:
-    """Phase -> seconds of a job with these inputs; `evaluate` of one model."""
+    """Return phase -> seconds of a job with these inputs; `evaluate` is the scoring of one model."""
     work, way = _work(inputs)
     seconds = phase_seconds(work, rates, way)
     seconds["solve"] += seconds.pop("round", 0.0)
@@ -110,14 +110,14 @@ def _seconds(inputs: Inputs, evaluation: torch.Tensor | None, rates: Rates) -> d
 
 
 def _work(inputs: Inputs) -> tuple[LayerWork, Pass]:
-    """A layer's, and how layers are gone through: a sweep solves none in the pass."""
+    """Return the work of a layer, and the pass over the layers. A sweep does not solve layers during the pass."""
     manifest, geometry, tasks = inputs.manifest, inputs.geometry, inputs.tasks
     work = planned_work(manifest, geometry, tasks, inputs.dtype, _plan(inputs))
     return work, replace(pass_of(manifest, geometry, tasks), in_pass=False)
 
 
 def _scoring(seconds: dict[str, float]) -> float:
-    """Of one model, on the evaluation text and on what is held out."""
+    """Return the seconds of scoring one model on the evaluation text and on held-out text."""
     return seconds.get("held-out", 0.0) / 2 + seconds.get("evaluate", 0.0)
 
 

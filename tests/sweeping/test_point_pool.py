@@ -1,4 +1,4 @@
-"""The workers of a sweep as one of its points sees them."""
+"""The view that a point of a sweep has of the workers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_methods_are_counted_from_the_first_of_the_point() -> None:
     pool.submit(compare)
     assert pool.wait() == (solve, "solve/2/5/mlp")
     assert pool.wait() == (compare, "compare/0")
-    assert pool.given == {}
+    assert pool.submitted == {}
     pool.submit(solve)
     pool.cancel_pending()
-    assert (pool.given, list(whole.waiting)) == ({}, [])
+    assert (pool.submitted, list(whole.waiting)) == ({}, [])
     pool.forget()
     assert (pool.size, pool.seconds, pool.peak_bytes, whole.forgotten) == (3, whole.seconds, {"here": 7}, 1)
